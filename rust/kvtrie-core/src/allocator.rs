@@ -1,0 +1,216 @@
+//! A free list for engines that have none.
+
+use crate::error::{Error, Result};
+use crate::ids::BlockId;
+use crate::tree::RadixIndex;
+
+/// Hands out block ids and takes them back; a block that is free cannot be freed again.
+///
+/// Ids above every id handed out so far cost no memory.
+///
+/// # Examples
+/// ```
+/// use kvtrie_core::{BlockAllocator, BlockId};
+/// let mut pool = BlockAllocator::new(4)?;
+/// let ids = pool.allocate(3, None)?;
+/// pool.free(&ids[1..])?;
+/// assert_eq!(pool.num_free(), 3);
+/// assert!(pool.free(&[ids[1]]).is_err());
+/// # Ok::<(), kvtrie_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct BlockAllocator {
+    num_blocks: u64,
+    /// Ids freed, handed out again last in first out.
+    freed: Vec<u32>,
+    /// Ids below were handed out at least once; a bit is set while the id is held.
+    held: Vec<u64>,
+    fresh: u32,
+}
+
+impl BlockAllocator {
+    /// A pool in which every block is free.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `num_blocks` is not in 1..=2³¹.
+    pub fn new(num_blocks: u64) -> Result<Self> {
+        if num_blocks == 0 || num_blocks > BlockId::MAX_BLOCKS {
+            return Err(Error::invalid(format!(
+                "BlockAllocator: num_blocks is {num_blocks}; it must lie in 1..={}",
+                BlockId::MAX_BLOCKS
+            )));
+        }
+        Ok(Self {
+            num_blocks,
+            freed: Vec::new(),
+            held: Vec::new(),
+            fresh: 0,
+        })
+    }
+
+    /// Blocks in the pool.
+    #[must_use]
+    pub fn num_blocks(&self) -> u64 {
+        self.num_blocks
+    }
+
+    /// Blocks that are free.
+    #[must_use]
+    pub fn num_free(&self) -> u64 {
+        self.num_blocks - u64::from(self.fresh) + self.freed.len() as u64
+    }
+
+    /// Hands out `n` blocks: free ones, then what the index gives up. All or nothing.
+    ///
+    /// # Errors
+    /// - [`OutOfBlocks`](crate::ErrorKind::OutOfBlocks) if free, waiting and evictable blocks together are fewer than `n`; nothing is
+    ///   evicted then.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the index was made for a pool of another size, or gives up a block
+    ///   that was not handed out here.
+    pub fn allocate(
+        &mut self,
+        n: usize,
+        evict_from: Option<&mut RadixIndex>,
+    ) -> Result<Vec<BlockId>> {
+        const CALL: &str = "BlockAllocator.allocate";
+        let mut available = self.num_free();
+        if let Some(index) = &evict_from {
+            if index.config().num_blocks != self.num_blocks {
+                return Err(Error::invalid(format!(
+                    "{CALL}: the index is made for {} blocks, the pool has {}",
+                    index.config().num_blocks,
+                    self.num_blocks
+                )));
+            }
+            available += index.num_waiting() + index.num_evictable();
+        }
+        if n as u64 > available {
+            return Err(Error::out_of_blocks(format!(
+                "{CALL}: {n} blocks asked for, {available} can be had (free or evictable) of {}",
+                self.num_blocks
+            )));
+        }
+        let mut out = Vec::with_capacity(n);
+        while out.len() < n {
+            let Some(id) = self.take() else { break };
+            out.push(BlockId(id));
+        }
+        let missing = n - out.len();
+        if let (1.., Some(index)) = (missing, evict_from) {
+            for id in index.evict(missing) {
+                if !self.is_held(id.0) {
+                    let error = Error::invalid(format!(
+                        "{CALL}: the index gave up block {id}, which was not handed out here"
+                    ));
+                    self.release(&out);
+                    return Err(error);
+                }
+                out.push(id);
+            }
+        }
+        Ok(out)
+    }
+
+    /// Takes blocks back.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool, free already, or given twice; nothing is
+    /// freed then.
+    pub fn free(&mut self, ids: &[BlockId]) -> Result<()> {
+        const CALL: &str = "BlockAllocator.free";
+        let mut result = Ok(());
+        let mut cleared = 0;
+        for id in ids {
+            if u64::from(id.0) >= self.num_blocks {
+                result = Err(Error::invalid(format!(
+                    "{CALL}: block id {id} is not in 0..{} (num_blocks)",
+                    self.num_blocks
+                )));
+                break;
+            }
+            if !self.is_held(id.0) {
+                result = Err(Error::invalid(format!(
+                    "{CALL}: block {id} is not held: it was freed before, or never handed out"
+                )));
+                break;
+            }
+            self.held[id.0 as usize / 64] &= !(1 << (id.0 % 64));
+            cleared += 1;
+        }
+        match result {
+            Ok(()) => self.freed.extend(ids.iter().map(|id| id.0)),
+            Err(_) => ids[..cleared]
+                .iter()
+                .for_each(|id| self.held[id.0 as usize / 64] |= 1 << (id.0 % 64)),
+        }
+        result
+    }
+
+    fn release(&mut self, ids: &[BlockId]) {
+        for id in ids {
+            self.held[id.0 as usize / 64] &= !(1 << (id.0 % 64));
+            self.freed.push(id.0);
+        }
+    }
+
+    fn take(&mut self) -> Option<u32> {
+        let id = match self.freed.pop() {
+            Some(id) => id,
+            None if u64::from(self.fresh) < self.num_blocks => {
+                self.fresh += 1;
+                self.fresh - 1
+            }
+            None => return None,
+        };
+        let word = id as usize / 64;
+        if word >= self.held.len() {
+            self.held.resize(word + 1, 0);
+        }
+        self.held[word] |= 1 << (id % 64);
+        Some(id)
+    }
+
+    fn is_held(&self, id: u32) -> bool {
+        self.held
+            .get(id as usize / 64)
+            .is_some_and(|word| word >> (id % 64) & 1 == 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ErrorKind;
+
+    #[test]
+    fn allocate_is_all_or_nothing() {
+        let mut pool = BlockAllocator::new(3).unwrap();
+        assert_eq!(
+            pool.allocate(4, None).unwrap_err().kind(),
+            ErrorKind::OutOfBlocks
+        );
+        assert_eq!(pool.num_free(), 3);
+        let mut ids = pool.allocate(3, None).unwrap();
+        ids.sort_unstable();
+        assert_eq!(ids, [BlockId(0), BlockId(1), BlockId(2)]);
+    }
+
+    #[test]
+    fn free_refuses_a_double_free_and_changes_nothing() {
+        let mut pool = BlockAllocator::new(1 << 31).unwrap();
+        let ids = pool.allocate(2, None).unwrap();
+        for bad in [
+            vec![ids[0], ids[0]],
+            vec![ids[0], BlockId(7)],
+            vec![ids[0], BlockId(1 << 31)],
+        ] {
+            assert_eq!(
+                pool.free(&bad).unwrap_err().kind(),
+                ErrorKind::InvalidArgument
+            );
+            assert_eq!(pool.num_free(), (1 << 31) - 2);
+        }
+        pool.free(&ids).unwrap();
+        assert_eq!(pool.num_free(), 1 << 31);
+    }
+}

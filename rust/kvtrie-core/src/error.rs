@@ -1,0 +1,79 @@
+//! The one error type of the crate and the list of its kinds.
+
+use std::fmt;
+
+/// What went wrong, for callers that act on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// An argument lies outside its limits; the message names the value and the limit.
+    InvalidArgument,
+    /// A block id was offered for a place while it backs another one, or twice in one call.
+    BlockInUse,
+    /// Fewer blocks can be freed than were asked for.
+    OutOfBlocks,
+    /// A released plan was used again.
+    StaleHandle,
+    /// An invariant of the index is broken. A bug in this crate, never in the caller.
+    Malformed,
+}
+
+/// An error with its kind and one sentence that names the call, the value and the limit.
+///
+/// # Examples
+/// ```
+/// use kvtrie_core::{Config, ErrorKind, RadixIndex};
+/// let error = RadixIndex::new(Config { num_blocks: 0, ..Config::default() }).unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Error {
+    kind: ErrorKind,
+    message: String,
+}
+
+/// `Result` with this crate's [`Error`].
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    pub(crate) fn invalid(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::InvalidArgument, message)
+    }
+
+    pub(crate) fn block_in_use(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::BlockInUse, message)
+    }
+
+    pub(crate) fn out_of_blocks(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::OutOfBlocks, message)
+    }
+
+    pub(crate) fn stale(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::StaleHandle, message)
+    }
+
+    pub(crate) fn malformed(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Malformed, message)
+    }
+
+    fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self {
+            kind,
+            message: message.into(),
+        }
+    }
+
+    /// The kind, for callers that act on it.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Error {}

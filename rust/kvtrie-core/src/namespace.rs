@@ -1,0 +1,105 @@
+//! What KV depends on besides tokens: a value that walls caches off from each other.
+
+use crate::error::{Error, Result};
+
+/// Who may share KV: one tenant, or everybody.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Salt {
+    /// Everybody who says so: sharing is said aloud.
+    Shared,
+    /// One tenant; never empty.
+    Tenant(String),
+}
+
+/// Everything besides tokens that KV depends on, compared by value.
+///
+/// No query sees across a namespace.
+///
+/// # Examples
+/// ```
+/// use kvtrie_core::{Namespace, Salt};
+/// let a = Namespace::new("qwen3-8b@1a2b", "bfloat16", "yarn:4", None, Salt::Shared)?;
+/// let b = Namespace::new("qwen3-8b@1a2b", "bfloat16", "yarn:4", None, Salt::Tenant("b".into()))?;
+/// assert_ne!(a, b);
+/// # Ok::<(), kvtrie_core::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Namespace {
+    model: String,
+    kv_dtype: String,
+    rope: String,
+    adapter: Option<String>,
+    salt: Salt,
+}
+
+impl Namespace {
+    /// Builds a namespace.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the model, the dtype, the rope, the adapter or the
+    /// tenant's salt is an empty string.
+    pub fn new(
+        model: impl Into<String>,
+        kv_dtype: impl Into<String>,
+        rope: impl Into<String>,
+        adapter: Option<String>,
+        salt: Salt,
+    ) -> Result<Self> {
+        let namespace = Self {
+            model: model.into(),
+            kv_dtype: kv_dtype.into(),
+            rope: rope.into(),
+            adapter,
+            salt,
+        };
+        let named = [
+            ("model", Some(&namespace.model)),
+            ("kv_dtype", Some(&namespace.kv_dtype)),
+            ("rope", Some(&namespace.rope)),
+            ("adapter", namespace.adapter.as_ref()),
+        ];
+        for (name, value) in named {
+            if value.is_some_and(String::is_empty) {
+                return Err(Error::invalid(format!(
+                    "Namespace: {name} is empty; name what the KV depends on"
+                )));
+            }
+        }
+        if matches!(&namespace.salt, Salt::Tenant(salt) if salt.is_empty()) {
+            return Err(Error::invalid(
+                "Namespace: the salt is empty; give each tenant its own, or say SHARED to share KV on purpose",
+            ));
+        }
+        Ok(namespace)
+    }
+
+    /// Model and revision.
+    #[must_use]
+    pub fn model(&self) -> &str {
+        &self.model
+    }
+
+    /// Element type and scales of the KV.
+    #[must_use]
+    pub fn kv_dtype(&self) -> &str {
+        &self.kv_dtype
+    }
+
+    /// How positions turn K.
+    #[must_use]
+    pub fn rope(&self) -> &str {
+        &self.rope
+    }
+
+    /// Content id of the adapter (`LoRA`), if there is one.
+    #[must_use]
+    pub fn adapter(&self) -> Option<&str> {
+        self.adapter.as_deref()
+    }
+
+    /// Who may share this KV.
+    #[must_use]
+    pub fn salt(&self) -> &Salt {
+        &self.salt
+    }
+}

@@ -1,0 +1,134 @@
+//! An arena whose handles go stale: a removed entry is detected, never followed.
+
+/// Names an entry of a [`Slab`] for as long as it lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Handle {
+    pub(crate) index: u32,
+    generation: u32,
+}
+
+#[derive(Debug)]
+struct Slot<T> {
+    generation: u32,
+    value: Option<T>,
+}
+
+/// Entries in one vector, with a free list; the lowest-level structure of the index.
+#[derive(Debug)]
+pub(crate) struct Slab<T> {
+    slots: Vec<Slot<T>>,
+    free: Vec<u32>,
+}
+
+impl<T> Default for Slab<T> {
+    fn default() -> Self {
+        Self {
+            slots: Vec::new(),
+            free: Vec::new(),
+        }
+    }
+}
+
+impl<T> Slab<T> {
+    pub(crate) fn insert(&mut self, value: T) -> u32 {
+        if let Some(index) = self.free.pop() {
+            self.slots[index as usize].value = Some(value);
+            return index;
+        }
+        let index = crate::ids::depth(self.slots.len());
+        self.slots.push(Slot {
+            generation: 0,
+            value: Some(value),
+        });
+        index
+    }
+
+    /// Removes the entry; every handle to it is stale from here on.
+    pub(crate) fn remove(&mut self, index: u32) -> Option<T> {
+        let slot = self.slots.get_mut(index as usize)?;
+        let value = slot.value.take()?;
+        slot.generation = slot.generation.wrapping_add(1);
+        self.free.push(index);
+        Some(value)
+    }
+
+    pub(crate) fn handle(&self, index: u32) -> Handle {
+        Handle {
+            index,
+            generation: self.slots[index as usize].generation,
+        }
+    }
+
+    /// The entry, unless the handle is stale.
+    pub(crate) fn get(&self, handle: Handle) -> Option<&T> {
+        let slot = self.slots.get(handle.index as usize)?;
+        if slot.generation == handle.generation {
+            slot.value.as_ref()
+        } else {
+            None
+        }
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
+        self.slots
+            .iter()
+            .enumerate()
+            .filter_map(|(index, slot)| Some((crate::ids::depth(index), slot.value.as_ref()?)))
+    }
+
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut T)> {
+        self.slots
+            .iter_mut()
+            .enumerate()
+            .filter_map(|(index, slot)| Some((crate::ids::depth(index), slot.value.as_mut()?)))
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    /// Heap bytes of the slab itself, without what the entries own.
+    pub(crate) fn heap_bytes(&self) -> usize {
+        self.slots.capacity() * size_of::<Slot<T>>() + self.free.capacity() * size_of::<u32>()
+    }
+}
+
+impl<T> std::ops::Index<u32> for Slab<T> {
+    type Output = T;
+
+    /// # Panics
+    /// If the entry is gone: links inside the index never point at a removed entry.
+    fn index(&self, index: u32) -> &T {
+        self.slots[index as usize]
+            .value
+            .as_ref()
+            .expect("a link points at a removed entry")
+    }
+}
+
+impl<T> std::ops::IndexMut<u32> for Slab<T> {
+    fn index_mut(&mut self, index: u32) -> &mut T {
+        self.slots[index as usize]
+            .value
+            .as_mut()
+            .expect("a link points at a removed entry")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handle_is_stale_once_its_entry_was_removed_even_if_the_place_is_used_again() {
+        let mut slab = Slab::default();
+        let index = slab.insert("a");
+        let handle = slab.handle(index);
+        assert_eq!(slab.get(handle), Some(&"a"));
+        assert_eq!(slab.remove(index), Some("a"));
+        assert_eq!(slab.get(handle), None);
+        assert_eq!(slab.insert("b"), index);
+        assert_eq!(slab.get(handle), None);
+        assert_eq!(slab.len(), 1);
+    }
+}

@@ -1,0 +1,225 @@
+//! Spans of tokens with a kind, and the tags that an edge carries.
+
+use crate::error::{Error, Result};
+
+/// A half-open token range with the name of its kind.
+///
+/// # Examples
+/// ```
+/// use kvtrie_core::Span;
+/// let span = Span { start: 120, end: 1620, kind: "reasoning".into() };
+/// assert_eq!(span.end - span.start, 1500);
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Span {
+    /// First token.
+    pub start: usize,
+    /// One past the last token.
+    pub end: usize,
+    /// What the tokens are.
+    pub kind: String,
+}
+
+/// The kinds that every index knows, by bit.
+pub const BUILT_IN_KINDS: [&str; 7] = [
+    "system",
+    "user",
+    "reasoning",
+    "answer",
+    "tool_call",
+    "tool_result",
+    "lookahead",
+];
+
+/// The most kinds that one index can have.
+pub const MAX_KINDS: usize = 64;
+
+/// Names of kinds by bit.
+#[derive(Clone, Debug)]
+pub(crate) struct Kinds(Vec<String>);
+
+impl Default for Kinds {
+    fn default() -> Self {
+        Self(BUILT_IN_KINDS.map(String::from).to_vec())
+    }
+}
+
+impl Kinds {
+    pub(crate) fn names(&self) -> &[String] {
+        &self.0
+    }
+
+    /// Checks spans over a sequence of `len` tokens, without remembering new kinds.
+    pub(crate) fn check(&self, spans: &[Span], len: usize, call: &str) -> Result<()> {
+        let mut new: Vec<&str> = Vec::new();
+        for span in spans {
+            let (start, end, kind) = (span.start, span.end, span.kind.as_str());
+            if start > end || end > len {
+                return Err(Error::invalid(format!(
+                    "{call}: the span {start}..{end} must ascend and lie inside the {len} tokens of the sequence"
+                )));
+            }
+            if kind.is_empty() {
+                return Err(Error::invalid(format!(
+                    "{call}: the kind of the span {start}..{end} is empty"
+                )));
+            }
+            if self.bit(kind).is_none() && !new.contains(&kind) {
+                new.push(kind);
+            }
+            let total = self.0.len() + new.len();
+            if total > MAX_KINDS {
+                return Err(Error::invalid(format!(
+                    "{call}: the kind {kind:?} would be number {total}; an index has at most {MAX_KINDS}"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// The mask of a kind; a new kind takes the next bit. Call [`Self::check`] before.
+    pub(crate) fn intern(&mut self, kind: &str) -> u64 {
+        let bit = self.bit(kind).unwrap_or_else(|| {
+            self.0.push(kind.to_owned());
+            self.0.len() - 1
+        });
+        1 << bit
+    }
+
+    fn bit(&self, kind: &str) -> Option<usize> {
+        self.0.iter().position(|known| known == kind)
+    }
+}
+
+/// Tokens that share one set of kinds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TagRun {
+    pub(crate) start: usize,
+    pub(crate) end: usize,
+    pub(crate) mask: u64,
+}
+
+/// The tags of an edge: ascending, disjoint runs with non-empty masks, in absolute positions.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tags(Vec<TagRun>);
+
+impl Tags {
+    pub(crate) fn runs(&self) -> &[TagRun] {
+        &self.0
+    }
+
+    /// Adds kinds to the tokens `start..end`.
+    pub(crate) fn add(&mut self, start: usize, end: usize, mask: u64) {
+        self.rewrite(start, end, |old| old | mask);
+    }
+
+    /// Forgets the kinds of the tokens `start..end`.
+    pub(crate) fn clear(&mut self, start: usize, end: usize) {
+        self.rewrite(start, end, |_| 0);
+    }
+
+    /// All kinds of the tokens `start..end`.
+    pub(crate) fn union(&self, start: usize, end: usize) -> u64 {
+        let first = self.0.partition_point(|run| run.end <= start);
+        self.0[first..]
+            .iter()
+            .take_while(|run| run.start < end)
+            .fold(0, |mask, run| mask | run.mask)
+    }
+
+    /// Splits off the tags of the tokens before `at`.
+    pub(crate) fn split_front(&mut self, at: usize) -> Self {
+        let mut front = self.clone();
+        front.clear(at, usize::MAX);
+        self.clear(0, at);
+        front
+    }
+
+    fn rewrite(&mut self, start: usize, end: usize, change: impl Fn(u64) -> u64) {
+        if start >= end {
+            return;
+        }
+        let first = self.0.partition_point(|run| run.end <= start);
+        let last = first + self.0[first..].partition_point(|run| run.start < end);
+        // One neighbour on each side takes part, so that equal masks that meet become one run.
+        let (from, to) = (first.saturating_sub(1), (last + 1).min(self.0.len()));
+        let mut out: Vec<TagRun> = Vec::with_capacity(to - from + 2);
+        let mut push = |start: usize, end: usize, mask: u64| {
+            if start < end && mask != 0 {
+                match out.last_mut() {
+                    Some(run) if run.end == start && run.mask == mask => run.end = end,
+                    _ => out.push(TagRun { start, end, mask }),
+                }
+            }
+        };
+        let mut at = start;
+        for run in &self.0[from..to] {
+            if run.end <= start {
+                push(run.start, run.end, run.mask);
+            } else if run.start >= end {
+                push(at, end, change(0));
+                at = end;
+                push(run.start, run.end, run.mask);
+            } else {
+                push(run.start, start.max(run.start), run.mask);
+                push(at, run.start.max(at), change(0));
+                push(run.start.max(start), run.end.min(end), change(run.mask));
+                at = run.end.min(end);
+                push(end.max(run.start), run.end, run.mask);
+            }
+        }
+        if at < end && self.0[from..to].last().is_none_or(|run| run.end <= end) {
+            push(at, end, change(0));
+        }
+        self.0.splice(from..to, out);
+    }
+
+    pub(crate) fn heap_bytes(&self) -> usize {
+        self.0.capacity() * size_of::<TagRun>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn naive(tags: &Tags, len: usize) -> Vec<u64> {
+        (0..len).map(|at| tags.union(at, at + 1)).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn tags_equal_one_mask_per_token(
+            steps in prop::collection::vec((0usize..40, 0usize..40, 0u64..8, 0u8..3), 0..40)
+        ) {
+            let mut tags = Tags::default();
+            let mut masks = vec![0u64; 40];
+            for (start, end, mask, kind) in steps {
+                match kind {
+                    0 | 1 if start < end => {
+                        tags.add(start, end, mask);
+                        masks[start..end].iter_mut().for_each(|old| *old |= mask);
+                    }
+                    2 if start < end => {
+                        tags.clear(start, end);
+                        masks[start..end].fill(0);
+                    }
+                    _ => {}
+                }
+                prop_assert_eq!(naive(&tags, 40), masks.clone());
+                for pair in tags.0.windows(2) {
+                    prop_assert!(pair[0].end < pair[1].start || pair[0].mask != pair[1].mask);
+                    prop_assert!(pair[0].end <= pair[1].start);
+                }
+                prop_assert!(tags.0.iter().all(|run| run.start < run.end && run.mask != 0));
+            }
+            let mut back = tags.clone();
+            let front = back.split_front(20);
+            prop_assert_eq!(naive(&front, 20), masks[..20].to_vec());
+            prop_assert_eq!(naive(&back, 40)[20..].to_vec(), masks[20..].to_vec());
+            prop_assert!(naive(&front, 40)[20..].iter().all(|mask| *mask == 0));
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! What an index holds, in numbers.
+
+use crate::node::Node;
+use crate::pins::Lease;
+use crate::tree::RadixIndex;
+
+/// Counters of one index at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Blocks that back an entry.
+    pub indexed: u64,
+    /// Blocks that left while pinned and still are.
+    pub condemned: u64,
+    /// Blocks that were condemned, are no longer pinned, and wait to be taken.
+    pub waiting: u64,
+    /// Blocks with a pin, indexed or condemned.
+    pub pinned: u64,
+    /// Indexed blocks neither pinned nor above a pinned one.
+    pub evictable: u64,
+    /// Indexed blocks whose entry is approximate.
+    pub approximate: u64,
+    /// Places without a block above a present one.
+    pub holes: u64,
+    /// Edges of all trees.
+    pub nodes: u64,
+    /// Namespaces that hold a block.
+    pub namespaces: u64,
+    /// Plans that were not released.
+    pub live_plans: u64,
+    /// Ticks of the logical clock.
+    pub clock: u64,
+    /// Ids given to `discard` that did not stand in the index.
+    pub unknown_discards: u64,
+    /// Heap bytes, by capacity; the allocator's own overhead is not in it.
+    pub bytes: u64,
+}
+
+impl RadixIndex {
+    /// Counts what the index holds.
+    ///
+    /// # Complexity
+    /// O(edges), for `bytes`; everything else is a counter.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        Stats {
+            indexed: self.num_indexed,
+            condemned: self.num_condemned,
+            waiting: self.num_waiting(),
+            pinned: self.num_pinned,
+            evictable: self.num_evictable(),
+            approximate: self.num_approximate,
+            holes: self.num_holes,
+            nodes: (self.nodes.len() - self.trees.len()) as u64,
+            namespaces: self.trees.len() as u64,
+            live_plans: self.leases.len() as u64,
+            clock: self.clock,
+            unknown_discards: self.unknown_discards,
+            bytes: self.heap_bytes() as u64,
+        }
+    }
+
+    /// Blocks that wait for [`take_freed`](Self::take_freed) or [`evict`](Self::evict). O(1).
+    #[must_use]
+    pub fn num_waiting(&self) -> u64 {
+        self.waiting.len() as u64
+    }
+
+    fn heap_bytes(&self) -> usize {
+        self.nodes.heap_bytes()
+            + self.nodes.iter().map(|(_, node)| Node::heap_bytes(node)).sum::<usize>()
+            // One control byte a bucket beside the value.
+            + self.edges.allocation_size()
+            + self.blocks.heap_bytes()
+            + self.order.heap_bytes()
+            + self.leases.heap_bytes()
+            + self.leases.iter().map(|(_, lease)| Lease::heap_bytes(lease)).sum::<usize>()
+            + self.waiting.capacity() * size_of::<u32>()
+            + self.trees.heap_bytes()
+            + self.tree_of.allocation_size()
+    }
+}

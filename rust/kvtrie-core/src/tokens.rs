@@ -1,0 +1,456 @@
+//! Token sequences, and how two runs of tokens compare.
+//!
+//! A token compares as its id together with the item it stands in, if any: the item's digest and the token's offset
+//! from the item's start. [`View`] is a borrowed run of such tokens; everything that confirms a match goes through it.
+
+use std::cmp::Ordering;
+use std::sync::Arc;
+use std::sync::atomic::{self, AtomicU64};
+
+use crate::error::{Error, Result};
+use crate::namespace::Namespace;
+use crate::tree::Cursor;
+
+/// A range of tokens that stands for something else, such as an image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Item {
+    start: usize,
+    end: usize,
+    digest: Arc<[u8]>,
+}
+
+impl Item {
+    /// The longest digest, in bytes.
+    pub const MAX_DIGEST: usize = 64;
+
+    /// An item over the tokens `start..end`.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is empty or reversed, or the digest has not
+    /// 1 to 64 bytes.
+    pub fn new(start: usize, end: usize, digest: &[u8]) -> Result<Self> {
+        if start >= end {
+            return Err(Error::invalid(format!(
+                "Item: the range {start}..{end} is empty or reversed"
+            )));
+        }
+        if digest.is_empty() || digest.len() > Self::MAX_DIGEST {
+            return Err(Error::invalid(format!(
+                "Item: the digest has {} bytes; it must have 1 to {}",
+                digest.len(),
+                Self::MAX_DIGEST
+            )));
+        }
+        Ok(Self {
+            start,
+            end,
+            digest: digest.into(),
+        })
+    }
+
+    /// First token.
+    #[must_use]
+    pub fn start(&self) -> usize {
+        self.start
+    }
+
+    /// One past the last token.
+    #[must_use]
+    pub fn end(&self) -> usize {
+        self.end
+    }
+
+    /// The items that reach into `start..end`, ended at `end`. Where an item begins is part of what its tokens are, so
+    /// that stays.
+    pub(crate) fn within(items: &[Self], start: usize, end: usize) -> impl Iterator<Item = Self> {
+        let first = items.partition_point(|item| item.end <= start);
+        items[first..]
+            .iter()
+            .take_while(move |item| item.start < end)
+            .map(move |item| Self {
+                start: item.start,
+                end: item.end.min(end),
+                digest: Arc::clone(&item.digest),
+            })
+    }
+
+    /// What the range stands for.
+    #[must_use]
+    pub fn digest(&self) -> &[u8] {
+        &self.digest
+    }
+}
+
+/// Token ids from position 0, in a namespace.
+///
+/// A sequence remembers, for the index it was last used with, how far it was matched: a grown sequence costs its new
+/// tokens.
+///
+/// # Examples
+/// ```
+/// use std::sync::Arc;
+/// use kvtrie_core::{Namespace, Salt, TokenSequence};
+/// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+/// let mut seq = TokenSequence::new(ns, vec![1, 2, 3], Vec::new())?;
+/// seq.extend(&[4], Vec::new())?;
+/// seq.truncate(2)?;
+/// assert_eq!(seq.tokens(), [1, 2]);
+/// # Ok::<(), kvtrie_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct TokenSequence {
+    namespace: Arc<Namespace>,
+    /// Shared with the plans made of this sequence; copied when one of the two has to change.
+    tokens: Arc<Vec<u32>>,
+    items: Vec<Item>,
+    /// Renewed when one of the first `held_len` tokens is cut: whoever knows these tells by the lineage that they stand.
+    lineage: u64,
+    held_len: usize,
+    pub(crate) cursor: Option<Cursor>,
+}
+
+/// The tokens of a sequence at one moment, kept by a plan.
+#[derive(Clone, Debug)]
+pub(crate) struct Snapshot {
+    pub(crate) namespace: Arc<Namespace>,
+    pub(crate) tokens: Arc<Vec<u32>>,
+    pub(crate) items: Vec<Item>,
+    pub(crate) lineage: u64,
+}
+
+fn next_lineage() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, atomic::Ordering::Relaxed)
+}
+
+impl TokenSequence {
+    /// A sequence of `tokens` with `items` over some of them.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and lie inside
+    /// the tokens.
+    pub fn new(namespace: Arc<Namespace>, tokens: Vec<u32>, items: Vec<Item>) -> Result<Self> {
+        check_items(&items, 0, tokens.len(), "TokenSequence")?;
+        Ok(Self {
+            namespace,
+            tokens: Arc::new(tokens),
+            items,
+            lineage: next_lineage(),
+            held_len: 0,
+            cursor: None,
+        })
+    }
+
+    /// Appends tokens, and items over the new tokens (positions count from the sequence's start).
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and lie inside
+    /// the new tokens; nothing is appended then.
+    pub fn extend(&mut self, tokens: &[u32], items: Vec<Item>) -> Result<()> {
+        let len = self.tokens.len();
+        check_items(&items, len, len + tokens.len(), "TokenSequence.extend")?;
+        if let Some(own) = Arc::get_mut(&mut self.tokens) {
+            own.extend_from_slice(tokens);
+        } else {
+            let mut own = Vec::with_capacity((len + tokens.len()) * 5 / 4);
+            own.extend_from_slice(&self.tokens);
+            own.extend_from_slice(tokens);
+            self.tokens = Arc::new(own);
+        }
+        self.items.extend(items);
+        Ok(())
+    }
+
+    /// Keeps the first `len` tokens; an item that is cut ends at the cut.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `len` is beyond the sequence.
+    pub fn truncate(&mut self, len: usize) -> Result<()> {
+        if len > self.tokens.len() {
+            return Err(Error::invalid(format!(
+                "TokenSequence.truncate: {len} tokens asked for, the sequence has {}",
+                self.tokens.len()
+            )));
+        }
+        match Arc::get_mut(&mut self.tokens) {
+            Some(own) => own.truncate(len),
+            None => self.tokens = Arc::new(self.tokens[..len].to_vec()),
+        }
+        self.items.retain(|item| item.start < len);
+        if let Some(item) = self.items.last_mut() {
+            item.end = item.end.min(len);
+        }
+        if len < self.held_len {
+            self.lineage = next_lineage();
+            self.held_len = 0;
+        }
+        if self
+            .cursor
+            .as_ref()
+            .is_some_and(|cursor| cursor.tokens() > len)
+        {
+            self.cursor = None;
+        }
+        Ok(())
+    }
+
+    /// The token ids.
+    #[must_use]
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// The items, ascending.
+    #[must_use]
+    pub fn items(&self) -> &[Item] {
+        &self.items
+    }
+
+    /// The namespace.
+    #[must_use]
+    pub fn namespace(&self) -> &Arc<Namespace> {
+        &self.namespace
+    }
+
+    /// Number of tokens.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Whether there is no token.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.tokens.is_empty()
+    }
+
+    /// The whole sequence, to compare.
+    pub(crate) fn view(&self) -> View<'_> {
+        View {
+            tokens: &self.tokens,
+            base: 0,
+            items: &self.items,
+        }
+    }
+
+    pub(crate) fn lineage(&self) -> u64 {
+        self.lineage
+    }
+
+    /// A truncation below `len` tokens renews the lineage from here on.
+    pub(crate) fn hold(&mut self, len: usize) {
+        self.held_len = self.held_len.max(len);
+    }
+
+    /// The tokens as they are, for as long as the caller wants.
+    pub(crate) fn snapshot(&mut self) -> Snapshot {
+        self.hold(self.tokens.len());
+        Snapshot {
+            namespace: Arc::clone(&self.namespace),
+            tokens: Arc::clone(&self.tokens),
+            items: self.items.clone(),
+            lineage: self.lineage,
+        }
+    }
+
+    /// Whether this sequence begins with the snapshotted tokens, in the same namespace.
+    pub(crate) fn starts_with(&self, snapshot: &Snapshot) -> bool {
+        if self.lineage == snapshot.lineage {
+            return true;
+        }
+        let whole = View {
+            tokens: &snapshot.tokens,
+            base: 0,
+            items: &snapshot.items,
+        };
+        self.namespace == snapshot.namespace && self.view().common(whole) == snapshot.tokens.len()
+    }
+}
+
+fn check_items(items: &[Item], from: usize, len: usize, call: &str) -> Result<()> {
+    let mut end = from;
+    for item in items {
+        if item.start < end || item.end > len {
+            return Err(Error::invalid(format!(
+                "{call}: the item {}..{} must lie in {end}..{len} (items ascend and do not overlap)",
+                item.start, item.end
+            )));
+        }
+        end = item.end;
+    }
+    Ok(())
+}
+
+/// A borrowed run of tokens that starts at position `base`, with the items that may reach into it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct View<'a> {
+    pub(crate) tokens: &'a [u32],
+    pub(crate) base: usize,
+    /// Ascending, in absolute positions; may reach beyond the run on either side.
+    pub(crate) items: &'a [Item],
+}
+
+impl<'a> View<'a> {
+    /// The tokens at the absolute positions `start..end`.
+    pub(crate) fn slice(self, start: usize, end: usize) -> View<'a> {
+        View {
+            tokens: &self.tokens[start - self.base..end - self.base],
+            base: start,
+            items: self.items,
+        }
+    }
+
+    /// How many tokens from the start are the same in both; the two start at the same position.
+    pub(crate) fn common(self, other: View<'_>) -> usize {
+        let same = common_ids(self.tokens, other.tokens);
+        if self.items.is_empty() && other.items.is_empty() {
+            return same;
+        }
+        let (mut at, end) = (self.base, self.base + same);
+        while at < end {
+            let (mine, my_end) = self.item_at(at);
+            let (theirs, their_end) = other.item_at(at);
+            if mine != theirs {
+                return at - self.base;
+            }
+            at = my_end.min(their_end);
+        }
+        same
+    }
+
+    /// Orders two runs that start at the same position by their first differing token: by id, then no item before an
+    /// item, then by digest and offset. A run sorts behind its own beginning.
+    pub(crate) fn order(self, other: View<'_>) -> Ordering {
+        let same = self.common(other);
+        match (self.tokens.get(same), other.tokens.get(same)) {
+            (Some(mine), Some(theirs)) => mine.cmp(theirs).then_with(|| {
+                self.item_token(self.base + same)
+                    .cmp(&other.item_token(self.base + same))
+            }),
+            (mine, theirs) => mine.is_some().cmp(&theirs.is_some()),
+        }
+    }
+
+    /// For every item that reaches into the run: where it begins inside, relative to the run, and its digest. Runs
+    /// that are equal give equal lists but for the offset of an item that began before them, which is told apart too.
+    pub(crate) fn item_starts(self) -> impl Iterator<Item = (usize, &'a [u8])> {
+        let end = self.base + self.tokens.len();
+        let first = self.items.partition_point(|item| item.end <= self.base);
+        self.items[first..]
+            .iter()
+            .take_while(move |item| item.start < end)
+            .map(move |item| {
+                let begin = item.start.max(self.base);
+                (
+                    (begin - self.base) ^ ((begin - item.start) << 16),
+                    &*item.digest,
+                )
+            })
+    }
+
+    /// What the token at an absolute position compares as besides its id: the item's digest and the offset in it.
+    fn item_token(self, at: usize) -> Option<(&'a [u8], usize)> {
+        self.item_at(at)
+            .0
+            .map(|(digest, start)| (digest, at - start))
+    }
+
+    /// The item at an absolute position, as (digest, the item's start), and where that answer ends.
+    fn item_at(self, at: usize) -> (Option<(&'a [u8], usize)>, usize) {
+        let index = self.items.partition_point(|item| item.end <= at);
+        match self.items.get(index) {
+            Some(item) if item.start <= at => (Some((&*item.digest, item.start)), item.end),
+            Some(item) => (None, item.start),
+            None => (None, usize::MAX),
+        }
+    }
+}
+
+/// Length of the common beginning of two lists of ids: whole chunks as memory, then the chunk that differs.
+fn common_ids(a: &[u32], b: &[u32]) -> usize {
+    const CHUNK: usize = 256;
+    let len = a.len().min(b.len());
+    let (a, b) = (&a[..len], &b[..len]);
+    let mut at = 0;
+    while at < len {
+        let end = (at + CHUNK).min(len);
+        if a[at..end] != b[at..end] {
+            return at
+                + a[at..end]
+                    .iter()
+                    .zip(&b[at..end])
+                    .take_while(|(x, y)| x == y)
+                    .count();
+        }
+        at = end;
+    }
+    len
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn item(start: usize, end: usize, digest: &[u8]) -> Item {
+        Item::new(start, end, digest).unwrap()
+    }
+
+    fn view<'a>(tokens: &'a [u32], items: &'a [Item]) -> View<'a> {
+        View {
+            tokens,
+            base: 0,
+            items,
+        }
+    }
+
+    #[test]
+    fn common_ids_finds_the_first_difference_at_any_place() {
+        for len in [0, 1, 255, 256, 257, 600] {
+            let a: Vec<u32> = (0..600).collect();
+            let mut b = a.clone();
+            if let Some(token) = b.get_mut(len) {
+                *token = 9999;
+            }
+            assert_eq!(common_ids(&a, &b), len);
+        }
+    }
+
+    #[test]
+    fn common_stops_where_an_item_differs() {
+        let tokens = [1, 1, 1, 1, 1, 1];
+        let (a, b) = ([item(2, 4, b"x")], [item(2, 4, b"y")]);
+        assert_eq!(view(&tokens, &a).common(view(&tokens, &b)), 2);
+        assert_eq!(view(&tokens, &a).common(view(&tokens, &[])), 2);
+        assert_eq!(view(&tokens, &a).common(view(&tokens, &a)), 6);
+    }
+
+    #[test]
+    fn common_tells_the_offset_in_an_item_apart() {
+        let tokens = [1, 1, 1, 1];
+        let (a, b) = ([item(0, 2, b"x"), item(2, 4, b"x")], [item(0, 4, b"x")]);
+        assert_eq!(view(&tokens, &a).common(view(&tokens, &b)), 2);
+    }
+
+    #[test]
+    fn common_ignores_where_a_cut_item_would_have_ended() {
+        let tokens = [1, 1, 1, 1];
+        let (a, b) = ([item(1, 4, b"x")], [item(1, 3, b"x")]);
+        assert_eq!(view(&tokens, &a).common(view(&tokens, &b)), 3);
+        assert_eq!(view(&tokens[..3], &a).common(view(&tokens[..3], &b)), 3);
+    }
+
+    #[test]
+    fn order_is_by_first_difference_then_length() {
+        let items = [item(1, 2, b"x")];
+        assert_eq!(view(&[1, 2], &[]).order(view(&[1, 3], &[])), Ordering::Less);
+        assert_eq!(
+            view(&[1, 2], &[]).order(view(&[1, 2], &items)),
+            Ordering::Less
+        );
+        assert_eq!(view(&[1], &[]).order(view(&[1, 2], &[])), Ordering::Less);
+        assert_eq!(
+            view(&[1, 2], &[]).order(view(&[1, 2], &[])),
+            Ordering::Equal
+        );
+    }
+}

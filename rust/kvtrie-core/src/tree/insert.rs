@@ -1,0 +1,482 @@
+//! Taking computed blocks into the tree (D1, D2, D3, D12, D14).
+
+use crate::blocks::Place;
+use crate::error::{Error, Result};
+use crate::ids::{BlockId, Depth, depth};
+use crate::node::{Label, Payload};
+use crate::plan::ReusePlan;
+use crate::siblings;
+use crate::span::Span;
+use crate::tokens::TokenSequence;
+use crate::tree::{Position, RadixIndex};
+
+/// KV that came from elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Imported {
+    /// A block is exact iff it ends at or before this position.
+    pub exact_until: usize,
+    /// Hops of the approximate rest.
+    pub hops: u16,
+}
+
+/// Where offered KV came from (D14).
+#[derive(Clone, Copy, Debug)]
+pub enum Source<'a> {
+    /// Built by this plan: what stands at or behind its first approximate token is approximate.
+    Plan(&'a ReusePlan),
+    /// Computed from scratch.
+    Computed,
+    /// Brought from elsewhere.
+    Imported(Imported),
+}
+
+/// How to insert.
+#[derive(Clone, Copy, Debug)]
+pub struct InsertOptions<'a> {
+    /// Tokens of the sequence whose KV is computed; only blocks wholly below are taken.
+    pub num_computed: usize,
+    /// Position of the first id given, a multiple of the block size.
+    pub start: usize,
+    /// Where the KV came from.
+    pub source: Source<'a>,
+    /// Tags to add afterwards.
+    pub spans: &'a [Span],
+}
+
+impl<'a> InsertOptions<'a> {
+    /// The first `num_computed` tokens, from position 0, without tags.
+    #[must_use]
+    pub fn new(num_computed: usize, source: Source<'a>) -> Self {
+        Self {
+            num_computed,
+            start: 0,
+            source,
+            spans: &[],
+        }
+    }
+}
+
+/// What became of the ids offered.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Inserted {
+    /// Ids that back the sequence from `start` on.
+    pub blocks: Vec<BlockId>,
+    /// Position up to which what backs the sequence is exact.
+    pub num_exact: usize,
+    /// Held ids whose place another id holds; not taken.
+    pub duplicates: Vec<BlockId>,
+    /// Held ids behind what was taken; not taken.
+    pub surplus: Vec<BlockId>,
+    /// Ids that were replaced and that nobody pins: the caller's from here on.
+    pub freed: Vec<BlockId>,
+}
+
+/// The path of a sequence as far as an insert needs it.
+struct Path {
+    at: Position,
+    /// First depth whose block is absent, or the path's end.
+    present: Depth,
+    /// First depth above `present` whose block is approximate, or `present`.
+    exact: Depth,
+}
+
+impl RadixIndex {
+    /// Takes the blocks that lie wholly below `num_computed` into the tree, and says what backs the sequence then.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): an id outside the pool, too few ids, `num_computed` or
+    ///   `start` beyond the sequence, `start` inside a block, a bad span, a plan of another index, or a sequence that
+    ///   does not start with the plan's tokens.
+    /// - [`BlockInUse`](crate::ErrorKind::BlockInUse): an id backs another place, or comes twice.
+    /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the plan was released.
+    ///
+    /// # Complexity
+    /// O(tokens that the sequence was not known to share yet + ids offered); expected O(log siblings) comparisons of one
+    /// block where an edge is cut.
+    pub fn insert(
+        &mut self,
+        seq: &mut TokenSequence,
+        ids: &[BlockId],
+        options: InsertOptions<'_>,
+    ) -> Result<Inserted> {
+        let block_size = self.block_size();
+        let first = options.start / block_size;
+        let need = (options.num_computed / block_size).saturating_sub(first);
+        let lease = self.check_insert(seq, ids, &options, need)?;
+        let path = self.path_of(seq, depth((first + ids.len()).min(seq.len() / block_size)));
+        let mut existing = Vec::new();
+        if let Some(path) = &path {
+            self.path_ids(path.at, depth(first), &mut existing);
+        }
+        self.check_offers(ids, &existing, first)?;
+
+        let stamp = self.tick();
+        let whole_before = path
+            .as_ref()
+            .is_some_and(|path| path.present as usize >= first)
+            || first == 0;
+        let over = lease.is_some_and(|lease| self.leases[lease].over);
+        let mut done = Inserted::default();
+        let mut taken = 0;
+        let exact_before = path.as_ref().map_or(0, |path| path.exact);
+        let full = depth(options.num_computed / block_size);
+        if !over && whole_before {
+            let (end, exact) = if need == 0 {
+                let end = depth(first).min(full);
+                (
+                    path.map(|path| {
+                        self.normal(Position {
+                            node: path.at.node,
+                            depth: end,
+                        })
+                    }),
+                    exact_before.min(end),
+                )
+            } else {
+                let labels = Labels::of(self, &options, lease);
+                let reached = self.take(
+                    seq,
+                    &ids[..need],
+                    existing.len(),
+                    path,
+                    first,
+                    &labels,
+                    &mut done,
+                );
+                taken = done.blocks.len();
+                reached
+            };
+            done.num_exact = exact as usize * block_size;
+            if let Some(end) = end {
+                self.stamp(end, stamp);
+                if end.depth as usize >= first {
+                    self.set_cursor(seq, end, exact);
+                }
+                if let Some(lease) = lease {
+                    self.credit(lease, seq, end, exact, first, &done.blocks);
+                }
+            }
+        }
+        let behind = &ids[taken..];
+        done.surplus = behind
+            .iter()
+            .copied()
+            .filter(|id| self.blocks.place(id.0) == Place::Unknown)
+            .collect();
+        self.add_tags(seq, options.spans);
+        Ok(done)
+    }
+
+    fn check_insert(
+        &self,
+        seq: &TokenSequence,
+        ids: &[BlockId],
+        options: &InsertOptions<'_>,
+        need: usize,
+    ) -> Result<Option<u32>> {
+        const CALL: &str = "RadixIndex.insert";
+        self.check_start(options.start, seq.len(), CALL)?;
+        if options.num_computed > seq.len() {
+            return Err(Error::invalid(format!(
+                "{CALL}: num_computed is {}, the sequence has {} tokens",
+                options.num_computed,
+                seq.len()
+            )));
+        }
+        if ids.len() < need {
+            return Err(Error::invalid(format!(
+                "{CALL}: {} block ids for {need} whole computed blocks from position {} to {}",
+                ids.len(),
+                options.start,
+                options.num_computed
+            )));
+        }
+        self.check_ids(ids, CALL)?;
+        self.kinds.check(options.spans, seq.len(), CALL)?;
+        if let Source::Imported(imported) = options.source
+            && imported.hops > Label::MAX_HOPS
+        {
+            return Err(Error::invalid(format!(
+                "{CALL}: Imported.hops is {}; the limit is {}",
+                imported.hops,
+                Label::MAX_HOPS
+            )));
+        }
+        let Source::Plan(plan) = options.source else {
+            return Ok(None);
+        };
+        let lease = plan.lease_index(self, CALL)?;
+        if !seq.starts_with(plan.snapshot()) {
+            return Err(Error::invalid(format!(
+                "{CALL}: the sequence of {} tokens does not start with the {} tokens of the plan in its namespace",
+                seq.len(),
+                plan.snapshot().tokens.len()
+            )));
+        }
+        Ok(Some(lease))
+    }
+
+    /// D3: refuses ids that come twice, or that back another place than their own on the path (`existing`).
+    fn check_offers(&mut self, ids: &[BlockId], existing: &[BlockId], first: usize) -> Result<()> {
+        const CALL: &str = "RadixIndex.insert";
+        let mut result = Ok(());
+        let mut seen = 0;
+        for (at, id) in ids.iter().enumerate() {
+            if self.blocks.offer(id.0) {
+                result = Err(Error::block_in_use(format!(
+                    "{CALL}: block {id} is offered twice"
+                )));
+                break;
+            }
+            seen = at + 1;
+            if let Place::Indexed { depth, .. } = self.blocks.place(id.0)
+                && existing.get(at) != Some(id)
+            {
+                result = Err(Error::block_in_use(format!(
+                    "{CALL}: block {id} is offered for the tokens from {} on, but backs others at {}",
+                    (first + at) * self.block_size(),
+                    depth as usize * self.block_size()
+                )));
+                break;
+            }
+        }
+        self.blocks.clear_offered(ids[..seen].iter().map(|id| id.0));
+        result
+    }
+
+    /// The path of `seq` down to at most `limit` blocks, holes and approximate blocks included.
+    fn path_of(&self, seq: &TokenSequence, limit: Depth) -> Option<Path> {
+        let (from, exact_before) = match self.at_cursor(seq) {
+            Some((at, exact)) if at.depth <= limit => (at, exact),
+            Some((at, exact)) => {
+                let at = self.normal(Position {
+                    node: at.node,
+                    depth: limit,
+                });
+                return Some(Path {
+                    at,
+                    present: limit,
+                    exact: exact.min(limit),
+                });
+            }
+            None => (self.root(seq.namespace())?, 0),
+        };
+        let (mut present, mut exact) = (from.depth, exact_before);
+        let (mut whole, mut all_exact) = (true, exact_before == from.depth);
+        let at = self.walk(seq.view(), from, limit, |node, start, end| {
+            if all_exact {
+                exact = node.exact_until(start, end);
+                all_exact = exact == end;
+            }
+            if whole {
+                present = node.present_until(start, end);
+                whole = present == end;
+            }
+            end
+        });
+        Some(Path {
+            at,
+            present,
+            exact: exact.min(present),
+        })
+    }
+
+    /// Takes offers block by block from depth `first` on; everything before stands, and `on_path` places from there on are
+    /// on the path. Answers where what backs the sequence ends, and how far it is exact.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the parts of one insert, split for reading"
+    )]
+    fn take(
+        &mut self,
+        seq: &TokenSequence,
+        offers: &[BlockId],
+        on_path: usize,
+        path: Option<Path>,
+        first: usize,
+        labels: &Labels,
+        done: &mut Inserted,
+    ) -> (Option<Position>, Depth) {
+        let mut exact = path.as_ref().map_or(0, |path| path.exact).min(depth(first));
+        let mut behind = (exact as usize) < first;
+        let settled = offers.len().min(on_path);
+        if let Some(path) = &path {
+            let until = Position {
+                node: path.at.node,
+                depth: depth(first + settled),
+            };
+            'path: for (node, from, to) in self.edges_to(self.normal(until), depth(first)) {
+                for place in from..to {
+                    let offer = offers[done.blocks.len()];
+                    let label = labels.label(place, behind);
+                    let Some(now) = self.settle_offer(node, place, offer, label, done) else {
+                        break 'path;
+                    };
+                    behind |= !now.label.is_exact();
+                    exact += u32::from(!behind);
+                    done.blocks.push(BlockId(now.id));
+                }
+            }
+        }
+        let reached = depth(first + done.blocks.len());
+        let at = path.map(|path| {
+            self.normal(Position {
+                node: path.at.node,
+                depth: reached,
+            })
+        });
+        if done.blocks.len() < settled {
+            return (at, exact);
+        }
+        let mut payloads = Vec::with_capacity(offers.len() - settled);
+        for (place, id) in (reached..).zip(&offers[settled..]) {
+            if self.blocks.place(id.0) != Place::Unknown {
+                break;
+            }
+            let label = labels.label(place, behind);
+            behind |= !label.is_exact();
+            exact += u32::from(!behind);
+            payloads.push(Payload { id: id.0, label });
+            done.blocks.push(*id);
+        }
+        if payloads.is_empty() {
+            return (at, exact);
+        }
+        let mut end = at.unwrap_or_else(|| self.root_or_new(seq.namespace()));
+        if reached < self.nodes[end.node].end() {
+            end.node = self.split(end.node, reached);
+        }
+        let edge = &self.nodes[end.node];
+        if edge.is_root() || edge.num_children > 0 {
+            end.node = self.attach(end.node, seq.view(), reached, &payloads);
+        } else {
+            self.append(end.node, seq.view(), &payloads);
+        }
+        end.depth = reached + depth(payloads.len());
+        (Some(end), exact)
+    }
+
+    /// D2 and D12 for one place of the path. Answers what stands there then; none if nothing does and the offer cannot
+    /// be taken.
+    fn settle_offer(
+        &mut self,
+        node: u32,
+        place: Depth,
+        offer: BlockId,
+        label: Label,
+        done: &mut Inserted,
+    ) -> Option<Payload> {
+        let now = self.nodes[node].payload(place);
+        if now.id == offer.0 {
+            return Some(now);
+        }
+        let held = self.blocks.place(offer.0) == Place::Unknown;
+        let new = Payload { id: offer.0, label };
+        if !now.is_present() {
+            if !held {
+                return None;
+            }
+            self.fill(node, place, new);
+            return Some(new);
+        }
+        let better = !now.label.is_exact() && (label.is_exact() || label.hops() < now.label.hops());
+        if !held || !better {
+            if held {
+                done.duplicates.push(offer);
+            }
+            return Some(now);
+        }
+        let tags = self.tags_of_block(node, place);
+        let (old, condemned) = self.leave(node, place);
+        if !condemned {
+            done.freed.push(BlockId(old));
+        }
+        self.fill(node, place, new);
+        self.restore_tags(node, tags);
+        self.renew_version(node);
+        Some(new)
+    }
+
+    /// Puts a block into a hole.
+    fn fill(&mut self, node: u32, place: Depth, new: Payload) {
+        let edge = &mut self.nodes[node];
+        edge.run.set((place - edge.depth) as usize, new);
+        edge.num_holes -= 1;
+        let approximate = u32::from(!new.label.is_exact());
+        edge.num_approximate += approximate;
+        let protected = place < edge.protected_end();
+        let sorted = place == edge.depth && new.is_exact();
+        self.num_holes -= 1;
+        self.num_approximate += u64::from(approximate);
+        self.num_indexed += 1;
+        self.num_protected += u64::from(protected);
+        self.blocks.set_indexed(new.id, node, place);
+        if sorted {
+            siblings::insert(&mut self.nodes, self.config.block_size, node);
+        }
+        self.requeue_block(new.id);
+    }
+
+    /// Pins the path of an insert under its plan's lease, and moves the plan's first approximate token.
+    fn credit(
+        &mut self,
+        lease: u32,
+        seq: &mut TokenSequence,
+        end: Position,
+        exact: Depth,
+        first: usize,
+        blocks: &[BlockId],
+    ) {
+        seq.hold(end.depth as usize * self.block_size());
+        if exact < end.depth {
+            let at = exact as usize * self.block_size();
+            let known = &mut self.leases[lease].first_approximate;
+            *known = Some(known.map_or(at, |known| known.min(at)));
+        }
+        let version = self.trees[self.nodes[end.node].namespace].version;
+        let ids: Vec<u32> = blocks.iter().map(|id| id.0).collect();
+        let first = first.min(end.depth as usize);
+        self.pin_path(lease, first, &ids, (seq.lineage(), version), |index| {
+            let mut whole = Vec::new();
+            index.path_ids(end, 0, &mut whole);
+            whole.into_iter().map(|id| id.0).collect()
+        });
+    }
+}
+
+/// The labels of offered blocks.
+struct Labels {
+    block_size: usize,
+    /// A block is said to be exact iff it ends at or before this position.
+    exact_until: usize,
+    hops: u16,
+}
+
+impl Labels {
+    fn of(index: &RadixIndex, options: &InsertOptions<'_>, lease: Option<u32>) -> Self {
+        let (exact_until, hops) = match options.source {
+            Source::Computed => (usize::MAX, 0),
+            Source::Imported(imported) => (imported.exact_until, imported.hops),
+            Source::Plan(_) => {
+                let first = lease.and_then(|lease| index.leases[lease].first_approximate);
+                (first.unwrap_or(usize::MAX), 0)
+            }
+        };
+        Self {
+            block_size: index.block_size(),
+            exact_until,
+            hops,
+        }
+    }
+
+    /// The label of the block at a depth, given whether an approximate block stands above it.
+    fn label(&self, place: Depth, behind: bool) -> Label {
+        if (place as usize + 1) * self.block_size > self.exact_until {
+            Label::approximate(self.hops)
+        } else if behind {
+            Label::approximate(0)
+        } else {
+            Label::EXACT
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! The exact prefix of a sequence (D5).
+
+use crate::error::Result;
+use crate::ids::{BlockId, Depth, depth};
+use crate::node::Node;
+use crate::tokens::TokenSequence;
+use crate::tree::{Position, RadixIndex};
+
+/// How to look up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LookupOptions {
+    /// Tokens at the end that are not matched: 1 leaves an engine one token to compute.
+    pub keep_last: usize,
+    /// Whether the blocks found count as used.
+    pub touch: bool,
+    /// Position of the first block id wanted, a multiple of the block size.
+    pub start: usize,
+}
+
+impl Default for LookupOptions {
+    fn default() -> Self {
+        Self {
+            keep_last: 0,
+            touch: true,
+            start: 0,
+        }
+    }
+}
+
+/// What a lookup found; the block ids are in the caller's buffer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Match {
+    /// Tokens from position 0 whose exact KV is present: a whole number of blocks.
+    pub num_tokens: usize,
+}
+
+impl RadixIndex {
+    /// Finds the longest run of present exact blocks from position 0 and writes their ids, from `start` on, to `out`.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `start` is beyond the sequence or no multiple of the
+    /// block size.
+    ///
+    /// # Complexity
+    /// O(prompt), whatever else is cached; O(new tokens) for a sequence that has grown since it was last looked up or
+    /// inserted here, plus the ids written. Allocates nothing but room in `out`; with `touch`, a use that ends inside an
+    /// edge at a depth not used before may lengthen that edge's list of uses.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::default() })?;
+    /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// let mut ids = Vec::new();
+    /// let found = index.lookup(&mut seq, LookupOptions::default(), &mut ids)?;
+    /// assert_eq!((found.num_tokens, ids), (4, vec![BlockId(6), BlockId(0)]));
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
+    pub fn lookup(
+        &mut self,
+        seq: &mut TokenSequence,
+        options: LookupOptions,
+        out: &mut Vec<BlockId>,
+    ) -> Result<Match> {
+        self.check_start(options.start, seq.len(), "RadixIndex.lookup")?;
+        let found = self.exact_prefix(seq, options.keep_last);
+        if options.touch {
+            let stamp = self.tick();
+            if let Some(at) = found {
+                self.stamp(at, stamp);
+            }
+        }
+        out.clear();
+        let Some(at) = found else {
+            return Ok(Match::default());
+        };
+        self.path_ids(at, depth(options.start / self.block_size()), out);
+        Ok(Match {
+            num_tokens: at.depth as usize * self.block_size(),
+        })
+    }
+
+    /// Where the exact prefix of `seq` ends when its last `keep_last` tokens are left out; none if the namespace has no
+    /// tree.
+    pub(crate) fn exact_prefix(
+        &self,
+        seq: &mut TokenSequence,
+        keep_last: usize,
+    ) -> Option<Position> {
+        let limit = depth(seq.len().saturating_sub(keep_last) / self.block_size());
+        let (mut at, exact) = match self.at_cursor(seq) {
+            Some(known) => known,
+            None => (self.root(seq.namespace())?, 0),
+        };
+        let known: Depth = exact.min(limit);
+        if at.depth > known {
+            // The answer is on the known path: behind it stands an approximate block, or the limit.
+            at.depth = known;
+            return Some(self.normal(at));
+        }
+        let end = self.walk(seq.view(), at, limit, Node::exact_until);
+        if end != at {
+            self.set_cursor(seq, end, end.depth);
+        }
+        Some(end)
+    }
+}

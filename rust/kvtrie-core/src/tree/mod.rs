@@ -1,0 +1,644 @@
+//! The radix forest: its fields, its counters, and how a path is found.
+
+mod insert;
+mod lookup;
+mod remove;
+mod tags;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use foldhash::quality::FixedState;
+use hashbrown::{HashMap, HashTable};
+
+use crate::blocks::{BlockTable, Place};
+use crate::error::{Error, Result};
+use crate::hash::EdgeHasher;
+use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex, depth};
+use crate::lru::{EvictionOrder, Key, NOT_QUEUED};
+use crate::namespace::Namespace;
+use crate::node::{Node, Payload};
+use crate::pins::Lease;
+use crate::siblings;
+use crate::slab::{Handle, Slab};
+use crate::span::Kinds;
+use crate::tokens::{Item, TokenSequence, View};
+
+pub use insert::{Imported, InsertOptions, Inserted, Source};
+pub use lookup::{LookupOptions, Match};
+
+/// What an index is made for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Blocks in the engine's pool, 1 to 2³¹; ids lie in `0..num_blocks`.
+    pub num_blocks: u64,
+    /// Token slots in a block, 1 to 4,096.
+    pub block_size: usize,
+    /// Seeds every internal hash. With several tenants: a secret, the same on all ranks.
+    pub seed: u64,
+    /// Bits kept of every internal hash, 0 to 64. A testing aid: results do not depend on it.
+    pub hash_bits: u32,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            num_blocks: 1 << 16,
+            block_size: 16,
+            seed: 0,
+            hash_bits: 64,
+        }
+    }
+}
+
+impl Config {
+    /// The largest block, in token slots.
+    pub const MAX_BLOCK_SIZE: usize = 4096;
+}
+
+/// One namespace's tree.
+#[derive(Debug)]
+pub(crate) struct Tree {
+    pub(crate) namespace: Arc<Namespace>,
+    pub(crate) root: NodeIndex,
+    /// Renewed whenever a block in the middle of a path leaves or is replaced: what cursors and leases know of the
+    /// blocks above stands while this does. Never used twice in one index.
+    pub(crate) version: u64,
+}
+
+/// Where a sequence was last found: its first `present` blocks are the path that ends in `node`.
+#[derive(Clone, Debug)]
+pub(crate) struct Cursor {
+    index: u64,
+    node: Handle,
+    trims: u32,
+    version: u64,
+    present: Depth,
+    /// Blocks from the root that are exact; at most `present`.
+    exact: Depth,
+    block_size: usize,
+}
+
+impl Cursor {
+    pub(crate) fn tokens(&self) -> usize {
+        self.present as usize * self.block_size
+    }
+}
+
+/// A place in a tree: `depth` blocks from the root, `node` being the edge that holds the last of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Position {
+    pub(crate) node: NodeIndex,
+    pub(crate) depth: Depth,
+}
+
+/// A forest of radix trees, one a namespace, that maps token runs to block ids.
+///
+/// See the [crate's documentation](crate) for what it promises and what its calls cost.
+#[derive(Debug)]
+pub struct RadixIndex {
+    /// Tells plans and cursors of different indexes apart.
+    pub(crate) uid: u64,
+    pub(crate) config: Config,
+    pub(crate) nodes: Slab<Node>,
+    /// Every node but the roots, by (parent, first block).
+    pub(crate) edges: HashTable<NodeIndex>,
+    pub(crate) hasher: EdgeHasher,
+    pub(crate) trees: Slab<Tree>,
+    pub(crate) tree_of: HashMap<Arc<Namespace>, u32, FixedState>,
+    pub(crate) blocks: BlockTable,
+    pub(crate) order: EvictionOrder,
+    pub(crate) leases: Slab<Lease>,
+    /// Condemned blocks whose last pin ended, oldest release first.
+    pub(crate) waiting: VecDeque<u32>,
+    pub(crate) kinds: Kinds,
+    pub(crate) clock: u64,
+    pub(crate) last_version: u64,
+    pub(crate) num_indexed: u64,
+    pub(crate) num_condemned: u64,
+    pub(crate) num_pinned: u64,
+    /// Indexed blocks that are pinned or lie above a pinned one.
+    pub(crate) num_protected: u64,
+    pub(crate) num_approximate: u64,
+    pub(crate) num_holes: u64,
+    pub(crate) unknown_discards: u64,
+}
+
+impl RadixIndex {
+    /// An empty index.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a field of `config` lies outside its limits.
+    pub fn new(config: Config) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        if config.num_blocks == 0 || config.num_blocks > BlockId::MAX_BLOCKS {
+            return Err(Error::invalid(format!(
+                "RadixIndex: num_blocks is {}; it must lie in 1..={}",
+                config.num_blocks,
+                BlockId::MAX_BLOCKS
+            )));
+        }
+        if config.block_size == 0 || config.block_size > Config::MAX_BLOCK_SIZE {
+            return Err(Error::invalid(format!(
+                "RadixIndex: block_size is {}; it must lie in 1..={}",
+                config.block_size,
+                Config::MAX_BLOCK_SIZE
+            )));
+        }
+        if config.hash_bits > 64 {
+            return Err(Error::invalid(format!(
+                "RadixIndex: hash_bits is {}; it must lie in 0..=64",
+                config.hash_bits
+            )));
+        }
+        Ok(Self {
+            uid: NEXT.fetch_add(1, Ordering::Relaxed),
+            hasher: EdgeHasher::new(config.seed, config.hash_bits),
+            tree_of: HashMap::with_hasher(FixedState::with_seed(config.seed)),
+            config,
+            nodes: Slab::default(),
+            edges: HashTable::new(),
+            trees: Slab::default(),
+            blocks: BlockTable::default(),
+            order: EvictionOrder::default(),
+            leases: Slab::default(),
+            waiting: VecDeque::new(),
+            kinds: Kinds::default(),
+            clock: 0,
+            last_version: 0,
+            num_indexed: 0,
+            num_condemned: 0,
+            num_pinned: 0,
+            num_protected: 0,
+            num_approximate: 0,
+            num_holes: 0,
+            unknown_discards: 0,
+        })
+    }
+
+    /// What the index was made for.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Blocks that [`evict`](Self::evict) could take from the index: neither pinned nor above a pinned one. O(1).
+    #[must_use]
+    pub fn num_evictable(&self) -> u64 {
+        self.num_indexed - self.num_protected
+    }
+
+    /// Names of the span kinds, by bit.
+    #[must_use]
+    pub fn kinds(&self) -> &[String] {
+        self.kinds.names()
+    }
+
+    /// One tick of the logical clock.
+    pub(crate) fn tick(&mut self) -> u64 {
+        self.clock += 1;
+        self.clock
+    }
+
+    pub(crate) fn block_size(&self) -> usize {
+        self.config.block_size
+    }
+
+    pub(crate) fn next_version(&mut self) -> u64 {
+        self.last_version += 1;
+        self.last_version
+    }
+
+    /// Cursors and leases of the namespace of `node` must look again.
+    pub(crate) fn renew_version(&mut self, node: NodeIndex) {
+        let version = self.next_version();
+        let tree = self.nodes[node].namespace;
+        self.trees[tree].version = version;
+    }
+
+    /// Checks that ids lie in the pool.
+    pub(crate) fn check_ids(&self, ids: &[BlockId], call: &str) -> Result<()> {
+        match ids
+            .iter()
+            .find(|id| u64::from(id.0) >= self.config.num_blocks)
+        {
+            Some(id) => Err(Error::invalid(format!(
+                "{call}: block id {id} is not in 0..{} (num_blocks)",
+                self.config.num_blocks
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks that `start` is a block boundary inside the sequence.
+    pub(crate) fn check_start(&self, start: usize, len: usize, call: &str) -> Result<()> {
+        if start > len || !start.is_multiple_of(self.block_size()) {
+            return Err(Error::invalid(format!(
+                "{call}: start is {start}; it must be a multiple of the block size {} and at most the {len} tokens of \
+                 the sequence",
+                self.block_size()
+            )));
+        }
+        Ok(())
+    }
+
+    /// The root of a namespace's tree, if it has one.
+    pub(crate) fn root(&self, namespace: &Arc<Namespace>) -> Option<Position> {
+        let tree = *self.tree_of.get(namespace)?;
+        Some(Position {
+            node: self.trees[tree].root,
+            depth: 0,
+        })
+    }
+
+    /// The root of a namespace's tree, made if there is none.
+    pub(crate) fn root_or_new(&mut self, namespace: &Arc<Namespace>) -> Position {
+        if let Some(root) = self.root(namespace) {
+            return root;
+        }
+        let version = self.next_version();
+        let tree = self.trees.insert(Tree {
+            namespace: Arc::clone(namespace),
+            root: NO_NODE,
+            version,
+        });
+        let root = self.nodes.insert(Node::new(tree, NO_NODE, 0));
+        self.trees[tree].root = root;
+        self.tree_of.insert(Arc::clone(namespace), tree);
+        Position {
+            node: root,
+            depth: 0,
+        }
+    }
+
+    /// Where the sequence's cursor stands, with how far the blocks above are exact.
+    pub(crate) fn at_cursor(&self, seq: &TokenSequence) -> Option<(Position, Depth)> {
+        let cursor = seq
+            .cursor
+            .as_ref()
+            .filter(|cursor| cursor.index == self.uid)?;
+        let node = self.nodes.get(cursor.node)?;
+        if node.trims != cursor.trims || self.trees[node.namespace].version != cursor.version {
+            return None;
+        }
+        Some((
+            self.normal(Position {
+                node: cursor.node.index,
+                depth: cursor.present,
+            }),
+            cursor.exact,
+        ))
+    }
+
+    /// Remembers that the first blocks of `seq` are the present path down to `at`, exact in the first `exact` blocks.
+    pub(crate) fn set_cursor(&self, seq: &mut TokenSequence, at: Position, exact: Depth) {
+        let node = &self.nodes[at.node];
+        seq.cursor = (at.depth > 0).then(|| Cursor {
+            index: self.uid,
+            node: self.nodes.handle(at.node),
+            trims: node.trims,
+            version: self.trees[node.namespace].version,
+            present: at.depth,
+            exact,
+            block_size: self.block_size(),
+        });
+    }
+
+    /// The same place, named by the edge that holds the block before it.
+    pub(crate) fn normal(&self, mut at: Position) -> Position {
+        while at.depth <= self.nodes[at.node].depth && !self.nodes[at.node].is_root() {
+            at.node = self.nodes[at.node].parent;
+        }
+        at
+    }
+
+    /// Follows `tokens` from `at` down, block by block, to at most `limit`. Blocks are passed while `keep(node, from,
+    /// to)` answers `to`.
+    pub(crate) fn walk(
+        &self,
+        tokens: View<'_>,
+        mut at: Position,
+        limit: Depth,
+        mut keep: impl FnMut(&Node, Depth, Depth) -> Depth,
+    ) -> Position {
+        let block_size = self.block_size();
+        loop {
+            let node = &self.nodes[at.node];
+            let end = node.end();
+            if at.depth < end {
+                let to = end.min(limit);
+                let (from, until) = (at.depth as usize * block_size, to as usize * block_size);
+                let same = tokens
+                    .slice(from, until)
+                    .common(node.view(block_size).slice(from, until));
+                let reached = at.depth + depth(same / block_size);
+                at.depth = keep(node, at.depth, reached);
+                if at.depth < end {
+                    break;
+                }
+            }
+            if at.depth >= limit {
+                break;
+            }
+            let from = at.depth as usize * block_size;
+            let Some(child) = self.child(at.node, tokens.slice(from, from + block_size)) else {
+                break;
+            };
+            at.node = child;
+        }
+        self.normal(at)
+    }
+
+    /// The child whose first block is `first`. An only child is answered unseen: the caller compares.
+    fn child(&self, parent: NodeIndex, first: View<'_>) -> Option<NodeIndex> {
+        match self.nodes[parent].num_children {
+            0 => None,
+            1 => Some(self.nodes[parent].first_child),
+            _ => {
+                let block_size = self.block_size();
+                let found = self.edges.find(self.hasher.edge(parent, first), |&child| {
+                    let node = &self.nodes[child];
+                    node.parent == parent
+                        && node.first_block(block_size).common(first) == block_size
+                });
+                found.copied()
+            }
+        }
+    }
+
+    /// The edges on the way down to `at` that hold blocks from depth `from` on: (node, first depth, end).
+    pub(crate) fn edges_to(&self, at: Position, from: Depth) -> Vec<(NodeIndex, Depth, Depth)> {
+        let mut found = Vec::new();
+        let (mut node, mut end) = (at.node, at.depth);
+        while end > from {
+            let start = self.nodes[node].depth;
+            found.push((node, start.max(from), end));
+            end = start;
+            node = self.nodes[node].parent;
+        }
+        found.reverse();
+        found
+    }
+
+    /// Writes the block ids of the path down to `at`, from depth `from` on, into `out`; holes are [`ABSENT`](crate::ids::ABSENT).
+    pub(crate) fn path_ids(&self, at: Position, from: Depth, out: &mut Vec<BlockId>) {
+        out.clear();
+        out.resize(at.depth.saturating_sub(from) as usize, BlockId(0));
+        let (mut node, mut end) = (at.node, at.depth);
+        while end > from {
+            let edge = &self.nodes[node];
+            let start = edge.depth.max(from);
+            let ids = &edge.run.ids()[(start - edge.depth) as usize..(end - edge.depth) as usize];
+            let to = &mut out[(start - from) as usize..(end - from) as usize];
+            for (to, &id) in to.iter_mut().zip(ids) {
+                *to = BlockId(id);
+            }
+            end = edge.depth;
+            node = edge.parent;
+        }
+    }
+
+    /// Stamps every block above `at`.
+    pub(crate) fn stamp(&mut self, at: Position, stamp: u64) {
+        if at.depth == 0 {
+            return;
+        }
+        self.nodes[at.node].uses.touch(at.depth, stamp);
+        if at.depth == self.nodes[at.node].end() {
+            self.requeue(at.node);
+        }
+    }
+
+    /// Stamps one block as the source of a copy.
+    pub(crate) fn stamp_source(&mut self, id: u32, stamp: u64) {
+        if let Place::Indexed { node, depth } = self.blocks.place(id) {
+            self.nodes[node]
+                .extras_mut()
+                .source_uses
+                .insert(depth, stamp);
+            self.requeue_block(id);
+        }
+    }
+
+    /// Puts a node where it belongs in the order of eviction, after anything that its key depends on has changed.
+    pub(crate) fn requeue(&mut self, node: NodeIndex) {
+        let key = self.eviction_key(node);
+        let queued = self.nodes[node].queued;
+        if queued != NOT_QUEUED {
+            if key == Some(self.order.entries()[queued as usize].0) {
+                return;
+            }
+            self.unqueue(node);
+        }
+        if let Some(key) = key {
+            let nodes = &mut self.nodes;
+            self.order
+                .push(key, node, |node, at| nodes[node].queued = at);
+        }
+    }
+
+    /// As [`Self::requeue`], if the block is the last of its edge.
+    pub(crate) fn requeue_block(&mut self, id: u32) {
+        if let Place::Indexed { node, depth } = self.blocks.place(id)
+            && depth + 1 == self.nodes[node].end()
+        {
+            self.requeue(node);
+        }
+    }
+
+    pub(crate) fn unqueue(&mut self, node: NodeIndex) {
+        let queued = self.nodes[node].queued;
+        if queued != NOT_QUEUED {
+            let nodes = &mut self.nodes;
+            self.order
+                .remove(queued, |node, at| nodes[node].queued = at);
+        }
+    }
+
+    /// The key of a leaf's last block, if that may be evicted.
+    pub(crate) fn eviction_key(&self, node: NodeIndex) -> Option<Key> {
+        let leaf = &self.nodes[node];
+        let last = leaf.end().checked_sub(1)?;
+        if leaf.num_children > 0 || last < leaf.depth {
+            return None;
+        }
+        let id = leaf.payload(last).id;
+        (self.blocks.pins(id) == 0).then(|| (leaf.last_use(last), std::cmp::Reverse(last), id))
+    }
+
+    /// Hangs a new edge below `parent`, whose blocks are taken from `tokens` at `from` on.
+    fn attach(
+        &mut self,
+        parent: NodeIndex,
+        tokens: View<'_>,
+        from: Depth,
+        payloads: &[Payload],
+    ) -> NodeIndex {
+        let tree = self.nodes[parent].namespace;
+        let child = self.nodes.insert(Node::new(tree, parent, from));
+        self.append(child, tokens, payloads);
+        let old = self.nodes[parent].first_child;
+        if old != NO_NODE {
+            self.nodes[old].previous = child;
+        }
+        self.nodes[child].next = old;
+        self.nodes[parent].first_child = child;
+        self.nodes[parent].num_children += 1;
+        self.nodes[child].hash = self.hasher.edge(
+            parent,
+            self.nodes[child].first_block(self.config.block_size),
+        );
+        self.add_edge(child);
+        if payloads[0].is_exact() {
+            siblings::insert(&mut self.nodes, self.config.block_size, child);
+        }
+        self.requeue(parent);
+        child
+    }
+
+    /// Lengthens an edge without children.
+    fn append(&mut self, node: NodeIndex, tokens: View<'_>, payloads: &[Payload]) {
+        let block_size = self.config.block_size;
+        let edge = &mut self.nodes[node];
+        let from = edge.end();
+        let (start, end) = (
+            from as usize * block_size,
+            (from as usize + payloads.len()) * block_size,
+        );
+        edge.run.extend(tokens.slice(start, end).tokens, payloads);
+        for item in Item::within(tokens.items, start, end) {
+            let items = &mut edge.extras_mut().items;
+            // An item that reaches across the old end was cut there.
+            if items
+                .last()
+                .is_some_and(|last| last.start() == item.start())
+            {
+                items.pop();
+            }
+            items.push(item);
+        }
+        let mut approximate = 0;
+        for (at, payload) in payloads.iter().enumerate() {
+            self.blocks.set_indexed(payload.id, node, from + depth(at));
+            approximate += u32::from(!payload.label.is_exact());
+        }
+        edge.num_approximate += approximate;
+        self.num_approximate += u64::from(approximate);
+        self.num_indexed += payloads.len() as u64;
+    }
+
+    fn add_edge(&mut self, node: NodeIndex) {
+        let nodes = &self.nodes;
+        self.edges
+            .insert_unique(nodes[node].hash, node, |&node| nodes[node].hash);
+    }
+
+    fn remove_edge(&mut self, node: NodeIndex) {
+        if let Ok(entry) = self
+            .edges
+            .find_entry(self.nodes[node].hash, |&known| known == node)
+        {
+            entry.remove();
+        }
+    }
+
+    /// Cuts an edge in two at depth `at`, inside it. The lower part keeps the record and the children.
+    fn split(&mut self, tail: NodeIndex, at: Depth) -> NodeIndex {
+        let block_size = self.config.block_size;
+        let cut = at as usize * block_size;
+        let node = &mut self.nodes[tail];
+        let mut front = Node::new(node.namespace, node.parent, node.depth);
+        front.run = node.run.split_front((at - node.depth) as usize, block_size);
+        front.uses = node.uses.split_front(at);
+        front.hash = node.hash;
+        front.next = node.next;
+        front.previous = node.previous;
+        front.num_children = 1;
+        front.first_child = tail;
+        if let Some(extras) = &mut node.extras {
+            let own = front.extras_mut();
+            own.items = Item::within(&extras.items, 0, cut).collect();
+            extras.items = Item::within(&extras.items, cut, usize::MAX).collect();
+            own.tags = extras.tags.split_front(cut);
+            let behind = extras.source_uses.split_off(&at);
+            own.source_uses = std::mem::replace(&mut extras.source_uses, behind);
+            let behind = extras.anchors.partition_point(|&(end, _)| end <= at);
+            own.anchors = extras.anchors.drain(..behind).collect();
+        }
+        node.depth = at;
+        front.num_holes = (at - front.depth)
+            - if node.num_holes == 0 {
+                at - front.depth
+            } else {
+                depth(
+                    (front.depth..at)
+                        .filter(|&depth| front.payload(depth).is_present())
+                        .count(),
+                )
+            };
+        if node.num_approximate > 0 {
+            let approximate = |depth: &Depth| !front.payload(*depth).label.is_exact();
+            front.num_approximate = depth((front.depth..at).filter(approximate).count());
+        }
+        node.num_holes -= front.num_holes;
+        node.num_approximate -= front.num_approximate;
+        front.protected_children = u32::from(node.protected_end() > node.depth);
+
+        let (next, previous, parent) = (front.next, front.previous, front.parent);
+        let front = self.nodes.insert(front);
+        if next != NO_NODE {
+            self.nodes[next].previous = front;
+        }
+        if previous == NO_NODE {
+            self.nodes[parent].first_child = front;
+        } else {
+            self.nodes[previous].next = front;
+        }
+        siblings::replace(&mut self.nodes, block_size, tail, front);
+        self.remove_edge(tail);
+        self.add_edge(front);
+        let node = &mut self.nodes[tail];
+        node.parent = front;
+        node.next = NO_NODE;
+        node.previous = NO_NODE;
+        self.nodes[tail].hash = self
+            .hasher
+            .edge(front, self.nodes[tail].first_block(block_size));
+        self.add_edge(tail);
+        if self.nodes[tail].payload(at).is_exact() {
+            siblings::insert(&mut self.nodes, block_size, tail);
+        }
+        for &id in self.nodes[front].run.ids() {
+            if id != crate::ids::ABSENT {
+                self.blocks.set_node(id, front);
+            }
+        }
+        front
+    }
+
+    /// Unlinks an empty edge without children; its parent takes over its latest use.
+    fn detach(&mut self, node: NodeIndex) {
+        self.unqueue(node);
+        let latest = self.nodes[node].uses.latest();
+        let (parent, next, previous) = {
+            let edge = &self.nodes[node];
+            (edge.parent, edge.next, edge.previous)
+        };
+        if next != NO_NODE {
+            self.nodes[next].previous = previous;
+        }
+        if previous == NO_NODE {
+            self.nodes[parent].first_child = next;
+        } else {
+            self.nodes[previous].next = next;
+        }
+        self.nodes[parent].num_children -= 1;
+        self.remove_edge(node);
+        self.nodes.remove(node);
+        let end = self.nodes[parent].end();
+        if latest > 0 && end > self.nodes[parent].depth {
+            self.nodes[parent].uses.add(end, latest);
+        }
+    }
+}

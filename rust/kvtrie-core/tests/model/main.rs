@@ -1,0 +1,515 @@
+//! Random calls against a model without a tree: every answer, every counter, every invariant.
+
+mod naive;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use kvtrie_core::{
+    BlockId, Class, Config, Imported, InsertOptions, LookupOptions, Namespace, PlanOptions,
+    RadixIndex, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+};
+use naive::{From, Lease, Naive};
+use proptest::prelude::*;
+
+const SEQUENCES: usize = 4;
+
+#[derive(Clone, Debug)]
+enum Step {
+    /// Cuts a live sequence and lets it grow by other tokens.
+    Edit {
+        seq: usize,
+        keep: usize,
+        tokens: Vec<u32>,
+    },
+    /// Makes a live sequence a copy of another's beginning.
+    Fork {
+        seq: usize,
+        like: usize,
+        keep: usize,
+        namespace: usize,
+    },
+    Lookup {
+        seq: usize,
+        keep_last: usize,
+        touch: bool,
+        start: usize,
+    },
+    Insert {
+        seq: usize,
+        computed: usize,
+        start: usize,
+        picks: Vec<u8>,
+        source: usize,
+        cut: usize,
+        hops: u16,
+    },
+    Plan {
+        seq: usize,
+        keep_last: usize,
+        pin: bool,
+        partial: bool,
+    },
+    Release {
+        plan: usize,
+    },
+    ReleaseSources {
+        plan: usize,
+    },
+    Evict {
+        n: usize,
+    },
+    Discard {
+        ids: Vec<u32>,
+    },
+    Drop {
+        namespace: usize,
+    },
+    Reset,
+    TakeFreed,
+    Tag {
+        seq: usize,
+        start: usize,
+        end: usize,
+        kind: usize,
+    },
+}
+
+fn step(num_blocks: u32) -> impl Strategy<Value = Step> {
+    let seq = 0..SEQUENCES;
+    let tokens = prop::collection::vec(0u32..2, 0..7);
+    prop_oneof![
+        6 => (seq.clone(), 0usize..14, tokens).prop_map(|(seq, keep, tokens)| Step::Edit { seq, keep, tokens }),
+        3 => (seq.clone(), seq.clone(), 0usize..14, 0usize..2)
+            .prop_map(|(seq, like, keep, namespace)| Step::Fork { seq, like, keep, namespace }),
+        4 => (seq.clone(), 0usize..3, any::<bool>(), 0usize..4)
+            .prop_map(|(seq, keep_last, touch, start)| Step::Lookup { seq, keep_last, touch, start }),
+        10 => (seq.clone(), 0usize..3, 0usize..4, prop::collection::vec(0u8..40, 12), 0usize..8, 0usize..12, 0u16..3)
+            .prop_map(|(seq, computed, start, picks, source, cut, hops)|
+                Step::Insert { seq, computed, start, picks, source, cut, hops }),
+        5 => (seq.clone(), 0usize..3, prop::bool::weighted(0.8), prop::bool::weighted(0.8))
+            .prop_map(|(seq, keep_last, pin, partial)| Step::Plan { seq, keep_last, pin, partial }),
+        3 => (0usize..6).prop_map(|plan| Step::Release { plan }),
+        1 => (0usize..6).prop_map(|plan| Step::ReleaseSources { plan }),
+        3 => (0usize..4).prop_map(|n| Step::Evict { n }),
+        3 => prop::collection::vec(0..num_blocks, 0..4).prop_map(|ids| Step::Discard { ids }),
+        1 => (0usize..2).prop_map(|namespace| Step::Drop { namespace }),
+        1 => Just(Step::Reset),
+        2 => Just(Step::TakeFreed),
+        2 => (seq, 0usize..14, 0usize..14, 0usize..9)
+            .prop_map(|(seq, start, end, kind)| Step::Tag { seq, start, end, kind }),
+    ]
+}
+
+/// The index and the model, side by side.
+struct Pair {
+    index: RadixIndex,
+    model: Naive,
+    namespaces: [Arc<Namespace>; 2],
+    /// (namespace, the sequence as the index knows it).
+    live: Vec<(usize, TokenSequence)>,
+    plans: BTreeMap<usize, (ReusePlan, Lease)>,
+    next_plan: usize,
+}
+
+fn ids(raw: &[u32]) -> Vec<BlockId> {
+    raw.iter().copied().map(BlockId).collect()
+}
+
+fn raw(ids: &[BlockId]) -> Vec<u32> {
+    ids.iter().map(|id| id.0).collect()
+}
+
+impl Pair {
+    fn new(block_size: usize, num_blocks: u32, hash_bits: u32) -> Self {
+        let config = Config {
+            num_blocks: num_blocks.into(),
+            block_size,
+            seed: 7,
+            hash_bits,
+        };
+        let namespace = |salt: &str| {
+            Arc::new(
+                Namespace::new("m", "bfloat16", "default", None, Salt::Tenant(salt.into()))
+                    .unwrap(),
+            )
+        };
+        let namespaces = [namespace("a"), namespace("b")];
+        let live = (0..SEQUENCES)
+            .map(|_| {
+                (
+                    0,
+                    TokenSequence::new(Arc::clone(&namespaces[0]), Vec::new(), Vec::new()).unwrap(),
+                )
+            })
+            .collect();
+        Self {
+            index: RadixIndex::new(config).unwrap(),
+            model: Naive {
+                block_size,
+                num_blocks: num_blocks as usize,
+                ..Naive::default()
+            },
+            namespaces,
+            live,
+            plans: BTreeMap::new(),
+            next_plan: 0,
+        }
+    }
+
+    fn tokens(&self, seq: usize) -> (usize, Vec<u32>) {
+        (self.live[seq].0, self.live[seq].1.tokens().to_vec())
+    }
+
+    fn run(&mut self, step: &Step) -> Result<(), TestCaseError> {
+        let block_size = self.model.block_size;
+        match step {
+            Step::Edit { seq, keep, tokens } => {
+                let sequence = &mut self.live[*seq].1;
+                sequence.truncate((*keep).min(sequence.len())).unwrap();
+                sequence.extend(tokens, Vec::new()).unwrap();
+            }
+            Step::Fork {
+                seq,
+                like,
+                keep,
+                namespace,
+            } => {
+                let tokens = self.live[*like].1.tokens();
+                let tokens = tokens[..(*keep).min(tokens.len())].to_vec();
+                let space = Arc::clone(&self.namespaces[*namespace]);
+                self.live[*seq] = (
+                    *namespace,
+                    TokenSequence::new(space, tokens, Vec::new()).unwrap(),
+                );
+            }
+            Step::Lookup {
+                seq,
+                keep_last,
+                touch,
+                start,
+            } => {
+                let (namespace, tokens) = self.tokens(*seq);
+                let start = (start * block_size).min(tokens.len() / block_size * block_size);
+                let options = LookupOptions {
+                    keep_last: *keep_last,
+                    touch: *touch,
+                    start,
+                };
+                let mut out = Vec::new();
+                let found = self
+                    .index
+                    .lookup(&mut self.live[*seq].1, options, &mut out)
+                    .unwrap();
+                let expected = self.model.lookup(namespace, &tokens, *keep_last, *touch);
+                prop_assert_eq!(found.num_tokens, expected.len() * block_size);
+                prop_assert_eq!(
+                    raw(&out),
+                    expected.get(start / block_size..).unwrap_or_default()
+                );
+            }
+            Step::Insert {
+                seq,
+                computed,
+                start,
+                picks,
+                source,
+                cut,
+                hops,
+            } => {
+                self.insert(*seq, *computed, *start, picks, *source, *cut, *hops)?;
+            }
+            Step::Plan {
+                seq,
+                keep_last,
+                pin,
+                partial,
+            } => {
+                let (namespace, tokens) = self.tokens(*seq);
+                let policy = ReusePolicy {
+                    partial_blocks: *partial,
+                    ..ReusePolicy::EXACT_ONLY
+                };
+                let options = PlanOptions {
+                    keep_last: *keep_last,
+                    pin: *pin,
+                };
+                let plan = self
+                    .index
+                    .plan(&mut self.live[*seq].1, &policy, options)
+                    .unwrap();
+                let lease = self
+                    .model
+                    .plan(namespace, &tokens, *keep_last, *pin, *partial);
+                prop_assert_eq!(raw(plan.blocks()), lease.blocks.clone());
+                let copied = lease.copied.map_or(0, |(_, tokens)| tokens);
+                let exact = lease.blocks.len() * block_size + copied;
+                prop_assert_eq!(plan.num_tokens(Class::Exact), exact);
+                prop_assert_eq!(plan.num_tokens(Class::Compute), tokens.len() - exact);
+                prop_assert_eq!(
+                    raw(&plan.source_blocks()),
+                    lease.copied.iter().map(|c| c.0).collect::<Vec<_>>()
+                );
+                self.model.leases.insert(self.next_plan, lease.clone());
+                self.plans.insert(self.next_plan, (plan, lease));
+                self.next_plan += 1;
+            }
+            Step::Release { plan } => {
+                let Some(&key) = self.plans.keys().nth(*plan) else {
+                    return Ok(());
+                };
+                let (plan, _) = self.plans.remove(&key).unwrap();
+                self.index.release(&plan).unwrap();
+                prop_assert!(self.index.release(&plan).is_err());
+                prop_assert!(self.index.release_sources(&plan).is_err());
+                self.model.release(key);
+            }
+            Step::ReleaseSources { plan } => {
+                let Some(&key) = self.plans.keys().nth(*plan) else {
+                    return Ok(());
+                };
+                self.index.release_sources(&self.plans[&key].0).unwrap();
+                self.model.release_sources(key);
+            }
+            Step::Evict { n } => prop_assert_eq!(raw(&self.index.evict(*n)), self.model.evict(*n)),
+            Step::Discard { ids: list } => {
+                let expected = self.model.discard(list);
+                prop_assert_eq!(raw(&self.index.discard(&ids(list)).unwrap()), expected);
+            }
+            Step::Drop { namespace } => {
+                let freed = self.index.drop_namespace(&self.namespaces[*namespace]);
+                prop_assert_eq!(
+                    raw(&freed),
+                    self.model.drop_namespaces(|space| space == *namespace)
+                );
+            }
+            Step::Reset => prop_assert_eq!(
+                raw(&self.index.reset()),
+                self.model.drop_namespaces(|_| true)
+            ),
+            Step::TakeFreed => {
+                prop_assert_eq!(
+                    raw(&self.index.take_freed()),
+                    std::mem::take(&mut self.model.waiting)
+                );
+            }
+            Step::Tag {
+                seq,
+                start,
+                end,
+                kind,
+            } => {
+                let (namespace, tokens) = self.tokens(*seq);
+                let (start, end) = ((*start).min(tokens.len()), (*end).min(tokens.len()));
+                let spans = [Span {
+                    start,
+                    end,
+                    kind: format!("kind {kind}"),
+                }];
+                let tagged = self.index.tag(&self.live[*seq].1, &spans);
+                prop_assert_eq!(tagged.is_err(), start > end);
+                if start <= end {
+                    let bit = self
+                        .index
+                        .kinds()
+                        .iter()
+                        .position(|known| *known == spans[0].kind)
+                        .unwrap();
+                    self.model.tag(namespace, &tokens, start, end, 1 << bit);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the fields of one step")]
+    fn insert(
+        &mut self,
+        seq: usize,
+        computed: usize,
+        start: usize,
+        picks: &[u8],
+        source: usize,
+        cut: usize,
+        hops: u16,
+    ) -> Result<(), TestCaseError> {
+        let block_size = self.model.block_size;
+        let (namespace, tokens) = self.tokens(seq);
+        let start = (start * block_size).min(tokens.len() / block_size * block_size);
+        let num_computed = tokens.len().saturating_sub(computed);
+        // Mostly what stands there already or a fresh id; now and then any id at all.
+        let mut fresh =
+            (0..u32::try_from(self.model.num_blocks).unwrap()).filter(|&id| self.model.is_held(id));
+        let wanted = picks
+            .len()
+            .min(tokens.len() / block_size - start / block_size + 1);
+        let offers: Vec<u32> = (0..wanted)
+            .filter_map(|at| {
+                let block = start / block_size + at;
+                let known = ((block + 1) * block_size <= tokens.len())
+                    .then(|| {
+                        self.model
+                            .entries
+                            .get(&self.model.prefix(namespace, &tokens, block))
+                    })
+                    .flatten();
+                match (picks[at], known) {
+                    (0, _) => Some(
+                        u32::from(picks[(at + 1) % picks.len()])
+                            % u32::try_from(self.model.num_blocks).unwrap(),
+                    ),
+                    (1, _) => self
+                        .model
+                        .condemned
+                        .first()
+                        .copied()
+                        .or_else(|| fresh.next()),
+                    (2..20, Some(entry)) => Some(entry.id),
+                    _ => fresh.next(),
+                }
+            })
+            .collect();
+        let lease = self.plans.keys().nth(source.saturating_sub(4)).copied();
+        let from = match (source, lease) {
+            (0 | 1, _) | (_, None) => From::Computed,
+            (2 | 3, _) => From::Imported {
+                exact_until: cut,
+                hops,
+            },
+            (_, Some(key)) => From::Lease(key),
+        };
+        let before = (self.index.digest(), self.index.stats());
+        let source = match from {
+            From::Computed => Source::Computed,
+            From::Imported { exact_until, hops } => {
+                Source::Imported(Imported { exact_until, hops })
+            }
+            From::Lease(key) => Source::Plan(&self.plans[&key].0),
+        };
+        let options = InsertOptions {
+            start,
+            ..InsertOptions::new(num_computed, source)
+        };
+        let done = self
+            .index
+            .insert(&mut self.live[seq].1, &ids(&offers), options);
+        match self
+            .model
+            .insert(namespace, &tokens, &offers, num_computed, start, from)
+        {
+            None => {
+                prop_assert!(done.is_err(), "{done:?}");
+                let mut stats = self.index.stats();
+                stats.bytes = before.1.bytes;
+                prop_assert_eq!(before, (self.index.digest(), stats));
+            }
+            Some(expected) => {
+                let done = done.map_err(|error| TestCaseError::fail(error.to_string()))?;
+                let found = naive::Inserted {
+                    blocks: raw(&done.blocks),
+                    num_exact: done.num_exact,
+                    duplicates: raw(&done.duplicates),
+                    surplus: raw(&done.surplus),
+                    freed: raw(&done.freed),
+                };
+                prop_assert_eq!(found, expected);
+            }
+        }
+        Ok(())
+    }
+
+    fn compare(&self) -> Result<(), TestCaseError> {
+        self.index
+            .check()
+            .map_err(|error| TestCaseError::fail(error.to_string()))?;
+        let stats = self.index.stats();
+        prop_assert_eq!(stats.indexed as usize, self.model.entries.len());
+        prop_assert_eq!(stats.condemned as usize, self.model.condemned.len());
+        prop_assert_eq!(stats.waiting as usize, self.model.waiting.len());
+        prop_assert_eq!(stats.holes as usize, self.model.holes().len());
+        prop_assert_eq!(stats.evictable as usize, self.model.num_evictable());
+        prop_assert_eq!(stats.clock, self.model.clock);
+        let approximate = self
+            .model
+            .entries
+            .values()
+            .filter(|entry| !entry.exact)
+            .count();
+        prop_assert_eq!(stats.approximate as usize, approximate);
+        for (namespace, seq) in &self.live {
+            let masks = self.model.tags(*namespace, seq.tokens());
+            let mut found = vec![0u64; masks.len()];
+            for span in self.index.tags(seq) {
+                let bit = self
+                    .index
+                    .kinds()
+                    .iter()
+                    .position(|known| *known == span.kind)
+                    .unwrap();
+                found[span.start..span.end]
+                    .iter_mut()
+                    .for_each(|mask| *mask |= 1 << bit);
+            }
+            prop_assert_eq!(found, masks);
+        }
+        for (key, (plan, lease)) in &self.plans {
+            prop_assert_eq!(
+                self.index.validate(plan).unwrap(),
+                self.model.validate(Some(*key), lease)
+            );
+        }
+        Ok(())
+    }
+
+    /// Releases and evicts everything: nothing may be left.
+    fn drain(&mut self) -> Result<(), TestCaseError> {
+        while !self.plans.is_empty() {
+            self.run(&Step::Release { plan: 0 })?;
+        }
+        self.run(&Step::Evict { n: 1000 })?;
+        self.compare()?;
+        let stats = self.index.stats();
+        prop_assert_eq!(
+            (
+                stats.indexed,
+                stats.condemned,
+                stats.waiting,
+                stats.pinned,
+                stats.nodes
+            ),
+            (0, 0, 0, 0, 0)
+        );
+        Ok(())
+    }
+}
+
+fn run(
+    block_size: usize,
+    num_blocks: u32,
+    hash_bits: u32,
+    steps: &[Step],
+) -> Result<(), TestCaseError> {
+    let mut pair = Pair::new(block_size, num_blocks, hash_bits);
+    for step in steps {
+        pair.run(step)?;
+        pair.compare()?;
+    }
+    pair.drain()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn index_equals_the_model(
+        block_size in 1usize..4,
+        num_blocks in prop_oneof![Just(5u32), Just(12), Just(40)],
+        hash_bits in prop_oneof![Just(0u32), Just(4), Just(8), Just(64)],
+        steps in prop::collection::vec(step(12), 1..120),
+    ) {
+        run(block_size, num_blocks, hash_bits, &steps.into_iter().map(|step| match step {
+            Step::Discard { ids } => Step::Discard { ids: ids.into_iter().map(|id| id % num_blocks).collect() },
+            other => other,
+        }).collect::<Vec<_>>())?;
+    }
+}

@@ -1,0 +1,493 @@
+//! The rules D1–D9 and D12–D18 without a tree: a map from the whole token prefix to what backs its last block.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A namespace's number and the whole tokens up to the end of a block.
+pub(crate) type Prefix = (usize, Vec<u32>);
+
+#[derive(Clone, Debug)]
+pub(crate) struct Entry {
+    pub(crate) id: u32,
+    pub(crate) exact: bool,
+    pub(crate) hops: u16,
+    pub(crate) stamp: u64,
+    pub(crate) tags: Vec<u64>,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Lease {
+    pub(crate) namespace: usize,
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) pinned: bool,
+    pub(crate) over: bool,
+    pub(crate) held: BTreeSet<u32>,
+    pub(crate) sources: BTreeSet<u32>,
+    pub(crate) first_approximate: usize,
+    pub(crate) blocks: Vec<u32>,
+    pub(crate) copied: Option<(u32, usize)>,
+    /// Blocks of the plan that left since it was made.
+    pub(crate) gone: BTreeSet<u32>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum From {
+    Computed,
+    Imported { exact_until: usize, hops: u16 },
+    Lease(usize),
+}
+
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Inserted {
+    pub(crate) blocks: Vec<u32>,
+    pub(crate) num_exact: usize,
+    pub(crate) duplicates: Vec<u32>,
+    pub(crate) surplus: Vec<u32>,
+    pub(crate) freed: Vec<u32>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Naive {
+    pub(crate) block_size: usize,
+    pub(crate) num_blocks: usize,
+    pub(crate) entries: BTreeMap<Prefix, Entry>,
+    pub(crate) leases: BTreeMap<usize, Lease>,
+    pub(crate) condemned: BTreeSet<u32>,
+    pub(crate) waiting: Vec<u32>,
+    pub(crate) clock: u64,
+}
+
+impl Naive {
+    pub(crate) fn prefix(&self, namespace: usize, tokens: &[u32], block: usize) -> Prefix {
+        (namespace, tokens[..(block + 1) * self.block_size].to_vec())
+    }
+
+    pub(crate) fn place_of(&self, id: u32) -> Option<&Prefix> {
+        self.entries
+            .iter()
+            .find(|(_, entry)| entry.id == id)
+            .map(|(prefix, _)| prefix)
+    }
+
+    pub(crate) fn pins(&self, id: u32) -> usize {
+        self.leases
+            .values()
+            .map(|lease| {
+                usize::from(lease.held.contains(&id)) + usize::from(lease.sources.contains(&id))
+            })
+            .sum()
+    }
+
+    pub(crate) fn is_held(&self, id: u32) -> bool {
+        self.place_of(id).is_none() && !self.condemned.contains(&id) && !self.waiting.contains(&id)
+    }
+
+    fn is_below(above: &Prefix, below: &Prefix) -> bool {
+        above.0 == below.0 && below.1.len() > above.1.len() && below.1.starts_with(&above.1)
+    }
+
+    fn has_below(&self, prefix: &Prefix) -> bool {
+        self.entries
+            .keys()
+            .any(|other| Self::is_below(prefix, other))
+    }
+
+    /// Prefixes without an entry that stand above one.
+    pub(crate) fn holes(&self) -> BTreeSet<Prefix> {
+        let mut holes = BTreeSet::new();
+        for (namespace, tokens) in self.entries.keys() {
+            for block in 0..tokens.len() / self.block_size {
+                let prefix = self.prefix(*namespace, tokens, block);
+                if !self.entries.contains_key(&prefix) {
+                    holes.insert(prefix);
+                }
+            }
+        }
+        holes
+    }
+
+    pub(crate) fn num_evictable(&self) -> usize {
+        let protected = |prefix: &Prefix, entry: &Entry| {
+            self.pins(entry.id) > 0
+                || self
+                    .entries
+                    .iter()
+                    .any(|(other, below)| Self::is_below(prefix, other) && self.pins(below.id) > 0)
+        };
+        self.entries
+            .iter()
+            .filter(|(prefix, entry)| !protected(prefix, entry))
+            .count()
+    }
+
+    pub(crate) fn lookup(
+        &mut self,
+        namespace: usize,
+        tokens: &[u32],
+        keep_last: usize,
+        touch: bool,
+    ) -> Vec<u32> {
+        let found = self.exact_prefix(namespace, tokens, keep_last);
+        if touch {
+            self.clock += 1;
+            self.stamp_path(namespace, tokens, found.len());
+        }
+        found
+    }
+
+    fn exact_prefix(&self, namespace: usize, tokens: &[u32], keep_last: usize) -> Vec<u32> {
+        let limit = tokens.len().saturating_sub(keep_last) / self.block_size;
+        (0..limit)
+            .map_while(|block| self.entries.get(&self.prefix(namespace, tokens, block)))
+            .take_while(|entry| entry.exact)
+            .map(|entry| entry.id)
+            .collect()
+    }
+
+    fn stamp_path(&mut self, namespace: usize, tokens: &[u32], blocks: usize) {
+        for block in 0..blocks {
+            let prefix = self.prefix(namespace, tokens, block);
+            if let Some(entry) = self.entries.get_mut(&prefix) {
+                entry.stamp = self.clock;
+            }
+        }
+    }
+
+    pub(crate) fn plan(
+        &mut self,
+        namespace: usize,
+        tokens: &[u32],
+        keep_last: usize,
+        pinned: bool,
+        partial: bool,
+    ) -> Lease {
+        let blocks = self.exact_prefix(namespace, tokens, keep_last);
+        let at = blocks.len() * self.block_size;
+        let until = tokens
+            .len()
+            .saturating_sub(keep_last)
+            .min(at + self.block_size);
+        let wanted = tokens.get(at..until).unwrap_or_default();
+        let shares = |prefix: &Prefix| {
+            prefix.1[at..]
+                .iter()
+                .zip(wanted)
+                .take_while(|(a, b)| a == b)
+                .count()
+        };
+        let copied = self
+            .entries
+            .iter()
+            .filter(|((space, other), entry)| {
+                *space == namespace
+                    && entry.exact
+                    && other.len() == at + self.block_size
+                    && other[..at] == tokens[..at]
+            })
+            .filter(|(prefix, _)| partial && shares(prefix) > 0)
+            .max_by(|(a, _), (b, _)| shares(a).cmp(&shares(b)).then_with(|| b.1.cmp(&a.1)))
+            .map(|(prefix, entry)| (entry.id, shares(prefix)));
+        self.clock += 1;
+        self.stamp_path(namespace, tokens, blocks.len());
+        if let Some((id, _)) = copied {
+            let place = self.place_of(id).cloned().unwrap();
+            self.entries.get_mut(&place).unwrap().stamp = self.clock;
+        }
+        Lease {
+            namespace,
+            tokens: tokens.to_vec(),
+            pinned,
+            over: false,
+            held: if pinned {
+                blocks.iter().copied().collect()
+            } else {
+                BTreeSet::new()
+            },
+            sources: copied
+                .iter()
+                .filter(|_| pinned)
+                .map(|&(id, _)| id)
+                .collect(),
+            first_approximate: usize::MAX,
+            blocks,
+            copied,
+            gone: BTreeSet::new(),
+        }
+    }
+
+    /// None: the index must refuse the call.
+    pub(crate) fn insert(
+        &mut self,
+        namespace: usize,
+        tokens: &[u32],
+        ids: &[u32],
+        num_computed: usize,
+        start: usize,
+        from: From,
+    ) -> Option<Inserted> {
+        let first = start / self.block_size;
+        let need = (num_computed / self.block_size).saturating_sub(first);
+        let distinct: BTreeSet<&u32> = ids.iter().collect();
+        if ids.len() < need || distinct.len() < ids.len() {
+            return None;
+        }
+        for (at, &id) in ids.iter().enumerate() {
+            if let Some(place) = self.place_of(id) {
+                let end = (first + at + 1) * self.block_size;
+                if end > tokens.len() || *place != (namespace, tokens[..end].to_vec()) {
+                    return None;
+                }
+            }
+        }
+        if let From::Lease(lease) = from {
+            let lease = &self.leases[&lease];
+            if lease.namespace != namespace || !tokens.starts_with(&lease.tokens) {
+                return None;
+            }
+        }
+        self.clock += 1;
+        let mut done = Inserted::default();
+        let over = matches!(from, From::Lease(lease) if self.leases[&lease].over);
+        let before: Vec<Option<Entry>> = (0..first)
+            .map(|block| {
+                self.entries
+                    .get(&self.prefix(namespace, tokens, block))
+                    .cloned()
+            })
+            .collect();
+        if over || before.iter().any(Option::is_none) {
+            done.surplus = ids.iter().copied().filter(|&id| self.is_held(id)).collect();
+            return Some(done);
+        }
+        let mut behind = before.iter().flatten().any(|entry| !entry.exact);
+        let exact_before = before
+            .iter()
+            .flatten()
+            .take_while(|entry| entry.exact)
+            .count();
+        let mut exact = exact_before;
+        for at in 0..need {
+            let (id, block) = (ids[at], first + at);
+            let end = (block + 1) * self.block_size;
+            let said = match from {
+                From::Computed => (true, 0),
+                From::Imported { exact_until, hops } => (end <= exact_until, hops),
+                From::Lease(lease) => (end <= self.leases[&lease].first_approximate, 0),
+            };
+            let (is_exact, hops) = match said {
+                (true, _) => (!behind, 0),
+                (false, hops) => (false, hops),
+            };
+            let prefix = self.prefix(namespace, tokens, block);
+            let held = self.is_held(id);
+            let new = Entry {
+                id,
+                exact: is_exact,
+                hops,
+                stamp: 0,
+                tags: vec![0; self.block_size],
+            };
+            match self.entries.get(&prefix).cloned() {
+                Some(now) if now.id == id => {}
+                Some(now) => {
+                    let better = !now.exact && (is_exact || hops < now.hops);
+                    if held && better {
+                        self.remove(&prefix);
+                        if self.pins(now.id) > 0 {
+                            self.condemned.insert(now.id);
+                        } else {
+                            done.freed.push(now.id);
+                        }
+                        self.entries.insert(
+                            prefix.clone(),
+                            Entry {
+                                tags: now.tags,
+                                ..new
+                            },
+                        );
+                    } else if held {
+                        done.duplicates.push(id);
+                    }
+                }
+                None if held => {
+                    self.entries.insert(prefix.clone(), new);
+                }
+                None => break,
+            }
+            let now = &self.entries[&prefix];
+            behind |= !now.exact;
+            exact += usize::from(!behind);
+            done.blocks.push(now.id);
+        }
+        let end = if need == 0 {
+            first.min(num_computed / self.block_size)
+        } else {
+            first + done.blocks.len()
+        };
+        exact = exact.min(end);
+        done.num_exact = exact * self.block_size;
+        self.stamp_path(namespace, tokens, end);
+        if let From::Lease(lease) = from {
+            let backing: Vec<u32> = (0..end)
+                .map(|block| self.entries[&self.prefix(namespace, tokens, block)].id)
+                .collect();
+            let lease = self.leases.get_mut(&lease).unwrap();
+            if exact < end {
+                lease.first_approximate = lease.first_approximate.min(exact * self.block_size);
+            }
+            if lease.pinned {
+                lease.held.extend(backing);
+            }
+        }
+        done.surplus = ids[done.blocks.len()..]
+            .iter()
+            .copied()
+            .filter(|&id| self.is_held(id))
+            .collect();
+        Some(done)
+    }
+
+    /// An entry leaves; whoever watches the block is told.
+    fn remove(&mut self, prefix: &Prefix) -> u32 {
+        let entry = self.entries.remove(prefix).unwrap();
+        for lease in self.leases.values_mut() {
+            lease.gone.insert(entry.id);
+        }
+        entry.id
+    }
+
+    pub(crate) fn release(&mut self, lease: usize) {
+        let ended = self.leases.remove(&lease).unwrap();
+        self.wait_for(ended.held.union(&ended.sources).copied().collect());
+    }
+
+    pub(crate) fn release_sources(&mut self, lease: usize) {
+        let sources = std::mem::take(&mut self.leases.get_mut(&lease).unwrap().sources);
+        self.wait_for(sources);
+    }
+
+    fn wait_for(&mut self, unpinned: BTreeSet<u32>) {
+        for id in unpinned {
+            if self.pins(id) == 0 && self.condemned.remove(&id) {
+                self.waiting.push(id);
+            }
+        }
+    }
+
+    pub(crate) fn evict(&mut self, n: usize) -> Vec<u32> {
+        let mut out: Vec<u32> = self.waiting.drain(..n.min(self.waiting.len())).collect();
+        while out.len() < n {
+            let Some(prefix) = self.next_victim(|_| true) else {
+                break;
+            };
+            out.push(self.remove(&prefix));
+        }
+        out
+    }
+
+    fn next_victim(&self, wanted: impl Fn(&Prefix) -> bool) -> Option<Prefix> {
+        self.entries
+            .iter()
+            .filter(|(prefix, entry)| {
+                self.pins(entry.id) == 0 && !self.has_below(prefix) && wanted(prefix)
+            })
+            .min_by_key(|(prefix, entry)| {
+                (entry.stamp, std::cmp::Reverse(prefix.1.len()), entry.id)
+            })
+            .map(|(prefix, _)| prefix.clone())
+    }
+
+    pub(crate) fn discard(&mut self, ids: &[u32]) -> Vec<u32> {
+        let mut freed = Vec::new();
+        for &id in ids {
+            let Some(prefix) = self.place_of(id).cloned() else {
+                continue;
+            };
+            self.remove(&prefix);
+            if self.pins(id) > 0 {
+                self.condemned.insert(id);
+            } else {
+                freed.push(id);
+            }
+        }
+        let mut bounded = BTreeSet::new();
+        while self.holes().len() > self.num_blocks {
+            let holes = self.holes();
+            let cut_off = |prefix: &Prefix| holes.iter().any(|hole| Self::is_below(hole, prefix));
+            let Some(prefix) = self.next_victim(cut_off) else {
+                break;
+            };
+            bounded.insert(self.remove(&prefix));
+        }
+        self.waiting.extend(bounded);
+        freed
+    }
+
+    pub(crate) fn drop_namespaces(&mut self, wanted: impl Fn(usize) -> bool) -> Vec<u32> {
+        let gone: Vec<Prefix> = self
+            .entries
+            .keys()
+            .filter(|prefix| wanted(prefix.0))
+            .cloned()
+            .collect();
+        let ids: BTreeSet<u32> = gone.iter().map(|prefix| self.remove(prefix)).collect();
+        for lease in self.leases.values_mut() {
+            lease.over |= wanted(lease.namespace);
+        }
+        let (pinned, freed): (BTreeSet<u32>, BTreeSet<u32>) =
+            ids.into_iter().partition(|&id| self.pins(id) > 0);
+        self.condemned.extend(pinned);
+        freed.into_iter().collect()
+    }
+
+    pub(crate) fn tag(
+        &mut self,
+        namespace: usize,
+        tokens: &[u32],
+        start: usize,
+        end: usize,
+        mask: u64,
+    ) {
+        for at in start..end {
+            let block = at / self.block_size;
+            if (block + 1) * self.block_size > tokens.len() {
+                break;
+            }
+            let prefix = self.prefix(namespace, tokens, block);
+            if let Some(entry) = self.entries.get_mut(&prefix) {
+                entry.tags[at % self.block_size] |= mask;
+            }
+        }
+    }
+
+    /// One mask a token of the whole blocks.
+    pub(crate) fn tags(&self, namespace: usize, tokens: &[u32]) -> Vec<u64> {
+        (0..tokens.len() / self.block_size)
+            .flat_map(
+                |block| match self.entries.get(&self.prefix(namespace, tokens, block)) {
+                    Some(entry) => entry.tags.clone(),
+                    None => vec![0; self.block_size],
+                },
+            )
+            .collect()
+    }
+
+    pub(crate) fn validate(&self, key: Option<usize>, lease: &Lease) -> Vec<bool> {
+        let live = key.and_then(|key| self.leases.get(&key)).unwrap_or(lease);
+        let released = key.is_none_or(|key| !self.leases.contains_key(&key));
+        let at = lease.blocks.len() * self.block_size;
+        let copied = lease.copied.map_or(0, |(_, tokens)| tokens);
+        let mut answers = Vec::new();
+        if at > 0 {
+            answers.push(
+                (live.pinned && !released) || lease.blocks.iter().all(|id| !live.gone.contains(id)),
+            );
+        }
+        if let Some((id, _)) = lease.copied {
+            answers.push((!released && live.sources.contains(&id)) || !live.gone.contains(&id));
+        }
+        if at + copied < lease.tokens.len() {
+            answers.push(true);
+        }
+        answers
+    }
+}

@@ -1,0 +1,42 @@
+//! Bugs that were fixed, each with its smallest input.
+
+use std::sync::Arc;
+
+use kvtrie_core::{
+    BlockId, Config, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePolicy, Salt, Source,
+    TokenSequence,
+};
+
+fn index(num_blocks: u64, block_size: usize) -> RadixIndex {
+    RadixIndex::new(Config {
+        num_blocks,
+        block_size,
+        ..Config::default()
+    })
+    .unwrap()
+}
+
+fn sequence(tokens: &[u32]) -> TokenSequence {
+    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
+    TokenSequence::new(Arc::new(namespace), tokens.to_vec(), Vec::new()).unwrap()
+}
+
+/// A plan that had pinned the last block of a path took that place for pinned when another block came to stand there.
+#[test]
+fn a_block_that_follows_a_discarded_pinned_one_is_pinned_by_the_insert() {
+    let mut index = index(8, 1);
+    let mut seq = sequence(&[1, 2]);
+    let plan = index
+        .plan(&mut seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default())
+        .unwrap();
+    let options = InsertOptions::new(2, Source::Plan(&plan));
+    index
+        .insert(&mut seq, &[BlockId(0), BlockId(1)], options)
+        .unwrap();
+    index.discard(&[BlockId(1)]).unwrap();
+    index
+        .insert(&mut seq, &[BlockId(0), BlockId(2)], options)
+        .unwrap();
+    assert_eq!(index.num_evictable(), 0);
+    index.check().unwrap();
+}
