@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use smallvec::SmallVec;
+
 use crate::ids::{ABSENT, Depth, NO_NODE, NodeIndex};
 use crate::lru::NOT_QUEUED;
 use crate::span::Tags;
@@ -163,7 +165,7 @@ impl Run {
 #[derive(Debug, Default)]
 pub(crate) struct Uses {
     /// (depth at which a use ended, stamp): ends descend, stamps ascend, so every pair says something.
-    paths: Vec<(Depth, u64)>,
+    paths: SmallVec<[(Depth, u64); 2]>,
 }
 
 impl Uses {
@@ -189,7 +191,8 @@ impl Uses {
             return;
         }
         let until = at + self.paths[at..].partition_point(|&(_, old)| old <= stamp);
-        self.paths.splice(at..until, [(end, stamp)]);
+        self.paths.drain(at..until);
+        self.paths.insert(at, (end, stamp));
     }
 
     /// Last path use of the block at `depth`; 0 if there was none.
@@ -216,12 +219,16 @@ impl Uses {
     pub(crate) fn split_front(&mut self, end: Depth) -> Self {
         let behind = self.paths.partition_point(|&(old, _)| old > end);
         Self {
-            paths: self.paths.split_off(behind),
+            paths: self.paths.drain(behind..).collect(),
         }
     }
 
     fn heap_bytes(&self) -> usize {
-        self.paths.capacity() * size_of::<(Depth, u64)>()
+        if self.paths.spilled() {
+            self.paths.capacity() * size_of::<(Depth, u64)>()
+        } else {
+            0
+        }
     }
 }
 

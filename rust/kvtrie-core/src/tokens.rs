@@ -184,12 +184,8 @@ impl TokenSequence {
             self.lineage = next_lineage();
             self.held_len = 0;
         }
-        if self
-            .cursor
-            .as_ref()
-            .is_some_and(|cursor| cursor.tokens() > len)
-        {
-            self.cursor = None;
+        if let Some(cursor) = &mut self.cursor {
+            cursor.truncate(len);
         }
         Ok(())
     }

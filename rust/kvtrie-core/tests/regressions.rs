@@ -1,5 +1,10 @@
 //! Bugs that were fixed, each with its smallest input.
 
+#![expect(
+    clippy::unwrap_used,
+    reason = "a test stops at what it does not expect"
+)]
+
 use std::sync::Arc;
 
 use kvtrie_core::{

@@ -67,7 +67,7 @@ pub(crate) struct Tree {
     pub(crate) version: u64,
 }
 
-/// Where a sequence was last found: its first `present` blocks are the path that ends in `node`.
+/// Where a sequence was last found: its first `present` blocks are a path that ends in `node` or above.
 #[derive(Clone, Debug)]
 pub(crate) struct Cursor {
     index: u64,
@@ -81,8 +81,10 @@ pub(crate) struct Cursor {
 }
 
 impl Cursor {
-    pub(crate) fn tokens(&self) -> usize {
-        self.present as usize * self.block_size
+    /// The sequence ends at `len` tokens from here on.
+    pub(crate) fn truncate(&mut self, len: usize) {
+        self.present = self.present.min(depth(len / self.block_size));
+        self.exact = self.exact.min(self.present);
     }
 }
 

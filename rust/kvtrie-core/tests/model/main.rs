@@ -1,5 +1,10 @@
 //! Random calls against a model without a tree: every answer, every counter, every invariant.
 
+#![expect(
+    clippy::unwrap_used,
+    reason = "a test stops at what it does not expect"
+)]
+
 mod naive;
 
 use std::collections::BTreeMap;

@@ -1,0 +1,84 @@
+//! What the allocator is asked for: nothing by a lookup, and a known number of bytes by what is cached.
+//!
+//! One test alone, since the counter is the process's.
+
+use std::alloc::System;
+use std::sync::Arc;
+
+use kvtrie_core::{
+    BlockId, Config, InsertOptions, LookupOptions, Namespace, RadixIndex, Salt, Source,
+    TokenSequence,
+};
+use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
+
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+const BLOCK_SIZE: usize = 16;
+const BLOCKS: u32 = 6_400;
+
+#[test]
+fn a_lookup_allocates_nothing_and_a_long_edge_costs_84_bytes_a_block() {
+    let namespace =
+        Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap());
+    let sequence =
+        |tokens: Vec<u32>| TokenSequence::new(Arc::clone(&namespace), tokens, Vec::new()).unwrap();
+    let tokens: Vec<u32> = (0..BLOCKS * 16).collect();
+    let ids: Vec<BlockId> = (0..BLOCKS).map(BlockId).collect();
+    let mut seq = sequence(tokens.clone());
+    let mut index = RadixIndex::new(Config::default()).unwrap();
+
+    let region = Region::new(ALLOCATOR);
+    index
+        .insert(
+            &mut seq,
+            &ids,
+            InsertOptions::new(tokens.len(), Source::Computed),
+        )
+        .unwrap();
+    let change = region.change();
+    let held = change.bytes_allocated - change.bytes_deallocated;
+    // 4 bytes a token, 4 for the id, 16 for the table of ids; 8 KiB for the pages of that table that are begun, the first
+    // edge and the tables' first room.
+    let expected = BLOCKS as usize * (4 * BLOCK_SIZE + 4 + 16);
+    assert!(
+        (expected..expected + (16 << 10) + BLOCKS as usize / 8).contains(&held),
+        "{held} bytes, {expected} expected"
+    );
+
+    // Another sequence that leaves the first in the middle of its edge.
+    let half = tokens.len() / 2;
+    let mut other = sequence([&tokens[..half], &[u32::MAX; BLOCK_SIZE][..]].concat());
+    index
+        .insert(
+            &mut other,
+            &[BlockId(BLOCKS)],
+            InsertOptions {
+                start: half,
+                ..InsertOptions::new(half + BLOCK_SIZE, Source::Computed)
+            },
+        )
+        .unwrap();
+
+    let mut out = Vec::with_capacity(BLOCKS as usize + 1);
+    let prompts = [
+        tokens.clone(),
+        tokens[..half].to_vec(),
+        tokens[..half + 40].to_vec(),
+        vec![9, 9, 9],
+    ];
+    for _ in 0..2 {
+        for prompt in &prompts {
+            let mut cold = sequence(prompt.clone());
+            let region = Region::new(ALLOCATOR);
+            for touch in [false, true, true] {
+                let options = LookupOptions {
+                    touch,
+                    ..LookupOptions::default()
+                };
+                index.lookup(&mut cold, options, &mut out).unwrap();
+            }
+            assert_eq!(region.change().allocations, 0);
+        }
+    }
+}
