@@ -2,7 +2,9 @@
 
 #![expect(
     clippy::unwrap_used,
-    reason = "a test stops at what it does not expect"
+    clippy::cast_possible_truncation,
+    clippy::too_many_lines,
+    reason = "a test stops at what it does not expect, and a step is read in one piece"
 )]
 
 mod naive;

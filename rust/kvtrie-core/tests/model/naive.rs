@@ -265,8 +265,8 @@ impl Naive {
             .take_while(|entry| entry.exact)
             .count();
         let mut exact = exact_before;
-        for at in 0..need {
-            let (id, block) = (ids[at], first + at);
+        for (at, &id) in ids[..need].iter().enumerate() {
+            let block = first + at;
             let end = (block + 1) * self.block_size;
             let said = match from {
                 From::Computed => (true, 0),
