@@ -90,24 +90,29 @@ impl BlockAllocator {
                 self.num_blocks
             )));
         }
-        let mut out = Vec::with_capacity(n);
-        while out.len() < n {
-            let Some(id) = self.take() else { break };
-            out.push(BlockId(id));
+        // What the index gives up is checked before a fresh id is handed out: an id that it was given without asking
+        // here would come twice.
+        let missing = n.saturating_sub(usize::try_from(self.num_free()).unwrap_or(usize::MAX));
+        let evicted = match evict_from {
+            Some(index) if missing > 0 => index.evict(missing),
+            _ => Vec::new(),
+        };
+        if let Some(stranger) = evicted.iter().find(|id| !self.is_held(id.0)) {
+            let error = Error::invalid(format!(
+                "{CALL}: the index gave up block {stranger}, which was not handed out here"
+            ));
+            let held: Vec<BlockId> = evicted
+                .iter()
+                .copied()
+                .filter(|id| self.is_held(id.0))
+                .collect();
+            self.release(&held);
+            return Err(error);
         }
-        let missing = n - out.len();
-        if let (1.., Some(index)) = (missing, evict_from) {
-            for id in index.evict(missing) {
-                if !self.is_held(id.0) {
-                    let error = Error::invalid(format!(
-                        "{CALL}: the index gave up block {id}, which was not handed out here"
-                    ));
-                    self.release(&out);
-                    return Err(error);
-                }
-                out.push(id);
-            }
-        }
+        let mut out: Vec<BlockId> = (0..n - evicted.len())
+            .filter_map(|_| self.take().map(BlockId))
+            .collect();
+        out.extend(evicted);
         Ok(out)
     }
 
@@ -179,8 +184,10 @@ impl BlockAllocator {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
-    use crate::ErrorKind;
+    use crate::{Config, ErrorKind, InsertOptions, Namespace, Salt, Source, TokenSequence};
 
     #[test]
     fn allocate_is_all_or_nothing() {
@@ -193,6 +200,36 @@ mod tests {
         let mut ids = pool.allocate(3, None).unwrap();
         ids.sort_unstable();
         assert_eq!(ids, [BlockId(0), BlockId(1), BlockId(2)]);
+    }
+
+    #[test]
+    fn a_block_that_the_index_was_given_without_asking_here_is_not_handed_out_twice() {
+        let mut pool = BlockAllocator::new(4).unwrap();
+        let config = Config {
+            num_blocks: 4,
+            block_size: 1,
+            ..Config::default()
+        };
+        let mut index = RadixIndex::new(config).unwrap();
+        let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
+        let mut seq = TokenSequence::new(Arc::new(namespace), vec![1, 2, 3], Vec::new()).unwrap();
+        pool.allocate(3, None).unwrap();
+        let ids = [BlockId(0), BlockId(1), BlockId(3)];
+        index
+            .insert(&mut seq, &ids, InsertOptions::new(3, Source::Computed))
+            .unwrap();
+        let error = pool.allocate(4, Some(&mut index)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        // All three left the index and are free; 2 is held.
+        assert_eq!(
+            (pool.num_free() + index.stats().indexed, index.stats().holes),
+            (3, 0)
+        );
+        let all = pool.allocate(3, Some(&mut index)).unwrap();
+        assert_eq!(
+            all.iter().collect::<std::collections::BTreeSet<_>>().len(),
+            3
+        );
     }
 
     #[test]
