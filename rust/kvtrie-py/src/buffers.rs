@@ -1,0 +1,394 @@
+//! What comes in: integers and lists of them, checked and never wrapped.
+
+use std::ops::Range;
+
+use numpy::{
+    Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods,
+};
+use pyo3::exceptions::{PyException, PyMemoryError, PyOverflowError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBool, PyInt, PyList, PyMemoryView, PyTuple, PyType};
+
+/// One past the largest token id.
+pub(crate) const TOKEN_IDS: u64 = 1 << 32;
+
+/// What an argument is called in messages.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arg {
+    pub(crate) call: &'static str,
+    pub(crate) name: &'static str,
+}
+
+/// An integer of any size: an int, or what has `__index__`; a bool is none.
+pub(crate) fn int(value: &Bound<'_, PyAny>) -> PyResult<i128> {
+    if value.is_instance_of::<PyBool>() {
+        return Err(PyTypeError::new_err(
+            "'bool' object cannot be interpreted as an integer here",
+        ));
+    }
+    match value.extract::<i64>() {
+        Ok(value) => Ok(value.into()),
+        Err(error) if error.is_instance_of::<PyOverflowError>(value.py()) => {
+            value.extract::<i128>().map_err(|_| {
+                PyValueError::new_err(
+                    "the integer is beyond every limit: it has more than 128 bits",
+                )
+            })
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// The default of an argument that Python's signature shows as an empty tuple.
+pub(crate) fn nothing<'a, 'py>() -> Option<&'a Bound<'py, PyAny>> {
+    None
+}
+
+/// As [`int`], or none.
+pub(crate) fn optional_int(value: &Bound<'_, PyAny>) -> PyResult<Option<i128>> {
+    if value.is_none() {
+        Ok(None)
+    } else {
+        int(value).map(Some)
+    }
+}
+
+impl Arg {
+    /// A name for an argument of a call.
+    pub(crate) const fn new(call: &'static str, name: &'static str) -> Self {
+        Self { call, name }
+    }
+
+    /// `value` if it lies in `low..=high`.
+    pub(crate) fn within<T>(self, value: i128, low: T, high: T) -> PyResult<T>
+    where
+        T: Copy + Into<i128> + TryFrom<i128>,
+    {
+        let limits = low.into()..=high.into();
+        match T::try_from(value) {
+            Ok(fitting) if limits.contains(&value) => Ok(fitting),
+            _ => Err(PyValueError::new_err(format!(
+                "{}: {} is {value}; it must lie in {}..={}",
+                self.call,
+                self.name,
+                limits.start(),
+                limits.end()
+            ))),
+        }
+    }
+
+    /// A length or a position, in whatever unit.
+    pub(crate) fn count(self, value: i128) -> PyResult<usize> {
+        // Python's own containers count as far.
+        let count = self.within(value, 0, i64::MAX)?;
+        usize::try_from(count).map_err(|error| PyValueError::new_err(error.to_string()))
+    }
+
+    fn type_error(self, value: &Bound<'_, PyAny>, wanted: &str) -> PyErr {
+        PyTypeError::new_err(format!(
+            "{}: {} is of type '{}'; it must be {wanted}",
+            self.call,
+            self.name,
+            type_name(value)
+        ))
+    }
+
+    /// A `TypeError` for an argument, or an item of one, that is not `wanted`.
+    pub(crate) fn wrong_type(self, value: &Bound<'_, PyAny>, wanted: &str) -> PyErr {
+        self.type_error(value, wanted)
+    }
+
+    fn range_error(self, position: usize, value: i128, limit: u64) -> PyErr {
+        PyValueError::new_err(format!(
+            "{}: {}[{position}] is {value}; it must lie in 0..{limit}",
+            self.call, self.name
+        ))
+    }
+
+    fn element_error(self, position: usize, error: &PyErr, py: Python<'_>) -> PyErr {
+        let message = format!(
+            "{}: {}[{position}]: {}",
+            self.call,
+            self.name,
+            error.value(py)
+        );
+        if error.is_instance_of::<PyValueError>(py) {
+            PyValueError::new_err(message)
+        } else {
+            PyTypeError::new_err(message)
+        }
+    }
+}
+
+/// The name of a value's type, for messages.
+pub(crate) fn type_name(value: &Bound<'_, PyAny>) -> String {
+    value
+        .get_type()
+        .name()
+        .map_or_else(|_| "?".to_owned(), |name| name.to_string())
+}
+
+/// A list of integers that was found to be one, not read yet.
+pub(crate) enum Integers<'py> {
+    /// A Python list.
+    List(Bound<'py, PyList>),
+    /// A Python tuple.
+    Tuple(Bound<'py, PyTuple>),
+    /// Contiguous and aligned.
+    I64(Bound<'py, PyArray1<i64>>),
+    /// Contiguous and aligned.
+    I32(Bound<'py, PyArray1<i32>>),
+    /// Contiguous and aligned.
+    U32(Bound<'py, PyArray1<u32>>),
+    /// Contiguous and aligned.
+    U64(Bound<'py, PyArray1<u64>>),
+}
+
+impl<'py> Integers<'py> {
+    const WANTED: &'static str = "a list, a tuple, an array.array, a memoryview, a one-dimensional \
+        numpy array or a CPU tensor of integers";
+
+    /// Accepts what [`Self::WANTED`] says; looks at the elements of lists and tuples later.
+    pub(crate) fn open(value: &Bound<'py, PyAny>, arg: Arg) -> PyResult<Self> {
+        if let Ok(list) = value.cast::<PyList>() {
+            return Ok(Self::List(list.clone()));
+        }
+        if let Some(array) = Self::ready(value) {
+            return Ok(array);
+        }
+        if let Ok(tuple) = value.cast::<PyTuple>() {
+            return Ok(Self::Tuple(tuple.clone()));
+        }
+        if let Ok(array) = value.cast::<PyUntypedArray>() {
+            return Self::convert(array, arg);
+        }
+        let py = value.py();
+        let known = value.is_instance_of::<PyMemoryView>()
+            || value.is_instance(array_type(py)?)?
+            || value.get_type().hasattr("__array__")?;
+        if !known {
+            return Err(arg.type_error(value, Self::WANTED));
+        }
+        let array = asarray(value).map_err(|error| {
+            if !error.is_instance_of::<PyException>(py) || error.is_instance_of::<PyMemoryError>(py)
+            {
+                return error;
+            }
+            let wrong = arg.type_error(value, Self::WANTED);
+            let message = format!("{}; numpy says: {}", wrong.value(py), error.value(py));
+            let wrong = PyTypeError::new_err(message);
+            wrong.set_cause(py, Some(error));
+            wrong
+        })?;
+        match Self::ready(&array) {
+            Some(array) => Ok(array),
+            None => Self::convert(array.cast::<PyUntypedArray>()?, arg),
+        }
+    }
+
+    /// An array that can be read as it is.
+    fn ready(value: &Bound<'py, PyAny>) -> Option<Self> {
+        fn typed<'a, 'py, T: Element>(
+            value: &'a Bound<'py, PyAny>,
+        ) -> Option<&'a Bound<'py, PyArray1<T>>> {
+            let array = value.cast_exact::<PyArray1<T>>().ok()?;
+            array.try_readonly().ok()?.as_slice().ok()?;
+            Some(array)
+        }
+        typed(value)
+            .map(|array| Self::I64(array.clone()))
+            .or_else(|| typed(value).map(|array| Self::I32(array.clone())))
+            .or_else(|| typed(value).map(|array| Self::U32(array.clone())))
+            .or_else(|| typed(value).map(|array| Self::U64(array.clone())))
+    }
+
+    /// An array that is not ready: a subclass, strided, misaligned, another width or byte order.
+    fn convert(array: &Bound<'py, PyUntypedArray>, arg: Arg) -> PyResult<Self> {
+        let py = array.py();
+        let kind = array.dtype().kind();
+        if kind != b'i' && kind != b'u' {
+            return Err(PyTypeError::new_err(format!(
+                "{}: {} has dtype {}; it must be an integer dtype",
+                arg.call,
+                arg.name,
+                array.dtype()
+            )));
+        }
+        if array.ndim() != 1 {
+            return Err(PyValueError::new_err(format!(
+                "{}: {} has {} dimensions; it must have 1",
+                arg.call,
+                arg.name,
+                array.ndim()
+            )));
+        }
+        if array.hasattr("mask")? {
+            return Err(arg.type_error(array, Self::WANTED));
+        }
+        let plain = asarray(array)?;
+        if let Some(ready) = Self::ready(&plain) {
+            return Ok(ready);
+        }
+        // Every value fits the widest type of its sign.
+        let wide = if kind == b'i' {
+            numpy::dtype::<i64>(py)
+        } else {
+            numpy::dtype::<u64>(py)
+        };
+        let copy = plain.call_method1("astype", (wide, "C"))?;
+        Self::ready(&copy).ok_or_else(|| arg.type_error(array, Self::WANTED))
+    }
+
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::List(list) => list.len(),
+            Self::Tuple(tuple) => tuple.len(),
+            Self::I64(array) => array.len(),
+            Self::I32(array) => array.len(),
+            Self::U32(array) => array.len(),
+            Self::U64(array) => array.len(),
+        }
+    }
+
+    /// Copies the integers of a range, each in `0..limit`; the range lies inside.
+    pub(crate) fn read(&self, range: Range<usize>, limit: u64, arg: Arg) -> PyResult<Vec<u32>> {
+        match self {
+            Self::List(list) => read_objects(list.py(), range, limit, arg, |at| list.get_item(at)),
+            Self::Tuple(tuple) => {
+                read_objects(tuple.py(), range, limit, arg, |at| tuple.get_item(at))
+            }
+            Self::I64(array) => read_array(array, range, limit, arg),
+            Self::I32(array) => read_array(array, range, limit, arg),
+            Self::U32(array) => read_array(array, range, limit, arg),
+            Self::U64(array) => read_array(array, range, limit, arg),
+        }
+    }
+}
+
+/// Reads the whole of a list of integers, each in `0..limit`; `limit` is at most 2³².
+pub(crate) fn integers(value: &Bound<'_, PyAny>, limit: u64, arg: Arg) -> PyResult<Vec<u32>> {
+    let integers = Integers::open(value, arg)?;
+    integers.read(0..integers.len(), limit, arg)
+}
+
+/// Reads block ids of a pool of `num_blocks`.
+pub(crate) fn block_ids(
+    value: &Bound<'_, PyAny>,
+    num_blocks: u64,
+    arg: Arg,
+) -> PyResult<Vec<kvtrie_core::BlockId>> {
+    // The map is free of charge: the ids stay where they are.
+    Ok(integers(value, num_blocks, arg)?
+        .into_iter()
+        .map(kvtrie_core::BlockId)
+        .collect())
+}
+
+fn read_objects<'py>(
+    py: Python<'py>,
+    range: Range<usize>,
+    limit: u64,
+    arg: Arg,
+    get: impl Fn(usize) -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Vec<u32>> {
+    let mut out = Vec::with_capacity(range.len());
+    for at in range {
+        let value = get(at)?;
+        let value = if value.is_exact_instance_of::<PyInt>() {
+            value
+                .extract::<i64>()
+                .map(i128::from)
+                .or_else(|_| int(&value))
+        } else {
+            int(&value)
+        };
+        let value = match value {
+            Ok(value) => value,
+            Err(error) => return Err(arg.element_error(at, &error, py)),
+        };
+        match u32::try_from(value) {
+            Ok(fitting) if u64::from(fitting) < limit => out.push(fitting),
+            _ => return Err(arg.range_error(at, value, limit)),
+        }
+    }
+    Ok(out)
+}
+
+/// An integer type that arrays hold.
+trait Whole: Element + Copy + Into<i128> {
+    /// Sign-extended, so that a negative value is a very large one.
+    fn wide(self) -> u64;
+}
+
+impl Whole for i64 {
+    fn wide(self) -> u64 {
+        self.cast_unsigned()
+    }
+}
+
+impl Whole for i32 {
+    fn wide(self) -> u64 {
+        i64::from(self).cast_unsigned()
+    }
+}
+
+impl Whole for u32 {
+    fn wide(self) -> u64 {
+        self.into()
+    }
+}
+
+impl Whole for u64 {
+    fn wide(self) -> u64 {
+        self
+    }
+}
+
+fn read_array<T: Whole>(
+    array: &Bound<'_, PyArray1<T>>,
+    range: Range<usize>,
+    limit: u64,
+    arg: Arg,
+) -> PyResult<Vec<u32>> {
+    let borrowed = array.try_readonly()?;
+    let first = range.start;
+    let values = &borrowed.as_slice()?[range];
+    narrow(values, limit).map_err(|at| arg.range_error(first + at, values[at].into(), limit))
+}
+
+/// The values as `u32`, or the position of the first that is not in `0..limit`.
+fn narrow<T: Whole>(values: &[T], limit: u64) -> Result<Vec<u32>, usize> {
+    // Two passes without branches that the compiler turns into vector code; the search comes only
+    // after a failure.
+    let bits = values.iter().fold(0, |bits, value| bits | value.wide());
+    if bits < TOKEN_IDS {
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "no value has a bit above 31"
+        )]
+        let out: Vec<u32> = values.iter().map(|value| value.wide() as u32).collect();
+        if bits < limit || out.iter().max().is_none_or(|&most| u64::from(most) < limit) {
+            return Ok(out);
+        }
+    }
+    Err(values
+        .iter()
+        .position(|value| value.wide() >= limit)
+        .unwrap_or(0))
+}
+
+fn array_type(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
+    static ARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    ARRAY.import(py, "array", "array")
+}
+
+fn asarray<'py>(value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    static ASARRAY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let py = value.py();
+    let asarray = ASARRAY.get_or_try_init(py, || {
+        py.import("numpy")?.getattr("asarray").map(Bound::unbind)
+    })?;
+    asarray.bind(py).call1((value,))
+}

@@ -1,0 +1,145 @@
+//! The one door to what sits behind locks, and out of the interpreter.
+//!
+//! [`Enter::enter`] runs a piece of work that may take locks and must not touch Python. Short work
+//! stays attached to the interpreter, because letting go and coming back costs more than the work;
+//! long work lets go, so that other threads run.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, MutexGuard};
+
+use pyo3::prelude::*;
+use pyo3::sync::MutexExt;
+
+use crate::errors::{KvTrieError, exception};
+
+/// Whether a piece of work is expected to take longer than about 50 µs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cost {
+    Short,
+    Long,
+}
+
+impl Cost {
+    /// Blocks that are found in 50 to 100 µs where each is an edge of its own and none is in the
+    /// CPU's cache; in long edges or a warm cache they take a tenth of it.
+    const BLOCKS: usize = 256;
+    /// Tokens that are compared or copied in about 10 µs.
+    const TOKENS: usize = 1 << 16;
+
+    /// The cost of work on so many blocks.
+    pub(crate) fn blocks(blocks: usize) -> Self {
+        if blocks >= Self::BLOCKS {
+            Self::Long
+        } else {
+            Self::Short
+        }
+    }
+
+    /// The cost of work on so many tokens, in blocks of that size.
+    pub(crate) fn path(tokens: usize, block_size: usize) -> Self {
+        if tokens >= Self::TOKENS {
+            Self::Long
+        } else {
+            Self::blocks(tokens / block_size)
+        }
+    }
+
+    /// The cost of copying so many tokens.
+    pub(crate) fn copy(tokens: usize) -> Self {
+        if tokens >= 4 * Self::TOKENS {
+            Self::Long
+        } else {
+            Self::Short
+        }
+    }
+}
+
+/// Why work behind the door failed.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The core refused.
+    Core(kvtrie_core::Error),
+    /// A call panicked earlier while it held this lock.
+    Poisoned(&'static str),
+    /// The work panicked: a bug in the core.
+    Panicked(String),
+}
+
+impl From<kvtrie_core::Error> for Failure {
+    fn from(error: kvtrie_core::Error) -> Self {
+        Self::Core(error)
+    }
+}
+
+impl From<Failure> for PyErr {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Core(error) => exception(&error),
+            Failure::Poisoned(what) => KvTrieError::new_err(format!(
+                "{what} is unusable: an earlier call on it ended in an internal error"
+            )),
+            Failure::Panicked(message) => KvTrieError::new_err(format!(
+                "internal error: {message}; what the call was working on is unusable"
+            )),
+        }
+    }
+}
+
+/// Takes locks inside the door.
+pub(crate) struct Keys<'py> {
+    /// None where the thread has let go of the interpreter.
+    py: Option<Python<'py>>,
+}
+
+impl Keys<'_> {
+    /// Locks `mutex`, which guards `what`; lets go of the interpreter while it has to wait.
+    pub(crate) fn lock<'a, T>(
+        &self,
+        mutex: &'a Mutex<T>,
+        what: &'static str,
+    ) -> Result<MutexGuard<'a, T>, Failure> {
+        let locked = match self.py {
+            Some(py) => mutex.lock_py_attached(py),
+            None => mutex.lock(),
+        };
+        locked.map_err(|_| Failure::Poisoned(what))
+    }
+}
+
+/// The door.
+pub(crate) trait Enter {
+    /// Runs `work`, which takes its locks from [`Keys`] and calls no Python.
+    fn enter<R, F>(self, cost: Cost, work: F) -> PyResult<R>
+    where
+        R: Send,
+        F: FnOnce(&Keys<'_>) -> Result<R, Failure> + Send;
+}
+
+impl Enter for Python<'_> {
+    fn enter<R, F>(self, cost: Cost, work: F) -> PyResult<R>
+    where
+        R: Send,
+        F: FnOnce(&Keys<'_>) -> Result<R, Failure> + Send,
+    {
+        let caught = match cost {
+            Cost::Short => catch(|| work(&Keys { py: Some(self) })),
+            Cost::Long => self.detach(|| catch(|| work(&Keys { py: None }))),
+        };
+        Ok(caught?)
+    }
+}
+
+fn catch<R>(work: impl FnOnce() -> Result<R, Failure>) -> Result<R, Failure> {
+    // Unwinding poisons every lock that the work holds, so nobody sees what it left half-done.
+    catch_unwind(AssertUnwindSafe(work))
+        .unwrap_or_else(|panic| Err(Failure::Panicked(message_of(panic.as_ref()))))
+}
+
+fn message_of(panic: &(dyn Any + Send)) -> String {
+    match (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>()) {
+        (Some(text), _) => (*text).to_owned(),
+        (_, Some(text)) => text.clone(),
+        _ => "a panic without a message".to_owned(),
+    }
+}

@@ -1,0 +1,54 @@
+//! The exceptions, and which one a core error becomes.
+
+use kvtrie_core::{Error, ErrorKind};
+use pyo3::create_exception;
+use pyo3::exceptions::{PyException, PyValueError};
+use pyo3::prelude::*;
+
+create_exception!(
+    kvtrie,
+    KvTrieError,
+    PyException,
+    "The root of kvtrie's own errors.\n\nWrong arguments are TypeError and ValueError instead. A call that fails changes nothing."
+);
+create_exception!(
+    kvtrie,
+    BlockInUseError,
+    KvTrieError,
+    "A block id was offered for a place while it backs another one, or twice in one call."
+);
+create_exception!(
+    kvtrie,
+    OutOfBlocksError,
+    KvTrieError,
+    "Fewer blocks can be had than were asked for. Nothing was handed out and nothing evicted."
+);
+create_exception!(
+    kvtrie,
+    StaleHandleError,
+    KvTrieError,
+    "A plan was used after it was released."
+);
+create_exception!(
+    kvtrie,
+    LayoutError,
+    KvTrieError,
+    "Memory does not have the shape, dtype or device that a KV layout describes."
+);
+
+/// The exception for an error of the core.
+#[expect(
+    clippy::match_same_arms,
+    reason = "every kind is named; the last arm is there because the list may grow"
+)]
+pub(crate) fn exception(error: &Error) -> PyErr {
+    let message = error.to_string();
+    match error.kind() {
+        ErrorKind::InvalidArgument => PyValueError::new_err(message),
+        ErrorKind::BlockInUse => BlockInUseError::new_err(message),
+        ErrorKind::OutOfBlocks => OutOfBlocksError::new_err(message),
+        ErrorKind::StaleHandle => StaleHandleError::new_err(message),
+        ErrorKind::Malformed => KvTrieError::new_err(message),
+        _ => KvTrieError::new_err(message),
+    }
+}

@@ -1,0 +1,818 @@
+//! `RadixIndex`.
+
+use std::sync::{Arc, Mutex};
+
+use kvtrie_core::{Config, InsertOptions, LookupOptions, PlanOptions, RadixIndex};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::batch::{self, PyInsertBatch, PyMatchBatch, PyPlanBatch};
+use crate::buffers::{Arg, block_ids, int, nothing};
+use crate::detach::{Cost, Enter};
+use crate::errors::exception;
+use crate::hints::{ErrorsByItem, Ids, Names};
+use crate::namespace::PyNamespace;
+use crate::output::{ids, truth};
+use crate::plan::PyReusePlan;
+use crate::policy::{EXACT_ONLY, MIN_RUN, PyReusePolicy};
+use crate::results::{PyInsertResult, PyMatch};
+use crate::sequence::{PyTokenSequence, SEQUENCE};
+use crate::source::SourceArg;
+use crate::span::PySpan;
+use crate::stats::PyIndexStats;
+
+/// Blocks that are pinned or unpinned in the time of one that is looked for.
+pub(crate) const PINS_A_VISIT: usize = 8;
+/// What an index's lock guards, for messages.
+pub(crate) const INDEX: &str = "the index";
+
+/// An index and what never changes about it.
+pub(crate) struct SharedIndex {
+    pub(crate) core: Mutex<RadixIndex>,
+    pub(crate) num_blocks: u64,
+    pub(crate) block_size: usize,
+    seed: u64,
+    hash_bits: u32,
+}
+
+/// A forest of radix trees, one a namespace, that maps token runs to block ids.
+///
+/// The index decides which KV blocks back which tokens; it never touches KV. It knows block ids in
+/// 0..num_blocks, each for at most one place. Ids that it does not know belong to the caller:
+/// `insert` gives ids to the index, every other call that returns ids gives them back.
+///
+/// One lock guards an index; any thread may call it. Calls that are expected to take longer than 50 µs
+/// let go of the interpreter. In a child after `os.fork` an index is a copy of its own; fork while no
+/// other thread is inside a call.
+///
+/// Args:
+///     num_blocks: Blocks in the engine's KV pool, 1 to 2**31.
+///     block_size: Tokens in a block, 1 to 4096; no power of two is needed.
+///     min_run: Shortest moved run in tokens, at least 8. Kept for later versions: this one plans exact
+///         reuse only and does not use it.
+///     max_candidates: Places that are tried for one moved run. Kept for later versions, as `min_run`.
+///     moved_runs: Whether runs are looked for at other places. Kept for later versions, as `min_run`.
+///     seed: Seeds every internal hash, 0 to 2**64-1. With several tenants: a secret, the same on all
+///         ranks. Results do not depend on it.
+///     hash_bits: Bits kept of every internal hash, 0 to 64: a testing aid that makes collisions.
+///         Results do not depend on it.
+///
+/// Raises:
+///     TypeError: An argument has the wrong type.
+///     ValueError: An argument is out of its range.
+///
+/// Example:
+///     >>> import kvtrie
+///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4)
+///     >>> first = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6, 7, 8], space)
+///     >>> done = index.insert(first, [0, 1], num_computed=8, source=kvtrie.COMPUTED)
+///     >>> second = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6, 70, 80], space)
+///     >>> with index.plan(second) as plan:
+///     ...     print(plan.blocks, plan.num_exact, plan.gaps.tolist())
+///     [0] 6 [[6, 8]]
+#[pyclass(frozen, module = "kvtrie", name = "RadixIndex")]
+pub(crate) struct PyRadixIndex {
+    pub(crate) shared: Arc<SharedIndex>,
+    min_run: usize,
+    max_candidates: usize,
+    moved_runs: bool,
+}
+
+#[pymethods]
+impl PyRadixIndex {
+    #[new]
+    #[pyo3(signature = (
+        num_blocks: "SupportsIndex", block_size: "SupportsIndex" = 16, *, min_run: "SupportsIndex" = 16,
+        max_candidates: "SupportsIndex" = 64, moved_runs=true, seed: "SupportsIndex" = 0,
+        hash_bits: "SupportsIndex" = 64
+    ))]
+    fn new(
+        #[pyo3(from_py_with = int)] num_blocks: i128,
+        #[pyo3(from_py_with = int)] block_size: i128,
+        #[pyo3(from_py_with = int)] min_run: i128,
+        #[pyo3(from_py_with = int)] max_candidates: i128,
+        moved_runs: bool,
+        #[pyo3(from_py_with = int)] seed: i128,
+        #[pyo3(from_py_with = int)] hash_bits: i128,
+    ) -> PyResult<Self> {
+        let arg = |name| Arg::new("RadixIndex", name);
+        let max_block_size = i64::try_from(Config::MAX_BLOCK_SIZE).unwrap_or(i64::MAX);
+        let max_blocks = kvtrie_core::BlockId::MAX_BLOCKS;
+        let num_blocks = arg("num_blocks").within(num_blocks, 1, max_blocks)?;
+        let block_size = arg("block_size").within(block_size, 1, max_block_size)?;
+        let block_size = arg("block_size").count(block_size.into())?;
+        let min_run = arg("min_run").within(min_run, MIN_RUN, i64::MAX)?;
+        let min_run = arg("min_run").count(min_run.into())?;
+        let max_candidates = arg("max_candidates").count(max_candidates)?;
+        let seed = arg("seed").within(seed, 0, u64::MAX)?;
+        let hash_bits = arg("hash_bits").within(hash_bits, 0, 64)?;
+        let core = RadixIndex::new(Config {
+            num_blocks,
+            block_size,
+            seed,
+            hash_bits,
+        })
+        .map_err(|error| exception(&error))?;
+        let core = Mutex::new(core);
+        let shared = SharedIndex {
+            core,
+            num_blocks,
+            block_size,
+            seed,
+            hash_bits,
+        };
+        Ok(Self {
+            shared: Arc::new(shared),
+            min_run,
+            max_candidates,
+            moved_runs,
+        })
+    }
+
+    /// Blocks in the engine's pool.
+    #[getter]
+    fn num_blocks(&self) -> u64 {
+        self.shared.num_blocks
+    }
+
+    /// Tokens in a block.
+    #[getter]
+    fn block_size(&self) -> usize {
+        self.shared.block_size
+    }
+
+    /// Shortest moved run in tokens, for later versions.
+    #[getter]
+    fn min_run(&self) -> usize {
+        self.min_run
+    }
+
+    /// Places that are tried for one moved run, in later versions.
+    #[getter]
+    fn max_candidates(&self) -> usize {
+        self.max_candidates
+    }
+
+    /// Whether runs are looked for at other places, in later versions.
+    #[getter]
+    fn moved_runs(&self) -> bool {
+        self.moved_runs
+    }
+
+    /// What seeds every internal hash.
+    #[getter]
+    fn seed(&self) -> u64 {
+        self.shared.seed
+    }
+
+    /// Bits kept of every internal hash.
+    #[getter]
+    fn hash_bits(&self) -> u32 {
+        self.shared.hash_bits
+    }
+
+    /// Find the longest run of present exact blocks from position 0.
+    ///
+    /// The cost grows with the prompt alone, and with the new tokens alone for a sequence that has
+    /// grown since it was last used here.
+    ///
+    /// Args:
+    ///     seq: What to look for.
+    ///     keep_last: Tokens at the end that are not matched: 1 leaves an engine one token to compute.
+    ///     touch: Whether the blocks found count as used, which keeps them longer.
+    ///     start: Position in tokens of the first block wanted, a multiple of the block size.
+    ///
+    /// Returns:
+    ///     The tokens matched, counted from 0, and the blocks from `start` on.
+    ///
+    /// Raises:
+    ///     TypeError: An argument has the wrong type.
+    ///     ValueError: `keep_last` or `start` is negative, or `start` lies inside a block or beyond the
+    ///         sequence.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> match = index.lookup(seq, keep_last=1)
+    ///     >>> match.num_tokens, match.blocks
+    ///     (2, array([6], dtype=int32))
+    #[pyo3(signature = (seq, *, keep_last: "SupportsIndex" = 0, touch=true, start: "SupportsIndex" = 0))]
+    fn lookup(
+        &self,
+        py: Python<'_>,
+        seq: &Bound<'_, PyTokenSequence>,
+        #[pyo3(from_py_with = int)] keep_last: i128,
+        touch: bool,
+        #[pyo3(from_py_with = int)] start: i128,
+    ) -> PyResult<PyMatch> {
+        const CALL: &str = "RadixIndex.lookup";
+        let options = LookupOptions {
+            keep_last: Arg::new(CALL, "keep_last").count(keep_last)?,
+            touch,
+            start: Arg::new(CALL, "start").count(start)?,
+        };
+        let (shared, seq) = (&*self.shared, seq.get());
+        let (unseen, _) = seq.unseen(py)?;
+        py.enter(Cost::path(unseen, shared.block_size), |keys| {
+            let mut seq = seq.lock_and_see(keys)?;
+            let mut index = keys.lock(&shared.core, INDEX)?;
+            let mut blocks = Vec::new();
+            let found = index.lookup(&mut seq, options, &mut blocks)?;
+            Ok(PyMatch {
+                num_tokens: found.num_tokens,
+                blocks,
+            })
+        })
+    }
+
+    /// Plan how to build the KV of a prompt, and pin what the plan uses.
+    ///
+    /// Whole exact blocks are used in place. Behind them, the exact tokens of the one block that shares
+    /// most of the rest are copied, unless the policy says `partial_blocks=False`. The rest is computed.
+    ///
+    /// Args:
+    ///     seq: The prompt.
+    ///     policy: What may be reused; None is `kvtrie.EXACT_ONLY`.
+    ///     keep_last: Tokens at the end that are computed in any case: an engine needs the last one's
+    ///         logits.
+    ///     pin: Whether what the plan uses stays until the plan is released.
+    ///
+    /// Returns:
+    ///     The plan. Release it, or use it in a `with` statement.
+    ///
+    /// Raises:
+    ///     TypeError: An argument has the wrong type.
+    ///     ValueError: `keep_last` is negative, or the policy allows approximate reuse, which this
+    ///         version cannot plan.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> with index.plan(seq) as plan:
+    ///     ...     print(plan.blocks, plan.num_new_blocks, plan.gaps.tolist())
+    ///     [6] 1 [[3, 4]]
+    #[pyo3(signature = (seq, policy=None, *, keep_last: "SupportsIndex" = 1, pin=true))]
+    fn plan(
+        &self,
+        py: Python<'_>,
+        seq: &Bound<'_, PyTokenSequence>,
+        policy: Option<&Bound<'_, PyReusePolicy>>,
+        #[pyo3(from_py_with = int)] keep_last: i128,
+        pin: bool,
+    ) -> PyResult<PyReusePlan> {
+        let keep_last = Arg::new("RadixIndex.plan", "keep_last").count(keep_last)?;
+        let policy = policy.map_or(&EXACT_ONLY, |policy| policy.get());
+        let (shared, seq) = (&*self.shared, seq.get());
+        let (unseen, len) = seq.unseen(py)?;
+        let cost = Cost::path(unseen + len / PINS_A_VISIT, shared.block_size);
+        let core = py.enter(cost, |keys| {
+            let mut seq = seq.lock_and_see(keys)?;
+            let mut index = keys.lock(&shared.core, INDEX)?;
+            Ok(index.plan(&mut seq, policy.core(), PlanOptions { keep_last, pin })?)
+        })?;
+        Ok(PyReusePlan::new(core, Arc::clone(&self.shared)))
+    }
+
+    /// Offer blocks for the front of a sequence.
+    ///
+    /// Blocks that lie wholly below `num_computed` are taken, labelled by their source, and pinned under
+    /// the plan if the source is one. Where another block stands already, that one stays and the
+    /// offered one is a duplicate.
+    ///
+    /// Args:
+    ///     seq: The sequence that the blocks belong to.
+    ///     blocks: Block ids (a list, a tuple or an int array), the first for the tokens at `start`.
+    ///     num_computed: Tokens from position 0 whose KV is computed.
+    ///     start: Position in tokens of the first id, a multiple of the block size.
+    ///     source: Where the KV came from: the plan that it was built by, `kvtrie.COMPUTED`, or
+    ///         `kvtrie.Imported(...)`.
+    ///     spans: Tags to set afterwards, as `tag` does.
+    ///
+    /// Returns:
+    ///     The ids that back the sequence from `start` on, and what became of the others.
+    ///
+    /// Raises:
+    ///     BlockInUseError: An id backs another place, or comes twice.
+    ///     StaleHandleError: The plan was released.
+    ///     TypeError: An argument has the wrong type.
+    ///     ValueError: An id is outside the pool, there are too few ids, a position is out of range, a
+    ///         span is bad, or the plan is of another index or prompt. Nothing is changed then.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> done = index.insert(seq, [4, 5], num_computed=3, source=kvtrie.COMPUTED)
+    ///     >>> done.blocks, done.surplus, done.num_exact
+    ///     (array([4], dtype=int32), array([5], dtype=int32), 2)
+    #[pyo3(signature = (
+        seq, blocks: "_Integers", *,
+        num_computed: "SupportsIndex", start: "SupportsIndex" = 0,
+        source: "ReusePlan | ComputedSource | Imported", spans: "Iterable[Span]" = nothing()
+    ), text_signature = "($self, seq, blocks, *, num_computed, start=0, source, spans=())")]
+    #[expect(clippy::too_many_arguments, reason = "all but two are keywords")]
+    fn insert(
+        &self,
+        py: Python<'_>,
+        seq: &Bound<'_, PyTokenSequence>,
+        blocks: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = int)] num_computed: i128,
+        #[pyo3(from_py_with = int)] start: i128,
+        source: &Bound<'_, PyAny>,
+        spans: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<PyInsertResult> {
+        const CALL: &str = "RadixIndex.insert";
+        let blocks = block_ids(blocks, self.shared.num_blocks, Arg::new(CALL, "blocks"))?;
+        let num_computed = Arg::new(CALL, "num_computed").count(num_computed)?;
+        let start = Arg::new(CALL, "start").count(start)?;
+        let source = SourceArg::open(source, Arg::new(CALL, "source"))?;
+        let spans = match spans {
+            Some(given) => crate::span::spans(given, Arg::new(CALL, "spans"))?,
+            None => Vec::new(),
+        };
+        let (shared, seq) = (&*self.shared, seq.get());
+        let (unseen, _) = seq.unseen(py)?;
+        let offered = blocks.len() * shared.block_size;
+        let core = py.enter(Cost::path(unseen.max(offered), shared.block_size), |keys| {
+            let mut seq = seq.lock_and_see(keys)?;
+            let mut index = keys.lock(&shared.core, INDEX)?;
+            let source = source.core();
+            let options = InsertOptions {
+                num_computed,
+                start,
+                source,
+                spans: &spans,
+            };
+            Ok(index.insert(&mut seq, &blocks, options)?)
+        })?;
+        Ok(PyInsertResult { core })
+    }
+
+    /// Look up many sequences in one call, in order, under one lock.
+    ///
+    /// Args:
+    ///     seqs: The sequences; one may come twice.
+    ///     keep_last: As for `lookup`, for all.
+    ///     touch: As for `lookup`, for all.
+    ///     starts: As `start` for `lookup`, one a sequence; None is 0 for all.
+    ///
+    /// Returns:
+    ///     Flat arrays with offsets. An error spoils its own item alone and is in `errors`.
+    ///
+    /// Raises:
+    ///     TypeError: An argument that is meant for all items has the wrong type.
+    ///     ValueError: The arguments have different lengths, or `keep_last` is negative.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> batch = index.lookup_many([seq, kvtrie.TokenSequence([1, 2], space)])
+    ///     >>> batch.num_tokens, batch.blocks[batch.offsets[1] : batch.offsets[2]]
+    ///     (array([4, 2]), array([6], dtype=int32))
+    #[pyo3(signature = (
+        seqs: "Iterable[TokenSequence]", *, keep_last: "SupportsIndex" = 0, touch=true,
+        starts: "Iterable[SupportsIndex] | None" = None
+    ))]
+    fn lookup_many(
+        &self,
+        py: Python<'_>,
+        seqs: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = int)] keep_last: i128,
+        touch: bool,
+        starts: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<PyMatchBatch> {
+        batch::lookup_many(py, &self.shared, seqs, keep_last, touch, starts)
+    }
+
+    /// Plan many prompts in one call, in order, under one lock.
+    ///
+    /// Args:
+    ///     seqs: The prompts; one may come twice.
+    ///     policies: One policy a prompt; None is `kvtrie.EXACT_ONLY` for all.
+    ///     keep_last: As for `plan`, for all.
+    ///     pin: As for `plan`, for all.
+    ///
+    /// Returns:
+    ///     The plans, and the ids used in place as a flat array. An error spoils its own item alone and
+    ///     is in `errors`; its plan is None.
+    ///
+    /// Raises:
+    ///     TypeError: An argument that is meant for all items has the wrong type.
+    ///     ValueError: The arguments have different lengths, or `keep_last` is negative.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> batch = index.plan_many([kvtrie.TokenSequence([1, 2, 3], space)])
+    ///     >>> batch.num_new_blocks, batch.errors
+    ///     (array([2]), {})
+    ///     >>> index.release_many(batch.plans)
+    ///     {}
+    #[pyo3(signature = (
+        seqs: "Iterable[TokenSequence]", policies: "Iterable[ReusePolicy] | None" = None, *,
+        keep_last: "SupportsIndex" = 1, pin=true
+    ))]
+    fn plan_many(
+        &self,
+        py: Python<'_>,
+        seqs: &Bound<'_, PyAny>,
+        policies: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = int)] keep_last: i128,
+        pin: bool,
+    ) -> PyResult<PyPlanBatch> {
+        batch::plan_many(py, &self.shared, seqs, policies, keep_last, pin)
+    }
+
+    /// Offer blocks for many sequences in one call, in order, under one lock.
+    ///
+    /// Item i brings `blocks[offsets[i]:offsets[i + 1]]`.
+    ///
+    /// Args:
+    ///     seqs: The sequences; one may come twice.
+    ///     blocks: The ids of all items, one after the other.
+    ///     offsets: Where each item's ids begin: one more value than sequences, ascending from 0 to
+    ///         `len(blocks)`.
+    ///     num_computed: As for `insert`, one a sequence.
+    ///     sources: As `source` for `insert`, one a sequence.
+    ///     starts: As `start` for `insert`, one a sequence; None is 0 for all.
+    ///
+    /// Returns:
+    ///     Flat arrays with offsets. An error spoils its own item alone and is in `errors`.
+    ///
+    /// Raises:
+    ///     TypeError: An argument that is meant for all items has the wrong type.
+    ///     ValueError: The arguments have different lengths, or the offsets do not ascend.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seqs = [kvtrie.TokenSequence(ids, space) for ids in ([1, 2], [3, 4, 5, 6])]
+    ///     >>> sources = [kvtrie.COMPUTED, kvtrie.COMPUTED]
+    ///     >>> done = index.insert_many(seqs, [7, 1, 2], [0, 1, 3], [2, 4], sources=sources)
+    ///     >>> done.blocks, done.offsets, done.errors
+    ///     (array([7, 1, 2], dtype=int32), array([0, 1, 3]), {})
+    #[pyo3(signature = (
+        seqs: "Iterable[TokenSequence]",
+        blocks: "_Integers",
+        offsets: "_Integers",
+        num_computed: "Iterable[SupportsIndex]", *,
+        sources: "Iterable[ReusePlan | ComputedSource | Imported]",
+        starts: "Iterable[SupportsIndex] | None" = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "one array an argument of insert")]
+    fn insert_many(
+        &self,
+        py: Python<'_>,
+        seqs: &Bound<'_, PyAny>,
+        blocks: &Bound<'_, PyAny>,
+        offsets: &Bound<'_, PyAny>,
+        num_computed: &Bound<'_, PyAny>,
+        sources: &Bound<'_, PyAny>,
+        starts: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<PyInsertBatch> {
+        batch::insert_many(
+            py,
+            &self.shared,
+            seqs,
+            blocks,
+            offsets,
+            num_computed,
+            sources,
+            starts,
+        )
+    }
+
+    /// Release many plans in one call, in order, under one lock.
+    ///
+    /// Args:
+    ///     plans: Plans of this index. None is skipped, so that `PlanBatch.plans` can be given as it is.
+    ///
+    /// Returns:
+    ///     The errors by item number: empty when all went well.
+    ///
+    /// Raises:
+    ///     TypeError: `plans` is not iterable.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
+    ///     >>> plan = index.plan(kvtrie.TokenSequence([1, 2], space))
+    ///     >>> index.release_many([plan, plan])
+    ///     {1: StaleHandleError('ReusePlan.release: the plan was released already')}
+    #[pyo3(signature = (plans: "Iterable[ReusePlan | None]") -> "dict[int, Exception]")]
+    fn release_many<'py>(
+        &self,
+        py: Python<'py>,
+        plans: &Bound<'py, PyAny>,
+    ) -> PyResult<ErrorsByItem<'py>> {
+        batch::release_many(py, &self.shared, plans)
+    }
+
+    /// Hand out the blocks whose last pin ended after they had left the index.
+    ///
+    /// Returns:
+    ///     Their ids (int32), oldest release first. They are the caller's from here on.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
+    ///     >>> with index.plan(seq):
+    ///     ...     index.discard([6])
+    ///     array([], dtype=int32)
+    ///     >>> index.take_freed()
+    ///     array([6], dtype=int32)
+    fn take_freed<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
+        let shared = &*self.shared;
+        let freed = py.enter(Cost::Short, |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.take_freed())
+        })?;
+        Ok(ids(py, &freed))
+    }
+
+    /// Take at most `n` blocks from the index: those that wait for `take_freed` first, then the least
+    /// recently used ones, the deepest of a path first. Pinned blocks, and blocks above them, stay.
+    ///
+    /// Args:
+    ///     n: How many.
+    ///
+    /// Returns:
+    ///     Their ids (int32) in order of eviction; fewer than `n` if no more can go. They are the
+    ///     caller's from here on.
+    ///
+    /// Raises:
+    ///     TypeError: `n` is not an int.
+    ///     ValueError: `n` is negative.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> index.evict(1)
+    ///     array([0], dtype=int32)
+    #[pyo3(signature = (n: "SupportsIndex"))]
+    fn evict<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = int)] n: i128,
+    ) -> PyResult<Ids<'py>> {
+        let n = Arg::new("RadixIndex.evict", "n").count(n)?;
+        let shared = &*self.shared;
+        let evicted = py.enter(Cost::blocks(n), |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.evict(n))
+        })?;
+        Ok(ids(py, &evicted))
+    }
+
+    /// Take these blocks out of the index wherever they stand, for instance because their KV is gone.
+    ///
+    /// What lies below a discarded block stays, and counts again once the hole is filled. Ids that the
+    /// index does not hold are counted in `stats().unknown_discards`.
+    ///
+    /// Args:
+    ///     block_ids: Ids in 0..num_blocks.
+    ///
+    /// Returns:
+    ///     The ids that are free now (int32), in call order. Pinned ones come later, by `take_freed`.
+    ///
+    /// Raises:
+    ///     TypeError: The ids are no list of integers.
+    ///     ValueError: An id is outside the pool; nothing is discarded then.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> index.discard([6, 7])
+    ///     array([6], dtype=int32)
+    ///     >>> index.lookup(seq).num_tokens, index.stats().holes
+    ///     (0, 1)
+    #[pyo3(signature = (
+        block_ids: "_Integers"
+    ) -> "npt.NDArray[np.int32]")]
+    fn discard<'py>(&self, py: Python<'py>, block_ids: &Bound<'py, PyAny>) -> PyResult<Ids<'py>> {
+        let arg = Arg::new("RadixIndex.discard", "block_ids");
+        let given = crate::buffers::block_ids(block_ids, self.shared.num_blocks, arg)?;
+        let shared = &*self.shared;
+        let freed = py.enter(Cost::blocks(given.len()), |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.discard(&given)?)
+        })?;
+        Ok(ids(py, &freed))
+    }
+
+    /// Forget a namespace. Plans made in it before can insert nothing any more.
+    ///
+    /// Args:
+    ///     namespace: Which one; one that holds nothing is fine.
+    ///
+    /// Returns:
+    ///     The ids that are free now (int32), ascending. Pinned ones come later, by `take_freed`.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> index.drop(space)
+    ///     array([0, 6], dtype=int32)
+    #[pyo3(signature = (namespace))]
+    fn drop<'py>(
+        &self,
+        py: Python<'py>,
+        namespace: &Bound<'py, PyNamespace>,
+    ) -> PyResult<Ids<'py>> {
+        let (shared, namespace) = (&*self.shared, &namespace.get().core);
+        let freed = py.enter(Cost::Long, |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.drop_namespace(namespace))
+        })?;
+        Ok(ids(py, &freed))
+    }
+
+    /// Forget everything. Plans made before can insert nothing any more.
+    ///
+    /// Returns:
+    ///     The ids that are free now (int32), ascending. Pinned ones come later, by `take_freed`.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2], space)
+    ///     >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
+    ///     >>> index.reset()
+    ///     array([6], dtype=int32)
+    fn reset<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
+        let shared = &*self.shared;
+        let freed = py.enter(Cost::Long, |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.reset())
+        })?;
+        Ok(ids(py, &freed))
+    }
+
+    /// Blocks that `evict` could take from the index: neither pinned nor above a pinned one.
+    #[getter]
+    fn num_evictable(&self, py: Python<'_>) -> PyResult<u64> {
+        let shared = &*self.shared;
+        py.enter(Cost::Short, |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.num_evictable())
+        })
+    }
+
+    /// Names of the span kinds, by the bit that they have in `ReusePlan.segments`.
+    #[getter]
+    fn kinds<'py>(&self, py: Python<'py>) -> PyResult<Names<'py>> {
+        let shared = &*self.shared;
+        let kinds = py.enter(Cost::Short, |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.kinds().to_vec())
+        })?;
+        Ok(PyTuple::new(py, kinds)?.into())
+    }
+
+    /// Tag the tokens of spans where the sequence has blocks. Others that share the prefix share the
+    /// tags.
+    ///
+    /// Args:
+    ///     seq: The sequence whose positions the spans mean.
+    ///     spans: Ranges with their kinds; they may overlap. A new kind takes the next of 64 bits.
+    ///
+    /// Raises:
+    ///     TypeError: An argument has the wrong type.
+    ///     ValueError: A span ends beyond the sequence, or brings a 65th kind; nothing is tagged then.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> index.tag(seq, [kvtrie.Span(1, 3, "reasoning")])
+    ///     >>> index.tags(seq)
+    ///     [Span(1, 3, 'reasoning')]
+    #[pyo3(signature = (seq, spans: "Iterable[Span]"))]
+    fn tag(
+        &self,
+        py: Python<'_>,
+        seq: &Bound<'_, PyTokenSequence>,
+        spans: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let spans = crate::span::spans(spans, Arg::new("RadixIndex.tag", "spans"))?;
+        let (shared, seq) = (&*self.shared, seq.get());
+        py.enter(self.cost(py, seq)?, |keys| {
+            let seq = keys.lock(&seq.core, SEQUENCE)?;
+            let mut index = keys.lock(&shared.core, INDEX)?;
+            Ok(index.tag(&seq, &spans)?)
+        })
+    }
+
+    /// The tags on the tokens of a sequence that have a block.
+    ///
+    /// Args:
+    ///     seq: The sequence.
+    ///
+    /// Returns:
+    ///     For each kind the longest ranges, sorted by (start, end, kind).
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
+    ///     >>> index.tags(kvtrie.TokenSequence([1, 2], space))
+    ///     []
+    #[pyo3(signature = (seq))]
+    fn tags(&self, py: Python<'_>, seq: &Bound<'_, PyTokenSequence>) -> PyResult<Vec<PySpan>> {
+        let (shared, seq) = (&*self.shared, seq.get());
+        let found = py.enter(self.cost(py, seq)?, |keys| {
+            let seq = keys.lock(&seq.core, SEQUENCE)?;
+            let index = keys.lock(&shared.core, INDEX)?;
+            Ok(index.tags(&seq))
+        })?;
+        Ok(found.into_iter().map(PySpan::from).collect())
+    }
+
+    /// Counters of the index at this moment.
+    ///
+    /// Returns:
+    ///     An `IndexStats`.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> stats = kvtrie.RadixIndex(num_blocks=8).stats()
+    ///     >>> stats.indexed + stats.condemned + stats.waiting
+    ///     0
+    fn stats(&self, py: Python<'_>) -> PyResult<PyIndexStats> {
+        let shared = &*self.shared;
+        let stats = py.enter(Cost::Long, |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.stats())
+        })?;
+        Ok(stats.into())
+    }
+
+    /// A number that two indexes have in common when they were made alike and got the same calls.
+    ///
+    /// Returns:
+    ///     An int in 0..2**64.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> a, b = kvtrie.RadixIndex(num_blocks=8), kvtrie.RadixIndex(num_blocks=8)
+    ///     >>> a.digest() == b.digest()
+    ///     True
+    fn digest(&self, py: Python<'_>) -> PyResult<u64> {
+        let shared = &*self.shared;
+        py.enter(Cost::Long, |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.digest())
+        })
+    }
+
+    /// Check every invariant of the index. For tests: it looks at everything.
+    ///
+    /// Raises:
+    ///     KvTrieError: An invariant is broken, which is a bug in kvtrie.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> kvtrie.RadixIndex(num_blocks=8).check()
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        let shared = &*self.shared;
+        py.enter(Cost::Long, |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.check()?)
+        })
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!(
+            "<RadixIndex of {} blocks of {} tokens: indexed={}, moved_runs={}>",
+            self.shared.num_blocks,
+            self.shared.block_size,
+            self.stats(py)?.indexed(),
+            truth(self.moved_runs)
+        ))
+    }
+}
+
+impl PyRadixIndex {
+    fn cost(&self, py: Python<'_>, seq: &PyTokenSequence) -> PyResult<Cost> {
+        Ok(Cost::path(seq.len(py)?, self.shared.block_size))
+    }
+}

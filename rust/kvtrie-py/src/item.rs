@@ -1,0 +1,89 @@
+//! `Item`.
+
+use std::hash::{Hash, Hasher};
+
+use kvtrie_core::Item;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyString};
+
+use crate::buffers::{Arg, int};
+use crate::errors::exception;
+use crate::output::signed;
+
+/// A range of tokens that stands for something else, such as an image.
+///
+/// Inside an item a token is compared by its id, the item's digest and its offset from `start`. So
+/// two prompts with the same placeholder ids and different images share nothing from the image on.
+///
+/// Args:
+///     start: First token, a position in the sequence.
+///     end: One past the last token.
+///     digest: What the range stands for: 1 to 64 bytes, for instance a SHA-256 of the image.
+///
+/// Raises:
+///     TypeError: A position is not an int, or the digest not bytes.
+///     ValueError: The range is empty, reversed or negative, or the digest too short or too long.
+///
+/// Example:
+///     >>> import hashlib, kvtrie
+///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+///     >>> image = kvtrie.Item(1, 4, hashlib.sha256(b"pixels").digest())
+///     >>> seq = kvtrie.TokenSequence([7, 0, 0, 0, 8], space, items=[image])
+///     >>> seq.items == (image,)
+///     True
+#[pyclass(frozen, eq, hash, module = "kvtrie", name = "Item")]
+#[derive(PartialEq, Eq)]
+pub(crate) struct PyItem {
+    pub(crate) core: Item,
+}
+
+impl Hash for PyItem {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.core.start(), self.core.end(), self.core.digest()).hash(state);
+    }
+}
+
+#[pymethods]
+impl PyItem {
+    #[new]
+    #[pyo3(signature = (start: "SupportsIndex", end: "SupportsIndex", digest: "bytes"))]
+    fn new(
+        #[pyo3(from_py_with = int)] start: i128,
+        #[pyo3(from_py_with = int)] end: i128,
+        digest: &Bound<'_, PyBytes>,
+    ) -> PyResult<Self> {
+        let start = Arg::new("Item", "start").count(start)?;
+        let end = Arg::new("Item", "end").count(end)?;
+        let core = Item::new(start, end, digest.as_bytes());
+        Ok(Self {
+            core: core.map_err(|error| exception(&error))?,
+        })
+    }
+
+    /// First token.
+    #[getter]
+    fn start(&self) -> usize {
+        self.core.start()
+    }
+
+    /// One past the last token.
+    #[getter]
+    fn end(&self) -> usize {
+        self.core.end()
+    }
+
+    /// What the range stands for.
+    #[getter]
+    fn digest<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, self.core.digest())
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let digest: Bound<'_, PyString> = self.digest(py).repr()?;
+        Ok(format!("Item({}, {}, {digest})", self.start(), self.end()))
+    }
+
+    fn __getnewargs__<'py>(&self, py: Python<'py>) -> (i64, i64, Bound<'py, PyBytes>) {
+        (signed(self.start()), signed(self.end()), self.digest(py))
+    }
+}

@@ -1,0 +1,77 @@
+//! The compiled module `kvtrie._core`: what Python sees of `kvtrie-core`.
+//!
+//! Every class is frozen; what changes sits behind a lock. Locks are taken in one order: sequences
+//! (by address), then the block allocator, then the index. While one is held no Python runs and no
+//! Python object is made: a collection of garbage may drop a plan, which takes the index's lock.
+#![expect(
+    clippy::doc_markdown,
+    clippy::doc_link_with_quotes,
+    reason = "the docs of what Python sees are its docstrings, which follow Python's conventions"
+)]
+
+mod allocator;
+mod batch;
+mod buffers;
+mod detach;
+mod errors;
+mod hints;
+mod index;
+mod item;
+mod namespace;
+mod output;
+mod plan;
+mod policy;
+mod results;
+mod sequence;
+mod source;
+mod span;
+mod stats;
+
+#[pyo3::pymodule]
+mod _core {
+    #[pymodule_export]
+    use crate::allocator::PyBlockAllocator;
+    #[pymodule_export]
+    use crate::batch::{PyInsertBatch, PyMatchBatch, PyPlanBatch};
+    #[pymodule_export]
+    use crate::errors::{
+        BlockInUseError, KvTrieError, LayoutError, OutOfBlocksError, StaleHandleError,
+    };
+    #[pymodule_export]
+    use crate::index::PyRadixIndex;
+    #[pymodule_export]
+    use crate::item::PyItem;
+    #[pymodule_export]
+    use crate::namespace::{PyNamespace, PySharedSalt};
+    #[pymodule_export]
+    use crate::plan::PyReusePlan;
+    #[pymodule_export]
+    use crate::policy::PyReusePolicy;
+    #[pymodule_export]
+    use crate::results::{PyInsertResult, PyMatch};
+    #[pymodule_export]
+    use crate::sequence::PyTokenSequence;
+    #[pymodule_export]
+    use crate::source::{PyComputedSource, PyImported};
+    #[pymodule_export]
+    use crate::span::PySpan;
+    #[pymodule_export]
+    use crate::stats::PyIndexStats;
+
+    /// Share KV with everybody who says so: the salt of a namespace without walls.
+    #[pymodule_export]
+    const SHARED: PySharedSalt = PySharedSalt;
+
+    /// The source of KV that was computed from scratch.
+    #[pymodule_export]
+    const COMPUTED: PyComputedSource = PyComputedSource;
+
+    /// The policy that reuses exact KV alone: the default everywhere.
+    #[pymodule_export]
+    const EXACT_ONLY: PyReusePolicy = PyReusePolicy::EXACT_ONLY;
+
+    /// The version of the extension and of the package.
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "Python's name for it")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+}

@@ -1,0 +1,170 @@
+//! `Namespace` and the salt `SHARED`.
+
+use std::sync::Arc;
+
+use kvtrie_core::{Namespace, Salt};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyString, PyTuple};
+
+use crate::buffers::type_name;
+use crate::hints::{NewArguments, SaltValue};
+use crate::output::quoted;
+
+/// The type of `kvtrie.SHARED`, of which there is one value.
+///
+/// Example:
+///     >>> import copy, kvtrie
+///     >>> kvtrie.SHARED
+///     SHARED
+///     >>> copy.deepcopy(kvtrie.SHARED) is kvtrie.SHARED
+///     True
+#[pyclass(frozen, module = "kvtrie", name = "SharedSalt")]
+pub(crate) struct PySharedSalt;
+
+#[pymethods]
+impl PySharedSalt {
+    #[expect(clippy::unused_self, reason = "Python calls it on the value")]
+    fn __repr__(&self) -> &'static str {
+        "SHARED"
+    }
+
+    #[expect(clippy::unused_self, reason = "Python calls it on the value")]
+    fn __reduce__(&self) -> &'static str {
+        "SHARED"
+    }
+}
+
+fn shared(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
+    static SHARED: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let found = || {
+        py.import("kvtrie._core")?
+            .getattr("SHARED")
+            .map(Bound::unbind)
+    };
+    Ok(SHARED.get_or_try_init(py, found)?.bind(py).clone())
+}
+
+/// Everything besides tokens that KV depends on. No query sees across a namespace.
+///
+/// Namespaces are values: two with the same fields are equal and share their KV.
+///
+/// Args:
+///     model: Model and revision, for instance `"qwen3-8b@1a2b"`.
+///     kv_dtype: Element type and scales of the KV.
+///     rope: How positions turn K, for instance `"yarn:4"`.
+///     adapter: Content id of the adapter (LoRA), or None.
+///     salt: Who may share: one salt a tenant, or `kvtrie.SHARED` to share on purpose. There is no
+///         default, because sharing across tenants tells each what the others have asked.
+///
+/// Raises:
+///     TypeError: A field is not a str, or the salt is neither a str nor `SHARED`.
+///     ValueError: A field is empty.
+///
+/// Example:
+///     >>> import kvtrie
+///     >>> a = kvtrie.Namespace(model="qwen3-8b@1a2b", kv_dtype="bfloat16", salt="tenant-a")
+///     >>> a == kvtrie.Namespace(model="qwen3-8b@1a2b", kv_dtype="bfloat16", salt="tenant-b")
+///     False
+///     >>> kvtrie.Namespace(model="qwen3-8b@1a2b", salt=kvtrie.SHARED).salt
+///     SHARED
+#[pyclass(frozen, eq, hash, module = "kvtrie", name = "Namespace")]
+#[derive(PartialEq, Eq, Hash)]
+pub(crate) struct PyNamespace {
+    pub(crate) core: Arc<Namespace>,
+}
+
+#[pymethods]
+impl PyNamespace {
+    #[new]
+    #[pyo3(signature = (
+        *, model, kv_dtype=String::from("auto"), rope=String::from("default"), adapter=None,
+        salt: "str | SharedSalt"
+    ), text_signature = "(*, model, kv_dtype='auto', rope='default', adapter=None, salt)")]
+    fn new(
+        model: String,
+        kv_dtype: String,
+        rope: String,
+        adapter: Option<String>,
+        salt: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let salt = if salt.is_instance_of::<PySharedSalt>() {
+            Salt::Shared
+        } else if let Ok(salt) = salt.cast::<PyString>() {
+            Salt::Tenant(salt.extract()?)
+        } else {
+            return Err(PyTypeError::new_err(format!(
+                "Namespace: salt is of type '{}'; it must be a str, one a tenant, or kvtrie.SHARED",
+                type_name(salt)
+            )));
+        };
+        let core = Namespace::new(model, kv_dtype, rope, adapter, salt);
+        Ok(Self {
+            core: Arc::new(core.map_err(|error| crate::errors::exception(&error))?),
+        })
+    }
+
+    /// Model and revision.
+    #[getter]
+    fn model(&self) -> &str {
+        self.core.model()
+    }
+
+    /// Element type and scales of the KV.
+    #[getter]
+    fn kv_dtype(&self) -> &str {
+        self.core.kv_dtype()
+    }
+
+    /// How positions turn K.
+    #[getter]
+    fn rope(&self) -> &str {
+        self.core.rope()
+    }
+
+    /// Content id of the adapter, or None.
+    #[getter]
+    fn adapter(&self) -> Option<&str> {
+        self.core.adapter()
+    }
+
+    /// Who may share this KV: a tenant's str, or `SHARED`.
+    #[getter]
+    fn salt<'py>(&self, py: Python<'py>) -> PyResult<SaltValue<'py>> {
+        Ok(self.salt_object(py)?.into())
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let adapter = match self.core.adapter() {
+            Some(adapter) => quoted(py, adapter)?,
+            None => "None".to_owned(),
+        };
+        Ok(format!(
+            "Namespace(model={}, kv_dtype={}, rope={}, adapter={adapter}, salt={})",
+            quoted(py, self.core.model())?,
+            quoted(py, self.core.kv_dtype())?,
+            quoted(py, self.core.rope())?,
+            self.salt_object(py)?.repr()?
+        ))
+    }
+
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<NewArguments<'py>> {
+        let fields = PyDict::new(py);
+        fields.set_item("model", self.model())?;
+        fields.set_item("kv_dtype", self.kv_dtype())?;
+        fields.set_item("rope", self.rope())?;
+        fields.set_item("adapter", self.adapter())?;
+        fields.set_item("salt", self.salt_object(py)?)?;
+        Ok((PyTuple::empty(py), fields).into_pyobject(py)?.into())
+    }
+}
+
+impl PyNamespace {
+    fn salt_object<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        match self.core.salt() {
+            Salt::Shared => shared(py),
+            Salt::Tenant(salt) => Ok(PyString::new(py, salt).into_any()),
+        }
+    }
+}

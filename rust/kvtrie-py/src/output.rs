@@ -1,0 +1,131 @@
+//! What goes out: numpy arrays, always fresh ones that belong to the caller.
+
+use kvtrie_core::{BlockId, Class, Move, Segment};
+use numpy::{PyArray1, PyArrayDescr, PyArrayMethods};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyString;
+
+use crate::hints::{Counts, Ids, Records};
+
+/// Block ids as int32.
+pub(crate) fn ids<'py>(py: Python<'py>, ids: &[BlockId]) -> Ids<'py> {
+    // Ids lie below 2³¹.
+    PyArray1::from_vec(py, ids.iter().map(|id| id.0.cast_signed()).collect()).into()
+}
+
+/// Counts or offsets as int64.
+pub(crate) fn counts<'py>(py: Python<'py>, counts: &[usize]) -> Counts<'py> {
+    PyArray1::from_vec(py, counts.iter().map(|&count| signed(count)).collect()).into()
+}
+
+/// A length or a position as Python's arrays hold it.
+pub(crate) fn signed(count: usize) -> i64 {
+    // Lengths of things in memory lie below 2⁶³.
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+/// Ranges as int64 of shape (n, 2).
+pub(crate) fn ranges<'py>(py: Python<'py>, ranges: &[(usize, usize)]) -> PyResult<Counts<'py>> {
+    let flat = ranges
+        .iter()
+        .flat_map(|&(start, end)| [signed(start), signed(end)])
+        .collect();
+    Ok(PyArray1::from_vec(py, flat)
+        .reshape([ranges.len(), 2])?
+        .into())
+}
+
+/// The segments of a plan as a structured array.
+pub(crate) fn segments<'py>(py: Python<'py>, segments: &[Segment]) -> PyResult<Records<'py>> {
+    static DTYPE: PyOnceLock<Py<PyArrayDescr>> = PyOnceLock::new();
+    let mut bytes = Vec::with_capacity(segments.len() * 48);
+    for segment in segments {
+        for position in [
+            signed(segment.start),
+            signed(segment.end),
+            signed(segment.old_start),
+            segment.delta(),
+        ] {
+            bytes.extend(position.to_ne_bytes());
+        }
+        let class: u8 = match segment.class {
+            Class::Exact => 0,
+            Class::Approximate => 1,
+            Class::Compute => 2,
+        };
+        bytes.extend([class, 0]);
+        bytes.extend(segment.hops.to_ne_bytes());
+        bytes.extend([0; 4]);
+        bytes.extend(segment.kinds.to_ne_bytes());
+    }
+    let fields = [
+        ("start", "i8"),
+        ("end", "i8"),
+        ("old_start", "i8"),
+        ("delta", "i8"),
+        ("class", "u1"),
+        ("hops", "u2"),
+        ("kinds", "u8"),
+    ];
+    structured(py, bytes, &DTYPE, &fields)
+}
+
+/// The copies of a plan as a structured array.
+pub(crate) fn moves<'py>(py: Python<'py>, moves: &[Move]) -> PyResult<Records<'py>> {
+    static DTYPE: PyOnceLock<Py<PyArrayDescr>> = PyOnceLock::new();
+    let mut bytes = Vec::with_capacity(moves.len() * 32);
+    for copy in moves {
+        // Slots lie below 2³¹ · 2¹².
+        bytes.extend(copy.source_slot.to_ne_bytes());
+        bytes.extend(copy.dest_slot.to_ne_bytes());
+        bytes.extend(copy.num_tokens.to_ne_bytes());
+        bytes.extend(copy.delta.to_ne_bytes());
+    }
+    let fields = [
+        ("source_slot", "i8"),
+        ("dest_slot", "i8"),
+        ("num_tokens", "i8"),
+        ("delta", "i8"),
+    ];
+    structured(py, bytes, &DTYPE, &fields)
+}
+
+/// Records in memory as an array; fields are aligned as C aligns them.
+fn structured<'py>(
+    py: Python<'py>,
+    bytes: Vec<u8>,
+    dtype: &PyOnceLock<Py<PyArrayDescr>>,
+    fields: &[(&str, &str)],
+) -> PyResult<Records<'py>> {
+    let dtype = dtype.get_or_try_init(py, || {
+        let dtype = py
+            .import("numpy")?
+            .getattr("dtype")?
+            .call1((fields.to_vec(), true))?;
+        PyResult::Ok(dtype.cast_into::<PyArrayDescr>()?.unbind())
+    })?;
+    Ok(PyArray1::from_vec(py, bytes)
+        .call_method1("view", (dtype,))?
+        .into())
+}
+
+/// A string as Python shows it.
+pub(crate) fn quoted(py: Python<'_>, text: &str) -> PyResult<String> {
+    Ok(PyString::new(py, text).repr()?.to_string())
+}
+
+/// A list of ids for a `repr`, cut where it gets long.
+pub(crate) fn listed(ids: &[BlockId]) -> String {
+    const SHOWN: usize = 8;
+    let mut shown: Vec<String> = ids.iter().take(SHOWN).map(ToString::to_string).collect();
+    if ids.len() > SHOWN {
+        shown.push(format!("... {} in all", ids.len()));
+    }
+    format!("[{}]", shown.join(", "))
+}
+
+/// A truth value as Python shows it.
+pub(crate) fn truth(value: bool) -> &'static str {
+    if value { "True" } else { "False" }
+}

@@ -1,0 +1,374 @@
+//! `ReusePlan`: the one handle.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kvtrie_core::{Class, RadixIndex, ReusePlan};
+use numpy::PyArray1;
+use pyo3::exceptions::PyResourceWarning;
+use pyo3::prelude::*;
+
+use crate::buffers::{Arg, block_ids, int, optional_int};
+use crate::detach::{Cost, Enter};
+use crate::errors::StaleHandleError;
+use crate::hints::{Counts, Flags, Ids, Records};
+use crate::index::{INDEX, PINS_A_VISIT, SharedIndex};
+use crate::output::{self, ids, listed, truth};
+
+/// How to build the KV of one prompt; until it is released, what it uses stays.
+///
+/// `RadixIndex.plan` makes plans. Blocks used in place come first, then the tokens that are copied
+/// out of one block, then what must be computed. Release every plan, or use it in a `with` statement.
+/// A plan that is collected unreleased releases itself and emits a `ResourceWarning`.
+///
+/// Array attributes are fresh arrays at every access: take them once and keep them.
+///
+/// Example:
+///     >>> import kvtrie
+///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+///     >>> prompt = kvtrie.TokenSequence([1, 2, 3, 9, 9], space)
+///     >>> with index.plan(prompt) as plan:
+///     ...     table = [*plan.blocks, 1, 2]
+///     ...     print(plan.moves(table)["num_tokens"], plan.gaps.tolist())
+///     [1] [[3, 5]]
+///     >>> plan.released
+///     True
+#[pyclass(frozen, module = "kvtrie", name = "ReusePlan")]
+pub(crate) struct PyReusePlan {
+    core: ReusePlan,
+    index: Arc<SharedIndex>,
+    num_tokens: usize,
+    released: AtomicBool,
+}
+
+impl PyReusePlan {
+    pub(crate) fn new(core: ReusePlan, index: Arc<SharedIndex>) -> Self {
+        let num_tokens = core.segments().last().map_or(0, |segment| segment.end);
+        Self {
+            core,
+            index,
+            num_tokens,
+            released: AtomicBool::new(false),
+        }
+    }
+
+    pub(crate) fn core(&self) -> &ReusePlan {
+        &self.core
+    }
+
+    /// Releases the plan in an index that is locked.
+    pub(crate) fn release_in(&self, index: &mut RadixIndex) -> kvtrie_core::Result<()> {
+        index.release(&self.core)?;
+        self.released.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    pub(crate) fn is_released(&self) -> bool {
+        self.released.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn cost(&self) -> Cost {
+        Cost::path(self.num_tokens / PINS_A_VISIT, self.index.block_size)
+    }
+}
+
+#[pymethods]
+impl PyReusePlan {
+    /// Ids used in place for the first whole blocks of the prompt (int32). Nobody writes to them.
+    #[getter]
+    fn blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
+        ids(py, self.core.blocks())
+    }
+
+    /// How many blocks the caller brings for the rest of the prompt.
+    #[getter]
+    fn num_new_blocks(&self) -> usize {
+        self.core.num_new_blocks()
+    }
+
+    /// Tokens that are reused exactly, in place or by a copy.
+    #[getter]
+    fn num_exact(&self) -> usize {
+        self.core.num_tokens(Class::Exact)
+    }
+
+    /// Tokens that are reused approximately: 0 in this version.
+    #[getter]
+    fn num_approximate(&self) -> usize {
+        self.core.num_tokens(Class::Approximate)
+    }
+
+    /// Tokens that must be computed.
+    #[getter]
+    fn num_compute(&self) -> usize {
+        self.core.num_tokens(Class::Compute)
+    }
+
+    /// What must be computed, as rows of (start, end): int64 of shape (n, 2), ascending.
+    #[getter]
+    fn gaps<'py>(&self, py: Python<'py>) -> PyResult<Counts<'py>> {
+        let gaps: Vec<(usize, usize)> = self
+            .core
+            .segments()
+            .iter()
+            .filter(|segment| segment.class == Class::Compute)
+            .map(|segment| (segment.start, segment.end))
+            .collect();
+        output::ranges(py, &gaps)
+    }
+
+    /// Where each token of the prompt comes from: a structured array that covers it once, ascending.
+    ///
+    /// Fields: `start`, `end`, `old_start` (position of the source's first token) and `delta`
+    /// (`start - old_start`), int64 in tokens; `class`, uint8: 0 exact, 1 approximate, 2 compute;
+    /// `hops`, uint16; `kinds`, uint64: the tags on the source's tokens, bit i being
+    /// `RadixIndex.kinds[i]`. Fields are aligned as C aligns them.
+    #[getter]
+    fn segments<'py>(&self, py: Python<'py>) -> PyResult<Records<'py>> {
+        output::segments(py, self.core.segments())
+    }
+
+    /// Ids that are copied from, ascending, each once (int32); those in place are not among them.
+    #[getter]
+    fn source_blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
+        ids(py, &self.core.source_blocks())
+    }
+
+    /// Places that a search for moved runs did not try: 0 in this version.
+    #[getter]
+    fn candidates_dropped(&self) -> u64 {
+        self.core.candidates_dropped()
+    }
+
+    /// Whether the plan was released.
+    #[getter]
+    fn released(&self) -> bool {
+        self.is_released()
+    }
+
+    /// Whether the plan was made with `pin=True`.
+    #[getter]
+    fn pinned(&self) -> bool {
+        self.core.is_pinned()
+    }
+
+    /// The copies that fill a block table, as plain data for whoever has the memory.
+    ///
+    /// A slot is block id · block size + offset. Pieces end at block edges on both sides. The plan
+    /// need not be live: this is arithmetic on what the plan knows.
+    ///
+    /// Args:
+    ///     table: Block ids of the prompt from position 0: `blocks`, then the new ones.
+    ///     start: Only copies to positions from here on, in tokens.
+    ///     end: Only copies to positions before this one; None is the end of the prompt.
+    ///
+    /// Returns:
+    ///     A structured array with the int64 fields `source_slot`, `dest_slot`, `num_tokens` and
+    ///     `delta` (by how many positions K is turned).
+    ///
+    /// Raises:
+    ///     TypeError: The table is no list of integers.
+    ///     ValueError: The range is reversed or beyond the prompt, or the table is too short, holds
+    ///         an id outside the pool, or would write a block that the plan reads.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> done = index.insert(seq, [5], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> with index.plan(kvtrie.TokenSequence([1, 2, 9], space)) as plan:
+    ///     ...     move = plan.moves([3])[0]
+    ///     >>> move["source_slot"], move["dest_slot"], move["num_tokens"]
+    ///     (np.int64(20), np.int64(12), np.int64(2))
+    #[pyo3(signature = (
+        table: "_Integers", start: "SupportsIndex" = 0,
+        end: "SupportsIndex | None" = None
+    ) -> "npt.NDArray[np.void]")]
+    fn moves<'py>(
+        &self,
+        py: Python<'py>,
+        table: &Bound<'py, PyAny>,
+        #[pyo3(from_py_with = int)] start: i128,
+        #[pyo3(from_py_with = optional_int)] end: Option<i128>,
+    ) -> PyResult<Records<'py>> {
+        const CALL: &str = "ReusePlan.moves";
+        let start = Arg::new(CALL, "start").count(start)?;
+        let end = match end {
+            Some(end) => Arg::new(CALL, "end").count(end)?,
+            None => self.num_tokens,
+        };
+        let table = block_ids(table, self.index.num_blocks, Arg::new(CALL, "table"))?;
+        let moves = py.enter(Cost::Short, |_| Ok(self.core.moves(&table, start, end)?))?;
+        output::moves(py, &moves)
+    }
+
+    /// Whether what the plan uses is still there as it was planned.
+    ///
+    /// True while it is pinned; without pins, true as long as none of the blocks has left the index
+    /// since the plan was made. What is computed is always true.
+    ///
+    /// Returns:
+    ///     One bool a segment, as an array.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> done = index.insert(seq, [5], num_computed=2, source=kvtrie.COMPUTED)
+    ///     >>> with index.plan(seq, pin=False) as plan:
+    ///     ...     freed = index.evict(1)
+    ///     ...     plan.validate()
+    ///     array([False,  True])
+    fn validate<'py>(&self, py: Python<'py>) -> PyResult<Flags<'py>> {
+        let answers = py.enter(self.cost(), |keys| {
+            Ok(keys.lock(&self.index.core, INDEX)?.validate(&self.core)?)
+        })?;
+        Ok(PyArray1::from_vec(py, answers).into())
+    }
+
+    /// Let go of the blocks that are copied from; a second call does nothing.
+    ///
+    /// Call it once every later write to the pool is ordered behind the copies: on one CUDA stream,
+    /// right after they were launched.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The plan was released.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
+    ///     >>> with index.plan(kvtrie.TokenSequence([1, 2], space)) as plan:
+    ///     ...     plan.release_sources()
+    fn release_sources(&self, py: Python<'_>) -> PyResult<()> {
+        py.enter(Cost::Short, |keys| {
+            Ok(keys
+                .lock(&self.index.core, INDEX)?
+                .release_sources(&self.core)?)
+        })
+    }
+
+    /// End the plan: nothing is pinned under it any more.
+    ///
+    /// Blocks that left the index while only this plan pinned them wait for `RadixIndex.take_freed`.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The plan was released before.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
+    ///     >>> plan = index.plan(kvtrie.TokenSequence([1, 2], space))
+    ///     >>> plan.release()
+    ///     >>> plan.release()
+    ///     Traceback (most recent call last):
+    ///     kvtrie.StaleHandleError: ReusePlan.release: the plan was released already
+    fn release(&self, py: Python<'_>) -> PyResult<()> {
+        py.enter(self.cost(), |keys| {
+            let mut index = keys.lock(&self.index.core, INDEX)?;
+            Ok(self.release_in(&mut index)?)
+        })
+    }
+
+    fn __enter__(slf: PyRef<'_, Self>) -> PyResult<PyRef<'_, Self>> {
+        if slf.is_released() {
+            return Err(StaleHandleError::new_err(
+                "ReusePlan.__enter__: the plan was released already",
+            ));
+        }
+        Ok(slf)
+    }
+
+    #[pyo3(signature = (
+        exception_type: "type[BaseException] | None", exception: "BaseException | None",
+        traceback: "TracebackType | None", /
+    ) -> "None")]
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        exception_type: &Bound<'_, PyAny>,
+        exception: &Bound<'_, PyAny>,
+        traceback: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let _ = (exception_type, exception, traceback);
+        self.release_once(py).map(|_| ())
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "<ReusePlan of {} tokens: blocks={}, num_exact={}, num_compute={}, pinned={}, released={}>",
+            self.num_tokens,
+            listed(self.core.blocks()),
+            self.num_exact(),
+            self.num_compute(),
+            truth(self.pinned()),
+            truth(self.is_released())
+        )
+    }
+}
+
+impl PyReusePlan {
+    /// Releases the plan unless it was; answers whether it was live.
+    fn release_once(&self, py: Python<'_>) -> PyResult<bool> {
+        if self.is_released() {
+            return Ok(false);
+        }
+        py.enter(self.cost(), |keys| {
+            let mut index = keys.lock(&self.index.core, INDEX)?;
+            // Another thread may have been faster.
+            let live = !self.is_released();
+            if live {
+                self.release_in(&mut index)?;
+            }
+            Ok(live)
+        })
+    }
+
+    fn release_late(&self, py: Python<'_>) {
+        // Where the index is unusable every call on it says so; that need not be said here.
+        let Ok(true) = self.release_once(py) else {
+            return;
+        };
+        let warning = py.get_type::<PyResourceWarning>();
+        let message =
+            c"a ReusePlan was collected unreleased: release it, or use it in a with statement";
+        if let Err(error) = PyErr::warn(py, &warning, message, 1) {
+            error.write_unraisable(py, Some(&py.get_type::<Self>()));
+        }
+    }
+}
+
+impl Drop for PyReusePlan {
+    fn drop(&mut self) {
+        if self.is_released() {
+            return;
+        }
+        // Without an interpreter, or with one that is going away, nobody is left to use the index.
+        Python::try_attach(|py| {
+            // A plan may be collected while an exception is on its way.
+            let pending = PyErr::take(py);
+            if !is_finalizing(py) {
+                self.release_late(py);
+            }
+            if let Some(pending) = pending {
+                pending.restore(py);
+            }
+        });
+    }
+}
+
+fn is_finalizing(py: Python<'_>) -> bool {
+    let asked = || {
+        py.import("sys")?
+            .call_method0("is_finalizing")?
+            .extract::<bool>()
+    };
+    // A module that is half taken apart no longer answers.
+    asked().unwrap_or(true)
+}

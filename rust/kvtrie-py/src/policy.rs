@@ -1,0 +1,247 @@
+//! `ReusePolicy`.
+
+use std::hash::{Hash, Hasher};
+
+use kvtrie_core::ReusePolicy;
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyDict, PyString, PyTuple};
+
+use crate::buffers::{Arg, int, nothing, optional_int, type_name};
+use crate::hints::{Names, NewArguments};
+use crate::output::{quoted, truth};
+
+/// The most hops that the index can note.
+pub(crate) const MAX_HOPS: u16 = 32_767;
+/// The default everywhere.
+pub(crate) static EXACT_ONLY: PyReusePolicy = PyReusePolicy::EXACT_ONLY;
+/// The shortest run that may be moved, in tokens.
+pub(crate) const MIN_RUN: i64 = 8;
+
+/// What a plan may reuse.
+///
+/// This version plans exact reuse only: `RadixIndex.plan` refuses a policy with `approximate=True`,
+/// and of the other fields only `partial_blocks` matters. `kvtrie.EXACT_ONLY` is
+/// `ReusePolicy(approximate=False)` and the default everywhere.
+///
+/// Args:
+///     approximate: Whether KV of another context or position may be used at all.
+///     min_run: Shortest moved run in tokens, at least 8; None takes the index's.
+///     max_hops: Most hops of what is used, 0 to 32767.
+///     max_approximate_share: Share of approximate tokens, 0 to 1, beyond which a plan is exact only.
+///     recompute_first: Tokens at the front of every moved run that are computed anyway.
+///     recompute_last: Tokens at the end of every moved run that are computed anyway.
+///     forbid_kinds: Kinds of spans that are not reused approximately.
+///     partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
+///         engine that copies nothing says False.
+///
+/// Raises:
+///     TypeError: A field has the wrong type.
+///     ValueError: A field is out of its range.
+///
+/// Example:
+///     >>> import kvtrie
+///     >>> kvtrie.ReusePolicy(approximate=False) == kvtrie.EXACT_ONLY
+///     True
+///     >>> kvtrie.ReusePolicy(approximate=False, partial_blocks=False).partial_blocks
+///     False
+#[pyclass(frozen, eq, hash, module = "kvtrie", name = "ReusePolicy")]
+#[derive(Clone, PartialEq)]
+pub(crate) struct PyReusePolicy {
+    core: ReusePolicy,
+}
+
+// The share is never NaN.
+impl Eq for PyReusePolicy {}
+
+impl Hash for PyReusePolicy {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        let policy = &self.core;
+        (policy.approximate, policy.min_run, policy.max_hops).hash(state);
+        policy.max_approximate_share.to_bits().hash(state);
+        (policy.recompute_first, policy.recompute_last).hash(state);
+        (&policy.forbid_kinds, policy.partial_blocks).hash(state);
+    }
+}
+
+impl PyReusePolicy {
+    pub(crate) const EXACT_ONLY: Self = Self {
+        core: ReusePolicy::EXACT_ONLY,
+    };
+
+    pub(crate) fn core(&self) -> &ReusePolicy {
+        &self.core
+    }
+}
+
+#[pymethods]
+impl PyReusePolicy {
+    #[new]
+    #[pyo3(signature = (
+        *, approximate=true, min_run: "SupportsIndex | None" = None, max_hops: "SupportsIndex" = 1,
+        max_approximate_share: "SupportsFloat" = 1.0, recompute_first: "SupportsIndex" = 0,
+        recompute_last: "SupportsIndex" = 0, forbid_kinds: "Iterable[str]" = nothing(),
+        partial_blocks=true
+    ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), partial_blocks=True)")]
+    #[expect(clippy::too_many_arguments, reason = "all are keywords")]
+    fn new(
+        approximate: bool,
+        #[pyo3(from_py_with = optional_int)] min_run: Option<i128>,
+        #[pyo3(from_py_with = int)] max_hops: i128,
+        #[pyo3(from_py_with = share)] max_approximate_share: f64,
+        #[pyo3(from_py_with = int)] recompute_first: i128,
+        #[pyo3(from_py_with = int)] recompute_last: i128,
+        forbid_kinds: Option<&Bound<'_, PyAny>>,
+        partial_blocks: bool,
+    ) -> PyResult<Self> {
+        const CALL: &str = "ReusePolicy";
+        let min_run = match min_run {
+            Some(min_run) => {
+                let min_run = Arg::new(CALL, "min_run").within(min_run, MIN_RUN, i64::MAX)?;
+                Some(Arg::new(CALL, "min_run").count(min_run.into())?)
+            }
+            None => None,
+        };
+        if !(0.0..=1.0).contains(&max_approximate_share) {
+            return Err(PyValueError::new_err(format!(
+                "{CALL}: max_approximate_share is {max_approximate_share}; it must lie in 0..=1"
+            )));
+        }
+        Ok(Self {
+            core: ReusePolicy {
+                approximate,
+                min_run,
+                max_hops: Arg::new(CALL, "max_hops").within(max_hops, 0, MAX_HOPS)?,
+                // Without the sign of a negative zero, so that equal policies hash alike.
+                max_approximate_share: max_approximate_share.abs(),
+                recompute_first: Arg::new(CALL, "recompute_first").count(recompute_first)?,
+                recompute_last: Arg::new(CALL, "recompute_last").count(recompute_last)?,
+                forbid_kinds: kinds(forbid_kinds)?,
+                partial_blocks,
+            },
+        })
+    }
+
+    /// Whether KV of another context or position may be used at all.
+    #[getter]
+    fn approximate(&self) -> bool {
+        self.core.approximate
+    }
+
+    /// Shortest moved run in tokens; None takes the index's.
+    #[getter]
+    fn min_run(&self) -> Option<usize> {
+        self.core.min_run
+    }
+
+    /// Most hops of what is used.
+    #[getter]
+    fn max_hops(&self) -> u16 {
+        self.core.max_hops
+    }
+
+    /// Share of approximate tokens beyond which a plan is exact only.
+    #[getter]
+    fn max_approximate_share(&self) -> f64 {
+        self.core.max_approximate_share
+    }
+
+    /// Tokens at the front of every moved run that are computed anyway.
+    #[getter]
+    fn recompute_first(&self) -> usize {
+        self.core.recompute_first
+    }
+
+    /// Tokens at the end of every moved run that are computed anyway.
+    #[getter]
+    fn recompute_last(&self) -> usize {
+        self.core.recompute_last
+    }
+
+    /// Kinds of spans that are not reused approximately.
+    #[getter]
+    fn forbid_kinds<'py>(&self, py: Python<'py>) -> PyResult<Names<'py>> {
+        Ok(PyTuple::new(py, &self.core.forbid_kinds)?.into())
+    }
+
+    /// Whether the exact tokens of the block in which the match ends are copied.
+    #[getter]
+    fn partial_blocks(&self) -> bool {
+        self.core.partial_blocks
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let policy = &self.core;
+        let mut kinds = String::new();
+        for kind in &policy.forbid_kinds {
+            kinds += &quoted(py, kind)?;
+            kinds += ", ";
+        }
+        let kinds = match policy.forbid_kinds.len() {
+            0 | 1 => kinds.trim_end(),
+            _ => kinds.trim_end_matches(", "),
+        };
+        Ok(format!(
+            "ReusePolicy(approximate={}, min_run={}, max_hops={}, max_approximate_share={:?}, recompute_first={}, \
+             recompute_last={}, forbid_kinds=({kinds}), partial_blocks={})",
+            truth(policy.approximate),
+            policy
+                .min_run
+                .map_or_else(|| "None".to_owned(), |run| run.to_string()),
+            policy.max_hops,
+            policy.max_approximate_share,
+            policy.recompute_first,
+            policy.recompute_last,
+            truth(policy.partial_blocks)
+        ))
+    }
+
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<NewArguments<'py>> {
+        let fields = PyDict::new(py);
+        fields.set_item("approximate", self.core.approximate)?;
+        fields.set_item("min_run", self.core.min_run)?;
+        fields.set_item("max_hops", self.core.max_hops)?;
+        fields.set_item("max_approximate_share", self.core.max_approximate_share)?;
+        fields.set_item("recompute_first", self.core.recompute_first)?;
+        fields.set_item("recompute_last", self.core.recompute_last)?;
+        fields.set_item("forbid_kinds", self.forbid_kinds(py)?)?;
+        fields.set_item("partial_blocks", self.core.partial_blocks)?;
+        Ok((PyTuple::empty(py), fields).into_pyobject(py)?.into())
+    }
+}
+
+fn share(value: &Bound<'_, PyAny>) -> PyResult<f64> {
+    if value.is_instance_of::<PyBool>() {
+        return Err(PyTypeError::new_err("'bool' object is no share"));
+    }
+    value.extract()
+}
+
+fn kinds(value: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<String>> {
+    let Some(value) = value else {
+        return Ok(Vec::new());
+    };
+    if value.is_instance_of::<PyString>() {
+        return Err(PyTypeError::new_err(
+            "ReusePolicy: forbid_kinds is of type 'str'; it must be a tuple of names of kinds",
+        ));
+    }
+    let mut kinds = Vec::new();
+    for kind in value.try_iter()? {
+        let kind = kind?;
+        let name = kind.cast::<PyString>().map_err(|_| {
+            PyTypeError::new_err(format!(
+                "ReusePolicy: forbid_kinds holds a value of type '{}'; it must hold names of kinds",
+                type_name(&kind)
+            ))
+        })?;
+        let name: String = name.extract()?;
+        if name.is_empty() {
+            return Err(PyValueError::new_err(
+                "ReusePolicy: forbid_kinds holds an empty name",
+            ));
+        }
+        kinds.push(name);
+    }
+    Ok(kinds)
+}

@@ -1,0 +1,114 @@
+//! `Match` and `InsertResult`.
+
+use kvtrie_core::{BlockId, Inserted};
+use pyo3::prelude::*;
+
+use crate::hints::Ids;
+use crate::output::{ids, listed};
+
+/// What `RadixIndex.lookup` found.
+///
+/// Array attributes are fresh arrays at every access: take them once and keep them.
+///
+/// Example:
+///     >>> import kvtrie
+///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+///     >>> index.lookup(seq)
+///     Match(num_tokens=4, blocks=[6, 0])
+#[pyclass(frozen, module = "kvtrie", name = "Match")]
+pub(crate) struct PyMatch {
+    pub(crate) num_tokens: usize,
+    pub(crate) blocks: Vec<BlockId>,
+}
+
+#[pymethods]
+impl PyMatch {
+    /// Tokens from position 0 whose exact KV is present: a whole number of blocks.
+    #[getter]
+    fn num_tokens(&self) -> usize {
+        self.num_tokens
+    }
+
+    /// Ids that back the tokens from `start` on (int32), empty where the match is shorter.
+    #[getter]
+    fn blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
+        ids(py, &self.blocks)
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "Match(num_tokens={}, blocks={})",
+            self.num_tokens,
+            listed(&self.blocks)
+        )
+    }
+}
+
+/// What became of the ids that were offered to `RadixIndex.insert`.
+///
+/// Every id that was offered is in one of three places: in `blocks`, where it backs the sequence; in
+/// `duplicates` or `surplus`, where it still belongs to the caller; or in none of them, if the index
+/// held it already and goes on holding it. Array attributes are fresh arrays at every access.
+///
+/// Example:
+///     >>> import kvtrie
+///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+///     >>> index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED).blocks
+///     array([6, 0], dtype=int32)
+///     >>> again = index.insert(seq, [3, 4, 5], num_computed=5, source=kvtrie.COMPUTED)
+///     >>> again.blocks, again.duplicates, again.surplus
+///     (array([6, 0], dtype=int32), array([3, 4], dtype=int32), array([5], dtype=int32))
+#[pyclass(frozen, module = "kvtrie", name = "InsertResult")]
+pub(crate) struct PyInsertResult {
+    pub(crate) core: Inserted,
+}
+
+#[pymethods]
+impl PyInsertResult {
+    /// Ids that back the sequence from `start` on, in order of position (int32).
+    #[getter]
+    fn blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
+        ids(py, &self.core.blocks)
+    }
+
+    /// Position in tokens, from 0, up to which what backs the sequence is exact.
+    #[getter]
+    fn num_exact(&self) -> usize {
+        self.core.num_exact
+    }
+
+    /// Held ids whose place another id holds, in call order (int32). They were not taken.
+    #[getter]
+    fn duplicates<'py>(&self, py: Python<'py>) -> Ids<'py> {
+        ids(py, &self.core.duplicates)
+    }
+
+    /// Held ids behind what was taken, in call order (int32): the last block that is not full.
+    #[getter]
+    fn surplus<'py>(&self, py: Python<'py>) -> Ids<'py> {
+        ids(py, &self.core.surplus)
+    }
+
+    /// Approximate blocks that were replaced and that nobody pins, in order of position (int32). They
+    /// are the caller's from here on.
+    #[getter]
+    fn freed<'py>(&self, py: Python<'py>) -> Ids<'py> {
+        ids(py, &self.core.freed)
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "InsertResult(blocks={}, num_exact={}, duplicates={}, surplus={}, freed={})",
+            listed(&self.core.blocks),
+            self.core.num_exact,
+            listed(&self.core.duplicates),
+            listed(&self.core.surplus),
+            listed(&self.core.freed)
+        )
+    }
+}

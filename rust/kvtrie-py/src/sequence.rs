@@ -1,0 +1,301 @@
+//! `TokenSequence`.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use kvtrie_core::{Item, TokenSequence};
+use numpy::PyArray1;
+use pyo3::exceptions::PyIndexError;
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PySlice, PyTuple};
+
+use crate::buffers::{Arg, TOKEN_IDS, int, integers, nothing};
+use crate::detach::{Cost, Enter, Failure, Keys};
+use crate::errors::exception;
+use crate::hints::{Items, TokenIterator, Tokens};
+use crate::item::PyItem;
+use crate::namespace::PyNamespace;
+
+/// What a sequence's lock guards, for messages.
+pub(crate) const SEQUENCE: &str = "the sequence";
+
+/// Token ids from position 0, in a namespace.
+///
+/// Make one sequence a request and extend it: it remembers how far it was matched in the index that
+/// it was last used with, so what has grown costs its new tokens only. Ids are converted once, here.
+///
+/// `len(seq)` is the number of tokens, `seq[i]` the id at a position (an int), `seq[a:b]` a copy as
+/// a numpy array of uint32; iterating goes over the ids as they are then. Two sequences with the
+/// same ids are different objects; compare slices.
+///
+/// Args:
+///     ids: Token ids, each in 0..2**32: a list or tuple of int, an `array.array`, a memoryview, a
+///         one-dimensional numpy array of any integer dtype, or a CPU tensor. They are copied.
+///     namespace: What the KV depends on besides the tokens.
+///     items: Ranges that stand for something else, ascending, disjoint and inside the ids.
+///
+/// Raises:
+///     TypeError: The ids hold bools, floats or anything else that is no integer.
+///     ValueError: An id is negative or too large, the array is not one-dimensional, or an item lies
+///         elsewhere. Values are checked, never wrapped.
+///
+/// Example:
+///     >>> import numpy as np, kvtrie
+///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+///     >>> seq = kvtrie.TokenSequence(np.array([5, 6, 7]), space)
+///     >>> seq.extend([8, 9])
+///     >>> len(seq), seq[-1], seq[1:3]
+///     (5, 9, array([6, 7], dtype=uint32))
+#[pyclass(frozen, module = "kvtrie", name = "TokenSequence")]
+pub(crate) struct PyTokenSequence {
+    pub(crate) core: Mutex<TokenSequence>,
+    namespace: Py<PyNamespace>,
+    /// Tokens that an index went over in an earlier call. A hint at what the next call costs, no more.
+    seen: AtomicUsize,
+}
+
+impl PyTokenSequence {
+    /// Number of tokens.
+    pub(crate) fn len(&self, py: Python<'_>) -> PyResult<usize> {
+        py.enter(Cost::Short, |keys| {
+            Ok(keys.lock(&self.core, SEQUENCE)?.len())
+        })
+    }
+
+    /// Tokens that no index went over yet, and all tokens.
+    pub(crate) fn unseen(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
+        let len = self.len(py)?;
+        Ok((len.saturating_sub(self.seen.load(Ordering::Relaxed)), len))
+    }
+
+    /// Locks the sequence for a call that goes over all of it.
+    pub(crate) fn lock_and_see<'a>(
+        &'a self,
+        keys: &Keys<'_>,
+    ) -> Result<MutexGuard<'a, TokenSequence>, Failure> {
+        let seq = keys.lock(&self.core, SEQUENCE)?;
+        self.seen.store(seq.len(), Ordering::Relaxed);
+        Ok(seq)
+    }
+}
+
+#[pymethods]
+impl PyTokenSequence {
+    #[new]
+    #[pyo3(signature = (
+        ids: "_Integers", namespace, items: "Iterable[Item]" = nothing()
+    ), text_signature = "(ids, namespace, items=())")]
+    fn new(
+        ids: &Bound<'_, PyAny>,
+        namespace: Bound<'_, PyNamespace>,
+        items: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        const CALL: &str = "TokenSequence";
+        let ids = integers(ids, TOKEN_IDS, Arg::new(CALL, "ids"))?;
+        let items = read_items(items, Arg::new(CALL, "items"))?;
+        let core = TokenSequence::new(Arc::clone(&namespace.get().core), ids, items);
+        Ok(Self {
+            core: Mutex::new(core.map_err(|error| exception(&error))?),
+            namespace: namespace.unbind(),
+            seen: AtomicUsize::new(0),
+        })
+    }
+
+    /// Append token ids.
+    ///
+    /// Args:
+    ///     ids: More token ids, as for the class. They are copied.
+    ///     items: Items over the new tokens; positions count from the start of the sequence.
+    ///
+    /// Raises:
+    ///     TypeError: As for the class; nothing is appended then.
+    ///     ValueError: As for the class; nothing is appended then.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2], space)
+    ///     >>> seq.extend([3])
+    ///     >>> len(seq)
+    ///     3
+    #[pyo3(signature = (
+        ids: "_Integers", items: "Iterable[Item]" = nothing()
+    ), text_signature = "($self, ids, items=())")]
+    fn extend(
+        &self,
+        py: Python<'_>,
+        ids: &Bound<'_, PyAny>,
+        items: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        const CALL: &str = "TokenSequence.extend";
+        let ids = integers(ids, TOKEN_IDS, Arg::new(CALL, "ids"))?;
+        let items = read_items(items, Arg::new(CALL, "items"))?;
+        // A plan may hold the old ids, which are copied then.
+        let cost = Cost::copy(self.len(py)? + ids.len());
+        py.enter(cost, move |keys| {
+            Ok(keys.lock(&self.core, SEQUENCE)?.extend(&ids, items)?)
+        })
+    }
+
+    /// Keep the first `n` tokens, for instance to roll back a speculation.
+    ///
+    /// Args:
+    ///     n: The new length in tokens. An item that is cut ends at the cut.
+    ///
+    /// Raises:
+    ///     ValueError: `n` is negative or beyond the sequence; nothing is cut then.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq.truncate(2)
+    ///     >>> seq[:]
+    ///     array([1, 2], dtype=uint32)
+    #[pyo3(signature = (n: "SupportsIndex"))]
+    fn truncate(&self, py: Python<'_>, #[pyo3(from_py_with = int)] n: i128) -> PyResult<()> {
+        let n = Arg::new("TokenSequence.truncate", "n").count(n)?;
+        py.enter(Cost::copy(n), |keys| {
+            keys.lock(&self.core, SEQUENCE)?.truncate(n)?;
+            self.seen.fetch_min(n, Ordering::Relaxed);
+            Ok(())
+        })
+    }
+
+    /// The namespace that the sequence was made in.
+    #[getter]
+    fn namespace(&self, py: Python<'_>) -> Py<PyNamespace> {
+        self.namespace.clone_ref(py)
+    }
+
+    /// The items, in order of position.
+    #[getter]
+    fn items<'py>(&self, py: Python<'py>) -> PyResult<Items<'py>> {
+        let items = py.enter(Cost::Short, |keys| {
+            Ok(keys.lock(&self.core, SEQUENCE)?.items().to_vec())
+        })?;
+        Ok(PyTuple::new(py, items.into_iter().map(|core| PyItem { core }))?.into())
+    }
+
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        self.len(py)
+    }
+
+    fn __getitem__<'py>(&self, py: Python<'py>, key: Key<'py>) -> PyResult<Tokens<'py>> {
+        let len = self.len(py)?;
+        match key {
+            Key::Position(position) => self.token(py, position, len),
+            Key::Slice(slice) => self.copy(py, &slice, len),
+        }
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<TokenIterator<'py>> {
+        let ids = py.enter(Cost::copy(self.len(py)?), |keys| {
+            Ok(keys.lock(&self.core, SEQUENCE)?.tokens().to_vec())
+        })?;
+        Ok(PyList::new(py, ids)?.try_iter()?.into())
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let namespace = self.namespace.bind(py).repr()?;
+        Ok(format!(
+            "<TokenSequence of {} tokens in {namespace}>",
+            self.len(py)?
+        ))
+    }
+}
+
+impl PyTokenSequence {
+    fn token<'py>(&self, py: Python<'py>, position: i128, len: usize) -> PyResult<Tokens<'py>> {
+        let from_start = if position < 0 {
+            position + signed(len)
+        } else {
+            position
+        };
+        let token = py.enter(Cost::Short, |keys| {
+            let seq = keys.lock(&self.core, SEQUENCE)?;
+            Ok(usize::try_from(from_start)
+                .ok()
+                .and_then(|at| seq.tokens().get(at).copied()))
+        })?;
+        match token {
+            Some(token) => Ok(token.into_pyobject(py)?.into()),
+            None => Err(PyIndexError::new_err(format!(
+                "TokenSequence: position {position} is outside the {len} tokens"
+            ))),
+        }
+    }
+
+    fn copy<'py>(
+        &self,
+        py: Python<'py>,
+        slice: &Bound<'py, PySlice>,
+        len: usize,
+    ) -> PyResult<Tokens<'py>> {
+        let bounds = slice.indices(isize::try_from(len)?)?;
+        let (start, step, count) = (bounds.start, bounds.step, bounds.slicelength);
+        let ids: Vec<u32> = py.enter(Cost::copy(count), |keys| {
+            let seq = keys.lock(&self.core, SEQUENCE)?;
+            let tokens = seq.tokens();
+            // Another thread may have cut the sequence meanwhile.
+            if step == 1 {
+                let start = start.unsigned_abs().min(tokens.len());
+                return Ok(tokens[start..(start + count).min(tokens.len())].to_vec());
+            }
+            let places = (0..count).map(|place| start + place.cast_signed() * step);
+            Ok(places
+                .filter_map(|at| tokens.get(at.unsigned_abs()).copied())
+                .collect())
+        })?;
+        Ok(PyArray1::from_vec(py, ids).into())
+    }
+}
+
+/// What stands between the brackets.
+enum Key<'py> {
+    Position(i128),
+    Slice(Bound<'py, PySlice>),
+}
+
+impl<'py> FromPyObject<'_, 'py> for Key<'py> {
+    type Error = PyErr;
+
+    #[cfg(feature = "experimental-inspect")]
+    const INPUT_TYPE: pyo3::inspect::PyStaticExpr = pyo3::inspect::PyStaticExpr::Constant {
+        value: pyo3::inspect::PyStaticConstant::Str("SupportsIndex | slice"),
+    };
+
+    fn extract(key: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        match key.cast::<PySlice>() {
+            Ok(slice) => Ok(Self::Slice(slice.to_owned())),
+            Err(_) => int(&key).map(Self::Position),
+        }
+    }
+}
+
+fn signed(len: usize) -> i128 {
+    i128::try_from(len).unwrap_or(i128::MAX)
+}
+
+fn read_items(value: Option<&Bound<'_, PyAny>>, arg: Arg) -> PyResult<Vec<Item>> {
+    let Some(value) = value else {
+        return Ok(Vec::new());
+    };
+    if let Ok(tuple) = value.cast::<PyTuple>()
+        && tuple.is_empty()
+    {
+        return Ok(Vec::new());
+    }
+    let items = value
+        .try_iter()
+        .map_err(|_| arg.wrong_type(value, "an iterable of Item"))?;
+    items
+        .map(|item| {
+            let item = item?;
+            let item = item
+                .cast::<PyItem>()
+                .map_err(|_| arg.wrong_type(&item, "an Item"))?;
+            Ok(item.get().core.clone())
+        })
+        .collect()
+}

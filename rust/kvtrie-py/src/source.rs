@@ -1,0 +1,120 @@
+//! Where offered KV came from: `COMPUTED`, `Imported`, or a plan.
+
+use kvtrie_core::{Imported, Source};
+use pyo3::prelude::*;
+
+use crate::buffers::{Arg, int};
+use crate::plan::PyReusePlan;
+
+/// The type of `kvtrie.COMPUTED`, of which there is one value.
+///
+/// Example:
+///     >>> import pickle, kvtrie
+///     >>> kvtrie.COMPUTED
+///     COMPUTED
+///     >>> pickle.loads(pickle.dumps(kvtrie.COMPUTED)) is kvtrie.COMPUTED
+///     True
+#[pyclass(frozen, module = "kvtrie", name = "ComputedSource")]
+pub(crate) struct PyComputedSource;
+
+#[pymethods]
+impl PyComputedSource {
+    #[expect(clippy::unused_self, reason = "Python calls it on the value")]
+    fn __repr__(&self) -> &'static str {
+        "COMPUTED"
+    }
+
+    #[expect(clippy::unused_self, reason = "Python calls it on the value")]
+    fn __reduce__(&self) -> &'static str {
+        "COMPUTED"
+    }
+}
+
+/// The source of KV that was brought from elsewhere: another worker, a disk, an older process.
+///
+/// Args:
+///     exact_until: A position in tokens: a block is exact iff it ends there or before.
+///     hops: How often the approximate rest was moved already, 0 to 32767.
+///
+/// Raises:
+///     TypeError: An argument is not an int.
+///     ValueError: An argument is negative, or `hops` too large.
+///
+/// Example:
+///     >>> import kvtrie
+///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+///     >>> source = kvtrie.Imported(exact_until=2, hops=1)
+///     >>> index.insert(seq, [5, 6], num_computed=4, source=source).num_exact
+///     2
+#[pyclass(frozen, eq, hash, module = "kvtrie", name = "Imported")]
+#[derive(PartialEq, Eq, Hash)]
+pub(crate) struct PyImported {
+    /// A block is exact iff it ends at or before this position.
+    #[pyo3(get)]
+    exact_until: usize,
+    /// Hops of the approximate rest.
+    #[pyo3(get)]
+    hops: u16,
+}
+
+#[pymethods]
+impl PyImported {
+    #[new]
+    #[pyo3(signature = (exact_until: "SupportsIndex", hops: "SupportsIndex" = 1))]
+    fn new(
+        #[pyo3(from_py_with = int)] exact_until: i128,
+        #[pyo3(from_py_with = int)] hops: i128,
+    ) -> PyResult<Self> {
+        let exact_until = Arg::new("Imported", "exact_until").count(exact_until)?;
+        let hops = Arg::new("Imported", "hops").within(hops, 0, crate::policy::MAX_HOPS)?;
+        Ok(Self { exact_until, hops })
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "Imported(exact_until={}, hops={})",
+            self.exact_until, self.hops
+        )
+    }
+
+    fn __getnewargs__(&self) -> (usize, u16) {
+        (self.exact_until, self.hops)
+    }
+}
+
+/// A source, still Python's.
+pub(crate) enum SourceArg<'a> {
+    Plan(&'a PyReusePlan),
+    Computed,
+    Imported(Imported),
+}
+
+impl<'a> SourceArg<'a> {
+    /// Reads the argument `source`.
+    pub(crate) fn open(value: &'a Bound<'_, PyAny>, arg: Arg) -> PyResult<Self> {
+        if let Ok(plan) = value.cast::<PyReusePlan>() {
+            Ok(Self::Plan(plan.get()))
+        } else if value.is_instance_of::<PyComputedSource>() {
+            Ok(Self::Computed)
+        } else if let Ok(imported) = value.cast::<PyImported>() {
+            let PyImported { exact_until, hops } = *imported.get();
+            Ok(Self::Imported(Imported { exact_until, hops }))
+        } else {
+            Err(arg.wrong_type(
+                value,
+                "a ReusePlan, kvtrie.COMPUTED or kvtrie.Imported(...)",
+            ))
+        }
+    }
+
+    /// The source as the core knows it.
+    pub(crate) fn core(&self) -> Source<'a> {
+        match self {
+            Self::Plan(plan) => Source::Plan(plan.core()),
+            Self::Computed => Source::Computed,
+            Self::Imported(imported) => Source::Imported(*imported),
+        }
+    }
+}

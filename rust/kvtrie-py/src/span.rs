@@ -1,0 +1,112 @@
+//! `Span`.
+
+use kvtrie_core::Span;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::buffers::{Arg, int};
+use crate::output::quoted;
+
+/// A half-open range of tokens with the name of its kind.
+///
+/// `"system"`, `"user"`, `"reasoning"`, `"answer"`, `"tool_call"`, `"tool_result"` and `"lookahead"`
+/// are known to every index; any other name becomes a kind of the index that it is first used with.
+///
+/// Args:
+///     start: First token, a position in the sequence.
+///     end: One past the last token; an empty range is allowed and tags nothing.
+///     kind: What the tokens are.
+///
+/// Raises:
+///     TypeError: A position is not an int, or the kind not a str.
+///     ValueError: The range is reversed or negative, or the kind is empty.
+///
+/// Example:
+///     >>> import kvtrie
+///     >>> span = kvtrie.Span(120, 1620, "reasoning")
+///     >>> span
+///     Span(120, 1620, 'reasoning')
+///     >>> span.end - span.start
+///     1500
+#[pyclass(frozen, eq, hash, module = "kvtrie", name = "Span")]
+#[derive(PartialEq, Eq, Hash)]
+pub(crate) struct PySpan {
+    /// First token.
+    #[pyo3(get)]
+    start: usize,
+    /// One past the last token.
+    #[pyo3(get)]
+    end: usize,
+    /// What the tokens are.
+    #[pyo3(get)]
+    kind: String,
+}
+
+impl From<Span> for PySpan {
+    fn from(Span { start, end, kind }: Span) -> Self {
+        Self { start, end, kind }
+    }
+}
+
+impl PySpan {
+    fn to_core(&self) -> Span {
+        Span {
+            start: self.start,
+            end: self.end,
+            kind: self.kind.clone(),
+        }
+    }
+}
+
+#[pymethods]
+impl PySpan {
+    #[new]
+    #[pyo3(signature = (start: "SupportsIndex", end: "SupportsIndex", kind))]
+    fn new(
+        #[pyo3(from_py_with = int)] start: i128,
+        #[pyo3(from_py_with = int)] end: i128,
+        kind: String,
+    ) -> PyResult<Self> {
+        let start = Arg::new("Span", "start").count(start)?;
+        let end = Arg::new("Span", "end").count(end)?;
+        if start > end {
+            return Err(PyValueError::new_err(format!(
+                "Span: the range {start}..{end} is reversed"
+            )));
+        }
+        if kind.is_empty() {
+            return Err(PyValueError::new_err("Span: the kind is empty"));
+        }
+        Ok(Self { start, end, kind })
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!(
+            "Span({}, {}, {})",
+            self.start,
+            self.end,
+            quoted(py, &self.kind)?
+        ))
+    }
+
+    fn __getnewargs__(&self) -> (usize, usize, &str) {
+        (self.start, self.end, &self.kind)
+    }
+}
+
+/// Reads an iterable of spans.
+pub(crate) fn spans(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<Span>> {
+    let wanted = "an iterable of Span";
+    let items = value
+        .try_iter()
+        .map_err(|_| arg.wrong_type(value, wanted))?;
+    items
+        .map(|item| {
+            let item = item?;
+            let span = item
+                .cast::<PySpan>()
+                .map_err(|_| arg.wrong_type(&item, "a Span"))?;
+            Ok(span.get().to_core())
+        })
+        .collect()
+}

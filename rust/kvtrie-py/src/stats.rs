@@ -1,0 +1,106 @@
+//! `IndexStats`.
+
+use kvtrie_core::Stats;
+use pyo3::prelude::*;
+
+/// Counters of an index at one moment, all of them int. `RadixIndex.stats` makes them.
+///
+/// A block id that an index knows is indexed, condemned or waiting; all others are the caller's.
+///
+/// Example:
+///     >>> import kvtrie
+///     >>> index = kvtrie.RadixIndex(num_blocks=8)
+///     >>> index.stats().indexed
+///     0
+#[pyclass(frozen, eq, hash, module = "kvtrie", name = "IndexStats")]
+#[derive(PartialEq, Eq, Hash)]
+pub(crate) struct PyIndexStats {
+    /// Blocks that back tokens.
+    #[pyo3(get)]
+    indexed: u64,
+    /// Blocks that left the index while a plan pinned them, and still are pinned.
+    #[pyo3(get)]
+    condemned: u64,
+    /// Blocks that were condemned, are no longer pinned, and wait for `take_freed()`.
+    #[pyo3(get)]
+    waiting: u64,
+    /// Blocks with at least one pin, indexed or condemned.
+    #[pyo3(get)]
+    pinned: u64,
+    /// Indexed blocks that are neither pinned nor above a pinned one.
+    #[pyo3(get)]
+    evictable: u64,
+    /// Indexed blocks that are not exact.
+    #[pyo3(get)]
+    approximate: u64,
+    /// Places on paths whose block has left while something below is present.
+    #[pyo3(get)]
+    holes: u64,
+    /// Nodes of the radix trees.
+    #[pyo3(get)]
+    nodes: u64,
+    /// Namespaces that hold something.
+    #[pyo3(get)]
+    namespaces: u64,
+    /// Plans that were not released.
+    #[pyo3(get)]
+    live_plans: u64,
+    /// Ticks of the logical clock.
+    #[pyo3(get)]
+    clock: u64,
+    /// Ids given to `discard` that the index did not hold.
+    #[pyo3(get)]
+    unknown_discards: u64,
+    /// Memory that the index holds, in bytes.
+    #[pyo3(get)]
+    bytes: u64,
+}
+
+impl PyIndexStats {
+    pub(crate) fn indexed(&self) -> u64 {
+        self.indexed
+    }
+}
+
+impl From<Stats> for PyIndexStats {
+    fn from(stats: Stats) -> Self {
+        Self {
+            indexed: stats.indexed,
+            condemned: stats.condemned,
+            waiting: stats.waiting,
+            pinned: stats.pinned,
+            evictable: stats.evictable,
+            approximate: stats.approximate,
+            holes: stats.holes,
+            nodes: stats.nodes,
+            namespaces: stats.namespaces,
+            live_plans: stats.live_plans,
+            clock: stats.clock,
+            unknown_discards: stats.unknown_discards,
+            bytes: stats.bytes,
+        }
+    }
+}
+
+#[pymethods]
+impl PyIndexStats {
+    fn __repr__(&self) -> String {
+        format!(
+            "IndexStats(indexed={}, condemned={}, waiting={}, pinned={}, evictable={}, approximate={}, holes={}, \
+             nodes={}, namespaces={}, live_plans={}, clock={}, unknown_discards={}, bytes={})",
+            self.indexed,
+            self.condemned,
+            self.waiting,
+            self.pinned,
+            self.evictable,
+            self.approximate,
+            self.holes,
+            self.nodes,
+            self.namespaces,
+            self.live_plans,
+            self.clock,
+            self.unknown_discards,
+            self.bytes
+        )
+    }
+}
