@@ -1,9 +1,11 @@
 """Which KV blocks do I already have for this prompt, where do they lie, and what must be computed?
 
-Everything here is implemented in the extension `kvtrie._core` and needs numpy alone. The pool of
-paged KV (`kvtrie.pool`) and the embedded engine (`kvtrie.engines.transformers`) are imported by
-their own names, because they need torch.
+What comes from the extension `kvtrie._core`, and `KVLayout`, needs numpy alone. `KVPool` needs
+torch, which is imported when the name is first used. The embedded engine,
+`kvtrie.engines.transformers`, is imported by its own name.
 """
+
+from typing import TYPE_CHECKING
 
 from kvtrie._core import (
     COMPUTED,
@@ -33,6 +35,10 @@ from kvtrie._core import (
     TokenSequence,
     __version__,
 )
+from kvtrie.layout import KVLayout
+
+if TYPE_CHECKING:
+    from kvtrie.pool import KVPool as KVPool
 
 __all__ = [
     "COMPUTED",
@@ -46,6 +52,7 @@ __all__ = [
     "InsertBatch",
     "InsertResult",
     "Item",
+    "KVLayout",
     "KvTrieError",
     "LayoutError",
     "Match",
@@ -62,3 +69,13 @@ __all__ = [
     "TokenSequence",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import `KVPool`, and torch with it, when somebody asks for it."""
+    if name == "KVPool":
+        from kvtrie.pool import KVPool  # noqa: PLC0415 - torch is imported on demand
+
+        return KVPool
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(msg)
