@@ -1,0 +1,147 @@
+"""What a caller of an engine sees of a request: its options, events and result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from kvtrie.engines._namespace import Salt
+
+    Messages = Sequence[Mapping[str, Any]]
+    TokenIds = Sequence[int] | NDArray[np.integer] | torch.Tensor
+    Prompt = str | Messages | TokenIds
+
+Status = Literal["waiting", "running", "finished"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Options(TypedDict, total=False):
+    """How a request is answered; every key may be left out.
+
+    Attributes:
+        max_new_tokens: Tokens to generate at most (256); the model's context may end it earlier.
+        temperature: 0 (the default) is greedy; above it tokens are sampled.
+        top_k: Sample among the k likeliest tokens only.
+        top_p: Sample among the likeliest tokens that together reach this probability (1: all).
+        seed: Seed of this request's sampling; without one, the engine's seed and the request's
+            number make it.
+        stop_token_ids: Ids that end the answer, besides the model's own.
+        ignore_eos: Go on behind the model's own end-of-sequence ids.
+        tools: Tool schemas for the chat template.
+        chat_template_kwargs: Further variables for the chat template.
+        salt: Tenant of this request (the engine's by default). Requests share KV only under the
+            same salt.
+        return_logits: Put the row that each token was picked from into its event.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float
+    seed: int | None
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    salt: Salt | None
+    return_logits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Where the KV of a prompt came from, in tokens; the three sum up to the prompt.
+
+    Attributes:
+        exact: Found under the same whole prefix.
+        moved: Reused from another place or context (0 under ``EXACT_ONLY``).
+        computed: Run through the model.
+    """
+
+    exact: int = 0
+    moved: int = 0
+    computed: int = 0
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt."""
+        return self.exact + self.moved + self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One generated token, or the end of a request.
+
+    Attributes:
+        request: The request it belongs to.
+        token: The token id; ``None`` if the request ended without one (an error).
+        text: Text that is certain since the last event; pieces never split a character.
+        usage: What the prompt cost when the request was first admitted.
+        finish_reason: ``None`` while the request goes on; ``"stop"`` (end of sequence or a stop
+            id), ``"length"`` or ``"error"`` on its last event.
+        logits: The float32 row on the CPU that the token was picked from, where asked for.
+    """
+
+    request: Request
+    token: int | None
+    text: str
+    usage: Usage
+    finish_reason: FinishReason | None = None
+    logits: torch.Tensor | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the request's last event."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt on its way through an engine. The engine writes it; callers read it.
+
+    Attributes:
+        number: Counts up from 0 in the order of submission.
+        prompt_len: Tokens of the prompt.
+        status: ``"waiting"``, ``"running"`` or ``"finished"``.
+        tokens: Generated ids so far, a final end-of-sequence id included.
+        text: Text of ``tokens`` so far.
+        usage: What the prompt cost when the request was first admitted.
+        finish_reason: Why it ended.
+        error: What ended it, if that was an error.
+        num_preemptions: How often it gave its blocks up for an older request and came back.
+    """
+
+    number: int
+    prompt_len: int
+    status: Status = "waiting"
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    usage: Usage = field(default_factory=Usage)
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer.
+
+    Attributes:
+        tokens: Generated ids, a final end-of-sequence id included.
+        text: Their text, special tokens left out.
+        usage: What the prompt cost.
+        finish_reason: ``"stop"`` or ``"length"``.
+        logits: ``[len(tokens), vocabulary]``, where asked for.
+    """
+
+    tokens: list[int]
+    text: str
+    usage: Usage
+    finish_reason: FinishReason
+    logits: torch.Tensor | None = None

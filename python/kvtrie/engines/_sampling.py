@@ -1,0 +1,63 @@
+"""Picks the next token from one row of logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are picked: greedy at temperature 0, else from the cut distribution.
+
+    Args:
+        temperature: 0 picks the highest logit; above it, logits are divided by this.
+        top_k: Keep the k highest logits; ``None`` keeps all.
+        top_p: Keep the smallest set of tokens whose probabilities reach this; 1 keeps all.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            msg = f"temperature must be a finite number >= 0, not {self.temperature}"
+            raise ValueError(msg)
+        if self.top_k is not None and self.top_k < 1:
+            msg = f"top_k must be at least 1 (or None), not {self.top_k}"
+            raise ValueError(msg)
+        if not 0 < self.top_p <= 1:
+            msg = f"top_p must be in (0, 1], not {self.top_p}"
+            raise ValueError(msg)
+
+
+def pick(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> int:
+    """Pick one token.
+
+    Args:
+        logits: One float32 row, on the CPU (so that a seed means the same on every device).
+        sampling: How.
+        rng: A CPU generator; greedy picking does not advance it.
+
+    Returns:
+        The token id.
+    """
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    scaled = logits / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < len(scaled):
+        cut = scaled.topk(sampling.top_k).values[-1]
+        scaled = scaled.masked_fill(scaled < cut, -math.inf)
+    probabilities = scaled.softmax(dim=-1)
+    if sampling.top_p < 1:
+        ranked, order = probabilities.sort(descending=True, stable=True)
+        before = ranked.cumsum(dim=-1) - ranked
+        # The first token stays whatever top_p says: nothing lies before it.
+        probabilities[order[before >= sampling.top_p]] = 0
+    return int(torch.multinomial(probabilities, 1, generator=rng))

@@ -1,0 +1,223 @@
+"""Who runs next: waiting, admission, preemption and cancelling of requests over one pool."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvtrie._core import OutOfBlocksError, ReusePolicy
+from kvtrie.engines._lease import Lease
+from kvtrie.engines._request import Event, FinishReason, Request, Usage
+from kvtrie.engines._sampling import Sampling, pick
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvtrie._core import TokenSequence
+    from kvtrie.engines._runner import Runner
+    from kvtrie.engines._store import Store
+    from kvtrie.engines._text import TextStream
+
+# A plan that copies nothing needs no block besides its table, so it fits whenever the table does.
+_IN_PLACE_ONLY: Final = ReusePolicy(approximate=False, partial_blocks=False)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """What the engine knows of a request besides what its caller sees."""
+
+    request: Request
+    seq: TokenSequence
+    sampling: Sampling
+    rng: torch.Generator
+    text: TextStream
+    stop_ids: frozenset[int]
+    max_len: int
+    return_logits: bool
+    lease: Lease | None = None
+    was_admitted: bool = False
+    events: deque[Event] | None = None
+
+
+class Scheduler:
+    """Runs jobs step by step, oldest first, one pass through the model each.
+
+    Args:
+        store: Index, free list and pool.
+        runner: Computes.
+        policy: What may be reused.
+        prefill_chunk: Prompt tokens that one step computes at most for one job.
+    """
+
+    def __init__(
+        self, store: Store, runner: Runner, policy: ReusePolicy, prefill_chunk: int
+    ) -> None:
+        self._store = store
+        self._runner = runner
+        self._policy = policy
+        self._prefill_chunk = prefill_chunk
+        self._num_preemptions = 0
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []
+
+    @property
+    def num_held(self) -> int:
+        """Blocks in the tables of running jobs that are not the index's."""
+        return sum(job.lease.num_held for job in self.running if job.lease is not None)
+
+    def add(self, job: Job) -> None:
+        """Queue a job."""
+        self.waiting.append(job)
+
+    def step(self) -> list[Event]:
+        """One pass for every running job, then for every job that can be admitted.
+
+        Returns:
+            The events of this step, at most one a job.
+        """
+        events: list[Event] = []
+        num_preemptions = self._num_preemptions
+        for job in list(self.running):
+            # An older request may have taken the blocks of a younger one within this step.
+            if job.lease is not None:
+                self._advance(job, job.lease, events)
+        # What was preempted in this step would only be preempted again.
+        while self.waiting and (not self.running or num_preemptions == self._num_preemptions):
+            job = self.waiting[0]
+            self._admit(job, events)
+            if job.lease is not None:
+                self._advance(job, job.lease, events)
+            elif job.request.status == "waiting":
+                break
+        return events
+
+    def cancel(self, request: Request) -> None:
+        """End a request now, wherever it stands.
+
+        Args:
+            request: One that has ended is left alone.
+        """
+        for job in [*self.waiting, *self.running]:
+            if job.request is request:
+                self._end(job, "cancelled")
+                return
+
+    def _admit(self, job: Job, events: list[Event]) -> None:
+        """Plan the first waiting request and get its blocks; it stays if others have them."""
+        try:
+            lease = self._lease(job)
+        except OutOfBlocksError as error:
+            if not self.running:
+                self._fail(job, error, events)
+            return
+        except Exception as error:  # noqa: BLE001 - the request ends with it, stream() raises it
+            self._fail(job, error, events)
+            return
+        self.waiting.popleft()
+        job.lease = lease
+        # Oldest first: the order of service, and the reverse of the order of preemption.
+        self.running.append(job)
+        self.running.sort(key=lambda running: running.request.number)
+        job.request.status = "running"
+        if not job.was_admitted:
+            job.was_admitted = True
+            plan = lease.plan
+            job.request.usage = Usage(plan.num_exact, plan.num_approximate, plan.num_compute)
+
+    def _lease(self, job: Job) -> Lease:
+        if self.running:
+            # Each running request may want its next block soon: do not admit to preempt at once.
+            return Lease(self._store, job.seq, self._policy, headroom=len(self.running))
+        try:
+            return Lease(self._store, job.seq, self._policy)
+        except OutOfBlocksError:
+            return Lease(self._store, job.seq, _IN_PLACE_ONLY)
+
+    def _advance(self, job: Job, lease: Lease, events: list[Event]) -> None:
+        """One pass of one request: a piece of its prompt, or the token sampled last."""
+        try:
+            start, end = lease.next_range(self._prefill_chunk)
+            if self._make_room(job, lease, end):
+                logits = self._runner.run(job.seq, lease.table, start, end)
+                lease.advance(end)
+                if lease.num_computed == len(job.seq):
+                    self._emit(job, logits, events)
+        except Exception as error:  # noqa: BLE001 - the request ends with it, stream() raises it
+            self._fail(job, error, events)
+        except BaseException as error:
+            self._fail(job, error, events)
+            raise
+
+    def _make_room(self, job: Job, lease: Lease, end: int) -> bool:
+        """Bring blocks up to ``end``, taking them from younger requests where none is left."""
+        while True:
+            try:
+                lease.make_room(end)
+            except OutOfBlocksError:
+                if len(self.running) == 1:
+                    raise
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is job:
+                    return False
+            else:
+                return True
+
+    def _preempt(self, job: Job) -> None:
+        """Give up a request's blocks; it waits first in line, with its tokens so far."""
+        self._num_preemptions += 1
+        self.running.remove(job)
+        self.waiting.appendleft(job)
+        job.request.status = "waiting"
+        job.request.num_preemptions += 1
+        self._close(job)
+
+    def _emit(self, job: Job, logits: torch.Tensor, events: list[Event]) -> None:
+        """Pick the next token and say so."""
+        request = job.request
+        token = pick(logits, job.sampling, job.rng)
+        job.seq.extend([token])
+        reason: FinishReason | None = None
+        if token in job.stop_ids:
+            reason = "stop"
+        elif len(job.seq) >= job.max_len:
+            reason = "length"
+        text = job.text.push(token)
+        if reason is not None:
+            text += job.text.flush()
+        request.tokens.append(token)
+        request.text += text
+        row = logits if job.return_logits else None
+        event = Event(request, token, text, request.usage, reason, row)
+        if reason is not None:
+            self._end(job, reason)
+        self._tell(job, event, events)
+
+    def _fail(self, job: Job, error: BaseException, events: list[Event]) -> None:
+        request = job.request
+        request.error = error
+        try:
+            self._end(job, "error")
+        except Exception as second:  # noqa: BLE001 - the first error is the one to see
+            error.add_note(f"and when its blocks were given back: {second!r}")
+        self._tell(job, Event(request, None, "", request.usage, "error"), events)
+
+    def _end(self, job: Job, reason: FinishReason) -> None:
+        if job in self.waiting:
+            self.waiting.remove(job)
+        if job in self.running:
+            self.running.remove(job)
+        job.request.status = "finished"
+        job.request.finish_reason = reason
+        self._close(job)
+
+    def _close(self, job: Job) -> None:
+        lease, job.lease = job.lease, None
+        if lease is not None:
+            lease.close()
+
+    def _tell(self, job: Job, event: Event, events: list[Event]) -> None:
+        events.append(event)
+        if job.events is not None:
+            job.events.append(event)

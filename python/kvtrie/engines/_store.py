@@ -1,0 +1,49 @@
+"""The owners of a pool's blocks, and who has how many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtrie._core import BlockAllocator, RadixIndex
+    from kvtrie.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Who has the blocks of a pool; the five sum up to ``total``.
+
+    Attributes:
+        free: In the free list.
+        held: In the tables of running requests and not shared.
+        indexed: Owned by the index, reusable.
+        condemned: Left the index while pinned.
+        waiting: Unpinned since, and not collected.
+        total: Blocks of the pool.
+    """
+
+    free: int
+    held: int
+    indexed: int
+    condemned: int
+    waiting: int
+    total: int
+
+    @property
+    def lost(self) -> int:
+        """Blocks that nobody has: 0, or there is a bug."""
+        return self.total - self.free - self.held - self.indexed - self.condemned - self.waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The three owners of a pool's blocks: who finds them, who hands them out, who fills them."""
+
+    index: RadixIndex
+    allocator: BlockAllocator
+    pool: KVPool
+
+    def reclaim(self) -> None:
+        """Give the free list what the index let go of meanwhile."""
+        self.allocator.free(self.index.take_freed())

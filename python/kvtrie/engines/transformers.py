@@ -1,0 +1,481 @@
+"""The embedded engine: any Hugging Face causal LM with full attention, over a shared KV pool."""
+
+from __future__ import annotations
+
+import collections.abc
+import operator
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Unpack, cast
+
+import numpy as np
+
+from kvtrie._core import (
+    EXACT_ONLY,
+    BlockAllocator,
+    Namespace,
+    OutOfBlocksError,
+    RadixIndex,
+    ReusePolicy,
+    TokenSequence,
+)
+
+try:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+except ImportError as error:
+    _MISSING = (
+        "kvtrie.engines.transformers needs torch and transformers: "
+        "pip install 'kvtrie[transformers]'"
+    )
+    raise ImportError(_MISSING) from error
+
+from kvtrie.engines._model_dir import checked_model_dir
+from kvtrie.engines._namespace import model_id, rope_id
+from kvtrie.engines._probe import check_model
+from kvtrie.engines._request import Completion, Event, Options, Request, Usage
+from kvtrie.engines._runner import Runner
+from kvtrie.engines._sampling import Sampling
+from kvtrie.engines._scheduler import Job, Scheduler
+from kvtrie.engines._store import BlockCounts, Store
+from kvtrie.engines._text import TextStream
+from kvtrie.layout import KVLayout
+from kvtrie.pool import KVPool
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from os import PathLike
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvtrie.engines._namespace import Salt
+    from kvtrie.engines._request import Prompt, TokenIds
+
+    EventStream = collections.abc.Generator[Event, None, None]
+
+__all__ = ["BlockCounts", "Completion", "Event", "Generator", "Options", "Request", "Usage"]
+
+DEFAULT_MAX_NEW_TOKENS: Final = 256
+
+
+class Generator:
+    """Answers prompts with a causal LM, reusing the KV of every earlier prompt and answer.
+
+    Requests run through ``stream`` (one, event by event), ``generate`` (one, to its end), or
+    ``submit`` and ``step`` (several at once over one pool). A full pool makes new requests wait,
+    and running ones give up their blocks, youngest first; they come back and go on with their
+    tokens.
+
+    One thread at a time may use a generator. The index is its own, and so its requests share KV
+    with each other and with nobody else; a server for several tenants gives each request its
+    tenant's ``salt``.
+
+    Args:
+        model: A causal LM in eval mode, on one device, that keeps its KV through the transformers
+            ``Cache`` interface.
+        tokenizer: Needed for messages and text; without one, prompts are token ids.
+        num_blocks: Blocks of the KV pool.
+        block_size: Tokens of a block.
+        policy: What may be reused; this version offers exact reuse only.
+        salt: Tenant of requests that name none; ``kvtrie.SHARED`` to share on purpose.
+        adapter: Content id of the LoRA adapter that the model carries, if any.
+        seed: Makes sampling repeatable, and the hashes of the index.
+        prefill_chunk: Prompt tokens that one ``step`` computes at most for one request.
+
+    Raises:
+        LayoutError: If the model's KV cannot be held, or is not what its config says.
+        ValueError: If the model is in training mode, or an argument is out of range.
+        MemoryError: If the pool does not fit.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        policy: ReusePolicy = EXACT_ONLY,
+        salt: Salt = "generator",
+        adapter: str | None = None,
+        seed: int = 0,
+        prefill_chunk: int = 2048,
+    ) -> None:
+        if model.training:
+            msg = "Generator: the model is in training mode; call model.eval() first"
+            raise ValueError(msg)
+        if policy.approximate:
+            msg = "Generator: this version reuses exact KV only; pass policy=kvtrie.EXACT_ONLY"
+            raise ValueError(msg)
+        if prefill_chunk < 1:
+            msg = f"Generator: prefill_chunk must be at least 1, not {prefill_chunk}"
+            raise ValueError(msg)
+        layout = KVLayout.from_config(model.config, block_size=block_size, dtype=model.dtype)
+        check_model(model, layout)
+        self._model = model
+        self._tokenizer = tokenizer
+        self._seed = seed
+        embeddings: Any = model.get_input_embeddings()
+        self._vocab_size = int(embeddings.weight.shape[0])
+        self._context_len: int | None = getattr(model.config, "max_position_embeddings", None)
+        self._eos_ids = _eos_ids(model, tokenizer)
+        self._namespace = Namespace(
+            model=model_id(model),
+            kv_dtype=layout.dtype,
+            rope=rope_id(model.config),
+            adapter=adapter,
+            salt=salt,
+        )
+        # The pool first: of the three, it is the one that may not fit.
+        pool = KVPool(layout, num_blocks=num_blocks, device=model.device)
+        self._store = Store(
+            index=RadixIndex(num_blocks, block_size, moved_runs=False, seed=seed),
+            allocator=BlockAllocator(num_blocks),
+            pool=pool,
+        )
+        self._scheduler = Scheduler(self._store, Runner(model, pool), policy, prefill_chunk)
+        self._num_submitted = 0
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | PathLike[str],
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        policy: ReusePolicy = EXACT_ONLY,
+        salt: Salt = "generator",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | str = "auto",
+        seed: int = 0,
+        prefill_chunk: int = 2048,
+    ) -> Generator:
+        """Load a model directory; nothing is downloaded and no code of the directory runs.
+
+        Args:
+            path: A directory with ``config.json``, weights and tokenizer, as ``save_pretrained``
+                writes it.
+            num_blocks: Blocks of the KV pool.
+            block_size: Tokens of a block.
+            policy: What may be reused.
+            salt: Tenant of requests that name none.
+            device: Where model and pool live.
+            dtype: Element type of the weights; ``"auto"`` is what the config says.
+            seed: Makes sampling repeatable.
+            prefill_chunk: Prompt tokens that one ``step`` computes at most for one request.
+
+        Returns:
+            The generator.
+
+        Raises:
+            FileNotFoundError: If there is no such directory, or no ``config.json`` in it.
+            LayoutError: If the model's KV cannot be held.
+        """
+        directory = checked_model_dir(path)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return cls(
+            model.to(device).eval(),
+            tokenizer,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            policy=policy,
+            salt=salt,
+            seed=seed,
+            prefill_chunk=prefill_chunk,
+        )
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model, as it was given."""
+        return self._model
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer, as it was given."""
+        return self._tokenizer
+
+    @property
+    def index(self) -> RadixIndex:
+        """The index: what is cached."""
+        return self._store.index
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        """The free list."""
+        return self._store.allocator
+
+    @property
+    def pool(self) -> KVPool:
+        """The KV itself."""
+        return self._store.pool
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have blocks."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for blocks."""
+        return len(self._scheduler.waiting)
+
+    def block_counts(self) -> BlockCounts:
+        """Who has the blocks, right now."""
+        stats = self.index.stats()
+        return BlockCounts(
+            free=self.allocator.num_free,
+            held=self._scheduler.num_held,
+            indexed=stats.indexed,
+            condemned=stats.condemned,
+            waiting=stats.waiting,
+            total=self.pool.num_blocks,
+        )
+
+    def namespace(self, salt: Salt | None = None) -> Namespace:
+        """The namespace of requests under ``salt`` (by default, the generator's own)."""
+        own = self._namespace
+        if salt is None:
+            return own
+        return Namespace(
+            model=own.model,
+            kv_dtype=own.kv_dtype,
+            rope=own.rope,
+            adapter=own.adapter,
+            salt=salt,
+        )
+
+    def forget(self) -> None:
+        """Drop everything cached; requests under way keep their blocks until they end."""
+        self.allocator.free(self.index.reset())
+        self._store.reclaim()
+
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> TokenIds:
+        """Turn a prompt into token ids as ``submit`` does.
+
+        Args:
+            prompt: Chat messages, text, or token ids (answered as they are).
+            tools: Tool schemas for the chat template.
+            chat_template_kwargs: Further variables for the chat template.
+
+        Returns:
+            Token ids.
+
+        Raises:
+            ValueError: If messages or text are given and there is no tokenizer or chat template.
+        """
+        messages: list[dict[str, Any]] = []
+        if isinstance(prompt, (list, tuple)):
+            messages = [dict(message) for message in prompt if isinstance(message, Mapping)]
+        if not (messages or isinstance(prompt, str)):
+            return cast("TokenIds", prompt)
+        if self._tokenizer is None:
+            msg = "Generator: messages and text need a tokenizer; without one, pass token ids"
+            raise ValueError(msg)
+        if isinstance(prompt, str):
+            return [int(token) for token in self._tokenizer(prompt)["input_ids"]]
+        if len(messages) != len(prompt):
+            msg = "Generator: a list of messages holds messages alone"
+            raise TypeError(msg)
+        if self._tokenizer.chat_template is None:
+            msg = "Generator: the tokenizer has no chat template, so it cannot take messages"
+            raise ValueError(msg)
+        ids: Any = self._tokenizer.apply_chat_template(
+            messages,
+            tools=[dict(tool) for tool in tools] if tools else None,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **dict(chat_template_kwargs or {}),
+        )
+        return [int(token) for token in ids]
+
+    def submit(self, prompt: Prompt, **options: Unpack[Options]) -> Request:
+        """Queue a request; ``step`` runs it.
+
+        Args:
+            prompt: Chat messages, text, or token ids.
+            **options: See ``Options``.
+
+        Returns:
+            The request.
+
+        Raises:
+            OutOfBlocksError: If the pool is too small for this request even when it runs alone.
+            ValueError: If the prompt is empty, too long for the model or not of its vocabulary, or
+                an option is out of range.
+            TypeError: If the prompt is of another type.
+        """
+        job = self._job(prompt, options)
+        self._scheduler.add(job)
+        return job.request
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> EventStream:
+        """Run one request and yield an event for every token.
+
+        Arguments are checked at once, the request starts with the first event that is asked for.
+        Other requests go on meanwhile. Closing the stream (leaving the loop closes it, once nobody
+        holds it) cancels the request.
+
+        Args:
+            prompt: Chat messages, text, or token ids.
+            **options: See ``Options``.
+
+        Returns:
+            The events; what ended the request with an error is raised.
+
+        Raises:
+            OutOfBlocksError: As for ``submit``.
+            ValueError: As for ``submit``.
+            TypeError: As for ``submit``.
+        """
+        return self._stream(self._job(prompt, options))
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """Run one request to its end.
+
+        Args:
+            prompt: Chat messages, text, or token ids.
+            **options: See ``Options``.
+
+        Returns:
+            The whole answer.
+
+        Raises:
+            OutOfBlocksError: As for ``submit``.
+            ValueError: As for ``submit``.
+            TypeError: As for ``submit``.
+        """
+        job = self._job(prompt, options)
+        rows = [event.logits for event in self._stream(job) if event.logits is not None]
+        request = job.request
+        return Completion(
+            tokens=list(request.tokens),
+            text=request.text,
+            usage=request.usage,
+            finish_reason=request.finish_reason or "stop",
+            logits=torch.stack(rows) if rows else None,
+        )
+
+    def step(self) -> list[Event]:
+        """Give every running request one pass through the model, then admit what fits.
+
+        A request whose pass fails ends with ``finish_reason="error"`` and its blocks are given
+        back; the others go on.
+
+        Returns:
+            The events of this step, at most one a request.
+        """
+        return self._scheduler.step()
+
+    def cancel(self, request: Request) -> None:
+        """End a request now, wherever it stands; what it has computed stays reusable.
+
+        Args:
+            request: A request of this generator; one that has ended is left alone.
+        """
+        self._scheduler.cancel(request)
+
+    def _stream(self, job: Job) -> EventStream:
+        request = job.request
+        job.events = deque()
+        self._scheduler.add(job)
+        try:
+            while request.status != "finished" or job.events:
+                if not job.events:
+                    self.step()
+                while job.events:
+                    event = job.events.popleft()
+                    if event.finish_reason != "error":
+                        yield event
+            if request.error is not None:
+                raise request.error
+        finally:
+            self.cancel(request)
+
+    def _job(self, prompt: Prompt, options: Options) -> Job:
+        """Check everything that can be checked before a block is touched."""
+        seq = TokenSequence(
+            self.encode(
+                prompt,
+                tools=options.get("tools"),
+                chat_template_kwargs=options.get("chat_template_kwargs"),
+            ),
+            self.namespace(options.get("salt")),
+        )
+        prompt_len = len(seq)
+        max_new_tokens = operator.index(options.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS))
+        if prompt_len == 0:
+            msg = "Generator: the prompt is empty"
+            raise ValueError(msg)
+        if max_new_tokens < 1:
+            msg = f"Generator: max_new_tokens must be at least 1, not {max_new_tokens}"
+            raise ValueError(msg)
+        largest = int(seq[0:prompt_len].max())
+        if largest >= self._vocab_size:
+            msg = f"Generator: token id {largest} lies outside the vocabulary of {self._vocab_size}"
+            raise ValueError(msg)
+        max_len = prompt_len + max_new_tokens
+        if self._context_len is not None:
+            if prompt_len > self._context_len:
+                msg = f"Generator: {prompt_len} prompt tokens, the model takes {self._context_len}"
+                raise ValueError(msg)
+            # The last token is never run through the model.
+            max_len = min(max_len, self._context_len + 1)
+        self._check_fits(prompt_len, max_len)
+        number = self._num_submitted
+        seed = options.get("seed")
+        rng = torch.Generator()
+        rng.manual_seed(_request_seed(self._seed, number) if seed is None else seed)
+        eos_ids = frozenset() if options.get("ignore_eos") else self._eos_ids
+        job = Job(
+            request=Request(number=number, prompt_len=prompt_len),
+            seq=seq,
+            sampling=Sampling(
+                temperature=options.get("temperature", 0.0),
+                top_k=options.get("top_k"),
+                top_p=options.get("top_p", 1.0),
+            ),
+            rng=rng,
+            text=TextStream(self._tokenizer),
+            stop_ids=eos_ids | frozenset(options.get("stop_token_ids", ())),
+            max_len=max_len,
+            return_logits=options.get("return_logits", False),
+        )
+        self._num_submitted = number + 1
+        return job
+
+    def _check_fits(self, prompt_len: int, max_len: int) -> None:
+        block_size, num_blocks = self.pool.layout.block_size, self.pool.num_blocks
+        needed = -(-(max_len - 1) // block_size)
+        if needed > num_blocks:
+            msg = (
+                f"Generator: {prompt_len} prompt tokens and up to {max_len - prompt_len} new ones "
+                f"need {needed} blocks of {block_size} tokens, the pool has {num_blocks}: raise "
+                "num_blocks or lower max_new_tokens"
+            )
+            raise OutOfBlocksError(msg)
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """What ends an answer: the generation config's ids, else the tokenizer's."""
+    config = getattr(model, "generation_config", None)
+    found = getattr(config, "eos_token_id", None)
+    if found is None and tokenizer is not None:
+        found = tokenizer.eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
+
+
+def _request_seed(seed: int, number: int) -> int:
+    """A seed of its own for every request, the same in every run."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])
