@@ -72,14 +72,15 @@
 mod allocator;
 mod blocks;
 mod check;
+mod cursor;
 mod digest;
 mod error;
 mod hash;
 mod ids;
+mod lease;
 mod lru;
 mod namespace;
 mod node;
-mod pins;
 mod plan;
 mod policy;
 mod siblings;

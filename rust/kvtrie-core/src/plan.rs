@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
+use crate::lease::Lease;
 use crate::node::Node;
-use crate::pins::Lease;
 use crate::policy::ReusePolicy;
 use crate::siblings;
 use crate::slab::Handle;

@@ -64,7 +64,7 @@ impl Kinds {
                     "{call}: the kind of the span {start}..{end} is empty"
                 )));
             }
-            if self.bit(kind).is_none() && !new.contains(&kind) {
+            if start < end && self.bit(kind).is_none() && !new.contains(&kind) {
                 new.push(kind);
             }
             let total = self.0.len() + new.len();

@@ -1,7 +1,7 @@
 //! What an index holds, in numbers.
 
+use crate::lease::Lease;
 use crate::node::Node;
-use crate::pins::Lease;
 use crate::tree::RadixIndex;
 
 /// Counters of one index at one moment.

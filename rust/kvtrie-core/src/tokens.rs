@@ -7,9 +7,9 @@ use std::cmp::Ordering;
 use std::sync::Arc;
 use std::sync::atomic::{self, AtomicU64};
 
+use crate::cursor::Cursor;
 use crate::error::{Error, Result};
 use crate::namespace::Namespace;
-use crate::tree::Cursor;
 
 /// A range of tokens that stands for something else, such as an image.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePolicy, Salt, Source,
-    TokenSequence,
+    BUILT_IN_KINDS, BlockId, Config, InsertOptions, Namespace, PlanOptions, RadixIndex,
+    ReusePolicy, Salt, Source, Span, TokenSequence,
 };
 
 fn index(num_blocks: u64, block_size: usize) -> RadixIndex {
@@ -44,4 +44,18 @@ fn a_block_that_follows_a_discarded_pinned_one_is_pinned_by_the_insert() {
         .unwrap();
     assert_eq!(index.num_evictable(), 0);
     index.check().unwrap();
+}
+
+/// An empty span tagged nothing and took one of the 64 kinds all the same.
+#[test]
+fn an_empty_span_does_not_name_a_kind() {
+    let mut index = index(4, 2);
+    let seq = sequence(&[1, 2]);
+    let span = Span {
+        start: 1,
+        end: 1,
+        kind: "mine".into(),
+    };
+    index.tag(&seq, &[span]).unwrap();
+    assert_eq!(index.kinds().len(), BUILT_IN_KINDS.len());
 }

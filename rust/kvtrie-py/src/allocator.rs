@@ -9,8 +9,9 @@ use crate::buffers::{Arg, block_ids, int};
 use crate::detach::{Cost, Enter};
 use crate::errors::exception;
 use crate::hints::Ids;
-use crate::index::{INDEX, PyRadixIndex};
+use crate::index::PyRadixIndex;
 use crate::output::ids;
+use crate::shared::INDEX;
 
 /// What an allocator's lock guards, for messages.
 const ALLOCATOR: &str = "the allocator";

@@ -16,11 +16,11 @@ use pyo3::types::{PyDict, PyList};
 use crate::buffers::{Arg, Integers, int};
 use crate::detach::{Cost, Enter, Failure};
 use crate::hints::{Counts, ErrorsByItem, Ids, Plans};
-use crate::index::{INDEX, SharedIndex};
 use crate::output::{counts, ids};
 use crate::plan::PyReusePlan;
 use crate::policy::{EXACT_ONLY, PyReusePolicy};
 use crate::sequence::{PyTokenSequence, SEQUENCE};
+use crate::shared::{INDEX, SharedIndex};
 use crate::source::SourceArg;
 
 /// Ids of many items, one after the other.

@@ -17,23 +17,10 @@ use crate::plan::PyReusePlan;
 use crate::policy::{EXACT_ONLY, MIN_RUN, PyReusePolicy};
 use crate::results::{PyInsertResult, PyMatch};
 use crate::sequence::{PyTokenSequence, SEQUENCE};
+use crate::shared::{INDEX, PINS_A_VISIT, SharedIndex};
 use crate::source::SourceArg;
 use crate::span::PySpan;
 use crate::stats::PyIndexStats;
-
-/// Blocks that are pinned or unpinned in the time of one that is looked for.
-pub(crate) const PINS_A_VISIT: usize = 8;
-/// What an index's lock guards, for messages.
-pub(crate) const INDEX: &str = "the index";
-
-/// An index and what never changes about it.
-pub(crate) struct SharedIndex {
-    pub(crate) core: Mutex<RadixIndex>,
-    pub(crate) num_blocks: u64,
-    pub(crate) block_size: usize,
-    seed: u64,
-    hash_bits: u32,
-}
 
 /// A forest of radix trees, one a namespace, that maps token runs to block ids.
 ///

@@ -23,6 +23,7 @@ mod plan;
 mod policy;
 mod results;
 mod sequence;
+mod shared;
 mod source;
 mod span;
 mod stats;

@@ -12,8 +12,8 @@ use crate::buffers::{Arg, block_ids, int, optional_int};
 use crate::detach::{Cost, Enter};
 use crate::errors::StaleHandleError;
 use crate::hints::{Counts, Flags, Ids, Records};
-use crate::index::{INDEX, PINS_A_VISIT, SharedIndex};
 use crate::output::{self, ids, listed, truth};
+use crate::shared::{INDEX, PINS_A_VISIT, SharedIndex};
 
 /// How to build the KV of one prompt; until it is released, what it uses stays.
 ///

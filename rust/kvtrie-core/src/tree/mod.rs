@@ -2,6 +2,7 @@
 
 mod insert;
 mod lookup;
+mod pins;
 mod remove;
 mod tags;
 
@@ -13,15 +14,16 @@ use foldhash::quality::FixedState;
 use hashbrown::{HashMap, HashTable};
 
 use crate::blocks::{BlockTable, Place};
+use crate::cursor::Cursor;
 use crate::error::{Error, Result};
 use crate::hash::EdgeHasher;
 use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex, depth};
+use crate::lease::Lease;
 use crate::lru::{EvictionOrder, Key, NOT_QUEUED};
 use crate::namespace::Namespace;
 use crate::node::{Node, Payload};
-use crate::pins::Lease;
 use crate::siblings;
-use crate::slab::{Handle, Slab};
+use crate::slab::Slab;
 use crate::span::Kinds;
 use crate::tokens::{Item, TokenSequence, View};
 
@@ -65,27 +67,6 @@ pub(crate) struct Tree {
     /// Renewed whenever a block in the middle of a path leaves or is replaced: what cursors and leases know of the
     /// blocks above stands while this does. Never used twice in one index.
     pub(crate) version: u64,
-}
-
-/// Where a sequence was last found: its first `present` blocks are a path that ends in `node` or above.
-#[derive(Clone, Debug)]
-pub(crate) struct Cursor {
-    index: u64,
-    node: Handle,
-    trims: u32,
-    version: u64,
-    present: Depth,
-    /// Blocks from the root that are exact; at most `present`.
-    exact: Depth,
-    block_size: usize,
-}
-
-impl Cursor {
-    /// The sequence ends at `len` tokens from here on.
-    pub(crate) fn truncate(&mut self, len: usize) {
-        self.present = self.present.min(depth(len / self.block_size));
-        self.exact = self.exact.min(self.present);
-    }
 }
 
 /// A place in a tree: `depth` blocks from the root, `node` being the edge that holds the last of them.

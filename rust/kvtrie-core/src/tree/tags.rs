@@ -64,6 +64,7 @@ impl RadixIndex {
     pub(crate) fn add_tags(&mut self, seq: &TokenSequence, spans: &[Span]) {
         let masks: Vec<(usize, usize, u64)> = spans
             .iter()
+            .filter(|span| span.start < span.end)
             .map(|span| (span.start, span.end, self.kinds.intern(&span.kind)))
             .collect();
         let Some(end) = self.whole_path(seq).filter(|_| !masks.is_empty()) else {

@@ -315,7 +315,7 @@ impl Pair {
                 }];
                 let tagged = self.index.tag(&self.live[*seq].1, &spans);
                 prop_assert_eq!(tagged.is_err(), start > end);
-                if start <= end {
+                if start < end {
                     let bit = self
                         .index
                         .kinds()
