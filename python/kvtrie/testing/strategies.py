@@ -1,0 +1,220 @@
+"""Hypothesis strategies for what an index is fed with.
+
+Random token ids never share a prefix, so that a property test on them tests next to nothing. What
+is made here shares prefixes all the time: small alphabets, edits of earlier prompts, few blocks.
+
+`hypothesis` is not a dependency of kvtrie; importing this module needs it.
+
+Example:
+    >>> from hypothesis import given
+    >>> from kvtrie.testing import strategies as kv
+    >>> @given(kv.families(), kv.block_sizes())
+    ... def test_my_engine(prompts, block_size): ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hypothesis import strategies as st
+
+import kvtrie
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "NAMESPACES",
+    "Prompt",
+    "block_sizes",
+    "edits",
+    "families",
+    "items",
+    "namespaces",
+    "pool_sizes",
+    "prompts",
+    "sources",
+    "spans",
+    "token_ids",
+]
+
+NAMESPACES: tuple[kvtrie.Namespace, ...] = (
+    kvtrie.Namespace(model="model", salt=kvtrie.SHARED),
+    kvtrie.Namespace(model="model", salt="tenant"),
+    kvtrie.Namespace(model="model", adapter="adapter", salt="tenant"),
+)
+"""Three walls: two differ by the salt, two by the adapter."""
+
+LARGEST_TOKEN = 2**32 - 1
+LARGEST_BLOCK_SIZE = 4096
+KINDS = ("system", "user", "reasoning", "answer", "mine", "yours")
+DIGESTS = (b"a", b"b", b"a longer digest of an image")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a sequence is made of, as plain values.
+
+    Attributes:
+        ids: Token ids.
+        namespace: Where the sequence lives.
+        items: Ranges that stand for something else.
+    """
+
+    ids: tuple[int, ...]
+    namespace: kvtrie.Namespace
+    items: tuple[kvtrie.Item, ...] = ()
+
+    def sequence(self) -> kvtrie.TokenSequence:
+        """A fresh `kvtrie.TokenSequence`."""
+        return kvtrie.TokenSequence(list(self.ids), self.namespace, items=self.items)
+
+
+def namespaces() -> st.SearchStrategy[kvtrie.Namespace]:
+    """One of three namespaces."""
+    return st.sampled_from(NAMESPACES)
+
+
+def block_sizes() -> st.SearchStrategy[int]:
+    """Mostly 1 to 8, sometimes 16 and 17 (not only powers of two), rarely the largest, 4096."""
+    small = st.integers(1, 8)
+    return st.one_of(small, small, small, st.sampled_from([16, 17, LARGEST_BLOCK_SIZE]))
+
+
+def pool_sizes(largest: int = 32) -> st.SearchStrategy[int]:
+    """How many blocks there are: few, so that eviction happens.
+
+    Args:
+        largest: At most so many.
+    """
+    return st.integers(1, largest)
+
+
+def token_ids(alphabet: int = 3) -> st.SearchStrategy[int]:
+    """A token id out of a small alphabet, the largest id there is among them.
+
+    Args:
+        alphabet: How many ids there are.
+    """
+    return st.sampled_from([LARGEST_TOKEN, *range(alphabet - 1)])
+
+
+@st.composite
+def items(draw: st.DrawFn, start: int, end: int) -> tuple[kvtrie.Item, ...]:
+    """At most two items within `[start, end)`, mostly none.
+
+    Args:
+        draw: Given by hypothesis.
+        start: The first position allowed.
+        end: The end of the last.
+    """
+    found: list[kvtrie.Item] = []
+    while start < end and len(found) < 2 and draw(st.integers(0, 3)) == 0:
+        first = draw(st.integers(start, end - 1))
+        last = draw(st.integers(first + 1, end))
+        found.append(kvtrie.Item(first, last, draw(st.sampled_from(DIGESTS))))
+        start = last
+    return tuple(found)
+
+
+@st.composite
+def prompts(
+    draw: st.DrawFn, *, max_tokens: int = 24, alphabet: int = 3, with_items: bool = True
+) -> Prompt:
+    """A prompt of its own.
+
+    Args:
+        draw: Given by hypothesis.
+        max_tokens: At most so long; empty prompts are valid and come up.
+        alphabet: How many token ids there are.
+        with_items: Whether items come up.
+    """
+    ids = draw(st.lists(token_ids(alphabet), max_size=max_tokens))
+    found = draw(items(0, len(ids))) if with_items else ()
+    return Prompt(tuple(ids), draw(namespaces()), found)
+
+
+@st.composite
+def edits(draw: st.DrawFn, prompt: Prompt, *, max_tokens: int = 24, alphabet: int = 3) -> Prompt:
+    """A prompt that differs from an earlier one by an edit, as histories do.
+
+    Tokens are appended, cut off the end, replaced, or taken out of or put into the middle; now and
+    then the same tokens come in another namespace, or with another item over them.
+
+    Args:
+        draw: Given by hypothesis.
+        prompt: The earlier one.
+        max_tokens: At most so long.
+        alphabet: How many token ids there are.
+    """
+    ids, namespace, kept = list(prompt.ids), prompt.namespace, prompt.items
+    kind = draw(st.sampled_from(["append", "append", "cut", "middle", "middle", "wall", "item"]))
+    at = len(ids)
+    if kind == "append":
+        ids += draw(st.lists(token_ids(alphabet), max_size=8))
+    elif kind == "cut":
+        at = draw(st.integers(0, len(ids)))
+        del ids[at:]
+    elif kind == "middle":
+        at = draw(st.integers(0, len(ids)))
+        end = draw(st.integers(at, min(len(ids), at + 4)))
+        ids[at:end] = draw(st.lists(token_ids(alphabet), max_size=4))
+    elif kind == "wall":
+        namespace = draw(namespaces())
+    else:
+        at = draw(st.integers(0, len(ids)))
+    ids = ids[:max_tokens]
+    at = min(at, len(ids))
+    kept = tuple(item for item in kept if item.end <= at)
+    if kind in {"append", "item"}:
+        kept += draw(items(at, len(ids)))
+    return Prompt(tuple(ids), namespace, kept)
+
+
+@st.composite
+def families(
+    draw: st.DrawFn, *, max_prompts: int = 8, max_tokens: int = 24, alphabet: int = 3
+) -> list[Prompt]:
+    """Prompts of which each is new or an edit of an earlier one: a tree with many branches.
+
+    Args:
+        draw: Given by hypothesis.
+        max_prompts: At most so many, at least one.
+        max_tokens: Each at most so long.
+        alphabet: How many token ids there are.
+    """
+    family = [draw(prompts(max_tokens=max_tokens, alphabet=alphabet))]
+    for _ in range(draw(st.integers(0, max_prompts - 1))):
+        earlier = draw(st.sampled_from(family))
+        family.append(draw(edits(earlier, max_tokens=max_tokens, alphabet=alphabet)))
+    return family
+
+
+def sources(max_tokens: int = 24) -> st.SearchStrategy[object]:
+    """Where KV came from, plans aside.
+
+    Args:
+        max_tokens: `exact_until` goes up to here.
+    """
+    imported = st.builds(
+        kvtrie.Imported, exact_until=st.integers(0, max_tokens), hops=st.integers(0, 3)
+    )
+    return st.one_of(st.just(kvtrie.COMPUTED), imported)
+
+
+@st.composite
+def spans(draw: st.DrawFn, length: int, *, kinds: Sequence[str] = KINDS) -> list[kvtrie.Span]:
+    """At most three spans within a sequence; they may overlap and may be empty.
+
+    Args:
+        draw: Given by hypothesis.
+        length: The length of the sequence.
+        kinds: Names to choose from.
+    """
+    found = []
+    for _ in range(draw(st.integers(0, 3))):
+        start = draw(st.integers(0, length))
+        end = draw(st.integers(start, length))
+        found.append(kvtrie.Span(start, end, draw(st.sampled_from(kinds))))
+    return found

@@ -1,0 +1,176 @@
+"""Many operations of the index against the model, with their distribution.
+
+    python -m tests.property.soak --operations 1000000
+
+Each episode is an index of a random size with a random sequence of calls, every result compared
+with the model, drained at its end. A mismatch prints the episode that shows it; run it alone with
+`--first N --episodes 1`. The exit status is 1 when there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import multiprocessing
+import sys
+import time
+from dataclasses import dataclass, field
+from random import Random
+
+from tests.property.twin import MismatchError, Twin
+
+SHAPES = (
+    "depth",
+    "branches",
+    "fan",
+    "indexed",
+    "pinned",
+    "condemned",
+    "waiting",
+    "evictable",
+    "approximate",
+    "holes",
+    "live_plans",
+)
+SAMPLE_EVERY = 8
+SHARES = (0.5, 0.9, 0.99, 1.0)
+
+
+@dataclass
+class Report:
+    """What some episodes did."""
+
+    counts: collections.Counter[str] = field(default_factory=collections.Counter)
+    shapes: dict[str, collections.Counter[int]] = field(
+        default_factory=lambda: {name: collections.Counter() for name in SHAPES}
+    )
+    mismatches: list[str] = field(default_factory=list)
+
+    def add(self, other: Report) -> None:
+        """Take over another's figures."""
+        self.counts += other.counts
+        for name in SHAPES:
+            self.shapes[name] += other.shapes[name]
+        self.mismatches += other.mismatches
+
+
+def episode(number: int, hash_bits: int | None, steps: int) -> Report:
+    """One index from empty to drained."""
+    rng = Random(number)
+    report = Report()
+    # One in eight has few blocks, small ones, and deep holes: the bound on holes is met there.
+    hollow = rng.random() < 1 / 8
+    block_size = 1 if hollow else rng.choice([1, 1, 2, 2, 3, 4, 5, 7, 8])
+    twin = Twin(
+        rng,
+        num_blocks=rng.randint(2, 8) if hollow else rng.choice([2, 4, 8, 12, 16, 24, 32]),
+        block_size=block_size,
+        hash_bits=rng.choice([0, 4, 8, 64]) if hash_bits is None else hash_bits,
+        seed=rng.getrandbits(64),
+        mirror=number % 4 == 0,
+        alphabet=3 if hollow else rng.choice([1, 2, 2, 3]),
+        max_tokens=min(64, block_size * rng.choice([4, 8, 16, 32])),
+        holes=3.0 if hollow else 0.2,
+    )
+    try:
+        for i in range(steps):
+            twin.step()
+            if i % SAMPLE_EVERY == 0:
+                for name, value in twin.shape().items():
+                    if name in SHAPES:
+                        report.shapes[name][value] += 1
+        twin.drain()
+        report.counts["episodes drained, no block lost"] += 1
+    except MismatchError as error:
+        report.mismatches.append(f"episode {number}: {error}")
+        twin.abandon()
+    except BaseException as error:  # a panic of the extension is a finding as well
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        report.mismatches.append(f"episode {number}: {type(error).__name__}: {error}")
+        twin.abandon()
+    report.counts += twin.counts
+    report.counts["episodes"] += 1
+    return report
+
+
+def _worker(task: tuple[int, int | None, int]) -> Report:
+    return episode(*task)
+
+
+def run(
+    operations: int,
+    *,
+    first: int = 0,
+    episodes: int | None = None,
+    hash_bits: int | None = None,
+    steps: int = 400,
+    jobs: int = 1,
+) -> Report:
+    """Run episodes until so many operations were compared.
+
+    Args:
+        operations: How many.
+        first: The number of the first episode: its seed.
+        episodes: So many episodes instead.
+        hash_bits: Every internal hash cut to so many bits; None takes turns.
+        steps: Calls an episode.
+        jobs: Processes.
+    """
+    total = Report()
+    count = episodes if episodes is not None else operations // steps + 1
+    tasks = [(first + i, hash_bits, steps) for i in range(count)]
+    if jobs == 1:
+        for task in tasks:
+            total.add(_worker(task))
+        return total
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for report in pool.imap_unordered(_worker, tasks, chunksize=8):
+            total.add(report)
+    return total
+
+
+def describe(report: Report, seconds: float) -> str:
+    """The figures of a run as text."""
+    calls, episodes = report.counts["calls"], report.counts["episodes"]
+    lines = [
+        f"{calls} operations compared in {episodes} episodes, {seconds:.0f} s",
+        f"{len(report.mismatches)} mismatches",
+        "",
+        f"{'at a moment':<24}" + "".join(f"{f'p{share * 100:g}':>8}" for share in SHARES),
+    ]
+    for name in SHAPES:
+        values = sorted(report.shapes[name].elements())
+        at = [values[max(0, round(share * len(values)) - 1)] if values else 0 for share in SHARES]
+        lines.append(f"  {name:<22}" + "".join(f"{value:>8}" for value in at))
+    lines += ["", "in all"]
+    lines += [f"  {name:<32}{count:>10}" for name, count in sorted(report.counts.items())]
+    lines += ["", *report.mismatches[:3]]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--operations", type=int, default=1_000_000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first episode")
+    parser.add_argument("--episodes", type=int, default=None, help="so many episodes instead")
+    parser.add_argument("--hash-bits", type=int, default=None, help="0, 4, 8 or 64; else in turns")
+    parser.add_argument("--steps", type=int, default=400, help="calls an episode")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    report = run(
+        args.operations,
+        first=args.first,
+        episodes=args.episodes,
+        hash_bits=args.hash_bits,
+        steps=args.steps,
+        jobs=args.jobs,
+    )
+    sys.stdout.write(describe(report, time.perf_counter() - began) + "\n")
+    return 1 if report.mismatches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The index against its model, driven by hypothesis: every answer and count, at every step."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from tests.property.soak import describe, run
+from tests.property.twin import Pair, Twin
+
+from kvtrie.testing import strategies as kv
+from kvtrie.testing.model import ModelSequence
+
+RANDOMS = st.randoms(use_true_random=False)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Calls of one index, its mirror and its model; `Twin` makes and compares them."""
+
+    hash_bits = 64
+    twin: Twin
+
+    @initialize(
+        rng=RANDOMS,
+        num_blocks=kv.pool_sizes(),
+        block_size=kv.block_sizes(),
+        family=kv.families(),
+        seed=st.integers(0, 2**64 - 1),
+    )
+    def make(
+        self, rng: Random, num_blocks: int, block_size: int, family: list[kv.Prompt], seed: int
+    ) -> None:
+        """An empty index and the first sequences."""
+        self.twin = Twin(
+            rng,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            hash_bits=self.hash_bits,
+            seed=seed,
+            max_tokens=max(24, 2 * block_size) if block_size <= 32 else 2 * block_size,
+        )
+        for prompt in family:
+            # Made long enough to fill blocks of the larger sizes.
+            times = 1 if block_size <= 8 else block_size // 8 + 1
+            ids = list(prompt.ids) * times
+            model = ModelSequence(ids, prompt.namespace, prompt.items)
+            pair = Pair.of(model)
+            self.twin.pairs.append(pair)
+
+    def go(self, rng: Random, call: str) -> None:
+        """One call and everything compared."""
+        self.twin.rng = rng
+        getattr(self.twin, call)()
+        self.twin.verify()
+
+    def teardown(self) -> None:
+        """No block is lost."""
+        if hasattr(self, "twin"):
+            try:
+                self.twin.rng = Random(0)
+                self.twin.drain()
+            finally:
+                self.twin.abandon()
+
+    @rule(rng=RANDOMS, call=st.sampled_from([name for name, _ in Twin.CALLS]))
+    def any_call(self, rng: Random, call: str) -> None:
+        """Any call, all of them alike."""
+        self.go(rng, call)
+
+    @rule(rng=RANDOMS)
+    def insert(self, rng: Random) -> None:
+        """Fill the tree."""
+        self.go(rng, "insert")
+
+    @rule(rng=RANDOMS)
+    def plan(self, rng: Random) -> None:
+        """Pin something."""
+        self.go(rng, "plan")
+
+    @rule(rng=RANDOMS, call=st.sampled_from(["hollow", "discard", "drop", "reset"]))
+    def remove(self, rng: Random, call: str) -> None:
+        """Take something out."""
+        self.go(rng, call)
+
+
+@pytest.mark.parametrize("hash_bits", [64, 8, 4, 0])
+def test_index_agrees_with_model(hash_bits: int) -> None:
+    class Machine(IndexMachine):
+        pass
+
+    Machine.hash_bits = hash_bits
+    profile = settings()
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            profile,
+            max_examples=profile.max_examples,
+            stateful_step_count=40,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("hash_bits", [64, 8, 4, 0])
+def test_index_agrees_with_model_at_random(hash_bits: int) -> None:
+    report = run(20_000, first=1_000_000 + 1_000 * hash_bits, hash_bits=hash_bits)
+    assert not report.mismatches, describe(report, 0.0)
+    assert report.counts["episodes drained, no block lost"] == report.counts["episodes"]

@@ -1,0 +1,885 @@
+"""An index and the model of it, fed the same calls, every answer compared.
+
+`Twin` drives `kvtrie.RadixIndex`, a second `RadixIndex` with the same seed (the mirror: same calls,
+same digest) and `kvtrie.testing.model.ModelIndex`. What is called and with which arguments comes
+from a `random.Random`, or from hypothesis's `randoms()`, which shrinks.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import kvtrie
+from kvtrie.testing.model import ModelIndex, ModelPlan, ModelSequence
+from kvtrie.testing.strategies import DIGESTS, KINDS, NAMESPACES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from random import Random
+
+STATS = (
+    "indexed",
+    "condemned",
+    "waiting",
+    "pinned",
+    "evictable",
+    "approximate",
+    "holes",
+    "live_plans",
+    "clock",
+    "unknown_discards",
+)
+REFUSED = (kvtrie.KvTrieError, TypeError, ValueError)
+MAX_SEQUENCES = 10
+MAX_PLANS = 6
+
+
+class MismatchError(AssertionError):
+    """The index and the model gave different answers."""
+
+
+@dataclass
+class Pair:
+    """A live sequence, extended and truncated in place, on both sides."""
+
+    real: kvtrie.TokenSequence
+    mirror: kvtrie.TokenSequence
+    model: ModelSequence
+
+    @classmethod
+    def of(cls, model: ModelSequence, *, shared: bool = True, form: Any = list) -> Pair:
+        """A live sequence made of the model's.
+
+        Args:
+            model: The model's.
+            shared: One sequence for both indexes, which then forget each other's progress in it.
+            form: What the ids are given as.
+        """
+        ids = [int(token) for token in model[0 : len(model)]]
+        given = np.array(ids, dtype=np.int64) if form is np.array else form(ids)
+        real = kvtrie.TokenSequence(given, model.namespace, items=model.items)
+        other = kvtrie.TokenSequence(given, model.namespace, items=model.items)
+        return cls(real, real if shared else other, model)
+
+    def each(self) -> list[Any]:
+        """All sides, one that is shared once."""
+        shared = self.mirror is self.real
+        return [self.real, self.model] if shared else [self.real, self.mirror, self.model]
+
+    def fresh(self) -> kvtrie.TokenSequence:
+        """The same sequence without what a live one remembers."""
+        return Pair.of(self.model).real
+
+
+@dataclass
+class Plans:
+    """One plan on all sides, and the sequence it was made for."""
+
+    real: kvtrie.ReusePlan
+    mirror: kvtrie.ReusePlan | None
+    model: ModelPlan
+    pair: Pair
+    used: bool = False
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as lists with their dtype, so that results can be compared and shown."""
+    if isinstance(value, np.ndarray):
+        names = value.dtype.names
+        kind = value.dtype.str if names is None else str(names)
+        return (kind, value.shape, value.tolist())
+    return value
+
+
+MATCH = ("num_tokens", "blocks")
+INSERTED = ("blocks", "num_exact", "duplicates", "surplus", "freed")
+MATCHES = ("num_tokens", "blocks", "offsets")
+PLANS = ("blocks", "offsets", "num_new_blocks")
+INSERTS = (
+    "blocks",
+    "offsets",
+    "num_exact",
+    "duplicates",
+    "duplicate_offsets",
+    "surplus",
+    "surplus_offsets",
+    "freed",
+    "freed_offsets",
+)
+PLAN = (
+    "blocks",
+    "num_new_blocks",
+    "num_exact",
+    "num_approximate",
+    "num_compute",
+    "gaps",
+    "segments",
+    "source_blocks",
+    "candidates_dropped",
+    "released",
+    "pinned",
+)
+
+
+def pick(result: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The attributes of a result, comparable."""
+    return {name: _plain(getattr(result, name)) for name in names}
+
+
+def errors_of(result: Any) -> dict[int, str]:
+    """The errors of a batch, by place and type."""
+    return {int(i): type(error).__name__ for i, error in result.errors.items()}
+
+
+class Twin:
+    """The index under test, its mirror and the model, with the blocks that the caller holds."""
+
+    def __init__(
+        self,
+        rng: Random,
+        *,
+        num_blocks: int,
+        block_size: int,
+        hash_bits: int = 64,
+        seed: int = 0,
+        mirror: bool = True,
+        alphabet: int = 2,
+        max_tokens: int = 24,
+        holes: float = 0.2,
+    ) -> None:
+        self.rng = rng
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.alphabet = alphabet
+        self.max_tokens = max_tokens
+        self.holes = holes
+        self.real, twin = (
+            kvtrie.RadixIndex(num_blocks, block_size, seed=seed, hash_bits=hash_bits)
+            for _ in range(2)
+        )
+        self.mirror = twin if mirror else None
+        self.model = ModelIndex(num_blocks, block_size)
+        self.held = set(range(num_blocks))
+        self.pairs: list[Pair] = []
+        self.plans: list[Plans] = []
+        self.stale: list[Plans] = []
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.log: list[str] = []
+
+    # --- comparing --------------------------------------------------------------------------------
+
+    def fail(self, what: str, real: object, model: object) -> None:
+        """Raise with both answers and the last calls."""
+        recent = "\n  ".join(self.log[-12:])
+        message = f"{what}:\n  index {real}\n  model {model}\nafter\n  {recent}"
+        raise MismatchError(message)
+
+    def same(self, what: str, real: object, model: object) -> None:
+        """Raise unless both answers are the same."""
+        if real != model:
+            self.fail(what, real, model)
+
+    def both(
+        self, what: str, call: Callable[[Any, str], Any], names: Sequence[str] | None
+    ) -> tuple[Any, Any, Any] | None:
+        """Make a call on all sides; the results, or None where it was refused on all.
+
+        Args:
+            what: The call, for messages.
+            call: Given a side and its name, makes the call there.
+            names: The attributes to compare; None compares the results themselves.
+        """
+        self.log.append(what)
+        self.counts["calls"] += 1
+        before = self.real.digest()
+        stats = self.stats(self.real)
+        indexed = {entry.block for entry in self.model._entries.values()}
+        real, real_error = _try(call, self.real, "real")
+        model, model_error = _try(call, self.model, "model")
+        self.same(f"{what} raised", real_error, model_error)
+        mirror = None
+        if self.mirror is not None:
+            mirror, mirror_error = _try(call, self.mirror, "mirror")
+            self.same(f"{what} raised on the mirror", mirror_error, real_error)
+        if real_error is not None:
+            self.counts["errors"] += 1
+            self.counts[f"error {real_error}"] += 1
+            self.same(f"digest after refused {what}", self.real.digest(), before)
+            self.same(f"stats after refused {what}", self.stats(self.real), stats)
+            return None
+        self.counts["left by the bound on holes"] += len(indexed & set(self.model._waiting))
+        if names is None:
+            self.same(what, _plain(real), _plain(model))
+        else:
+            self.same(what, pick(real, names), pick(model, names))
+        return real, mirror, model
+
+    def stats(self, index: Any) -> dict[str, int]:
+        """The counts that both sides know."""
+        stats = index.stats()
+        return {name: getattr(stats, name) for name in STATS}
+
+    def verify(self) -> None:
+        """Everything that can be compared without changing anything."""
+        stats = self.stats(self.real)
+        self.same("stats", stats, self.stats(self.model))
+        self.same("num_evictable", self.real.num_evictable, self.model.num_evictable)
+        self.same("num_evictable of stats", self.real.num_evictable, stats["evictable"])
+        self.real.check()
+        if self.mirror is not None:
+            self.same("digest of the mirror", self.real.digest(), self.mirror.digest())
+        owned = stats["indexed"] + stats["condemned"] + stats["waiting"]
+        self.same("conservation", len(self.held) + owned, self.num_blocks)
+
+    def give(self, what: str, ids: Any) -> None:
+        """The caller holds these ids from now on."""
+        got = [int(block) for block in ids]
+        self.same(f"{what} hands out what is held", self.held & set(got), set())
+        self.same(f"{what} hands out an id twice", len(set(got)), len(got))
+        self.held |= set(got)
+
+    def order(self, key: Any) -> int:
+        """A stable order of the model's entries."""
+        return self.model._entries[key].block
+
+    # --- choosing ---------------------------------------------------------------------------------
+
+    def chance(self, share: float) -> bool:
+        """True in so many cases."""
+        return self.rng.random() < share
+
+    def tokens(self, most: int) -> list[int]:
+        """Some token ids of the small alphabet; runs of one token come up."""
+        count = self.rng.randint(0, most)
+        if self.chance(0.2):
+            return [self.rng.randrange(self.alphabet)] * count
+        ids = [self.rng.randrange(self.alphabet) for _ in range(count)]
+        return [2**32 - 1 if self.alphabet == token + 1 else token for token in ids]
+
+    def items(self, start: int, end: int) -> list[kvtrie.Item]:
+        """Sometimes an item within a range."""
+        if start >= end or not self.chance(0.15):
+            return []
+        first = self.rng.randint(start, end - 1)
+        return [kvtrie.Item(first, self.rng.randint(first + 1, end), self.rng.choice(DIGESTS))]
+
+    def pair(self) -> Pair:
+        """A live sequence."""
+        if not self.pairs:
+            self.new_sequence()
+        return self.rng.choice(self.pairs)
+
+    def seq(self, pair: Pair, side: str, *, fresh: bool) -> Any:
+        """A sequence for one side."""
+        if side == "model":
+            return pair.model
+        return pair.fresh() if fresh else getattr(pair, side)
+
+    def spans(self, length: int) -> list[kvtrie.Span]:
+        """A few spans, rarely one that leaves the sequence."""
+        found = []
+        for _ in range(self.rng.randint(0, 2)):
+            start = self.rng.randint(0, length)
+            end = self.rng.randint(start, length)
+            end += length - end + 1 if self.chance(0.02) else 0
+            kinds = KINDS if start < end else ("user", "answer")
+            found.append(kvtrie.Span(start, end, self.rng.choice(kinds)))
+        return found
+
+    def start(self, length: int) -> int:
+        """A start, mostly 0, mostly valid."""
+        if self.chance(0.6):
+            return 0
+        if self.chance(0.03):
+            return self.rng.randint(-1, length + self.block_size)
+        return self.rng.randint(0, length // self.block_size) * self.block_size
+
+    def block_for(self, pair: Pair, position: int, used: set[int]) -> int | None:
+        """An id to offer at a place: what is there, a held one, rarely a wrong one, or None."""
+        model = self.model
+        path = model._path(pair.model.namespace, pair.model.tokens)
+        entry = model._entries.get(path[position]) if position < len(path) else None
+        roll = self.rng.random()
+        if entry is not None and roll < 0.6:
+            return entry.block
+        owned = [*model._condemned, *model._waiting]
+        if owned and roll > 0.95:
+            return self.rng.choice(sorted(owned))
+        if roll > 0.997 and model._entries:
+            return self.rng.choice(sorted(other.block for other in model._entries.values()))
+        if roll > 0.994 and used:
+            return self.rng.choice(sorted(used))
+        free = sorted(self.held - used)
+        if free:
+            return self.rng.choice(free)
+        return None if entry is None else entry.block
+
+    def offer(self, pair: Pair, source: Plans | object) -> tuple[int, int, list[int]]:
+        """`num_computed`, `start` and blocks for an insert."""
+        length, size = len(pair.model), self.block_size
+        if len(self.held) * size < length and self.chance(0.5):
+            self.evict()
+        computed = length if self.chance(0.7) else self.rng.randint(0, length)
+        if self.chance(0.01):
+            computed = self.rng.choice([-1, length + 1])
+        start = self.start(length)
+        if isinstance(source, Plans) and self.chance(0.3):
+            start = min(len(source.model.blocks) * size, length // size * size)
+        first = max(0, start) // size
+        count = max(0, computed // size - first)
+        if self.chance(0.3):
+            count += self.rng.randint(1, 2)
+        if self.chance(0.01):
+            count = max(0, count - self.rng.randint(1, 2))
+        used: set[int] = set()
+        blocks: list[int] = []
+        for position in range(first, first + count):
+            block = self.block_for(pair, position, used)
+            if block is None:
+                computed = min(computed, position * size)
+                break
+            blocks.append(block)
+            used.add(block)
+        return computed, start, blocks
+
+    def source(self) -> tuple[Plans | object, Pair]:
+        """A source and a sequence for it."""
+        roll = self.rng.random()
+        if self.plans and roll < 0.5:
+            plans = self.rng.choice(self.plans)
+            return plans, (plans.pair if self.chance(0.99) else self.pair())
+        if self.stale and roll > 0.995:
+            plans = self.rng.choice(self.stale)
+            return plans, plans.pair
+        if roll < 0.75:
+            return kvtrie.COMPUTED, self.pair()
+        pair = self.pair()
+        exact_until = self.rng.randint(0, len(pair.model) + 1)
+        return kvtrie.Imported(exact_until=exact_until, hops=self.rng.randint(0, 3)), pair
+
+    @staticmethod
+    def source_of(source: Plans | object, side: str) -> Any:
+        """The source for one side."""
+        return getattr(source, side) if isinstance(source, Plans) else source
+
+    # --- sequences --------------------------------------------------------------------------------
+
+    def new_sequence(self) -> None:
+        """A new sequence: of its own, or an edit of another."""
+        if len(self.pairs) >= MAX_SEQUENCES:
+            self.pairs.pop(self.rng.randrange(len(self.pairs)))
+        if self.pairs and self.chance(0.8):
+            other = self.rng.choice(self.pairs).model
+            ids = [int(token) for token in other[0 : len(other)]]
+            namespace, items = other.namespace, list(other.items)
+            at = self.rng.randint(0, len(ids))
+            end = min(len(ids), at + self.rng.randint(0, 3))
+            ids[at:end] = self.tokens(3)
+            items = [item for item in items if item.end <= at]
+            if self.chance(0.05):
+                namespace = self.rng.choice(NAMESPACES)
+        else:
+            ids, items, namespace, at = self.tokens(self.max_tokens), [], NAMESPACES[0], 0
+            if self.chance(0.2):
+                namespace = self.rng.choice(NAMESPACES)
+        ids = ids[: self.max_tokens]
+        items = [item for item in items if item.end <= len(ids)]
+        items += self.items(min(at, len(ids)), len(ids))
+        self.log.append(f"sequence {ids} {namespace.salt} {items}")
+        form, shared = self.rng.choice([list, tuple, np.array]), self.chance(0.3)
+        model = ModelSequence(ids, namespace, tuple(items))
+        self.pairs.append(Pair.of(model, shared=shared, form=form))
+
+    def extend(self) -> None:
+        """Grow a sequence, or start anew where it is long."""
+        pair = self.pair()
+        length = len(pair.model)
+        if length >= self.max_tokens:
+            self.new_sequence()
+            return
+        ids = self.tokens(min(self.max_tokens - length, 3 * self.block_size))
+        items = self.items(length, length + len(ids))
+        self.log.append(f"extend by {ids} {items}")
+        for seq in pair.each():
+            seq.extend(ids, items=tuple(items))
+        self.same_sequence(pair)
+
+    def truncate(self) -> None:
+        """Cut a sequence."""
+        pair = self.pair()
+        n = self.rng.randint(0, len(pair.model))
+        self.log.append(f"truncate to {n}")
+        for seq in pair.each():
+            seq.truncate(n)
+        self.same_sequence(pair)
+
+    def same_sequence(self, pair: Pair) -> None:
+        """Ids and items are the same on both sides."""
+        real, model = pair.real, pair.model
+        self.same("len(seq)", len(real), len(model))
+        self.same("seq[:]", real[0 : len(real)].tolist(), model[0 : len(model)].tolist())
+        self.same(
+            "seq.items",
+            [(item.start, item.end, item.digest) for item in real.items],
+            [(item.start, item.end, item.digest) for item in model.items],
+        )
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def lookup(self) -> None:
+        """One lookup."""
+        pair, fresh = self.pair(), self.chance(0.5)
+        args = self.lookup_args(pair)
+        found = self.both(
+            f"lookup({pair.model.tokens}, {args})",
+            lambda index, side: index.lookup(self.seq(pair, side, fresh=fresh), **args),
+            MATCH,
+        )
+        if found:
+            self.counts["matched tokens"] += found[0].num_tokens
+            self.counts["hits"] += found[0].num_tokens > 0
+
+    def lookup_args(self, pair: Pair) -> dict[str, Any]:
+        """Arguments of a lookup."""
+        keep_last = self.rng.choice([0, 0, 1, 2, self.max_tokens + 1])
+        return {
+            "keep_last": -1 if self.chance(0.005) else keep_last,
+            "touch": self.chance(0.7),
+            "start": self.start(len(pair.model)),
+        }
+
+    def plan(self) -> None:
+        """One plan."""
+        pair, fresh, pin = self.pair(), self.chance(0.3), self.chance(0.8)
+        keep_last = self.rng.choice([1, 1, 1, 0, 3])
+        policy = kvtrie.EXACT_ONLY
+        if self.chance(0.2):
+            policy = kvtrie.ReusePolicy(approximate=self.chance(0.1), partial_blocks=False)
+        made = self.both(
+            f"plan({pair.model.tokens}, keep_last={keep_last}, pin={pin}, {policy})",
+            lambda index, side: index.plan(
+                self.seq(pair, side, fresh=fresh), policy, keep_last=keep_last, pin=pin
+            ),
+            PLAN,
+        )
+        if made:
+            self.add_plans(Plans(*made, pair))
+        while len(self.plans) > MAX_PLANS:
+            self.release()
+
+    def add_plans(self, plans: Plans) -> None:
+        """Keep a plan, its copy list compared."""
+        self.plans.append(plans)
+        model = plans.model
+        self.counts["plans"] += 1
+        self.counts["copies"] += len(model.source_blocks)
+        for _ in range(2):
+            # Mostly a table of other blocks, sometimes one that would overwrite what is read.
+            used = {*model.blocks.tolist(), *model.source_blocks.tolist()}
+            other = [block for block in range(self.num_blocks) if block not in used]
+            count = model.num_new_blocks + self.rng.choice([0, 0, 0, 1, -1])
+            if len(other) < count or self.chance(0.1):
+                other = [self.rng.randrange(self.num_blocks) for _ in range(max(1, count))]
+            table = [*model.blocks.tolist(), *other[: max(0, count)]]
+            args: list[int] = []
+            if self.chance(0.5):
+                args = [self.rng.randint(0, len(plans.pair.model)) for _ in range(2)]
+                args = args if self.chance(0.1) else sorted(args)
+            self.both(
+                f"moves({table}, {args}) of {model}",
+                lambda _, side: getattr(plans, side).moves(table, *args),  # noqa: B023
+                None,
+            )
+
+    def insert(self) -> None:
+        """One insert."""
+        source, pair = self.source()
+        computed, start, blocks = self.offer(pair, source)
+        spans, fresh = self.spans(len(pair.model)) if self.chance(0.2) else [], self.chance(0.4)
+        done = self.both(
+            f"insert({pair.model.tokens}, {blocks}, num_computed={computed}, start={start}, "
+            f"source={source.model if isinstance(source, Plans) else source}, {spans})",
+            lambda index, side: index.insert(
+                self.seq(pair, side, fresh=fresh),
+                np.array(blocks, dtype=np.int32) if fresh else blocks,
+                num_computed=computed,
+                start=start,
+                source=self.source_of(source, side),
+                spans=spans,
+            ),
+            INSERTED,
+        )
+        if done:
+            if isinstance(source, Plans):
+                source.used = True
+            self.inserted(done[0])
+
+    def hollow(self) -> None:
+        """Fill up to three paths as deep as held ids allow and discard all of each but its end."""
+        for _ in range(self.rng.randint(1, 3)):
+            if self.chance(0.5):
+                pair = self.pair()
+            else:
+                ids = [self.rng.randrange(self.alphabet) for _ in range(self.max_tokens)]
+                pair = Pair.of(ModelSequence(ids, NAMESPACES[0]))
+            self.hollow_path(pair)
+
+    def hollow_path(self, pair: Pair) -> None:
+        """Fill one path and discard all of it but its end."""
+        size = self.block_size
+        blocks = sorted(self.held)[: len(pair.model) // size]
+        done = self.both(
+            f"insert({pair.model.tokens}, {blocks}) to be hollowed",
+            lambda index, side: index.insert(
+                self.seq(pair, side, fresh=False),
+                blocks,
+                num_computed=len(blocks) * size,
+                source=kvtrie.COMPUTED,
+            ),
+            INSERTED,
+        )
+        if done:
+            self.inserted(done[0])
+            ids = done[0].blocks[:-1]
+            got = self.both(f"discard({ids})", lambda index, _: index.discard(ids), None)
+            if got:
+                self.give("discard", got[0])
+
+    def inserted(self, done: Any) -> None:
+        """Account for the ids of an insert."""
+        out = {*done.duplicates.tolist(), *done.surplus.tolist()}
+        self.same("duplicates and surplus that are not held", out - self.held, set())
+        taken = self.held & set(done.blocks.tolist())
+        self.held -= taken
+        self.give("freed", done.freed)
+        self.counts["inserted blocks"] += len(taken)
+        self.counts["duplicates"] += len(done.duplicates)
+        self.counts["replaced"] += len(done.freed)
+
+    def validate(self) -> None:
+        """`validate` of a plan, live or released."""
+        known = [*self.plans, *self.stale]
+        if known:
+            plans = self.rng.choice(known)
+            self.log.append(f"validate {plans.model}")
+            self.same("validate", plans.real.validate().tolist(), plans.model.validate().tolist())
+
+    def on_plan(self, plans: Plans, call: str) -> None:
+        """A call without arguments on a plan."""
+        self.both(
+            f"{call} of {plans.model}", lambda _, side: getattr(getattr(plans, side), call)(), None
+        )
+
+    def release_sources(self) -> None:
+        """`release_sources` of a plan, rarely of a stale one."""
+        known = self.stale if self.stale and self.chance(0.05) else self.plans
+        if known:
+            self.on_plan(self.rng.choice(known), "release_sources")
+
+    def release(self) -> None:
+        """`release` of a plan, rarely of a stale one."""
+        if self.stale and self.chance(0.05):
+            self.on_plan(self.rng.choice(self.stale), "release")
+        elif self.plans:
+            plans = self.plans.pop(self.rng.randrange(len(self.plans)))
+            self.counts["aborts"] += not plans.used
+            self.on_plan(plans, "release")
+            self.retire(plans)
+
+    def retire(self, plans: Plans) -> None:
+        """Remember a few released plans, to use them wrongly later."""
+        self.stale = [*self.stale[-2:], plans]
+
+    def collect(self) -> None:
+        """Let a plan go out of scope unreleased: it releases itself and warns."""
+        if not self.plans:
+            return
+        plans = self.plans.pop(self.rng.randrange(len(self.plans)))
+        self.log.append(f"collect {plans.model}")
+        self.counts["collected plans"] += 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wanted = 2 if plans.mirror is None else 3
+            del plans
+            if len(caught) < wanted:
+                gc.collect()
+        kinds = [warning.category for warning in caught]
+        self.same("warnings", kinds, [ResourceWarning] * wanted)
+
+    def take_freed(self) -> None:
+        """Take what waits."""
+        got = self.both("take_freed()", lambda index, _: index.take_freed(), None)
+        if got:
+            self.give("take_freed", got[0])
+            self.counts["taken freed"] += len(got[0])
+
+    def evict(self) -> None:
+        """Evict a few, rarely all, rarely a wrong number."""
+        n = self.rng.choice([0, 1, 1, 2, 3])
+        if self.chance(0.05):
+            n = self.rng.choice([-1, self.num_blocks])
+        got = self.both(f"evict({n})", lambda index, _: index.evict(n), None)
+        if got:
+            self.give("evict", got[0])
+            self.counts["evicted"] += len(got[0])
+
+    def discard(self) -> None:
+        """Discard ids: indexed, condemned, held, repeated, rarely out of range."""
+        ids = [self.rng.randrange(self.num_blocks) for _ in range(self.rng.randint(0, 1))]
+        indexed = sorted(entry.block for entry in self.model._entries.values())
+        if indexed and self.chance(0.8):
+            ids += [self.rng.choice(indexed) for _ in range(self.rng.randint(1, 2))]
+        if self.model._entries and self.chance(self.holes):
+            # Everything above one block: a deep hole.
+            deep = self.rng.choice(sorted(self.model._entries, key=self.order))
+            above = self.model._above([deep])
+            ids += [entry.block for key, entry in self.model._entries.items() if key in above]
+        if self.chance(0.2):
+            ids += ids[:1]
+        if self.chance(0.01):
+            ids.append(self.rng.choice([-1, self.num_blocks]))
+        got = self.both(f"discard({ids})", lambda index, _: index.discard(ids), None)
+        if got:
+            self.give("discard", got[0])
+            self.counts["discarded"] += len(got[0])
+
+    def drop(self) -> None:
+        """Drop a namespace."""
+        namespace = self.rng.choice(NAMESPACES)
+        got = self.both(f"drop({namespace.salt})", lambda index, _: index.drop(namespace), None)
+        if got:
+            self.give("drop", got[0])
+
+    def reset(self) -> None:
+        """Reset the index."""
+        got = self.both("reset()", lambda index, _: index.reset(), None)
+        if got:
+            self.give("reset", got[0])
+
+    def tag(self) -> None:
+        """Tag a sequence."""
+        pair = self.pair()
+        spans = self.spans(len(pair.model))
+        self.both(
+            f"tag({pair.model.tokens}, {spans})",
+            lambda index, side: index.tag(self.seq(pair, side, fresh=False), spans),
+            None,
+        )
+        self.same("kinds", tuple(self.real.kinds), self.model.kinds)
+
+    def tags(self) -> None:
+        """Compare the tags of a sequence."""
+        pair = self.pair()
+        self.both(
+            f"tags({pair.model.tokens})",
+            lambda index, side: index.tags(self.seq(pair, side, fresh=False)),
+            None,
+        )
+
+    def survey(self) -> None:
+        """Compare what every live sequence finds, without touching anything."""
+        for pair in self.pairs:
+            self.both(
+                f"lookup({pair.model.tokens}, touch=False)",
+                lambda index, side: index.lookup(self.seq(pair, side, fresh=False), touch=False),  # noqa: B023
+                MATCH,
+            )
+
+    # --- batches: one call on the index, the loop of single calls on the model --------------------
+
+    def lookup_many(self) -> None:
+        """`lookup_many` against the loop of lookups."""
+        pairs = [self.pair() for _ in range(self.rng.randint(0, 3))]
+        keep_last, touch = self.rng.choice([0, 1]), self.chance(0.8)
+        starts = [self.start(len(pair.model)) for pair in pairs]
+        found = self.both(
+            f"lookup_many({[pair.model.tokens for pair in pairs]}, {starts})",
+            lambda index, side: index.lookup_many(
+                [self.seq(pair, side, fresh=False) for pair in pairs],
+                keep_last=keep_last,
+                touch=touch,
+                starts=starts if any(starts) else None,
+            ),
+            MATCHES,
+        )
+        if found:
+            self.same("errors of lookup_many", errors_of(found[0]), errors_of(found[2]))
+            self.counts["spoiled items"] += len(found[2].errors)
+
+    def plan_many(self) -> None:
+        """`plan_many` against the loop of plans."""
+        pairs = [self.pair() for _ in range(self.rng.randint(0, 3))]
+        policies = [
+            kvtrie.ReusePolicy(approximate=self.chance(0.1), partial_blocks=self.chance(0.7))
+            for _ in pairs
+        ]
+        given = policies if self.chance(0.6) else None
+        keep_last, pin = self.rng.choice([0, 1]), self.chance(0.8)
+        made = self.both(
+            f"plan_many({[pair.model.tokens for pair in pairs]}, {given}, {keep_last}, pin={pin})",
+            lambda index, side: index.plan_many(
+                [self.seq(pair, side, fresh=False) for pair in pairs],
+                given,
+                keep_last=keep_last,
+                pin=pin,
+            ),
+            PLANS,
+        )
+        if not made:
+            return
+        real, mirror, model = made
+        self.same("errors of plan_many", errors_of(real), errors_of(model))
+        self.counts["spoiled items"] += len(model.errors)
+        mirrors = mirror.plans if mirror is not None else [None] * len(pairs)
+        for a, b, c, pair in zip(real.plans, mirrors, model.plans, pairs, strict=True):
+            self.same("plan made", a is None, c is None)
+            if a is not None:
+                self.same("plan of plan_many", pick(a, PLAN), pick(c, PLAN))
+                self.add_plans(Plans(a, b, c, pair))
+        while len(self.plans) > MAX_PLANS:
+            self.release()
+
+    def insert_many(self) -> None:
+        """`insert_many` against the loop of inserts."""
+        count = self.rng.randint(0, 3)
+        chosen = [self.source() for _ in range(count)]
+        offers = [self.offer(pair, source) for source, pair in chosen]
+        computed = [offer[0] for offer in offers]
+        starts = [offer[1] for offer in offers]
+        blocks = [block for offer in offers for block in offer[2]]
+        offsets = [0]
+        for offer in offers:
+            offsets.append(offsets[-1] + len(offer[2]))
+        done = self.both(
+            f"insert_many({[pair.model.tokens for _, pair in chosen]}, {blocks}, {offsets}, "
+            f"{computed}, {starts})",
+            lambda index, side: index.insert_many(
+                [self.seq(pair, side, fresh=False) for _, pair in chosen],
+                np.array(blocks, dtype=np.int32),
+                np.array(offsets, dtype=np.int64),
+                np.array(computed, dtype=np.int64),
+                sources=[self.source_of(source, side) for source, _ in chosen],
+                starts=starts if any(starts) else None,
+            ),
+            INSERTS,
+        )
+        if not done:
+            return
+        real, _, model = done
+        self.same("errors of insert_many", errors_of(real), errors_of(model))
+        self.counts["spoiled items"] += len(model.errors)
+        # In order: what one item freed may be offered by the next, what it gave may be replaced.
+        for i in range(count):
+            self.held -= set(real.blocks[real.offsets[i] : real.offsets[i + 1]].tolist())
+            self.give("freed", real.freed[real.freed_offsets[i] : real.freed_offsets[i + 1]])
+        for i, (source, _) in enumerate(chosen):
+            if isinstance(source, Plans) and i not in model.errors:
+                source.used = True
+
+    def release_many(self) -> None:
+        """`release_many` against the loop of releases; a plan may come twice."""
+        count = self.rng.randint(0, min(2, len(self.plans)))
+        gone = [self.plans.pop() for _ in range(count)]
+        given = [*gone, *(gone[:1] if self.chance(0.1) else [])]
+        self.counts["aborts"] += sum(not plans.used for plans in gone)
+        errors = self.both(
+            f"release_many of {len(given)}",
+            lambda index, side: {
+                i: type(error).__name__
+                for i, error in index.release_many(
+                    [getattr(plans, side) for plans in given]
+                ).items()
+            },
+            None,
+        )
+        self.counts["spoiled items"] += len(errors[0]) if errors else 0
+        for plans in gone:
+            self.retire(plans)
+
+    # --- running ----------------------------------------------------------------------------------
+
+    CALLS: tuple[tuple[str, int], ...] = (
+        ("new_sequence", 6),
+        ("extend", 8),
+        ("truncate", 3),
+        ("lookup", 10),
+        ("plan", 12),
+        ("insert", 30),
+        ("validate", 3),
+        ("release_sources", 3),
+        ("release", 11),
+        ("collect", 1),
+        ("take_freed", 3),
+        ("evict", 5),
+        ("discard", 5),
+        ("tag", 3),
+        ("tags", 3),
+        ("survey", 2),
+        ("lookup_many", 2),
+        ("plan_many", 2),
+        ("insert_many", 2),
+        ("release_many", 1),
+    )
+
+    def step(self) -> None:
+        """One call, chosen by its weight, then everything compared."""
+        names, weights = zip(*self.CALLS, strict=True)
+        name = self.rng.choices(names, weights)[0]
+        if self.chance(0.1 * self.holes):
+            name = "hollow"
+        if self.chance(0.004):
+            name = self.rng.choice(["drop", "reset"])
+        getattr(self, name)()
+        self.verify()
+
+    def drain(self) -> None:
+        """Release everything, evict everything: no block is lost."""
+        while self.plans:
+            self.release()
+        while self.held != set(range(self.num_blocks)):
+            got = self.both(
+                f"drain: evict({self.num_blocks})",
+                lambda index, _: index.evict(self.num_blocks),
+                None,
+            )
+            if got is None or not len(got[0]):
+                break
+            self.give("drain", got[0])
+        self.verify()
+        self.same("blocks lost", set(range(self.num_blocks)) - self.held, set())
+        self.same("plans left", self.stats(self.real)["live_plans"], 0)
+
+    def abandon(self) -> None:
+        """Let go of all plans after a mismatch, so that none warns."""
+        for plans in [*self.plans, *self.stale]:
+            for plan in (plans.real, plans.mirror, plans.model):
+                if plan is not None and not plan.released:
+                    plan.release()
+        self.plans.clear()
+
+    def shape(self) -> dict[str, int]:
+        """What the tree looks like now, as the model sees it."""
+        model, size = self.model, self.block_size
+        children = collections.Counter(
+            (ns, tokens[:-size]) for ns, tokens in {*model._entries, *model._holes()}
+        )
+        return {
+            "depth": max((len(tokens) // size for _, tokens in model._entries), default=0),
+            "branches": sum(count > 1 for count in children.values()),
+            "fan": max(children.values(), default=0),
+            **self.stats(model),
+        }
+
+
+def _try(call: Callable[[Any, str], Any], index: Any, side: str) -> tuple[Any, str | None]:
+    """The result of a call, or the name of the exception that refused it."""
+    try:
+        return call(index, side), None
+    except REFUSED as error:
+        return None, type(error).__name__

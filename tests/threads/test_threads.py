@@ -1,0 +1,253 @@
+"""Several threads on one index, one sequence, one plan: no torn answer, no lost block."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from random import Random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import kvtrie
+from kvtrie import COMPUTED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+THREADS = 4
+
+
+@pytest.fixture(autouse=True)
+def often() -> Iterator[None]:
+    """Switch threads as often as the interpreter can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def together(work: Callable[[int], None], count: int = THREADS) -> None:
+    """Run in threads that start at the same time; the first failure is the test's."""
+    barrier = threading.Barrier(count)
+    failures: list[BaseException] = []
+
+    def body(number: int) -> None:
+        try:
+            barrier.wait()
+            work(number)
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            failures.append(error)
+
+    threads = [threading.Thread(target=body, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def test_index_requests_in_threads_lose_no_block() -> None:
+    num_blocks, size = 64, 2
+    index, pool = kvtrie.RadixIndex(num_blocks, size), kvtrie.BlockAllocator(num_blocks)
+    refused = [0] * THREADS
+
+    def requests(number: int) -> None:
+        rng = Random(number)
+        for _ in range(4_000):
+            ids = [rng.randrange(2) for _ in range(rng.randint(0, 24))]
+            seq = kvtrie.TokenSequence(ids, NS)
+            with index.plan(seq) as plan:
+                try:
+                    fresh = pool.allocate(plan.num_new_blocks, evict_from=index)
+                except kvtrie.OutOfBlocksError:
+                    refused[number] += 1
+                    continue
+                assert plan.validate().all()
+                table = [*plan.blocks.tolist(), *fresh.tolist()]
+                done = index.insert(seq, table, num_computed=len(seq), source=plan)
+                assert done.num_exact == len(ids) // size * size
+                match = index.lookup(seq)
+                assert match.num_tokens == done.num_exact
+                assert match.blocks.tolist() == done.blocks.tolist()
+                for gone in (done.duplicates, done.surplus, done.freed):
+                    pool.free(gone)
+            pool.free(index.take_freed())
+
+    together(requests)
+    index.check()
+    stats = index.stats()
+    assert (stats.live_plans, stats.pinned, stats.condemned) == (0, 0, 0)
+    assert pool.num_free + stats.indexed + stats.waiting == num_blocks
+    pool.free(index.evict(num_blocks))
+    assert pool.num_free == num_blocks
+
+
+def test_index_readers_beside_writers_see_whole_answers() -> None:
+    index = kvtrie.RadixIndex(512, 1)
+    ids = list(range(256))
+    index.insert(kvtrie.TokenSequence(ids, NS), ids, num_computed=256, source=COMPUTED)
+
+    def work(number: int) -> None:
+        rng = Random(number)
+        seq = kvtrie.TokenSequence(ids, NS)
+        for _ in range(3_000):
+            if number == 0:
+                got = index.discard([rng.randrange(256)]).tolist()
+                index.insert(seq, ids, num_computed=256, source=COMPUTED)
+                assert len(got) <= 1
+            elif number == 1:
+                index.tag(seq, [kvtrie.Span(0, rng.randint(0, 256), "user")])
+                index.check()
+            else:
+                match = index.lookup(seq)
+                assert match.blocks.tolist() == ids[: match.num_tokens]
+                batch = index.lookup_many([seq, seq])
+                # One lock for the batch: nothing changes between its items.
+                assert batch.num_tokens[0] == batch.num_tokens[1]
+
+    together(work)
+    assert index.stats().indexed == 256
+
+
+def test_sequence_shared_by_threads() -> None:
+    indexes = [kvtrie.RadixIndex(64, 2) for _ in range(2)]
+    seq = kvtrie.TokenSequence([], NS)
+    for index in indexes:
+        index.insert(
+            kvtrie.TokenSequence([7] * 64, NS), range_list(32), num_computed=64, source=COMPUTED
+        )
+
+    def work(number: int) -> None:
+        rng = Random(number)
+        index = indexes[number % 2]
+        for _ in range(5_000):
+            if number == 0:
+                seq.truncate(rng.randint(0, len(seq)))
+                seq.extend([7] * rng.randint(0, 64 - len(seq)))
+            elif number == 1:
+                with index.plan(seq) as plan:
+                    covered = plan.num_exact + plan.num_compute
+                    assert covered <= 64
+                    assert sum(int(s["end"] - s["start"]) for s in plan.segments) == covered
+            else:
+                match = index.lookup(seq)
+                assert match.num_tokens % 2 == 0
+                assert match.blocks.tolist() == range_list(match.num_tokens // 2)
+                assert set(seq[:].tolist()) <= {7}
+
+    together(work)
+    for index in indexes:
+        index.check()
+
+
+def range_list(n: int) -> list[int]:
+    return list(range(n))
+
+
+def test_plan_released_by_one_thread_only() -> None:
+    index = kvtrie.RadixIndex(8, 1)
+    seq = kvtrie.TokenSequence([1, 2, 3], NS)
+    index.insert(seq, [0, 1, 2], num_computed=3, source=COMPUTED)
+    for _ in range(200):
+        plan = index.plan(seq)
+        outcomes: list[str] = []
+
+        def release(_: int, plan: kvtrie.ReusePlan = plan, out: list[str] = outcomes) -> None:
+            try:
+                plan.release()
+                out.append("released")
+            except kvtrie.StaleHandleError:
+                out.append("stale")
+
+        together(release, 3)
+        assert sorted(outcomes) == ["released", "stale", "stale"]
+    assert index.stats().live_plans == 0
+
+
+def test_allocator_in_threads_hands_out_each_id_once() -> None:
+    pool = kvtrie.BlockAllocator(100)
+    owner: dict[int, int] = {}
+
+    def work(number: int) -> None:
+        rng = Random(number)
+        for _ in range(5_000):
+            try:
+                ids = pool.allocate(rng.randint(0, 40)).tolist()
+            except kvtrie.OutOfBlocksError:
+                continue
+            for block in ids:
+                assert owner.setdefault(block, number) == number
+            for block in ids:
+                del owner[block]
+            pool.free(ids)
+
+    together(work)
+    assert pool.num_free == 100
+
+
+def test_two_indexes_in_opposite_order_do_not_deadlock() -> None:
+    pair = [kvtrie.RadixIndex(16, 1) for _ in range(2)]
+    seqs = [kvtrie.TokenSequence([1, 2, 3], NS) for _ in range(2)]
+
+    def work(number: int) -> None:
+        for step in range(10_000):
+            pair[(number + step) % 2].lookup_many([seqs[number % 2], seqs[1 - number % 2]])
+
+    together(work)
+
+
+def test_index_lets_go_of_the_interpreter_on_long_work() -> None:
+    n = 1_000_000
+    index = kvtrie.RadixIndex(n, 1)
+    seq = kvtrie.TokenSequence(np.arange(n), NS)
+    index.insert(seq, np.arange(n), num_computed=n, source=COMPUTED)
+    fresh = kvtrie.TokenSequence(np.arange(n), NS)
+
+    def ticks_during(call: Callable[[], object]) -> int:
+        """How often this thread ran while another was inside the call."""
+        inside = [False, False]
+
+        def work() -> None:
+            inside[0] = True
+            call()
+            inside[1] = True
+
+        thread = threading.Thread(target=work)
+        ticks = 0
+        thread.start()
+        while not inside[1]:
+            ticks += inside[0]
+        thread.join()
+        return ticks
+
+    # A machine that is busy may not let both run at once: several tries, then it was never let go.
+    calls: list[Callable[[], object]] = [index.check, lambda: index.lookup_many([fresh] * 10)]
+    for call in calls:
+        assert any(ticks_during(call) > 1_000 for _ in range(10))
+
+
+@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="os.fork is POSIX only")
+def test_index_is_usable_in_a_forked_child() -> None:
+    """A child that was forked while no call was running has the index as it was."""
+    code = """
+import os, sys
+import kvtrie
+ns = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+index = kvtrie.RadixIndex(8, 1)
+seq = kvtrie.TokenSequence([1, 2, 3], ns)
+index.insert(seq, [0, 1, 2], num_computed=3, source=kvtrie.COMPUTED)
+before = index.digest()
+child = os.fork()
+if child == 0:
+    good = index.digest() == before and index.lookup(seq).num_tokens == 3
+    good = good and index.evict(1).tolist() == [2]
+    os._exit(0 if good else 1)
+_, status = os.waitpid(child, 0)
+sys.exit(os.waitstatus_to_exitcode(status) or index.digest() != before)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
