@@ -1,0 +1,17 @@
+"""What ``kvtrie demo`` runs on: a small model, a conversation, and the reader of chat files.
+
+The model in ``model/`` is trained by this repository (``tools/train_demo_model.py``); README.md in
+this folder explains the files. Nothing here imports torch or transformers.
+"""
+
+from kvtrie.demo.conversations import Conversation, Turn, answer_of, load_conversations
+from kvtrie.demo.paths import conversation_path, model_path
+
+__all__ = [
+    "Conversation",
+    "Turn",
+    "answer_of",
+    "conversation_path",
+    "load_conversations",
+    "model_path",
+]

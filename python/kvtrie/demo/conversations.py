@@ -1,0 +1,242 @@
+"""Reads OpenAI-style chat files and cuts them into the turns that a replay asks for."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtrie.demo.paths import conversation_path
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One reply that the model is asked for.
+
+    Attributes:
+        given: Messages that join the history before the model is asked.
+        reference: The answer that the file records, without its thought, or None.
+    """
+
+    given: tuple[dict[str, Any], ...]
+    reference: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation of a chat file.
+
+    Attributes:
+        messages: Its messages, checked. Roles are system, user, assistant and tool; a content made
+            of text parts is joined to one string.
+        tools: The tools that it declares, in OpenAI form.
+        line: The line of the file on which it begins, counted from 1.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    line: int = 1
+
+    def turns(self) -> list[Turn]:
+        """Cut the conversation into the replies that a replay lets the model generate.
+
+        An assistant message without tool calls that answers a user or a tool is generated; its
+        recorded text is the reference. Tool calls and tool results are given as recorded. Where a
+        user or tool message has no reply at all, the model is asked without a reference.
+
+        Returns:
+            The turns in order; messages behind the last reply belong to no turn.
+
+        Example:
+            >>> from kvtrie.demo import Conversation
+            >>> ask = {"role": "user", "content": "Hello!"}
+            >>> reply = {"role": "assistant", "content": "Hello."}
+            >>> [turn.reference for turn in Conversation((ask, reply, ask)).turns()]
+            ['Hello.', None]
+        """
+        turns: list[Turn] = []
+        given: list[dict[str, Any]] = []
+        for message in self.messages:
+            asked = bool(given) and given[-1]["role"] in {"user", "tool"}
+            spoken = message["role"] == "assistant" and not message.get("tool_calls")
+            if asked and spoken:
+                turns.append(Turn(tuple(given), answer_of(message["content"])))
+                given = []
+                continue
+            if asked and message["role"] in {"user", "system"}:
+                turns.append(Turn(tuple(given), None))
+                given = []
+            given.append(message)
+        if given and given[-1]["role"] in {"user", "tool"}:
+            turns.append(Turn(tuple(given), None))
+        return turns
+
+
+def answer_of(content: str) -> str:
+    r"""The answer in a reply: what stands behind its thought.
+
+    Args:
+        content: A reply, with or without a ``<think>...</think>`` block.
+
+    Example:
+        >>> from kvtrie.demo import answer_of
+        >>> answer_of("<think>\nTwo and two.\n</think>\n\nFour.")
+        'Four.'
+    """
+    return content.rpartition("</think>")[2].strip("\n")
+
+
+def load_conversations(path: str | Path | None = None) -> list[Conversation]:
+    r"""Read a chat file.
+
+    A line is a JSON object of one of two forms: ``{"messages": [...], "tools": [...]}`` is a whole
+    conversation (``tools`` may be missing), ``{"role": ..., "content": ...}`` is one message, and
+    such lines that follow each other make one conversation. Blank lines are skipped.
+
+    Args:
+        path: The file, or None for the conversation that is shipped.
+
+    Returns:
+        At least one conversation, each with at least one turn.
+
+    Raises:
+        ValueError: The file is empty or a line is no conversation; the text is one sentence that
+            names file, line and reason.
+        OSError: The file cannot be read.
+
+    Example:
+        >>> from kvtrie.demo import load_conversations
+        >>> len(load_conversations()[0].turns()) >= 8
+        True
+    """
+    path = conversation_path() if path is None else Path(path)
+    found: list[Conversation] = []
+    run: list[dict[str, Any]] = []
+    start = 1
+    for number, row in _rows(path):
+        where = f"{path}, line {number}"
+        if "messages" in row:
+            _close(found, run, path, start)
+            run = []
+            found.append(_conversation(row, where, number))
+        elif "role" in row:
+            start = start if run else number
+            run.append(_message(row, where))
+        else:
+            raise _bad(
+                where, 'neither "messages" (a conversation) nor "role" (a message) is there.'
+            )
+    _close(found, run, path, start)
+    if not found:
+        raise _bad(path, "the file holds no conversation.")
+    return found
+
+
+def _rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _bad(path, f"the file is not UTF-8 (byte {error.start}).") from None
+    # JSONL ends lines with a line feed alone: other separators may stand inside a string.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise _bad(where, f"not JSON ({error.msg} at column {error.colno}).") from None
+        except RecursionError:
+            raise _bad(where, "the JSON is nested too deeply.") from None
+        if not isinstance(row, dict):
+            raise _bad(where, f"a JSON object is expected, not {_name(row)}.")
+        yield number, row
+
+
+def _close(found: list[Conversation], run: list[dict[str, Any]], path: Path, start: int) -> None:
+    if run:
+        found.append(_checked(Conversation(tuple(run), line=start), f"{path}, line {start}"))
+
+
+def _conversation(row: dict[str, Any], where: str, number: int) -> Conversation:
+    messages, tools = row["messages"], row.get("tools") or []
+    if not isinstance(messages, list) or not messages:
+        raise _bad(where, '"messages" must be a list of at least one message.')
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _bad(where, '"tools" must be a list of objects.')
+    checked = [_message(one, f"{where}, message {at}") for at, one in enumerate(messages, start=1)]
+    _printable(tools, where)
+    return _checked(Conversation(tuple(checked), tuple(tools), number), where)
+
+
+def _checked(conversation: Conversation, where: str) -> Conversation:
+    if not conversation.turns():
+        raise _bad(where, "the conversation has no user or tool message to reply to.")
+    return conversation
+
+
+def _message(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _bad(where, f"a message is a JSON object, not {_name(message)}.")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise _bad(where, f"unknown role {role!r} (known: {', '.join(_ROLES)}).")
+    _printable(message, where)
+    out = {**message, "role": _ROLES[role]}
+    if role == "assistant" and out.get("tool_calls"):
+        _check_calls(out["tool_calls"], where)
+        out["content"] = "" if out.get("content") is None else _text(out["content"], where)
+    else:
+        out["content"] = _text(out.get("content"), where)
+    return out
+
+
+def _text(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _bad(where, f'"content" must be text, not {_name(content)}.')
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise _bad(where, f"only text parts can be replayed, not {kind or _name(part)}.")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _check_calls(calls: object, where: str) -> None:
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or not isinstance(function.get("arguments"), (str, dict))
+        ):
+            raise _bad(where, "a tool call needs a function with a name and arguments.")
+
+
+def _printable(value: object, where: str) -> None:
+    """Refuse what JSON can spell but UTF-8, and so a tokenizer, cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise _bad(where, "the text holds half of a surrogate pair.") from None
+
+
+def _bad(where: object, why: str) -> ValueError:
+    return ValueError(f"{where}: {why}")
+
+
+def _name(value: object) -> str:
+    names = {type(None): "null", str: "a string", list: "a list", dict: "an object", bool: "a bool"}
+    return names.get(type(value), "a number")
