@@ -1,0 +1,43 @@
+"""The command line itself: its commands and what they share."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from kvtrie.cli import demo
+
+app = typer.Typer(
+    name="kvtrie",
+    help="Which KV do I already have for this prompt, and what must be computed?",
+    no_args_is_help=True,
+    add_completion=False,
+    # A traceback belongs to a bug; it is shown plain, so that it can be pasted into a report.
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo.demo)
+
+
+def _show_version(*, is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"kvtrie {version('kvtrie')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    *,
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=lambda value: _show_version(is_asked=value),
+            help="Show the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Options before the command."""
+    del show_version

@@ -1,0 +1,113 @@
+"""``kvtrie demo``: replays a conversation and shows what reuse finds and saves."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvtrie.cli._failure import fail
+from kvtrie.demo import load_conversations
+from kvtrie.engines._model_dir import checked_model_dir
+
+if TYPE_CHECKING:
+    from kvtrie.demo import Conversation
+
+MISMATCH = 1
+DIFFERS = "a logit differs by more than rounding from a run without cache"
+
+
+def demo(
+    chat: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CHAT.jsonl",
+            help="OpenAI-style chat file: a message or a conversation a line (default: shipped).",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Model directory (default: the small model shipped)."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of tables.")
+    ] = False,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, help="Blocks of the KV pool (default: by conversation).")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of a block.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 192,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Timed pairs a turn; their medians are shown.")
+    ] = 3,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Threads of torch (default: 1 for the shipped model, else torch's choice)."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where model and pool live, as torch says it.")] = (
+        "cpu"
+    ),
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Element type (default: float32 for the shipped model, else what DIR says)."
+        ),
+    ] = None,
+) -> None:
+    """Answer a conversation with a real model while its KV is found, pinned and shared.
+
+    Every turn is answered once with reuse, checked token by token against the same model without
+    any cache, and timed in pairs with and without reuse. Nothing is downloaded. Results go to
+    stdout when all is done, progress to stderr. Exit code 1 means that a logit differs by more
+    than rounding, 2 that the input is bad.
+    """
+    conversations = _conversations(chat)
+    if model is not None:
+        try:
+            checked_model_dir(model)
+        except FileNotFoundError as error:
+            fail(error)
+    for name in ("torch", "transformers", "jinja2", "rich"):
+        if find_spec(name) is None:
+            fail(f"the demo needs {name}: pip install 'kvtrie[cli]'")
+    # Torch takes seconds to import: bad input is found before, and --help does without.
+    from kvtrie.cli import _progress, _replay, _report  # noqa: PLC0415
+
+    settings = _replay.Settings(
+        model=model,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        # Matrices as small as the shipped model's gain nothing from a second thread.
+        threads=threads or (1 if model is None else None),
+        device=device,
+        dtype=dtype or ("float32" if model is None else "auto"),
+    )
+    turns = sum(len(conversation.turns()) for conversation in conversations)
+    with _progress.progress(turns, sys.stderr) as step:
+        try:
+            result = _replay.replay(conversations, settings, step)
+        except _replay.BadInputError as error:
+            fail(error)
+    if as_json:
+        typer.echo(_report.as_json(result))
+    else:
+        _report.show(result)
+    if not result.is_right:
+        typer.echo(f"kvtrie: {DIFFERS}", err=True)
+        raise typer.Exit(MISMATCH)
+
+
+def _conversations(chat: Path | None) -> list[Conversation]:
+    try:
+        return load_conversations(chat)
+    except OSError as error:
+        fail(f"{chat}: {error.strerror or error}")
+    except ValueError as error:
+        fail(error)
