@@ -1,0 +1,144 @@
+# One command per purpose, the same at the desk as in CI. `make` alone lists them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.SUFFIXES:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+UV := $(VENV)/bin/uv
+CARGO ?= cargo
+# Any Python from 3.11 on: `make setup PYTHON=python3.13` picks one.
+PYTHON ?=
+
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+unexport CONDA_PREFIX PYTHONPATH PYTHONHOME
+# uv trusts what the machine trusts, as pip does.
+export UV_SYSTEM_CERTS := 1
+
+RUST_VERSION := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+RUST_SOURCES := $(shell find rust/kvtrie-core/src rust/kvtrie-py/src -name '*.rs' 2>/dev/null)
+RUST_MANIFESTS := Cargo.toml $(wildcard Cargo.lock rust/kvtrie-core/Cargo.toml rust/kvtrie-py/Cargo.toml)
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
+
+# --- setup ----------------------------------------------------------------------------------------
+
+.PHONY: setup
+setup: $(VENV)/.extension ## build .venv with all tools, then the release extension
+
+# Asked before anything is downloaded, in one sentence each.
+.PHONY: check-tools
+check-tools:
+	@command -v $(CARGO) >/dev/null 2>&1 && command -v rustc >/dev/null 2>&1 || { \
+	    echo "kvtrie: cargo or rustc is missing: install a Rust toolchain, $(RUST_VERSION) or newer (https://rustup.rs)." >&2; exit 1; }
+	@found="$$(rustc --version | cut -d ' ' -f 2)"; \
+	if [ "$$(printf '%s\n' "$(RUST_VERSION)" "$$found" | sort -V | head -n 1)" != "$(RUST_VERSION)" ]; then \
+	    echo "kvtrie: rustc $$found is too old: $(RUST_VERSION) or newer is needed (rustup update)." >&2; exit 1; fi
+	@command -v cc >/dev/null 2>&1 || command -v gcc >/dev/null 2>&1 || command -v clang >/dev/null 2>&1 || { \
+	    echo "kvtrie: a C linker (cc, gcc or clang) is missing, which Rust links with." >&2; exit 1; }
+
+# The environment itself: a Python that is new enough, and uv inside it.
+$(VENV)/.python: constraints/bootstrap.txt | check-tools
+	@found=""; \
+	for name in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
+	    if "$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found="$$name"; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	    echo "kvtrie: Python 3.11 or newer is missing: none of $(or $(PYTHON),python3 python3.13 python3.12 python3.11) is one." >&2; exit 1; \
+	fi; \
+	"$$found" -c 'import ensurepip' >/dev/null 2>&1 || { \
+	    echo "kvtrie: $$found has no ensurepip, which a virtual environment needs (on Debian and Ubuntu: the package python3-venv)." >&2; exit 1; }; \
+	echo "setup: $(VENV) from $$("$$found" --version)"; \
+	"$$found" -m venv --clear $(VENV); \
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints/bootstrap.txt uv
+	@touch $@
+
+$(VENV)/.packages: $(VENV)/.python pyproject.toml constraints/dev.txt
+	@echo "setup: Python packages (torch among them: about 5 GB on disk, a minute on a fast line)"
+	@$(UV) pip install --quiet --python $(PY) --requirements pyproject.toml --all-extras --constraints constraints/dev.txt
+	@touch $@
+
+$(VENV)/.extension: $(VENV)/.packages $(RUST_MANIFESTS) $(RUST_SOURCES) | check-tools
+	@test -f rust/kvtrie-py/Cargo.toml || { \
+	    echo "kvtrie: $(VENV) is ready, but rust/kvtrie-py is missing from this checkout, so there is no extension to build." >&2; exit 1; }
+	@echo "setup: the extension kvtrie._core (release)"
+	@$(PY) -m maturin develop --release --uv --quiet
+	@touch $@
+
+# --- what people run ------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: setup ## a real model answers a conversation while kvtrie finds its KV
+	@$(PY) -m kvtrie.cli demo
+
+.PHONY: test
+test: setup ## all tests: Rust, doctests, Python, the examples of the docs
+	$(CARGO) test --quiet --profile release-checked
+	$(CARGO) test --quiet --release --manifest-path fuzz/Cargo.toml
+	$(PY) -m pytest
+
+.PHONY: bench
+bench: setup ## speed and memory of the core
+	$(CARGO) bench --package kvtrie-benches
+	$(CARGO) run --quiet --release --package kvtrie-benches --bin memory
+
+.PHONY: docs
+docs: setup ## the documentation site, strict, into site/
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --quiet --no-deps --package kvtrie-core
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "docs: open site/index.html; the crate's own: target/doc/kvtrie_core/index.html"
+
+# --- what maintainers run -------------------------------------------------------------------------
+
+# libFuzzer on a stable compiler: its coverage passes are LLVM's own, and the core has no unsafe code
+# for a sanitizer to watch. Needs a C++ compiler, for libFuzzer itself.
+FUZZ_FLAGS := -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+    -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
+    -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 --cfg fuzzing
+FUZZ_SECONDS ?= 60
+FUZZ_TARGETS := $(basename $(notdir $(wildcard fuzz/targets/*.rs)))
+
+.PHONY: fuzz
+fuzz: setup ## fuzz every target for FUZZ_SECONDS (60) on the stable toolchain
+	@command -v c++ >/dev/null 2>&1 || { echo "kvtrie: a C++ compiler (c++) is missing, which libFuzzer needs." >&2; exit 1; }
+	@host="$$(rustc -vV | sed -n 's/^host: //p')"; \
+	RUSTFLAGS="$(FUZZ_FLAGS)" $(CARGO) build --quiet --release --manifest-path fuzz/Cargo.toml --target "$$host"; \
+	for target in $(FUZZ_TARGETS); do \
+	    mkdir -p "fuzz/corpus/$$target" "fuzz/artifacts/$$target"; \
+	    echo "fuzz: $$target for $(FUZZ_SECONDS) s"; \
+	    "fuzz/target/$$host/release/$$target" -max_total_time=$(FUZZ_SECONDS) -max_len=1024 -len_control=0 -timeout=10 -print_final_stats=1 -verbosity=0 \
+	        -artifact_prefix="fuzz/artifacts/$$target/" "fuzz/corpus/$$target" 2>&1 | sed '/Recommended dictionary/,/End of rec/d'; \
+	done
+
+.PHONY: soak
+soak: setup ## a million random calls on index and model, compared; prints what they met
+	$(PY) -m tests.property.soak --operations 1000000
+
+.PHONY: lint
+lint: setup ## formats, lints, types, import contracts, stubs
+	$(CARGO) fmt --all --check
+	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
+	$(CARGO) clippy --quiet --workspace --all-targets -- -D warnings
+	$(CARGO) clippy --quiet --manifest-path fuzz/Cargo.toml --all-targets -- -D warnings
+	$(PY) -m ruff check --quiet
+	$(PY) -m ruff format --quiet --check
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
+	$(PY) tools/stubs.py --check
+	$(PY) -m mypy.stubtest kvtrie._core --mypy-config-file pyproject.toml
+
+.PHONY: fmt
+fmt: setup ## format everything
+	$(CARGO) fmt --all
+	$(CARGO) fmt --manifest-path fuzz/Cargo.toml
+	$(PY) -m ruff check --quiet --fix-only
+	$(PY) -m ruff format --quiet
+
+.PHONY: stubs
+stubs: setup ## write python/kvtrie/_core.pyi from the extension
+	$(PY) tools/stubs.py

@@ -1,0 +1,15 @@
+//! An engine that is driven by random bytes.
+
+#![cfg_attr(fuzzing, no_main)]
+
+#[cfg(fuzzing)]
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    kvtrie_fuzz::engine::run(data);
+});
+
+#[cfg(not(fuzzing))]
+fn main() -> std::io::Result<()> {
+    kvtrie_fuzz::replay(|data| {
+        kvtrie_fuzz::engine::run(data);
+    })
+}

@@ -1,0 +1,41 @@
+"""Settings that every test shares."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+# Two threads at most, before torch is imported anywhere: the suite runs on two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Nothing here downloads: a test that needs a model uses the one in the package.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A failing example prints what reproduces it. No deadline: the machine is shared, and a slow step
+# is the timeout's business. HYPOTHESIS_PROFILE=long searches twenty times as far.
+settings.register_profile(
+    "default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "long", settings.get_profile("default"), max_examples=2_000, stateful_step_count=200
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a CUDA device where there is none."""
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    if not marked:
+        return
+    if find_spec("torch") is None:
+        reason = "torch is not installed"
+    else:
+        import torch  # noqa: PLC0415 - only where a test needs it
+
+        if torch.cuda.is_available():
+            return
+        reason = "torch finds no CUDA device"
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason=reason))
