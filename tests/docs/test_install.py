@@ -1,0 +1,34 @@
+"""What the README says about installing holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+WITHOUT_EXTRAS = """
+import sys
+
+EXTRAS = {"torch", "transformers", "tokenizers", "safetensors", "jinja2", "hypothesis"}
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in EXTRAS:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import kvtrie, kvtrie.testing.model
+
+for name in kvtrie.__all__:
+    if name in ("KVPool",):
+        continue
+    getattr(kvtrie, name)
+"""
+
+
+def test_package_needs_numpy_alone() -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", WITHOUT_EXTRAS], check=True)
+
+
+def test_import_leaves_torch_alone() -> None:
+    code = "import sys, kvtrie; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
