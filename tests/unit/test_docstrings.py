@@ -11,11 +11,12 @@ import re
 import pytest
 
 import kvtrie
+from kvtrie import _core
 
 CLASSES = [
     value
     for name in kvtrie.__all__
-    if inspect.isclass(value := getattr(kvtrie, name)) and not issubclass(value, BaseException)
+    if inspect.isclass(value := getattr(_core, name, None)) and not issubclass(value, BaseException)
 ]
 METHODS = [
     pytest.param(getattr(cls, name), id=f"{cls.__name__}.{name}")
