@@ -408,13 +408,15 @@ pipeline_tag: text-generation
 ---
 # kvtrie demo model
 
-A toy for tests and demos, trained by kvtrie's own repository from random weights on synthetic text.
-It answers questions about a made-up archive and knows nothing else.
+A toy for tests and demos, trained by kvtrie's own repository on synthetic text; no other model's
+weights went in. It starts from random weights with look-back heads set by hand (`prime` in the
+training script), and all weights are trained from there. It answers
+questions about a made-up archive and knows nothing else.
 
 - **Architecture:** `LlamaForCausalLM`, {layers} layers, hidden size {hidden}, {heads} query
   heads on {kv_heads} KV heads of {head_dim}, default RoPE (theta {theta:.0f}), {parameters}
   parameters in bfloat16; run it in float32 (the config says so). Contexts up to 8192 positions
-  run; training used up to about 3,300 tokens.
+  run; training used up to about 2,100 tokens.
 - **Tokenizer:** byte-level BPE of {vocab} tokens, digits one by one; any Unicode text round-trips.
 - **Data:** seeded conversations of `tools/demo_task.py`, generated while training; no other text.
 - **Training:** `{command}`, seed {seed}, {steps} steps on
@@ -426,7 +428,7 @@ It answers questions about a made-up archive and knows nothing else.
 ## Accuracy
 
 Greedy decoding, ordinary full computation, {num} held-out conversations of 12 questions (about
-1,200 to 2,800 tokens). Each reply builds on the model's own earlier replies. An answer
+700 to 1,300 tokens). Each reply builds on the model's own earlier replies. An answer
 counts when it is the right one to the letter.
 
 {kept}
