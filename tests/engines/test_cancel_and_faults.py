@@ -151,8 +151,8 @@ def faulty(generator: Generator, fuse: Fuse, monkeypatch: pytest.MonkeyPatch) ->
     """Guard every call that the engine makes on behalf of one request."""
     store = generator._store
     generator._store = Store(
-        index=Faulty(store.index, fuse, "plan", "insert"),  # type: ignore[arg-type]
-        allocator=Faulty(store.allocator, fuse, "allocate"),  # type: ignore[arg-type]
+        index=Faulty(store.index, fuse, "plan", "insert"),  # type: ignore[arg-type] # a stand-in
+        allocator=Faulty(store.allocator, fuse, "allocate"),  # type: ignore[arg-type] # a stand-in
         pool=store.pool,
     )
     generator._scheduler._store = generator._store

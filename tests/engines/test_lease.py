@@ -111,7 +111,7 @@ def test_gaps_are_computed_left_to_right(
 ) -> None:
     store = FakeStore(FakePlan(gaps, 22))
     seq: Any = list(range(22))
-    lease = Lease(store.as_store(), seq, policy=None)  # type: ignore[arg-type]
+    lease = Lease(store.as_store(), seq, policy=None)  # type: ignore[arg-type] # a stand-in takes none
     assert lease.table.tolist() == [7, 8, 20, 21, 22, 23]
     assert store.copied == ["moves of [7, 8, 20, 21, 22, 23]"]
     assert store.made_plan.calls == ["release_sources"]
@@ -126,7 +126,7 @@ def test_gaps_are_computed_left_to_right(
 def test_only_what_is_computed_is_inserted() -> None:
     store = FakeStore(FakePlan([(10, 13), (17, 22)], 22))
     seq: Any = list(range(22))
-    lease = Lease(store.as_store(), seq, policy=None)  # type: ignore[arg-type]
+    lease = Lease(store.as_store(), seq, policy=None)  # type: ignore[arg-type] # a stand-in takes none
     lease.advance(13)
     # Behind 13, the copied piece up to 17 counts: four whole blocks.
     assert (lease.num_computed, store.inserted) == (17, [([20, 21, 22, 23], 17, 8)])
@@ -143,7 +143,7 @@ def test_only_what_is_computed_is_inserted() -> None:
 def test_decode_brings_a_block_when_the_last_is_full() -> None:
     store = FakeStore(FakePlan([(21, 22)], 22))
     seq: Any = list(range(22))
-    lease = Lease(store.as_store(), seq, policy=None)  # type: ignore[arg-type]
+    lease = Lease(store.as_store(), seq, policy=None)  # type: ignore[arg-type] # a stand-in takes none
     lease.advance(22)
     lengths = []
     for _ in range(6):
@@ -177,7 +177,7 @@ def test_failed_copy_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(store, "apply", fail)
     seq: Any = list(range(22))
     with pytest.raises(RuntimeError, match="injected"):
-        Lease(store.as_store(), seq, policy=None)  # type: ignore[arg-type]
+        Lease(store.as_store(), seq, policy=None)  # type: ignore[arg-type] # a stand-in takes none
     # The copied tokens do not count as computed.
     assert store.inserted == [([20, 21, 22, 23], 8, 8)]
     assert store.num_free == 20

@@ -76,7 +76,7 @@ def demo(
         if find_spec(name) is None:
             fail(f"the demo needs {name}: pip install 'kvtrie[cli]'")
     # Torch takes seconds to import: bad input is found before, and --help does without.
-    from kvtrie.cli import _progress, _replay, _report  # noqa: PLC0415
+    from kvtrie.cli import _progress, _replay, _report  # noqa: PLC0415 - slow: torch
 
     settings = _replay.Settings(
         model=model,

@@ -34,7 +34,7 @@ class _PagedLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, window: _Window, layer: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call] # transformers has no types here
         self._window = window
         self._layer = layer
         self.was_written = False

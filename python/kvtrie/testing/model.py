@@ -1312,7 +1312,7 @@ class ModelPlan:
             else:
                 used, pins = self._in_place, state.pins
             live = set() if state.released else pins
-            is_here = self._index._is_here  # noqa: SLF001
+            is_here = self._index._is_here  # noqa: SLF001 - a plan is part of its index
             answers.append(all(block in live or is_here(block, stay) for block, stay in used))
         return np.array(answers, dtype=np.bool_)
 
@@ -1322,14 +1322,14 @@ class ModelPlan:
             message = "release_sources: the plan was released"
             raise StaleHandleError(message)
         self._state.source_pins.clear()
-        self._index._settle()  # noqa: SLF001
+        self._index._settle()  # noqa: SLF001 - a plan is part of its index
 
     def release(self) -> None:
         """Let go of everything; a second call is a `StaleHandleError`."""
         if self._state.released:
             message = "release: the plan was released before"
             raise StaleHandleError(message)
-        self._index._release(self._state)  # noqa: SLF001
+        self._index._release(self._state)  # noqa: SLF001 - a plan is part of its index
 
     def __enter__(self) -> Self:
         if self._state.released:
