@@ -221,6 +221,11 @@ class IndexStats:
         Memory that the index holds, in bytes.
         """
     @property
+    def bytes_compared(self, /) -> int:
+        """
+        Bytes of token ids that they have compared.
+        """
+    @property
     def clock(self, /) -> int:
         """
         Ticks of the logical clock.
@@ -259,6 +264,11 @@ class IndexStats:
     def nodes(self, /) -> int:
         """
         Nodes of the radix trees.
+        """
+    @property
+    def nodes_visited(self, /) -> int:
+        """
+        Nodes that lookups, plans and inserts have looked at since the index was made.
         """
     @property
     def pinned(self, /) -> int:

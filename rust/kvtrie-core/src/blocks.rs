@@ -19,28 +19,16 @@ pub(crate) enum Place {
     Waiting,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Entry {
-    node: NodeIndex,
-    depth: Depth,
-    pins: u32,
-    departures: u32,
-}
-
-/// Marks in `Entry::node` of a block that no node holds.
+/// Marks in the place of a node of a block that no node holds.
 const UNKNOWN: NodeIndex = NO_NODE;
 const WAITING: NodeIndex = NO_NODE - 1;
 const CONDEMNED: NodeIndex = NO_NODE - 2;
 
-const EMPTY: Entry = Entry {
-    node: UNKNOWN,
-    depth: 0,
-    pins: 0,
-    departures: 0,
-};
-
+/// 11 bytes a block, beside one bit.
 struct Page {
-    entries: [Entry; PAGE],
+    places: [(NodeIndex, Depth); PAGE],
+    /// How many plans had been made when the block last left its place, since `BlockTable::since`.
+    left: [[u8; 3]; PAGE],
     offered: [u64; PAGE / 64],
 }
 
@@ -49,21 +37,28 @@ struct Page {
 pub(crate) struct BlockTable {
     pages: Vec<Option<Box<Page>>>,
     num_pages: usize,
+    /// Plans made so far.
+    plans: u64,
+    /// Departures are told apart since this many plans had been made.
+    since: u64,
 }
 
 impl std::fmt::Debug for BlockTable {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("BlockTable")
             .field("pages", &self.num_pages)
-            .finish()
+            .finish_non_exhaustive()
     }
 }
 
 impl BlockTable {
-    fn entry(&self, id: u32) -> Entry {
+    /// Plans whose departures can be told apart: the range of three bytes.
+    const MAX_PLANS: u64 = (1 << 24) - 1;
+
+    fn place_of(&self, id: u32) -> (NodeIndex, Depth) {
         match self.pages.get(id as usize / PAGE) {
-            Some(Some(page)) => page.entries[id as usize % PAGE],
-            _ => EMPTY,
+            Some(Some(page)) => page.places[id as usize % PAGE],
+            _ => (UNKNOWN, 0),
         }
     }
 
@@ -76,77 +71,72 @@ impl BlockTable {
         self.pages[index].get_or_insert_with(|| {
             *num_pages += 1;
             Box::new(Page {
-                entries: [EMPTY; PAGE],
+                places: [(UNKNOWN, 0); PAGE],
+                left: [[0; 3]; PAGE],
                 offered: [0; PAGE / 64],
             })
         })
     }
 
-    fn entry_mut(&mut self, id: u32) -> &mut Entry {
-        &mut self.page_mut(id).entries[id as usize % PAGE]
-    }
-
     pub(crate) fn place(&self, id: u32) -> Place {
-        let entry = self.entry(id);
-        match entry.node {
-            UNKNOWN => Place::Unknown,
-            WAITING => Place::Waiting,
-            CONDEMNED => Place::Condemned,
-            node => Place::Indexed {
-                node,
-                depth: entry.depth,
-            },
+        match self.place_of(id) {
+            (UNKNOWN, _) => Place::Unknown,
+            (WAITING, _) => Place::Waiting,
+            (CONDEMNED, _) => Place::Condemned,
+            (node, depth) => Place::Indexed { node, depth },
         }
     }
 
     pub(crate) fn set_indexed(&mut self, id: u32, node: NodeIndex, depth: Depth) {
-        let entry = self.entry_mut(id);
-        entry.node = node;
-        entry.depth = depth;
+        self.page_mut(id).places[id as usize % PAGE] = (node, depth);
     }
 
     /// The block moved to another node at the same depth.
     pub(crate) fn set_node(&mut self, id: u32, node: NodeIndex) {
-        self.entry_mut(id).node = node;
+        self.page_mut(id).places[id as usize % PAGE].0 = node;
     }
 
-    /// The block left its place: condemned if pinned, unknown if not. Returns whether it is condemned.
-    pub(crate) fn depart(&mut self, id: u32) -> bool {
-        let entry = self.entry_mut(id);
-        entry.departures = entry.departures.wrapping_add(1);
-        entry.node = if entry.pins > 0 { CONDEMNED } else { UNKNOWN };
-        entry.pins > 0
+    /// The block left its place.
+    pub(crate) fn depart(&mut self, id: u32, condemned: bool) {
+        let plans = self.plans - self.since;
+        let [low, middle, high, ..] = plans.to_le_bytes();
+        let page = self.page_mut(id);
+        page.left[id as usize % PAGE] = [low, middle, high];
+        page.places[id as usize % PAGE].0 = if condemned { CONDEMNED } else { UNKNOWN };
     }
 
     pub(crate) fn set_waiting(&mut self, id: u32) {
-        self.entry_mut(id).node = WAITING;
+        self.page_mut(id).places[id as usize % PAGE].0 = WAITING;
     }
 
     pub(crate) fn set_unknown(&mut self, id: u32) {
-        self.entry_mut(id).node = UNKNOWN;
+        self.page_mut(id).places[id as usize % PAGE].0 = UNKNOWN;
     }
 
-    pub(crate) fn pins(&self, id: u32) -> u32 {
-        self.entry(id).pins
+    /// Numbers a plan, so that [`Self::stayed`] can be asked about it.
+    pub(crate) fn count_plan(&mut self) -> u64 {
+        self.plans += 1;
+        if self.plans - self.since > Self::MAX_PLANS {
+            self.since = self.plans - 1;
+            for page in self.pages.iter_mut().flatten() {
+                page.left = [[0; 3]; PAGE];
+            }
+        }
+        self.plans
     }
 
-    /// Adds a pin; returns how many there are.
-    pub(crate) fn pin(&mut self, id: u32) -> u32 {
-        let entry = self.entry_mut(id);
-        entry.pins += 1;
-        entry.pins
-    }
-
-    /// Takes a pin away; returns how many are left.
-    pub(crate) fn unpin(&mut self, id: u32) -> u32 {
-        let entry = self.entry_mut(id);
-        entry.pins -= 1;
-        entry.pins
-    }
-
-    /// How often the block has left a place: two equal answers mean that it has not left in between.
-    pub(crate) fn departures(&self, id: u32) -> u32 {
-        self.entry(id).departures
+    /// Whether the block, indexed when the plan of this number was made, has not left its place since. Of a plan behind which
+    /// more than 16 million others were made nothing is known: then no.
+    pub(crate) fn stayed(&self, id: u32, plan: u64) -> bool {
+        if plan <= self.since {
+            return false;
+        }
+        let Some(Some(page)) = self.pages.get(id as usize / PAGE) else {
+            return true;
+        };
+        let [low, middle, high] = page.left[id as usize % PAGE];
+        let left = u64::from(u32::from_le_bytes([low, middle, high, 0]));
+        self.since + left < plan
     }
 
     /// Marks an id as seen in the call at hand; returns whether it had been. Undone by [`Self::clear_offered`].
@@ -164,35 +154,60 @@ impl BlockTable {
         }
     }
 
-    /// Every id that is condemned, waiting or pinned, ascending, with its pins.
-    pub(crate) fn noteworthy(&self) -> impl Iterator<Item = (u32, Place, u32)> {
-        self.pages
-            .iter()
-            .enumerate()
-            .filter_map(|(index, page)| Some((index, page.as_ref()?)))
-            .flat_map(|(index, page)| {
-                (0..PAGE).map(move |at| (index * PAGE + at, page.entries[at]))
-            })
-            .filter_map(|(id, entry)| {
-                let id = crate::ids::depth(id);
-                let place = self.place(id);
-                (entry.pins > 0 || matches!(place, Place::Condemned | Place::Waiting))
-                    .then_some((id, place, entry.pins))
-            })
-    }
-
-    /// Every indexed id, ascending.
-    pub(crate) fn indexed(&self) -> impl Iterator<Item = u32> {
+    /// Every id that is known, ascending, with where it stands.
+    pub(crate) fn known(&self) -> impl Iterator<Item = (u32, Place)> {
         self.pages
             .iter()
             .enumerate()
             .filter(|(_, page)| page.is_some())
             .flat_map(|(index, _)| index * PAGE..(index + 1) * PAGE)
-            .map(crate::ids::depth)
-            .filter(|&id| matches!(self.place(id), Place::Indexed { .. }))
+            .map(|id| {
+                let id = crate::ids::depth(id);
+                (id, self.place(id))
+            })
+            .filter(|&(_, place)| place != Place::Unknown)
     }
 
     pub(crate) fn heap_bytes(&self) -> usize {
         self.pages.capacity() * size_of::<Option<Box<Page>>>() + self.num_pages * size_of::<Page>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_departure_is_told_from_a_stay_by_plan() {
+        let mut table = BlockTable::default();
+        let before = table.count_plan();
+        assert!(table.stayed(7, before));
+        table.set_indexed(7, 1, 0);
+        table.depart(7, false);
+        let after = table.count_plan();
+        assert!(!table.stayed(7, before) && table.stayed(7, after));
+        table.set_indexed(7, 2, 3);
+        assert!(!table.stayed(7, before) && table.stayed(7, after));
+    }
+
+    #[test]
+    fn a_plan_too_old_to_tell_is_told_no() {
+        let mut table = BlockTable::default();
+        table.set_indexed(0, 1, 0);
+        let old = table.count_plan();
+        table.plans = BlockTable::MAX_PLANS;
+        let last = table.plans;
+        assert!(table.stayed(0, old) && table.stayed(0, last));
+        table.depart(0, false);
+        assert!(!table.stayed(0, last));
+        let new = table.count_plan();
+        assert!(!table.stayed(0, old) && !table.stayed(0, last) && table.stayed(0, new));
+        table.depart(0, false);
+        assert!(!table.stayed(0, new) && table.stayed(0, table.plans + 1));
+    }
+
+    #[test]
+    fn a_block_takes_11_bytes_and_a_bit() {
+        assert_eq!(size_of::<Page>(), PAGE * 11 + PAGE / 8);
     }
 }

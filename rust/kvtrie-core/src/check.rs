@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::blocks::Place;
 use crate::error::{Error, Result};
-use crate::ids::{Depth, NO_NODE, NodeIndex};
-use crate::lru::NOT_QUEUED;
+use crate::hash::EdgeHasher;
+use crate::ids::{Depth, NodeIndex};
 use crate::node::Node;
 use crate::siblings;
 use crate::tree::RadixIndex;
@@ -23,6 +23,8 @@ fn must(condition: bool, what: impl FnOnce() -> String) -> Result<()> {
 #[derive(Default)]
 struct Totals {
     nodes: usize,
+    /// Edges with a sibling.
+    hashed: usize,
     indexed: u64,
     holes: u64,
     approximate: u64,
@@ -47,7 +49,7 @@ impl RadixIndex {
             must(self.nodes[state.root].is_root(), || {
                 format!("the root of tree {tree} has a parent")
             })?;
-            must(self.nodes[state.root].num_children > 0, || {
+            must(self.nodes[state.root].has_children(), || {
                 format!("tree {tree} is empty")
             })?;
             self.check_tree(tree, state.root, &anchors, &mut totals)?;
@@ -58,10 +60,9 @@ impl RadixIndex {
         must(totals.nodes == self.nodes.len(), || {
             format!("{} of {} edges are linked", totals.nodes, self.nodes.len())
         })?;
-        must(
-            self.edges.len() == self.nodes.len() - self.trees.len(),
-            || "the edge table has strangers".into(),
-        )?;
+        must(self.edges.len() == totals.hashed, || {
+            "the edge table has strangers".into()
+        })?;
         let counters = [
             ("indexed", totals.indexed, self.num_indexed),
             ("holes", totals.holes, self.num_holes),
@@ -69,7 +70,10 @@ impl RadixIndex {
             ("protected", totals.protected, self.num_protected),
             (
                 "indexed ids",
-                self.blocks.indexed().count() as u64,
+                self.blocks
+                    .known()
+                    .filter(|(_, place)| matches!(place, Place::Indexed { .. }))
+                    .count() as u64,
                 self.num_indexed,
             ),
         ];
@@ -81,19 +85,24 @@ impl RadixIndex {
         must(self.num_holes <= self.config.num_blocks, || {
             format!("{} holes", self.num_holes)
         })?;
-        for (at, &(key, node)) in self.order.entries().iter().enumerate() {
-            must(self.nodes[node].queued as usize == at, || {
-                format!("edge {node} is not where it is queued")
-            })?;
-            must(self.eviction_key(node) == Some(key), || {
-                format!("edge {node} is queued under an old key")
-            })?;
+        for (at, (stamp, node)) in self.order.entries().enumerate() {
             must(
-                at == 0 || self.order.entries()[(at - 1) / 4].0 <= key,
-                || "the order of eviction is no heap".into(),
+                self.nodes[node].queued() == Some(crate::ids::depth(at)),
+                || format!("edge {node} is not where it is queued"),
             )?;
+            must(self.last_use_of_leaf(node) == Some(stamp), || {
+                format!("edge {node} is queued under an old use")
+            })?;
         }
-        Ok(())
+        let keys: Vec<_> = self
+            .order
+            .entries()
+            .map(|(_, node)| self.eviction_key(node))
+            .collect();
+        must(
+            (1..keys.len()).all(|at| keys[(at - 1) / 4] <= keys[at]),
+            || "the order of eviction is no heap".into(),
+        )
     }
 
     /// Checks pins against leases; answers how many anchors each block should have.
@@ -101,53 +110,56 @@ impl RadixIndex {
         let mut pins: BTreeMap<u32, u32> = BTreeMap::new();
         let mut anchors: BTreeMap<u32, u32> = BTreeMap::new();
         for (lease, held) in self.leases.iter() {
-            for &id in held.path.iter().chain(&held.aside).chain(&held.sources) {
+            must(
+                held.pinned || held.anchors.is_empty() && held.kept.is_empty(),
+                || format!("lease {lease} pins though it must not"),
+            )?;
+            for &id in &held.anchors {
+                must(self.anchor_place(id).is_some(), || {
+                    format!("lease {lease} anchors at block {id}, which is not indexed")
+                })?;
+                *anchors.entry(id).or_default() += 1;
+            }
+            for &id in held.kept.iter().chain(&held.sources) {
                 *pins.entry(id).or_default() += 1;
-            }
-            for &id in held.aside.iter().chain(&held.sources) {
                 *anchors.entry(id).or_default() += 1;
             }
-            let is_indexed = |id: &u32| matches!(self.blocks.place(*id), Place::Indexed { .. });
-            let deepest = held.path.iter().rev().copied().find(is_indexed);
-            must(held.anchor == deepest, || {
-                format!(
-                    "lease {lease} anchors at {:?}, not {deepest:?}",
-                    held.anchor
-                )
-            })?;
-            if let Some(id) = deepest {
-                *anchors.entry(id).or_default() += 1;
-            }
-            must(held.pinned || held.path.is_empty(), || {
-                format!("lease {lease} pins though it must not")
-            })?;
         }
-        let mut condemned = 0;
-        let mut waiting = BTreeSet::new();
-        let mut pinned = 0;
-        for (id, place, count) in self.blocks.noteworthy() {
-            must(pins.remove(&id).unwrap_or(0) == count, || {
-                format!("block {id} has {count} pins, the leases differ")
-            })?;
-            pinned += u64::from(count > 0);
+        must(
+            pins.len() == self.pins.len()
+                && pins
+                    .iter()
+                    .all(|(id, count)| self.pins.get(id) == Some(count)),
+            || format!("the leases pin {pins:?} one by one, the table differs"),
+        )?;
+        let counts = self.pin_counts();
+        must(counts.len() as u64 == self.num_pinned(), || {
+            format!("{} pinned, counted {}", counts.len(), self.num_pinned())
+        })?;
+        let (mut condemned, mut waiting) = (0, BTreeSet::new());
+        for (id, place) in self.blocks.known() {
             match place {
                 Place::Condemned => {
                     condemned += 1;
-                    must(count > 0, || {
+                    must(pins.contains_key(&id), || {
                         format!("block {id} is condemned without a pin")
                     })?;
                 }
                 Place::Waiting => {
                     waiting.insert(id);
-                    must(count == 0, || format!("block {id} waits with a pin"))?;
+                    must(!counts.contains_key(&id), || {
+                        format!("block {id} waits with a pin")
+                    })?;
                 }
-                Place::Indexed { .. } => {}
-                Place::Unknown => must(false, || format!("block {id} is pinned but not known"))?,
+                Place::Indexed { .. } | Place::Unknown => {}
             }
         }
-        must(pins.is_empty(), || {
-            "a lease holds a block without a pin".into()
-        })?;
+        must(
+            counts
+                .keys()
+                .all(|&id| self.blocks.place(id) != Place::Unknown),
+            || "a block is pinned but not known".into(),
+        )?;
         must(waiting == self.waiting.iter().copied().collect(), || {
             "the waiting blocks differ from the queue".into()
         })?;
@@ -156,9 +168,6 @@ impl RadixIndex {
         })?;
         must(condemned == self.num_condemned, || {
             format!("{condemned} condemned, counter {}", self.num_condemned)
-        })?;
-        must(pinned == self.num_pinned, || {
-            format!("{pinned} pinned, counter {}", self.num_pinned)
         })?;
         Ok(anchors)
     }
@@ -174,16 +183,18 @@ impl RadixIndex {
         while let Some(at) = open.pop() {
             let node = &self.nodes[at];
             totals.nodes += 1;
-            must(node.namespace == tree, || {
+            must(node.tree == tree, || {
                 format!("edge {at} is in the wrong tree")
             })?;
             self.check_edge(at, node, anchors, totals)?;
-            let (mut child, mut previous, mut count, mut protected) =
-                (node.first_child, NO_NODE, 0, 0);
-            let mut sorted = BTreeSet::new();
-            while child != NO_NODE {
+            let children = siblings::all(&self.nodes, at);
+            must(siblings::check(&self.nodes, self.block_size(), at), || {
+                format!("the children of edge {at} are out of order")
+            })?;
+            let mut protected = 0;
+            for &child in &children {
                 let below = &self.nodes[child];
-                must(below.parent == at && below.previous == previous, || {
+                must(below.parent == at, || {
                     format!("edge {child} is linked badly")
                 })?;
                 must(below.depth == node.end(), || {
@@ -191,46 +202,25 @@ impl RadixIndex {
                 })?;
                 must(below.run.len() > 0, || format!("edge {child} is empty"))?;
                 let first = below.first_block(self.block_size());
-                must(self.hasher.edge(at, first) == below.hash, || {
+                let hashed = self
+                    .edges
+                    .find(EdgeHasher::spread(below.hash), |&known| known == child)
+                    .is_some();
+                must(hashed == (children.len() > 1), || {
+                    format!("edge {child} is in the edge table, or is not")
+                })?;
+                must(!hashed || self.hasher.edge(at, first) == below.hash, || {
                     format!("edge {child} has an old hash")
                 })?;
-                let known = self
-                    .edges
-                    .find(below.hash, |&known| known == child)
-                    .is_some();
-                must(known, || format!("edge {child} is not in the edge table"))?;
-                if below.payload(below.depth).is_exact() {
-                    sorted.insert(child);
-                }
-                protected += u32::from(below.protected_end() > below.depth);
-                count += 1;
-                open.push(child);
-                previous = child;
-                child = below.next;
+                totals.hashed += usize::from(hashed);
+                protected += u32::from(self.protected_end(child) > below.depth);
             }
-            must(count == node.num_children, || {
-                format!("edge {at} has {count} children, not {}", node.num_children)
-            })?;
-            must(protected == node.protected_children, || {
+            open.extend(children);
+            must(protected == node.protection & !Node::ANCHORED, || {
                 format!("edge {at} has {protected} protected children")
-            })?;
-            must(self.sorted_children(at) == sorted, || {
-                format!("the sorted children of edge {at} are not its exact ones")
             })?;
         }
         Ok(())
-    }
-
-    /// The sorted children, if they are in order.
-    fn sorted_children(&self, at: NodeIndex) -> BTreeSet<NodeIndex> {
-        let mut found = BTreeSet::new();
-        for child in siblings::all(&self.nodes, at) {
-            // A child that is out of order is not found from the root again.
-            if siblings::contains(&self.nodes, self.block_size(), child) {
-                found.insert(child);
-            }
-        }
-        found
     }
 
     fn check_edge(
@@ -242,8 +232,9 @@ impl RadixIndex {
     ) -> Result<()> {
         let (mut holes, mut approximate) = (0, 0);
         let mut own: Vec<(Depth, u32)> = Vec::new();
+        let block_size = self.block_size();
         for depth in node.depth..node.end() {
-            let payload = node.payload(depth);
+            let payload = node.payload(depth, block_size);
             if !payload.is_present() {
                 holes += 1;
                 continue;
@@ -260,32 +251,35 @@ impl RadixIndex {
                 own.push((depth + 1, count));
             }
         }
-        must(holes == node.num_holes, || {
-            format!("edge {at} has {holes} holes, not {}", node.num_holes)
+        must(holes == node.num_holes(), || {
+            format!("edge {at} has {holes} holes, not {}", node.num_holes())
         })?;
-        must(approximate == node.num_approximate, || {
+        must(approximate == node.num_approximate(), || {
             format!("edge {at} has {approximate} approximate blocks")
         })?;
-        let anchored = node
-            .extras
-            .as_ref()
-            .map_or(&[][..], |extras| &extras.anchors);
+        let anchored = self.anchors.get(&at).map_or(&[][..], |ends| ends);
         must(own == anchored, || {
             format!("edge {at} has the anchors {anchored:?}, not {own:?}")
         })?;
-        if node.num_children == 0 && !node.is_root() {
-            let last = node.payload(node.end() - 1);
-            must(last.is_present(), || format!("edge {at} ends in a hole"))?;
+        must(
+            own.is_empty() == (node.protection & Node::ANCHORED == 0),
+            || format!("edge {at} does not know of its anchors"),
+        )?;
+        if !node.has_children() && !node.is_root() {
+            let last = node.end() - 1;
+            must(node.payload(last, block_size).is_present(), || {
+                format!("edge {at} ends in a hole")
+            })?;
             must(
-                (self.blocks.pins(last.id) == 0) == (node.queued != NOT_QUEUED),
+                (self.protected_end(at) <= last) == node.queued().is_some(),
                 || format!("the leaf {at} is queued although pinned, or the other way round"),
             )?;
         } else {
-            must(node.queued == NOT_QUEUED, || {
+            must(node.queued().is_none(), || {
                 format!("edge {at} is no leaf but queued")
             })?;
         }
-        if let Some(extras) = &node.extras {
+        if let Some(extras) = node.extras() {
             let (start, end) = (
                 node.depth as usize * self.block_size(),
                 node.end() as usize * self.block_size(),
@@ -295,7 +289,8 @@ impl RadixIndex {
                 runs.iter().all(|run| run.start >= start && run.end <= end),
                 || format!("edge {at} has tags outside its tokens"),
             )?;
-            for depth in (node.depth..node.end()).filter(|&depth| !node.payload(depth).is_present())
+            for depth in (node.depth..node.end())
+                .filter(|&depth| !node.payload(depth, block_size).is_present())
             {
                 let tags = self.tags_of_block(at, depth);
                 must(tags.is_empty(), || {
@@ -311,9 +306,10 @@ impl RadixIndex {
             )?;
         }
         totals.holes += u64::from(holes);
-        totals.indexed += u64::from(node.num_present(node.depth, node.end()));
+        totals.indexed += u64::from(node.num_present(node.depth, node.end(), block_size));
         totals.approximate += u64::from(approximate);
-        totals.protected += u64::from(node.num_present(node.depth, node.protected_end()));
+        totals.protected +=
+            u64::from(node.num_present(node.depth, self.protected_end(at), block_size));
         Ok(())
     }
 }

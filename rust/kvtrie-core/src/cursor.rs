@@ -1,14 +1,13 @@
 //! What a sequence remembers of the index it was last used with.
 
+use crate::arena::NodeHandle;
 use crate::ids::{Depth, depth};
-use crate::slab::Handle;
 
 /// Where a sequence was last found: its first `present` blocks are a path that ends in `node` or above.
 #[derive(Clone, Debug)]
 pub(crate) struct Cursor {
     pub(crate) index: u64,
-    pub(crate) node: Handle,
-    pub(crate) trims: u32,
+    pub(crate) node: NodeHandle,
     pub(crate) version: u64,
     pub(crate) present: Depth,
     /// Blocks from the root that are exact; at most `present`.

@@ -1,9 +1,11 @@
 //! One number for the logical state: two ranks that were fed the same calls must agree on it.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use crate::ids::NO_NODE;
-use crate::tree::RadixIndex;
+use crate::blocks::Place;
+use crate::siblings;
+use crate::tree::{Position, RadixIndex};
 
 impl RadixIndex {
     /// A digest of the logical state: every entry with its tokens, block, label, tags and last use, pins, what is
@@ -11,7 +13,7 @@ impl RadixIndex {
     /// edges came to be split are not in it.
     ///
     /// # Complexity
-    /// O(tokens held).
+    /// O(tokens held + blocks pinned, once a plan).
     #[must_use]
     pub fn digest(&self) -> u64 {
         let mut all = DefaultHasher::new();
@@ -23,9 +25,12 @@ impl RadixIndex {
         )
             .hash(&mut all);
         self.waiting.hash(&mut all);
-        for (id, place, pins) in self.blocks.noteworthy() {
-            let place = std::mem::discriminant(&place);
-            (id, place, pins).hash(&mut all);
+        let pins = self.pin_counts();
+        for (id, place) in self.blocks.known() {
+            let pins = pins.get(&id).copied().unwrap_or(0);
+            if pins > 0 || !matches!(place, Place::Indexed { .. }) {
+                (id, std::mem::discriminant(&place), pins).hash(&mut all);
+            }
         }
         // Entries are summed, since no order among siblings is part of the state.
         let entries = self.trees.iter().fold(0u64, |sum, (_, tree)| {
@@ -38,36 +43,28 @@ impl RadixIndex {
     }
 
     fn digest_tree(&self, root: u32, namespace: u64) -> u64 {
-        // Parents first, with the digest of the path above each edge.
-        let mut order = vec![(root, namespace)];
+        // Parents first: (node, digest of the path above it, where in the list its parent stands).
+        let mut order = vec![(root, namespace, 0)];
         let mut at = 0;
-        while let Some(&(node, above)) = order.get(at) {
-            at += 1;
+        while let Some(&(node, above, _)) = order.get(at) {
             let edge = &self.nodes[node];
             let mut path = above;
             for depth in edge.depth..edge.end() {
                 path = self.path_digest(path, node, depth);
             }
-            let mut child = edge.first_child;
-            while child != NO_NODE {
-                order.push((child, path));
-                child = self.nodes[child].next;
-            }
+            let children = siblings::all(&self.nodes, node);
+            order.extend(children.into_iter().map(|child| (child, path, at)));
+            at += 1;
         }
         // Children first, so that a block knows the latest use below it.
         let mut latest_below = vec![0; order.len()];
-        let place_of: std::collections::BTreeMap<u32, usize> = order
-            .iter()
-            .enumerate()
-            .map(|(at, &(node, _))| (node, at))
-            .collect();
         let mut sum = 0u64;
-        for (at, &(node, above)) in order.iter().enumerate().rev() {
+        for (at, &(node, above, parent)) in order.iter().enumerate().rev() {
             let edge = &self.nodes[node];
             let mut path = above;
             for depth in edge.depth..edge.end() {
                 path = self.path_digest(path, node, depth);
-                let payload = edge.payload(depth);
+                let payload = edge.payload(depth, self.block_size());
                 let mut entry = DefaultHasher::new();
                 (
                     path,
@@ -84,13 +81,33 @@ impl RadixIndex {
                 }
                 sum = sum.wrapping_add(entry.finish());
             }
-            if let Some(&parent) = place_of.get(&edge.parent) {
-                latest_below[parent] = latest_below[parent]
-                    .max(latest_below[at])
-                    .max(edge.uses.latest());
+            if at > 0 {
+                let latest = latest_below[at].max(edge.latest_use());
+                latest_below[parent] = latest_below[parent].max(latest);
             }
         }
         sum
+    }
+
+    /// How many plans pin each block.
+    pub(crate) fn pin_counts(&self) -> BTreeMap<u32, u32> {
+        let mut counts = BTreeMap::new();
+        let mut path = Vec::new();
+        for (_, lease) in self.leases.iter() {
+            let mut own: BTreeSet<u32> = lease.kept.iter().chain(&lease.sources).copied().collect();
+            for (node, depth) in lease.anchors.iter().filter_map(|&id| self.anchor_place(id)) {
+                let end = Position {
+                    node,
+                    depth: depth + 1,
+                };
+                self.path_ids(end, 0, &mut path);
+                own.extend(path.iter().map(|id| id.0));
+            }
+            for id in own {
+                *counts.entry(id).or_default() += 1;
+            }
+        }
+        counts
     }
 
     /// The digest of a path that is one block longer.

@@ -30,8 +30,8 @@ impl EdgeHasher {
         }
     }
 
-    /// Hash of the block `first`, as an edge below the node with index `parent`.
-    pub(crate) fn edge(&self, parent: u32, first: View<'_>) -> u64 {
+    /// Hash of the block `first`, as an edge below the node with index `parent`: 32 bits, as a node keeps it.
+    pub(crate) fn edge(&self, parent: u32, first: View<'_>) -> u32 {
         let mut hasher = self.state.build_hasher();
         hasher.write_u32(parent);
         hasher.write(bytemuck::cast_slice(first.tokens));
@@ -39,6 +39,11 @@ impl EdgeHasher {
             hasher.write_usize(offset);
             hasher.write(digest);
         }
-        hasher.finish() & self.mask
+        u32::try_from((hasher.finish() & self.mask) & 0xffff_ffff).unwrap_or(u32::MAX)
+    }
+
+    /// The hash as a table takes it, which looks at the highest bits too.
+    pub(crate) fn spread(hash: u32) -> u64 {
+        u64::from(hash).wrapping_mul(0x9e37_79b9_7f4a_7c15)
     }
 }

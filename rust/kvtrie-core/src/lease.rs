@@ -1,11 +1,16 @@
-//! The mutable side of a plan: what it pins, and what it knows of the sequence.
+//! The mutable side of a plan: what it pins.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use crate::namespace::Namespace;
 
 /// The mutable side of a plan, owned by the index until the plan is released.
+///
+/// What backs a sequence is pinned as a whole path, named by its deepest block: however long the path, a pin is one entry.
+/// Only where that is not what is pinned (a pinned block has left its path, a block is copied from) are ids kept one by one.
 #[derive(Debug)]
 pub(crate) struct Lease {
     pub(crate) namespace: Arc<Namespace>,
@@ -13,22 +18,19 @@ pub(crate) struct Lease {
     pub(crate) pinned: bool,
     /// Its namespace was dropped or the index reset: inserts take nothing.
     pub(crate) over: bool,
-    /// Pinned blocks of one path, from position 0 on.
-    pub(crate) path: Vec<u32>,
-    /// Pinned blocks that are not on that path: of forks, and what came to stand in place of another block.
-    pub(crate) aside: BTreeSet<u32>,
+    /// Indexed blocks: each is pinned with every block above it. One, but for forks.
+    pub(crate) anchors: SmallVec<[u32; 2]>,
+    /// Pinned blocks that do not stand on such a path any more.
+    pub(crate) kept: BTreeSet<u32>,
     /// Pinned source blocks of copies.
-    pub(crate) sources: Vec<u32>,
-    /// The deepest block of `path` that is still indexed: it protects what lies above it.
-    pub(crate) anchor: Option<u32>,
-    /// The sequence's lineage and the namespace's version for which `path` is known to be the sequence's path.
-    pub(crate) synced: Option<(u64, u64)>,
+    pub(crate) sources: SmallVec<[u32; 2]>,
     /// First token of the plan that is approximate.
     pub(crate) first_approximate: Option<usize>,
 }
 
 impl Lease {
     pub(crate) fn heap_bytes(&self) -> usize {
-        (self.path.capacity() + self.sources.capacity() + 2 * self.aside.len()) * size_of::<u32>()
+        let spilled = |ids: &SmallVec<[u32; 2]>| if ids.spilled() { ids.capacity() } else { 0 };
+        (spilled(&self.anchors) + spilled(&self.sources) + 2 * self.kept.len()) * size_of::<u32>()
     }
 }

@@ -70,6 +70,7 @@
 #![forbid(unsafe_code)]
 
 mod allocator;
+mod arena;
 mod blocks;
 mod check;
 mod cursor;
@@ -83,6 +84,7 @@ mod namespace;
 mod node;
 mod plan;
 mod policy;
+mod run;
 mod siblings;
 mod slab;
 mod span;

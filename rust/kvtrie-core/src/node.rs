@@ -1,11 +1,13 @@
-//! The node record: an edge of whole blocks, its links, who used it last and who pins it.
+//! The node record: an edge of whole blocks, its links, and who used it last. 80 bytes, so that a crowd of leaves is small.
+//!
+//! What few edges have (holes, labels, tags, items, uses that end inside) lies in [`Extras`], made when first needed.
 
 use std::collections::BTreeMap;
 
 use smallvec::SmallVec;
 
-use crate::ids::{ABSENT, Depth, NO_NODE, NodeIndex};
-use crate::lru::NOT_QUEUED;
+use crate::ids::{ABSENT, BlockId, Depth, NO_NODE, NodeIndex};
+use crate::run::Run;
 use crate::span::Tags;
 use crate::tokens::{Item, View};
 
@@ -53,252 +55,170 @@ impl Payload {
     }
 }
 
-/// The tokens and payloads of an edge. Blocks are named by their depth; the front can be split off without moving
-/// what stays.
-#[derive(Debug, Default)]
-pub(crate) struct Run {
-    tokens: Vec<u32>,
-    ids: Vec<u32>,
-    /// Empty while every block is exact.
-    labels: Vec<Label>,
-    /// Blocks at the front of the vectors that were split off.
-    skipped: usize,
-}
-
-impl Run {
-    pub(crate) fn len(&self) -> usize {
-        self.ids.len() - self.skipped
-    }
-
-    pub(crate) fn tokens(&self, block_size: usize) -> &[u32] {
-        &self.tokens[self.skipped * block_size..]
-    }
-
-    pub(crate) fn ids(&self) -> &[u32] {
-        &self.ids[self.skipped..]
-    }
-
-    pub(crate) fn get(&self, at: usize) -> Payload {
-        let at = at + self.skipped;
-        Payload {
-            id: self.ids[at],
-            label: self.labels.get(at).copied().unwrap_or(Label::EXACT),
-        }
-    }
-
-    pub(crate) fn set(&mut self, at: usize, payload: Payload) {
-        let at = at + self.skipped;
-        self.ids[at] = payload.id;
-        self.set_label(at, payload.label);
-    }
-
-    fn set_label(&mut self, at: usize, label: Label) {
-        if self.labels.is_empty() && label != Label::EXACT {
-            self.labels = vec![Label::EXACT; self.ids.len()];
-        }
-        if let Some(old) = self.labels.get_mut(at) {
-            *old = label;
-        }
-    }
-
-    pub(crate) fn extend(&mut self, tokens: &[u32], payloads: &[Payload]) {
-        self.tokens.extend_from_slice(tokens);
-        self.ids.extend(payloads.iter().map(|payload| payload.id));
-        if !self.labels.is_empty() || payloads.iter().any(|payload| payload.label != Label::EXACT) {
-            self.labels
-                .resize(self.ids.len() - payloads.len(), Label::EXACT);
-            self.labels
-                .extend(payloads.iter().map(|payload| payload.label));
-        }
-    }
-
-    /// Drops the last block.
-    pub(crate) fn pop(&mut self, block_size: usize) {
-        self.ids.pop();
-        self.tokens.truncate(self.ids.len() * block_size);
-        self.labels.truncate(self.ids.len());
-        if self.tokens.capacity() > 4 * self.tokens.len().max(16 * block_size) {
-            self.tokens.shrink_to(2 * self.tokens.len());
-            self.ids.shrink_to(2 * self.ids.len());
-        }
-    }
-
-    /// Splits off the first `blocks` blocks, at a cost that grows with `blocks` alone (amortised).
-    pub(crate) fn split_front(&mut self, blocks: usize, block_size: usize) -> Self {
-        let (from, to) = (self.skipped, self.skipped + blocks);
-        let front = Self {
-            tokens: self.tokens[from * block_size..to * block_size].to_vec(),
-            ids: self.ids[from..to].to_vec(),
-            labels: self
-                .labels
-                .get(from..to)
-                .map(<[Label]>::to_vec)
-                .unwrap_or_default(),
-            skipped: 0,
-        };
-        self.skipped = to;
-        if self.skipped >= self.len() {
-            self.tokens.drain(..self.skipped * block_size);
-            self.ids.drain(..self.skipped);
-            if !self.labels.is_empty() {
-                self.labels.drain(..self.skipped);
-            }
-            self.skipped = 0;
-            self.tokens.shrink_to_fit();
-            self.ids.shrink_to_fit();
-            self.labels.shrink_to_fit();
-        }
-        front
-    }
-
-    pub(crate) fn heap_bytes(&self) -> usize {
-        self.tokens.capacity() * size_of::<u32>()
-            + self.ids.capacity() * size_of::<u32>()
-            + self.labels.capacity() * size_of::<Label>()
-    }
-}
-
-/// When the blocks of an edge were last used.
+/// Uses of paths that end inside an edge.
 ///
 /// A use of a path stamps every block above its end, so it is kept once, at the deepest node: the stamp of a block is
 /// the latest among the uses that end behind it. A node that loses its last child takes over the child's latest use.
 #[derive(Debug, Default)]
-pub(crate) struct Uses {
+pub(crate) struct InnerUses {
     /// (depth at which a use ended, stamp): ends descend, stamps ascend, so every pair says something.
     paths: SmallVec<[(Depth, u64); 2]>,
 }
 
-impl Uses {
+impl InnerUses {
     /// A use that ends behind the block `end - 1`, newer than all others.
-    pub(crate) fn touch(&mut self, end: Depth, stamp: u64) {
+    fn touch(&mut self, end: Depth, stamp: u64) {
         while self.paths.last().is_some_and(|&(old, _)| old <= end) {
             self.paths.pop();
         }
         self.paths.push((end, stamp));
     }
 
-    /// A use of any age.
-    pub(crate) fn add(&mut self, end: Depth, stamp: u64) {
-        let at = self.paths.partition_point(|&(old, _)| old > end);
-        let known = self
-            .paths
-            .get(at)
-            .filter(|&&(old, _)| old == end)
-            .map(|&(_, stamp)| stamp);
-        let behind = at.checked_sub(1).map(|at| self.paths[at].1);
-        if known.is_some_and(|known| known >= stamp) || behind.is_some_and(|behind| behind >= stamp)
-        {
-            return;
-        }
-        let until = at + self.paths[at..].partition_point(|&(_, old)| old <= stamp);
-        self.paths.drain(at..until);
-        self.paths.insert(at, (end, stamp));
+    /// A use of the whole edge hides what is older.
+    fn cover(&mut self, stamp: u64) {
+        let hidden = self.paths.partition_point(|&(_, old)| old <= stamp);
+        self.paths.drain(..hidden);
     }
 
-    /// Last path use of the block at `depth`; 0 if there was none.
-    pub(crate) fn stamp(&self, depth: Depth) -> u64 {
+    /// Last use of the block at `depth` that ends inside the edge; 0 if there was none.
+    fn stamp(&self, depth: Depth) -> u64 {
         let behind = self.paths.partition_point(|&(end, _)| end > depth);
         behind.checked_sub(1).map_or(0, |at| self.paths[at].1)
     }
 
-    /// The latest use of any block.
-    pub(crate) fn latest(&self) -> u64 {
+    fn latest(&self) -> u64 {
         self.paths.last().map_or(0, |&(_, stamp)| stamp)
     }
 
-    /// The edge ends at `end` from here on.
-    pub(crate) fn truncate(&mut self, end: Depth) {
+    /// The edge ends at `end` from here on: answers the latest use that reaches there, which is inside no more.
+    fn truncate(&mut self, end: Depth) -> u64 {
         let beyond = self.paths.partition_point(|&(old, _)| old >= end);
-        if let Some(last) = beyond.checked_sub(1) {
-            self.paths[last].0 = end;
-            self.paths.drain(..last);
-        }
+        let latest = beyond.checked_sub(1).map_or(0, |at| self.paths[at].1);
+        self.paths.drain(..beyond);
+        latest
     }
 
     /// Splits off the uses that ended at or before `end`.
-    pub(crate) fn split_front(&mut self, end: Depth) -> Self {
+    fn split_front(&mut self, end: Depth) -> Self {
         let behind = self.paths.partition_point(|&(old, _)| old > end);
         Self {
             paths: self.paths.drain(behind..).collect(),
         }
     }
-
-    fn heap_bytes(&self) -> usize {
-        if self.paths.spilled() {
-            self.paths.capacity() * size_of::<(Depth, u64)>()
-        } else {
-            0
-        }
-    }
 }
 
-/// What few nodes have.
+/// What few edges have.
 #[derive(Debug, Default)]
 pub(crate) struct Extras {
+    /// Of every block, or empty while every block is exact.
+    labels: Vec<Label>,
+    num_holes: u32,
+    num_approximate: u32,
     /// Items that reach into the edge, in absolute positions.
     pub(crate) items: Vec<Item>,
     pub(crate) tags: Tags,
+    uses: InnerUses,
     /// Last use of a block as the source of a copy, by depth: such a use does not stamp what lies above.
     pub(crate) source_uses: BTreeMap<Depth, u64>,
-    /// (end, count): leases whose pins protect the blocks before `end`, ends ascending.
-    pub(crate) anchors: Vec<(Depth, u32)>,
+}
+
+impl Extras {
+    fn is_empty(&self) -> bool {
+        self.num_holes == 0
+            && self.num_approximate == 0
+            && self.items.is_empty()
+            && self.tags.runs().is_empty()
+            && self.uses.paths.is_empty()
+            && self.source_uses.is_empty()
+    }
+
+    fn heap_bytes(&self) -> usize {
+        size_of::<Self>()
+            + self.labels.capacity() * size_of::<Label>()
+            + self.items.capacity() * size_of::<Item>()
+            + self.tags.heap_bytes()
+            + if self.uses.paths.spilled() {
+                self.uses.paths.capacity()
+            } else {
+                0
+            } * size_of::<(Depth, u64)>()
+            + self.source_uses.len() * (size_of::<(Depth, u64)>() + size_of::<usize>())
+    }
+}
+
+/// What a node has below it, in one word: an inner node its children, a leaf its place in the order of eviction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Below(u32);
+
+impl Below {
+    const NOTHING: Self = Self(NO_NODE);
+    /// Set in the place of a queued leaf. There are fewer nodes than 2³¹: each has a block of its own, or holds up one.
+    const QUEUED: u32 = 1 << 31;
 }
 
 /// One edge of the forest with its lower end.
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) run: Run,
-    pub(crate) uses: Uses,
-    pub(crate) extras: Option<Box<Extras>>,
-    /// Hash of the first block under the parent.
-    pub(crate) hash: u64,
-    pub(crate) namespace: u32,
+    extras: Option<Box<Extras>>,
+    /// Last use of the whole edge by a path that ends at its lower end; 0 if there was none.
+    stamp: u64,
+    pub(crate) tree: u32,
     pub(crate) parent: NodeIndex,
     /// Blocks above this edge.
     pub(crate) depth: Depth,
-    pub(crate) num_holes: u32,
-    pub(crate) num_approximate: u32,
-    /// All children, in a ring without order.
-    pub(crate) first_child: NodeIndex,
-    pub(crate) next: NodeIndex,
-    pub(crate) previous: NodeIndex,
-    pub(crate) num_children: u32,
-    /// Children whose first block is present and exact, in token order: root of a treap, and this node's links in its
-    /// parent's.
-    pub(crate) sorted_root: NodeIndex,
-    pub(crate) sorted_left: NodeIndex,
-    pub(crate) sorted_right: NodeIndex,
-    /// Children that have a protected block.
-    pub(crate) protected_children: u32,
-    /// Position in the eviction order.
-    pub(crate) queued: u32,
-    /// How often blocks at the end were dropped: a cursor into the edge is valid while this stands.
-    pub(crate) trims: u32,
+    below: Below,
+    /// Siblings in token order: the node's links in a treap whose root the parent holds.
+    pub(crate) left: NodeIndex,
+    pub(crate) right: NodeIndex,
+    pub(crate) up: NodeIndex,
+    /// Hash of the first block under the parent; known while there is a sibling.
+    pub(crate) hash: u32,
+    /// Children that have a protected block, and [`Self::ANCHORED`].
+    pub(crate) protection: u32,
+    /// Counts what makes handles stale; the arena's.
+    pub(crate) generation: u32,
 }
 
 impl Node {
-    pub(crate) fn new(namespace: u32, parent: NodeIndex, depth: Depth) -> Self {
+    /// Set in `protection` if leases anchor at this node itself.
+    pub(crate) const ANCHORED: u32 = 1 << 31;
+    /// The `parent` of a vacant place.
+    const VACANT: NodeIndex = NO_NODE - 1;
+
+    pub(crate) fn new(tree: u32, parent: NodeIndex, depth: Depth) -> Self {
         Self {
             run: Run::default(),
-            uses: Uses::default(),
             extras: None,
-            hash: 0,
-            namespace,
+            stamp: 0,
+            tree,
             parent,
             depth,
-            num_holes: 0,
-            num_approximate: 0,
-            first_child: NO_NODE,
-            next: NO_NODE,
-            previous: NO_NODE,
-            num_children: 0,
-            sorted_root: NO_NODE,
-            sorted_left: NO_NODE,
-            sorted_right: NO_NODE,
-            protected_children: 0,
-            queued: NOT_QUEUED,
-            trims: 0,
+            below: Below::NOTHING,
+            left: NO_NODE,
+            right: NO_NODE,
+            up: NO_NODE,
+            hash: 0,
+            protection: 0,
+            generation: 0,
         }
+    }
+
+    /// A place of the arena that holds no node.
+    pub(crate) fn vacant(generation: u32, next: NodeIndex) -> Self {
+        Self {
+            generation,
+            up: next,
+            ..Self::new(0, Self::VACANT, 0)
+        }
+    }
+
+    pub(crate) fn is_vacant(&self) -> bool {
+        self.parent == Self::VACANT
+    }
+
+    pub(crate) fn next_vacant(&self) -> NodeIndex {
+        self.up
     }
 
     /// Depth of the edge's lower end.
@@ -310,8 +230,186 @@ impl Node {
         self.parent == NO_NODE
     }
 
-    pub(crate) fn payload(&self, depth: Depth) -> Payload {
-        self.run.get((depth - self.depth) as usize)
+    pub(crate) fn has_children(&self) -> bool {
+        self.first_child() != NO_NODE
+    }
+
+    /// The root of the children's treap.
+    pub(crate) fn first_child(&self) -> NodeIndex {
+        if self.below == Below::NOTHING || self.below.0 & Below::QUEUED != 0 {
+            NO_NODE
+        } else {
+            self.below.0
+        }
+    }
+
+    /// Sets the root of the children's treap. A leaf that is queued is taken out of the queue first.
+    pub(crate) fn set_first_child(&mut self, child: NodeIndex) {
+        debug_assert!(self.queued().is_none());
+        self.below = Below(child);
+    }
+
+    /// Position of a leaf in the order of eviction.
+    pub(crate) fn queued(&self) -> Option<u32> {
+        (self.below != Below::NOTHING && self.below.0 & Below::QUEUED != 0)
+            .then_some(self.below.0 & !Below::QUEUED)
+    }
+
+    pub(crate) fn set_queued(&mut self, position: Option<u32>) {
+        debug_assert!(!self.has_children());
+        self.below = position.map_or(Below::NOTHING, |at| Below(at | Below::QUEUED));
+    }
+
+    pub(crate) fn id(&self, depth: Depth, block_size: usize) -> u32 {
+        self.run.id((depth - self.depth) as usize, block_size)
+    }
+
+    /// The ids of the blocks `from..to`; holes are [`ABSENT`].
+    pub(crate) fn ids(
+        &self,
+        from: Depth,
+        to: Depth,
+        block_size: usize,
+    ) -> impl Iterator<Item = BlockId> {
+        let ids = self.run.ids(block_size);
+        ids[(from - self.depth) as usize..(to - self.depth) as usize]
+            .iter()
+            .map(|&id| BlockId(id))
+    }
+
+    pub(crate) fn payload(&self, depth: Depth, block_size: usize) -> Payload {
+        Payload {
+            id: self.id(depth, block_size),
+            label: self.label(depth),
+        }
+    }
+
+    fn label(&self, depth: Depth) -> Label {
+        let at = (depth - self.depth) as usize;
+        let labels = self
+            .extras
+            .as_ref()
+            .map_or(&[][..], |extras| &extras.labels);
+        labels.get(at).copied().unwrap_or(Label::EXACT)
+    }
+
+    pub(crate) fn num_holes(&self) -> u32 {
+        self.extras.as_ref().map_or(0, |extras| extras.num_holes)
+    }
+
+    pub(crate) fn num_approximate(&self) -> u32 {
+        self.extras
+            .as_ref()
+            .map_or(0, |extras| extras.num_approximate)
+    }
+
+    /// Puts a payload in the place of another, a hole among them.
+    pub(crate) fn set_payload(&mut self, depth: Depth, new: Payload, block_size: usize) {
+        let at = (depth - self.depth) as usize;
+        let len = self.run.len();
+        let old = self.payload(depth, block_size);
+        self.run.set_id(at, new.id, block_size);
+        let plain = |payload: Payload| payload.is_present() && payload.label == Label::EXACT;
+        if plain(old) && plain(new) {
+            return;
+        }
+        let extras = self.extras_mut();
+        extras.num_holes -= u32::from(!old.is_present());
+        extras.num_holes += u32::from(!new.is_present());
+        extras.num_approximate -= u32::from(!old.label.is_exact());
+        extras.num_approximate += u32::from(!new.label.is_exact());
+        if extras.labels.is_empty() && new.label != Label::EXACT {
+            extras.labels = vec![Label::EXACT; len];
+        }
+        if let Some(label) = extras.labels.get_mut(at) {
+            *label = new.label;
+        }
+        self.prune();
+    }
+
+    /// Lengthens the edge by blocks that are used by whoever adds them.
+    pub(crate) fn extend(&mut self, tokens: &[u32], payloads: &[Payload], block_size: usize) {
+        let ids = payloads.iter().map(|payload| payload.id);
+        self.run.extend(tokens, ids, block_size);
+        let approximate = payloads
+            .iter()
+            .filter(|payload| !payload.label.is_exact())
+            .count();
+        let labelled = payloads.iter().any(|payload| payload.label != Label::EXACT);
+        if labelled
+            || self
+                .extras
+                .as_ref()
+                .is_some_and(|extras| !extras.labels.is_empty())
+        {
+            let len = self.run.len();
+            let extras = self.extras_mut();
+            extras.labels.resize(len - payloads.len(), Label::EXACT);
+            extras
+                .labels
+                .extend(payloads.iter().map(|payload| payload.label));
+            extras.num_approximate += crate::ids::depth(approximate);
+        }
+    }
+
+    /// Keeps the blocks above `end`, of which the last is present, and answers how many holes went.
+    pub(crate) fn truncate(&mut self, end: Depth, block_size: usize) -> u32 {
+        let len = (end - self.depth) as usize;
+        let holes = (end..self.end())
+            .filter(|&depth| self.num_holes() > 0 && self.id(depth, block_size) == ABSENT)
+            .count();
+        let holes = crate::ids::depth(holes);
+        let approximate = (end..self.end())
+            .filter(|&depth| !self.label(depth).is_exact())
+            .count();
+        self.run.truncate(len, block_size);
+        if let Some(extras) = &mut self.extras {
+            extras.labels.truncate(len);
+            extras.num_holes -= holes;
+            extras.num_approximate -= crate::ids::depth(approximate);
+            self.stamp = self.stamp.max(extras.uses.truncate(end));
+            if !extras.items.is_empty() {
+                extras.items = Item::within(&extras.items, 0, end as usize * block_size).collect();
+            }
+            extras.tags.clear(end as usize * block_size, usize::MAX);
+            extras.source_uses.split_off(&end);
+            self.prune();
+        }
+        holes
+    }
+
+    /// Cuts off the blocks above `at`, inside the edge, as an edge of its own without links.
+    pub(crate) fn split_front(&mut self, at: Depth, block_size: usize) -> Self {
+        let mut front = Self::new(self.tree, self.parent, self.depth);
+        let blocks = at - self.depth;
+        front.run = self.run.split_front(blocks as usize, block_size);
+        self.depth = at;
+        if let Some(extras) = &mut self.extras {
+            let own = front.extras.insert(Box::default());
+            let cut = at as usize * block_size;
+            if !extras.labels.is_empty() {
+                let behind = extras.labels.split_off(blocks as usize);
+                own.labels = std::mem::replace(&mut extras.labels, behind);
+                let approximate = own.labels.iter().filter(|label| !label.is_exact()).count();
+                own.num_approximate = crate::ids::depth(approximate);
+                extras.num_approximate -= own.num_approximate;
+            }
+            if extras.num_holes > 0 {
+                let holes = front.run.ids(block_size).iter().filter(|&&id| id == ABSENT);
+                own.num_holes = crate::ids::depth(holes.count());
+                extras.num_holes -= own.num_holes;
+            }
+            own.items = Item::within(&extras.items, 0, cut).collect();
+            extras.items = Item::within(&extras.items, cut, usize::MAX).collect();
+            own.tags = extras.tags.split_front(cut);
+            let behind = extras.source_uses.split_off(&at);
+            own.source_uses = std::mem::replace(&mut extras.source_uses, behind);
+            own.uses = extras.uses.split_front(at);
+            front.stamp = own.uses.truncate(at);
+            front.prune();
+            self.prune();
+        }
+        front
     }
 
     /// The tokens of the edge.
@@ -328,72 +426,103 @@ impl Node {
         self.view(block_size).slice(base, base + block_size)
     }
 
+    /// Whether the first block is present and exact.
+    pub(crate) fn starts_exact(&self, block_size: usize) -> bool {
+        self.extras.is_none() || self.payload(self.depth, block_size).is_exact()
+    }
+
     /// First depth in `from..to` whose block is not present and exact; `to` if there is none.
-    pub(crate) fn exact_until(&self, from: Depth, to: Depth) -> Depth {
-        if self.num_holes == 0 && self.num_approximate == 0 {
+    pub(crate) fn exact_until(&self, from: Depth, to: Depth, block_size: usize) -> Depth {
+        if self.num_holes() == 0 && self.num_approximate() == 0 {
             return to;
         }
         (from..to)
-            .find(|&depth| !self.payload(depth).is_exact())
+            .find(|&depth| !self.payload(depth, block_size).is_exact())
             .unwrap_or(to)
     }
 
     /// First depth in `from..to` without a block; `to` if there is none.
-    pub(crate) fn present_until(&self, from: Depth, to: Depth) -> Depth {
-        if self.num_holes == 0 {
+    pub(crate) fn present_until(&self, from: Depth, to: Depth, block_size: usize) -> Depth {
+        if self.num_holes() == 0 {
             return to;
         }
         (from..to)
-            .find(|&depth| !self.payload(depth).is_present())
+            .find(|&depth| self.id(depth, block_size) == ABSENT)
             .unwrap_or(to)
     }
 
     /// Present blocks in `from..to`.
-    pub(crate) fn num_present(&self, from: Depth, to: Depth) -> u32 {
-        if self.num_holes == 0 {
+    pub(crate) fn num_present(&self, from: Depth, to: Depth, block_size: usize) -> u32 {
+        if self.num_holes() == 0 {
             return to - from;
         }
-        crate::ids::depth(
-            (from..to)
-                .filter(|&depth| self.payload(depth).is_present())
-                .count(),
-        )
+        let present = (from..to).filter(|&depth| self.id(depth, block_size) != ABSENT);
+        crate::ids::depth(present.count())
+    }
+
+    /// A use newer than all others, of a path that ends at `end`.
+    pub(crate) fn touch(&mut self, end: Depth, stamp: u64) {
+        if end < self.end() {
+            self.extras_mut().uses.touch(end, stamp);
+            return;
+        }
+        self.stamp = stamp;
+        if let Some(extras) = &mut self.extras {
+            extras.uses.paths.clear();
+            self.prune();
+        }
+    }
+
+    /// A use of any age, of a path through the whole edge.
+    pub(crate) fn add_use(&mut self, stamp: u64) {
+        self.stamp = self.stamp.max(stamp);
+        if let Some(extras) = &mut self.extras {
+            extras.uses.cover(stamp);
+            self.prune();
+        }
     }
 
     /// Last use of a block by a path that ends in this edge, or as a source.
     pub(crate) fn last_use(&self, depth: Depth) -> u64 {
-        let source = self
-            .extras
-            .as_ref()
-            .and_then(|extras| extras.source_uses.get(&depth).copied());
-        self.uses.stamp(depth).max(source.unwrap_or(0))
+        let Some(extras) = &self.extras else {
+            return self.stamp;
+        };
+        let source = extras.source_uses.get(&depth).copied().unwrap_or(0);
+        self.stamp.max(extras.uses.stamp(depth)).max(source)
     }
 
-    /// The blocks before this depth are pinned, or lie above a pinned one.
-    pub(crate) fn protected_end(&self) -> Depth {
-        if self.protected_children > 0 {
-            return self.end();
-        }
-        let anchors = self
+    /// The latest use of any block by a path that ends in this edge.
+    pub(crate) fn latest_use(&self) -> u64 {
+        let inner = self
             .extras
             .as_ref()
-            .map_or(&[][..], |extras| &extras.anchors);
-        anchors.last().map_or(self.depth, |&(end, _)| end)
+            .map_or(0, |extras| extras.uses.latest());
+        self.stamp.max(inner)
     }
 
+    /// Whether every block is present, exact and without tags or items, and was last used with all others.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.extras.is_none()
+    }
+
+    pub(crate) fn extras(&self) -> Option<&Extras> {
+        self.extras.as_deref()
+    }
+
+    /// The extras, made if there are none; they go when they are empty and [`Self::prune`] is called.
     pub(crate) fn extras_mut(&mut self) -> &mut Extras {
         self.extras.get_or_insert_default()
     }
 
+    /// Drops extras that say nothing.
+    pub(crate) fn prune(&mut self) {
+        if self.extras.as_ref().is_some_and(|extras| extras.is_empty()) {
+            self.extras = None;
+        }
+    }
+
     pub(crate) fn heap_bytes(&self) -> usize {
-        let extras = self.extras.as_ref().map_or(0, |extras| {
-            size_of::<Extras>()
-                + extras.items.capacity() * size_of::<Item>()
-                + extras.tags.heap_bytes()
-                + extras.source_uses.len() * (size_of::<(Depth, u64)>() + size_of::<usize>())
-                + extras.anchors.capacity() * size_of::<(Depth, u32)>()
-        });
-        self.run.heap_bytes() + self.uses.heap_bytes() + extras
+        self.run.heap_bytes() + self.extras.as_ref().map_or(0, |extras| extras.heap_bytes())
     }
 }
 
@@ -403,76 +532,97 @@ mod tests {
 
     use super::*;
 
+    const BLOCK_SIZE: usize = 2;
+
+    fn edge(blocks: u32) -> Node {
+        let mut node = Node::new(0, 1, 0);
+        let payloads: Vec<Payload> = (0..blocks)
+            .map(|id| Payload {
+                id,
+                label: Label::EXACT,
+            })
+            .collect();
+        let tokens: Vec<u32> = (0..2 * blocks).collect();
+        node.extend(&tokens, &payloads, BLOCK_SIZE);
+        node
+    }
+
     proptest! {
         #[test]
         fn uses_equal_one_stamp_per_block(
             steps in prop::collection::vec((0u8..4, 1u32..20, 1u64..30), 0..40)
         ) {
-            let mut uses = Uses::default();
+            let mut node = edge(20);
             let mut stamps = vec![0u64; 20];
             let mut clock = 100;
-            let mut end = 20u32;
             for (kind, at, stamp) in steps {
-                let at = at.min(end);
+                let at = at.min(node.end());
                 match kind {
                     0 => {
                         clock += 1;
-                        uses.touch(at, clock);
+                        node.touch(at, clock);
                         stamps[..at as usize].fill(clock);
                     }
                     1 => {
-                        // A child's use reaches the edge's end.
-                        uses.add(end, stamp);
-                        stamps[..end as usize].iter_mut().for_each(|old| *old = (*old).max(stamp));
+                        node.add_use(stamp);
+                        for old in &mut stamps {
+                            *old = (*old).max(stamp);
+                        }
                     }
                     2 if at > 1 => {
-                        uses.truncate(at);
-                        end = at;
+                        node.truncate(at, BLOCK_SIZE);
                         stamps.truncate(at as usize);
                     }
                     _ => {}
                 }
-                let found: Vec<u64> = (0..end).map(|depth| uses.stamp(depth)).collect();
+                let found: Vec<u64> = (0..node.end()).map(|depth| node.last_use(depth)).collect();
                 prop_assert_eq!(&found, &stamps);
-                prop_assert_eq!(uses.latest(), stamps.iter().copied().max().unwrap_or(0));
+                prop_assert_eq!(node.latest_use(), stamps.iter().copied().max().unwrap_or(0));
             }
-            let cut = end / 2;
-            let whole: Vec<u64> = (0..end).map(|depth| uses.stamp(depth)).collect();
-            let latest_behind = (cut..end).map(|depth| uses.stamp(depth)).max().unwrap_or(0);
-            let front = uses.split_front(cut);
-            for depth in 0..cut {
-                prop_assert_eq!(front.stamp(depth).max(latest_behind), whole[depth as usize]);
-            }
-            for depth in cut..end {
-                prop_assert_eq!(uses.stamp(depth), whole[depth as usize]);
+            let (cut, end) = (node.end() / 2, node.end());
+            if cut > 0 {
+                let latest_behind = (cut..end).map(|depth| node.last_use(depth)).max().unwrap_or(0);
+                let front = node.split_front(cut, BLOCK_SIZE);
+                for depth in 0..cut {
+                    prop_assert_eq!(front.last_use(depth).max(latest_behind), stamps[depth as usize]);
+                }
+                for depth in cut..end {
+                    prop_assert_eq!(node.last_use(depth), stamps[depth as usize]);
+                }
             }
         }
-    }
 
-    #[test]
-    fn run_keeps_payloads_through_splits_and_pops() {
-        let payload = |id: u32| Payload {
-            id,
-            label: if id.is_multiple_of(3) {
-                Label::approximate(1)
-            } else {
-                Label::EXACT
-            },
-        };
-        let mut run = Run::default();
-        let payloads: Vec<Payload> = (0..10).map(payload).collect();
-        run.extend(&(0..20).collect::<Vec<u32>>(), &payloads);
-        let front = run.split_front(3, 2);
-        assert_eq!((front.len(), run.len()), (3, 7));
-        assert_eq!(front.tokens(2), [0, 1, 2, 3, 4, 5]);
-        assert_eq!(run.tokens(2)[..2], [6, 7]);
-        let second = run.split_front(5, 2);
-        assert_eq!(
-            (0..5).map(|at| second.get(at)).collect::<Vec<_>>(),
-            payloads[3..8]
-        );
-        run.pop(2);
-        assert_eq!((run.len(), run.get(0)), (1, payload(8)));
+        #[test]
+        fn payloads_stay_through_changes_splits_and_cuts(
+            changes in prop::collection::vec((0u32..12, 0u8..3), 0..20), cut in 1u32..12, keep in 1u32..12
+        ) {
+            let mut node = edge(12);
+            let mut known: Vec<Payload> = (0..12).map(|at| node.payload(at, BLOCK_SIZE)).collect();
+            for (at, kind) in changes {
+                let new = match kind {
+                    0 => Payload::HOLE,
+                    1 => Payload { id: at + 50, label: Label::approximate(3) },
+                    _ => Payload { id: at + 90, label: Label::EXACT },
+                };
+                node.set_payload(at, new, BLOCK_SIZE);
+                known[at as usize] = new;
+            }
+            prop_assert_eq!(node.is_plain(), known.iter().all(|payload| payload.is_exact()));
+            let front = node.split_front(cut, BLOCK_SIZE);
+            let keep = keep.max(cut + 1).min(12);
+            node.truncate(keep, BLOCK_SIZE);
+            for (edge, from, to) in [(&front, 0, cut), (&node, cut, keep)] {
+                let part = &known[from as usize..to as usize];
+                let found: Vec<Payload> =
+                    (from..to).map(|depth| edge.payload(depth, BLOCK_SIZE)).collect();
+                prop_assert_eq!(&found[..], part);
+                let holes = part.iter().filter(|payload| !payload.is_present()).count();
+                let approximate = part.iter().filter(|payload| !payload.label.is_exact()).count();
+                prop_assert_eq!(edge.num_holes() as usize, holes);
+                prop_assert_eq!(edge.num_approximate() as usize, approximate);
+                prop_assert_eq!(edge.is_plain(), holes + approximate == 0);
+            }
+        }
     }
 
     #[test]

@@ -5,6 +5,8 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::lease::Lease;
@@ -84,13 +86,6 @@ impl Default for PlanOptions {
     }
 }
 
-/// A block that is copied from, and what tells whether it has left since.
-#[derive(Clone, Copy, Debug)]
-struct Watched {
-    id: BlockId,
-    departures: u32,
-}
-
 /// How to build the KV of one prompt. It is released by [`RadixIndex::release`]; until then what it pins stays.
 #[derive(Debug)]
 pub struct ReusePlan {
@@ -100,9 +95,11 @@ pub struct ReusePlan {
     num_blocks: u64,
     pinned: bool,
     snapshot: Snapshot,
-    in_place: Vec<Watched>,
+    /// Counts plans: what has left since is told by it.
+    number: u64,
     blocks: Vec<BlockId>,
-    copied: Option<(Watched, usize)>,
+    /// The block that is copied from, and how many of its tokens.
+    copied: Option<(BlockId, usize)>,
     segments: Vec<Segment>,
 }
 
@@ -138,7 +135,7 @@ impl ReusePlan {
     /// Blocks that are copied from, ascending, each once.
     #[must_use]
     pub fn source_blocks(&self) -> Vec<BlockId> {
-        self.copied.iter().map(|(source, _)| source.id).collect()
+        self.copied.iter().map(|&(source, _)| source).collect()
     }
 
     /// Places that a search for moved runs did not try. Exact plans search none.
@@ -189,7 +186,7 @@ impl ReusePlan {
             return Ok(Vec::new());
         }
         let dest = table[self.blocks.len()];
-        if dest == source.id || self.blocks.contains(&dest) {
+        if dest == source || self.blocks.contains(&dest) {
             return Err(Error::invalid(format!(
                 "{CALL}: block {dest} would be written, but the plan reads it"
             )));
@@ -198,7 +195,7 @@ impl ReusePlan {
             u64::from(id.0) * self.block_size as u64 + (position - at) as u64
         };
         Ok(vec![Move {
-            source_slot: slot(source.id, start),
+            source_slot: slot(source, start),
             dest_slot: slot(dest, start),
             num_tokens: (end - start) as u64,
             delta: 0,
@@ -285,19 +282,9 @@ impl RadixIndex {
             self.stamp_source(source.0, stamp);
         }
         let segments = self.segments(seq, end, blocks.len(), copied);
-        let watch = |id: BlockId| Watched {
-            id,
-            departures: self.blocks.departures(id.0),
-        };
-        let in_place = blocks.iter().map(|&id| watch(id)).collect();
-        let copied = copied.map(|(id, tokens, _)| (watch(id), tokens));
-        let lease = self.lease(
-            seq,
-            options.pin,
-            end,
-            &blocks,
-            copied.map(|(source, _)| source.id),
-        );
+        let copied = copied.map(|(id, tokens, _)| (id, tokens));
+        let source = copied.map(|(source, _)| source);
+        let lease = self.lease(seq, options.pin, end, source);
         Ok(ReusePlan {
             index: self.uid,
             lease,
@@ -305,7 +292,7 @@ impl RadixIndex {
             num_blocks: self.config.num_blocks,
             pinned: options.pin,
             snapshot: seq.snapshot(),
-            in_place,
+            number: self.blocks.count_plan(),
             blocks,
             copied,
             segments,
@@ -347,17 +334,19 @@ impl RadixIndex {
     pub fn validate(&self, plan: &ReusePlan) -> Result<Vec<bool>> {
         plan.check_index(self, "ReusePlan.validate")?;
         let lease = self.leases.get(plan.lease).filter(|lease| lease.pinned);
-        let stayed = |block: &Watched| self.blocks.departures(block.id.0) == block.departures;
+        let stayed = |block: BlockId| self.blocks.stayed(block.0, plan.number);
         let in_place = plan.blocks.len() * plan.block_size;
         Ok(plan
             .segments
             .iter()
             .map(|segment| match segment.class {
                 Class::Compute => true,
-                _ if segment.end <= in_place => lease.is_some() || plan.in_place.iter().all(stayed),
+                _ if segment.end <= in_place => {
+                    lease.is_some() || plan.blocks.iter().copied().all(stayed)
+                }
                 _ => {
                     lease.is_some_and(|lease| !lease.sources.is_empty())
-                        || plan.copied.is_none_or(|(source, _)| stayed(&source))
+                        || plan.copied.is_none_or(|(source, _)| stayed(source))
                 }
             })
             .collect())
@@ -381,16 +370,16 @@ impl RadixIndex {
         let node = &self.nodes[end.node];
         let (node, shared) = if end.depth < node.end() {
             let shared = wanted.common(node.view(block_size).slice(at, at + block_size));
-            (node.payload(end.depth).is_exact() && shared > 0).then_some((end.node, shared))?
+            (node.payload(end.depth, block_size).is_exact() && shared > 0)
+                .then_some((end.node, shared))?
         } else {
             siblings::nearest(&self.nodes, block_size, end.node, wanted)?
         };
         let source: &Node = &self.nodes[node];
         let kinds = source
-            .extras
-            .as_ref()
+            .extras()
             .map_or(0, |extras| extras.tags.union(at, at + shared));
-        Some((BlockId(source.payload(end.depth).id), shared, kinds))
+        Some((BlockId(source.id(end.depth, block_size)), shared, kinds))
     }
 
     fn segments(
@@ -430,29 +419,21 @@ impl RadixIndex {
         seq: &TokenSequence,
         pinned: bool,
         end: Option<Position>,
-        blocks: &[BlockId],
         source: Option<BlockId>,
     ) -> Handle {
         let lease = self.leases.insert(Lease {
             namespace: Arc::clone(seq.namespace()),
             pinned,
             over: false,
-            path: Vec::new(),
-            aside: BTreeSet::new(),
-            sources: Vec::new(),
-            anchor: None,
-            synced: None,
+            anchors: SmallVec::new(),
+            kept: BTreeSet::new(),
+            sources: SmallVec::new(),
             first_approximate: None,
         });
         if let (true, Some(end)) = (pinned, end) {
-            let ids: Vec<u32> = blocks.iter().map(|id| id.0).collect();
-            let version = self.trees[self.nodes[end.node].namespace].version;
-            self.leases[lease].synced = Some((seq.lineage(), version));
-            self.pin_path(lease, 0, &ids, (seq.lineage(), version), |_| Vec::new());
+            self.pin_path(lease, end);
             if let Some(BlockId(id)) = source {
-                self.leases[lease].sources.push(id);
-                self.pin(id);
-                self.anchor(id);
+                self.pin_source(lease, id);
             }
         }
         self.leases.handle(lease)

@@ -1,13 +1,13 @@
-//! Siblings in token order: which child of a node shares most tokens with a block that none of them equals?
+//! Siblings in token order: the children of a node, and which of them shares most tokens with a block that none equals.
 //!
-//! A treap threaded through the node records, with the edge hash as priority. It holds the children whose first block
-//! is present and exact, for only such a block may be copied as exact. Expected O(log n) comparisons of one block.
+//! A treap threaded through the node records, with the edge hash as priority. Children whose first block is present and
+//! exact sort before the others, for only such a block may be copied as exact. Expected O(log n) comparisons of one block;
+//! a child is taken out without any.
 
 use std::cmp::Ordering;
 
+use crate::arena::Arena;
 use crate::ids::{NO_NODE, NodeIndex};
-use crate::node::Node;
-use crate::slab::Slab;
 use crate::tokens::View;
 
 /// Where a link of the treap is stored.
@@ -18,31 +18,55 @@ enum Link {
     Right(NodeIndex),
 }
 
-fn get(nodes: &Slab<Node>, link: Link) -> NodeIndex {
+fn get(nodes: &Arena, link: Link) -> NodeIndex {
     match link {
-        Link::Root(parent) => nodes[parent].sorted_root,
-        Link::Left(node) => nodes[node].sorted_left,
-        Link::Right(node) => nodes[node].sorted_right,
+        Link::Root(parent) => nodes[parent].first_child(),
+        Link::Left(node) => nodes[node].left,
+        Link::Right(node) => nodes[node].right,
     }
 }
 
-fn set(nodes: &mut Slab<Node>, link: Link, to: NodeIndex) {
-    match link {
-        Link::Root(parent) => nodes[parent].sorted_root = to,
-        Link::Left(node) => nodes[node].sorted_left = to,
-        Link::Right(node) => nodes[node].sorted_right = to,
+fn set(nodes: &mut Arena, link: Link, to: NodeIndex) {
+    let up = match link {
+        Link::Root(parent) => {
+            nodes[parent].set_first_child(to);
+            NO_NODE
+        }
+        Link::Left(node) => {
+            nodes[node].left = to;
+            node
+        }
+        Link::Right(node) => {
+            nodes[node].right = to;
+            node
+        }
+    };
+    if to != NO_NODE {
+        nodes[to].up = up;
     }
 }
 
-/// How the first block of `a` sorts against that of its sibling `b`.
-fn order(nodes: &Slab<Node>, block_size: usize, a: NodeIndex, b: NodeIndex) -> Ordering {
-    nodes[a]
-        .first_block(block_size)
-        .order(nodes[b].first_block(block_size))
+/// The link that leads to a node of a treap.
+fn link_to(nodes: &Arena, node: NodeIndex) -> Link {
+    let up = nodes[node].up;
+    if up == NO_NODE {
+        Link::Root(nodes[node].parent)
+    } else if nodes[up].left == node {
+        Link::Left(up)
+    } else {
+        Link::Right(up)
+    }
 }
 
-/// Adds `node` to the sorted children of its parent.
-pub(crate) fn insert(nodes: &mut Slab<Node>, block_size: usize, node: NodeIndex) {
+/// How `a` sorts against its sibling `b`.
+fn order(nodes: &Arena, block_size: usize, a: NodeIndex, b: NodeIndex) -> Ordering {
+    let (a, b) = (&nodes[a], &nodes[b]);
+    let by_class = b.starts_exact(block_size).cmp(&a.starts_exact(block_size));
+    by_class.then_with(|| a.first_block(block_size).order(b.first_block(block_size)))
+}
+
+/// Adds `node` to the children of its parent, which is not queued.
+pub(crate) fn insert(nodes: &mut Arena, block_size: usize, node: NodeIndex) {
     let mut link = Link::Root(nodes[node].parent);
     let mut at = get(nodes, link);
     while at != NO_NODE && nodes[at].hash >= nodes[node].hash {
@@ -69,12 +93,10 @@ pub(crate) fn insert(nodes: &mut Slab<Node>, block_size: usize, node: NodeIndex)
     set(nodes, larger, NO_NODE);
 }
 
-/// Takes `node` out of the sorted children of its parent, if it is among them.
-pub(crate) fn remove(nodes: &mut Slab<Node>, block_size: usize, node: NodeIndex) {
-    let Some(mut link) = find(nodes, block_size, node, node) else {
-        return;
-    };
-    let (mut left, mut right) = (nodes[node].sorted_left, nodes[node].sorted_right);
+/// Takes `node` out of the children of its parent.
+pub(crate) fn remove(nodes: &mut Arena, node: NodeIndex) {
+    let mut link = link_to(nodes, node);
+    let (mut left, mut right) = (nodes[node].left, nodes[node].right);
     while left != NO_NODE && right != NO_NODE {
         if nodes[left].hash >= nodes[right].hash {
             set(nodes, link, left);
@@ -87,58 +109,59 @@ pub(crate) fn remove(nodes: &mut Slab<Node>, block_size: usize, node: NodeIndex)
         }
     }
     set(nodes, link, if left == NO_NODE { right } else { left });
-    nodes[node].sorted_left = NO_NODE;
-    nodes[node].sorted_right = NO_NODE;
+    nodes[node].left = NO_NODE;
+    nodes[node].right = NO_NODE;
+    nodes[node].up = NO_NODE;
 }
 
-/// Puts `new` in the place of `old`, if that is among the sorted children. The first block, the parent and the hash of
-/// `new` are those that `old` was added with; `old` may have changed since.
-pub(crate) fn replace(nodes: &mut Slab<Node>, block_size: usize, old: NodeIndex, new: NodeIndex) {
-    let Some(link) = find(nodes, block_size, new, old) else {
-        return;
+/// Puts `new` in the place of `old`. The first block, the parent and the hash of `new` are those that `old` was added with;
+/// `old` may have changed since.
+pub(crate) fn replace(nodes: &mut Arena, old: NodeIndex, new: NodeIndex) {
+    let (left, right) = (nodes[old].left, nodes[old].right);
+    let up = nodes[old].up;
+    let link = if up == NO_NODE {
+        Link::Root(nodes[new].parent)
+    } else if nodes[up].left == old {
+        Link::Left(up)
+    } else {
+        Link::Right(up)
     };
     set(nodes, link, new);
-    nodes[new].sorted_left = nodes[old].sorted_left;
-    nodes[new].sorted_right = nodes[old].sorted_right;
-    nodes[old].sorted_left = NO_NODE;
-    nodes[old].sorted_right = NO_NODE;
+    set(nodes, Link::Left(new), left);
+    set(nodes, Link::Right(new), right);
+    nodes[old].left = NO_NODE;
+    nodes[old].right = NO_NODE;
+    nodes[old].up = NO_NODE;
 }
 
-/// The link to `wanted`, on the way that the first block of `like` leads.
-fn find(nodes: &Slab<Node>, block_size: usize, like: NodeIndex, wanted: NodeIndex) -> Option<Link> {
-    let mut link = Link::Root(nodes[like].parent);
-    loop {
-        let at = get(nodes, link);
-        if at == wanted {
-            return Some(link);
-        }
-        if at == NO_NODE {
-            return None;
-        }
-        link = match order(nodes, block_size, like, at) {
-            Ordering::Less => Link::Left(at),
-            Ordering::Greater => Link::Right(at),
-            Ordering::Equal => return None,
-        };
-    }
+/// The child of `parent`, if it is the only one.
+pub(crate) fn only(nodes: &Arena, parent: NodeIndex) -> Option<NodeIndex> {
+    let child = nodes[parent].first_child();
+    (child != NO_NODE && nodes[child].left == NO_NODE && nodes[child].right == NO_NODE)
+        .then_some(child)
 }
 
-/// The sorted child of `parent` that shares most tokens with `wanted` (at most one block, at the children's depth), and
+/// The exact child of `parent` that shares most tokens with `wanted` (at most one block, at the children's depth), and
 /// how many; of several, the one whose tokens sort first.
 pub(crate) fn nearest(
-    nodes: &Slab<Node>,
+    nodes: &Arena,
     block_size: usize,
     parent: NodeIndex,
     wanted: View<'_>,
 ) -> Option<(NodeIndex, usize)> {
+    let exact = |at: NodeIndex| nodes[at].starts_exact(block_size);
     let mut most = 0;
-    let mut at = nodes[parent].sorted_root;
+    let mut at = nodes[parent].first_child();
     while at != NO_NODE {
         let first = nodes[at].first_block(block_size);
-        most = most.max(wanted.common(first));
-        at = match wanted.order(first) {
-            Ordering::Greater => nodes[at].sorted_right,
-            _ => nodes[at].sorted_left,
+        at = if exact(at) {
+            most = most.max(wanted.common(first));
+            match wanted.order(first) {
+                Ordering::Greater => nodes[at].right,
+                _ => nodes[at].left,
+            }
+        } else {
+            nodes[at].left
         };
     }
     if most == 0 {
@@ -146,32 +169,52 @@ pub(crate) fn nearest(
     }
     let shared = wanted.slice(wanted.base, wanted.base + most);
     let mut found = None;
-    at = nodes[parent].sorted_root;
+    at = nodes[parent].first_child();
     while at != NO_NODE {
-        if nodes[at].first_block(block_size).order(shared) == Ordering::Less {
-            at = nodes[at].sorted_right;
+        let sorts_before = || nodes[at].first_block(block_size).order(shared) == Ordering::Less;
+        if exact(at) && sorts_before() {
+            at = nodes[at].right;
         } else {
-            found = Some((at, most));
-            at = nodes[at].sorted_left;
+            found = exact(at).then_some((at, most)).or(found);
+            at = nodes[at].left;
         }
     }
     found
 }
 
-/// Every sorted child of `parent`, in no particular order.
-pub(crate) fn all(nodes: &Slab<Node>, parent: NodeIndex) -> Vec<NodeIndex> {
+/// Every child of `parent`, in no particular order.
+pub(crate) fn all(nodes: &Arena, parent: NodeIndex) -> Vec<NodeIndex> {
     let mut found = Vec::new();
-    let mut open = vec![nodes[parent].sorted_root];
+    let mut open = vec![nodes[parent].first_child()];
     while let Some(at) = open.pop() {
         if at != NO_NODE {
             found.push(at);
-            open.extend([nodes[at].sorted_left, nodes[at].sorted_right]);
+            open.extend([nodes[at].left, nodes[at].right]);
         }
     }
     found
 }
 
-/// Whether the way by token order leads to `node` from its parent's root.
-pub(crate) fn contains(nodes: &Slab<Node>, block_size: usize, node: NodeIndex) -> bool {
-    find(nodes, block_size, node, node).is_some()
+/// Whether the children of `parent` are linked both ways, in order, and under falling priorities.
+pub(crate) fn check(nodes: &Arena, block_size: usize, parent: NodeIndex) -> bool {
+    let all = all(nodes, parent);
+    let linked = all
+        .iter()
+        .all(|&node| get(nodes, link_to(nodes, node)) == node);
+    let heap = all.iter().all(|&node| {
+        let up = nodes[node].up;
+        up == NO_NODE || nodes[up].hash >= nodes[node].hash
+    });
+    // Found from the root by token order alone: so it is in order with everything on its way.
+    let ordered = all.iter().all(|&node| {
+        let mut at = nodes[parent].first_child();
+        while at != NO_NODE && at != node {
+            at = match order(nodes, block_size, node, at) {
+                Ordering::Less => nodes[at].left,
+                _ => nodes[at].right,
+            };
+        }
+        at == node
+    });
+    linked && heap && ordered
 }

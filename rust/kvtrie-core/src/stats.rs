@@ -31,6 +31,10 @@ pub struct Stats {
     pub clock: u64,
     /// Ids given to `discard` that did not stand in the index.
     pub unknown_discards: u64,
+    /// Edges that lookups, plans and inserts have looked at, since the index was made.
+    pub nodes_visited: u64,
+    /// Bytes of token ids that they have compared.
+    pub bytes_compared: u64,
     /// Heap bytes, by capacity; the allocator's own overhead is not in it.
     pub bytes: u64,
 }
@@ -39,14 +43,14 @@ impl RadixIndex {
     /// Counts what the index holds.
     ///
     /// # Complexity
-    /// O(edges), for `bytes`; everything else is a counter.
+    /// O(edges), for `bytes`, and O(edges with a pin), for `pinned`; everything else is a counter.
     #[must_use]
     pub fn stats(&self) -> Stats {
         Stats {
             indexed: self.num_indexed,
             condemned: self.num_condemned,
             waiting: self.num_waiting(),
-            pinned: self.num_pinned,
+            pinned: self.num_pinned(),
             evictable: self.num_evictable(),
             approximate: self.num_approximate,
             holes: self.num_holes,
@@ -55,6 +59,8 @@ impl RadixIndex {
             live_plans: self.leases.len() as u64,
             clock: self.clock,
             unknown_discards: self.unknown_discards,
+            nodes_visited: self.work.nodes_visited,
+            bytes_compared: self.work.bytes_compared,
             bytes: self.heap_bytes() as u64,
         }
     }
@@ -67,11 +73,13 @@ impl RadixIndex {
 
     fn heap_bytes(&self) -> usize {
         self.nodes.heap_bytes()
-            + self.nodes.iter().map(|(_, node)| Node::heap_bytes(node)).sum::<usize>()
+            + self.nodes.iter().map(Node::heap_bytes).sum::<usize>()
             // One control byte a bucket beside the value.
             + self.edges.allocation_size()
             + self.blocks.heap_bytes()
             + self.order.heap_bytes()
+            + self.anchors.allocation_size()
+            + self.pins.allocation_size()
             + self.leases.heap_bytes()
             + self.leases.iter().map(|(_, lease)| Lease::heap_bytes(lease)).sum::<usize>()
             + self.waiting.capacity() * size_of::<u32>()

@@ -229,10 +229,6 @@ impl TokenSequence {
         }
     }
 
-    pub(crate) fn lineage(&self) -> u64 {
-        self.lineage
-    }
-
     /// A truncation below `len` tokens renews the lineage from here on.
     pub(crate) fn hold(&mut self, len: usize) {
         self.held_len = self.held_len.max(len);

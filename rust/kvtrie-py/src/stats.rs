@@ -51,6 +51,12 @@ pub(crate) struct PyIndexStats {
     /// Ids given to `discard` that the index did not hold.
     #[pyo3(get)]
     unknown_discards: u64,
+    /// Nodes that lookups, plans and inserts have looked at since the index was made.
+    #[pyo3(get)]
+    nodes_visited: u64,
+    /// Bytes of token ids that they have compared.
+    #[pyo3(get)]
+    bytes_compared: u64,
     /// Memory that the index holds, in bytes.
     #[pyo3(get)]
     bytes: u64,
@@ -77,6 +83,8 @@ impl From<Stats> for PyIndexStats {
             live_plans: stats.live_plans,
             clock: stats.clock,
             unknown_discards: stats.unknown_discards,
+            nodes_visited: stats.nodes_visited,
+            bytes_compared: stats.bytes_compared,
             bytes: stats.bytes,
         }
     }
@@ -87,7 +95,8 @@ impl PyIndexStats {
     fn __repr__(&self) -> String {
         format!(
             "IndexStats(indexed={}, condemned={}, waiting={}, pinned={}, evictable={}, approximate={}, holes={}, \
-             nodes={}, namespaces={}, live_plans={}, clock={}, unknown_discards={}, bytes={})",
+             nodes={}, namespaces={}, live_plans={}, clock={}, unknown_discards={}, \
+             nodes_visited={}, bytes_compared={}, bytes={})",
             self.indexed,
             self.condemned,
             self.waiting,
@@ -100,6 +109,8 @@ impl PyIndexStats {
             self.live_plans,
             self.clock,
             self.unknown_discards,
+            self.nodes_visited,
+            self.bytes_compared,
             self.bytes
         )
     }

@@ -5,10 +5,9 @@ use crate::error::{Error, Result};
 use crate::ids::{BlockId, Depth, depth};
 use crate::node::{Label, Payload};
 use crate::plan::ReusePlan;
-use crate::siblings;
 use crate::span::Span;
 use crate::tokens::TokenSequence;
-use crate::tree::{Position, RadixIndex};
+use crate::tree::{Position, RadixIndex, Work};
 
 /// KV that came from elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,13 +102,15 @@ impl RadixIndex {
         let first = options.start / block_size;
         let need = (options.num_computed / block_size).saturating_sub(first);
         let lease = self.check_insert(seq, ids, &options, need)?;
-        let path = self.path_of(seq, depth((first + ids.len()).min(seq.len() / block_size)));
+        let (path, work) =
+            self.path_of(seq, depth((first + ids.len()).min(seq.len() / block_size)));
         let mut existing = Vec::new();
         if let Some(path) = &path {
             self.path_ids(path.at, depth(first), &mut existing);
         }
         self.check_offers(ids, &existing, first)?;
 
+        self.count_work(work);
         let stamp = self.tick();
         let whole_before = path
             .as_ref()
@@ -153,7 +154,7 @@ impl RadixIndex {
                     self.set_cursor(seq, end, exact);
                 }
                 if let Some(lease) = lease {
-                    self.credit(lease, seq, end, exact, first, &done.blocks);
+                    self.credit(lease, end, exact);
                 }
             }
         }
@@ -229,8 +230,8 @@ impl RadixIndex {
                 break;
             }
             seen = at + 1;
-            if let Place::Indexed { depth, .. } = self.blocks.place(id.0)
-                && existing.get(at) != Some(id)
+            if existing.get(at) != Some(id)
+                && let Place::Indexed { depth, .. } = self.blocks.place(id.0)
             {
                 result = Err(Error::block_in_use(format!(
                     "{CALL}: block {id} is offered for the tokens from {} on, but backs others at {}",
@@ -245,7 +246,7 @@ impl RadixIndex {
     }
 
     /// The path of `seq` down to at most `limit` blocks, holes and approximate blocks included.
-    fn path_of(&self, seq: &TokenSequence, limit: Depth) -> Option<Path> {
+    fn path_of(&self, seq: &TokenSequence, limit: Depth) -> (Option<Path>, Work) {
         let (from, exact_before) = match self.at_cursor(seq) {
             Some((at, exact)) if at.depth <= limit => (at, exact),
             Some((at, exact)) => {
@@ -253,32 +254,38 @@ impl RadixIndex {
                     node: at.node,
                     depth: limit,
                 });
-                return Some(Path {
+                let path = Path {
                     at,
                     present: limit,
                     exact: exact.min(limit),
-                });
+                };
+                return (Some(path), Work::default());
             }
-            None => (self.root(seq.namespace())?, 0),
+            None => match self.root(seq.namespace()) {
+                Some(root) => (root, 0),
+                None => return (None, Work::default()),
+            },
         };
+        let block_size = self.block_size();
         let (mut present, mut exact) = (from.depth, exact_before);
         let (mut whole, mut all_exact) = (true, exact_before == from.depth);
-        let at = self.walk(seq.view(), from, limit, |node, start, end| {
+        let (at, work) = self.walk(seq.view(), from, limit, |node, start, end| {
             if all_exact {
-                exact = node.exact_until(start, end);
+                exact = node.exact_until(start, end, block_size);
                 all_exact = exact == end;
             }
             if whole {
-                present = node.present_until(start, end);
+                present = node.present_until(start, end, block_size);
                 whole = present == end;
             }
             end
         });
-        Some(Path {
+        let path = Path {
             at,
             present,
             exact: exact.min(present),
-        })
+        };
+        (Some(path), work)
     }
 
     /// Takes offers block by block from depth `first` on; everything before stands, and `on_path` places from there on are
@@ -347,7 +354,8 @@ impl RadixIndex {
             end.node = self.split(end.node, reached);
         }
         let edge = &self.nodes[end.node];
-        if edge.is_root() || edge.num_children > 0 {
+        let grows = edge.run.can_grow(payloads.len(), self.block_size());
+        if edge.is_root() || edge.has_children() || !grows {
             end.node = self.attach(end.node, seq.view(), reached, &payloads);
         } else {
             self.append(end.node, seq.view(), &payloads);
@@ -366,7 +374,7 @@ impl RadixIndex {
         label: Label,
         done: &mut Inserted,
     ) -> Option<Payload> {
-        let now = self.nodes[node].payload(place);
+        let now = self.nodes[node].payload(place, self.block_size());
         if now.id == offer.0 {
             return Some(now);
         }
@@ -399,48 +407,25 @@ impl RadixIndex {
 
     /// Puts a block into a hole.
     fn fill(&mut self, node: u32, place: Depth, new: Payload) {
-        let edge = &mut self.nodes[node];
-        edge.run.set((place - edge.depth) as usize, new);
-        edge.num_holes -= 1;
-        let approximate = u32::from(!new.label.is_exact());
-        edge.num_approximate += approximate;
-        let protected = place < edge.protected_end();
-        let sorted = place == edge.depth && new.is_exact();
+        self.put(node, place, new);
         self.num_holes -= 1;
-        self.num_approximate += u64::from(approximate);
+        self.num_approximate += u64::from(!new.label.is_exact());
         self.num_indexed += 1;
-        self.num_protected += u64::from(protected);
+        self.num_protected += u64::from(place < self.protected_end(node));
         self.blocks.set_indexed(new.id, node, place);
-        if sorted {
-            siblings::insert(&mut self.nodes, self.config.block_size, node);
+        if place + 1 == self.nodes[node].end() {
+            self.requeue(node);
         }
-        self.requeue_block(new.id);
     }
 
     /// Pins the path of an insert under its plan's lease, and moves the plan's first approximate token.
-    fn credit(
-        &mut self,
-        lease: u32,
-        seq: &mut TokenSequence,
-        end: Position,
-        exact: Depth,
-        first: usize,
-        blocks: &[BlockId],
-    ) {
-        seq.hold(end.depth as usize * self.block_size());
+    fn credit(&mut self, lease: u32, end: Position, exact: Depth) {
         if exact < end.depth {
             let at = exact as usize * self.block_size();
             let known = &mut self.leases[lease].first_approximate;
             *known = Some(known.map_or(at, |known| known.min(at)));
         }
-        let version = self.trees[self.nodes[end.node].namespace].version;
-        let ids: Vec<u32> = blocks.iter().map(|id| id.0).collect();
-        let first = first.min(end.depth as usize);
-        self.pin_path(lease, first, &ids, (seq.lineage(), version), |index| {
-            let mut whole = Vec::new();
-            index.path_ids(end, 0, &mut whole);
-            whole.into_iter().map(|id| id.0).collect()
-        });
+        self.pin_path(lease, end);
     }
 }
 

@@ -2,7 +2,6 @@
 
 use crate::error::Result;
 use crate::ids::{BlockId, Depth, depth};
-use crate::node::Node;
 use crate::tokens::TokenSequence;
 use crate::tree::{Position, RadixIndex};
 
@@ -44,7 +43,7 @@ impl RadixIndex {
     /// # Complexity
     /// O(prompt), whatever else is cached; O(new tokens) for a sequence that has grown since it was last looked up or
     /// inserted here, plus the ids written. Allocates nothing but room in `out`; with `touch`, a use that ends inside an
-    /// edge at a depth not used before may lengthen that edge's list of uses.
+    /// edge may begin or lengthen that edge's list of such uses.
     ///
     /// # Examples
     /// ```
@@ -86,7 +85,7 @@ impl RadixIndex {
     /// Where the exact prefix of `seq` ends when its last `keep_last` tokens are left out; none if the namespace has no
     /// tree.
     pub(crate) fn exact_prefix(
-        &self,
+        &mut self,
         seq: &mut TokenSequence,
         keep_last: usize,
     ) -> Option<Position> {
@@ -101,7 +100,11 @@ impl RadixIndex {
             at.depth = known;
             return Some(self.normal(at));
         }
-        let end = self.walk(seq.view(), at, limit, Node::exact_until);
+        let block_size = self.block_size();
+        let (end, work) = self.walk(seq.view(), at, limit, |node, from, to| {
+            node.exact_until(from, to, block_size)
+        });
+        self.count_work(work);
         if end != at {
             self.set_cursor(seq, end, end.depth);
         }

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use foldhash::quality::FixedState;
 use hashbrown::{HashMap, HashTable};
 
+use crate::arena::Arena;
 use crate::blocks::BlockTable;
 use crate::cursor::Cursor;
 use crate::error::{Error, Result};
@@ -24,9 +25,12 @@ use crate::lease::Lease;
 use crate::lru::EvictionOrder;
 use crate::namespace::Namespace;
 use crate::node::Node;
+use crate::siblings;
 use crate::slab::Slab;
 use crate::span::Kinds;
 use crate::tokens::{TokenSequence, View};
+
+use pins::Anchors;
 
 pub use insert::{Imported, InsertOptions, Inserted, Source};
 pub use lookup::{LookupOptions, Match};
@@ -85,8 +89,8 @@ pub struct RadixIndex {
     /// Tells plans and cursors of different indexes apart.
     pub(crate) uid: u64,
     pub(crate) config: Config,
-    pub(crate) nodes: Slab<Node>,
-    /// Every node but the roots, by (parent, first block).
+    pub(crate) nodes: Arena,
+    /// Every node with a sibling, by (parent, first block): an only child is followed without hashing.
     pub(crate) edges: HashTable<NodeIndex>,
     pub(crate) hasher: EdgeHasher,
     pub(crate) trees: Slab<Tree>,
@@ -94,6 +98,10 @@ pub struct RadixIndex {
     pub(crate) blocks: BlockTable,
     pub(crate) order: EvictionOrder,
     pub(crate) leases: Slab<Lease>,
+    /// Where leases anchor.
+    pub(crate) anchors: HashMap<NodeIndex, Anchors, FixedState>,
+    /// Blocks that are pinned one by one, and how often.
+    pub(crate) pins: HashMap<u32, u32, FixedState>,
     /// Condemned blocks whose last pin ended, oldest release first.
     pub(crate) waiting: VecDeque<u32>,
     pub(crate) kinds: Kinds,
@@ -101,12 +109,19 @@ pub struct RadixIndex {
     pub(crate) last_version: u64,
     pub(crate) num_indexed: u64,
     pub(crate) num_condemned: u64,
-    pub(crate) num_pinned: u64,
     /// Indexed blocks that are pinned or lie above a pinned one.
     pub(crate) num_protected: u64,
     pub(crate) num_approximate: u64,
     pub(crate) num_holes: u64,
     pub(crate) unknown_discards: u64,
+    pub(crate) work: Work,
+}
+
+/// What finding paths has cost since the index was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Work {
+    pub(crate) nodes_visited: u64,
+    pub(crate) bytes_compared: u64,
 }
 
 impl RadixIndex {
@@ -140,24 +155,26 @@ impl RadixIndex {
             uid: NEXT.fetch_add(1, Ordering::Relaxed),
             hasher: EdgeHasher::new(config.seed, config.hash_bits),
             tree_of: HashMap::with_hasher(FixedState::with_seed(config.seed)),
-            config,
-            nodes: Slab::default(),
+            nodes: Arena::default(),
             edges: HashTable::new(),
             trees: Slab::default(),
             blocks: BlockTable::default(),
             order: EvictionOrder::default(),
             leases: Slab::default(),
+            anchors: HashMap::with_hasher(FixedState::with_seed(config.seed)),
+            pins: HashMap::with_hasher(FixedState::with_seed(config.seed)),
             waiting: VecDeque::new(),
             kinds: Kinds::default(),
             clock: 0,
             last_version: 0,
             num_indexed: 0,
             num_condemned: 0,
-            num_pinned: 0,
             num_protected: 0,
             num_approximate: 0,
             num_holes: 0,
             unknown_discards: 0,
+            work: Work::default(),
+            config,
         })
     }
 
@@ -197,7 +214,7 @@ impl RadixIndex {
     /// Cursors and leases of the namespace of `node` must look again.
     pub(crate) fn renew_version(&mut self, node: NodeIndex) {
         let version = self.next_version();
-        let tree = self.nodes[node].namespace;
+        let tree = self.nodes[node].tree;
         self.trees[tree].version = version;
     }
 
@@ -262,8 +279,11 @@ impl RadixIndex {
             .cursor
             .as_ref()
             .filter(|cursor| cursor.index == self.uid)?;
-        let node = self.nodes.get(cursor.node)?;
-        if node.trims != cursor.trims || self.trees[node.namespace].version != cursor.version {
+        if !self.nodes.knows(cursor.node) {
+            return None;
+        }
+        let tree = self.nodes[cursor.node.index].tree;
+        if self.trees[tree].version != cursor.version {
             return None;
         }
         Some((
@@ -281,8 +301,7 @@ impl RadixIndex {
         seq.cursor = (at.depth > 0).then(|| Cursor {
             index: self.uid,
             node: self.nodes.handle(at.node),
-            trims: node.trims,
-            version: self.trees[node.namespace].version,
+            version: self.trees[node.tree].version,
             present: at.depth,
             exact,
             block_size: self.block_size(),
@@ -305,10 +324,12 @@ impl RadixIndex {
         mut at: Position,
         limit: Depth,
         mut keep: impl FnMut(&Node, Depth, Depth) -> Depth,
-    ) -> Position {
+    ) -> (Position, Work) {
         let block_size = self.block_size();
+        let mut work = Work::default();
         loop {
             let node = &self.nodes[at.node];
+            work.nodes_visited += 1;
             let end = node.end();
             if at.depth < end {
                 let to = end.min(limit);
@@ -316,6 +337,9 @@ impl RadixIndex {
                 let same = tokens
                     .slice(from, until)
                     .common(node.view(block_size).slice(from, until));
+                // The token that differs was compared as well.
+                let compared = (same + 1).min(until - from);
+                work.bytes_compared += (compared * size_of::<u32>()) as u64;
                 let reached = at.depth + depth(same / block_size);
                 at.depth = keep(node, at.depth, reached);
                 if at.depth < end {
@@ -331,24 +355,31 @@ impl RadixIndex {
             };
             at.node = child;
         }
-        self.normal(at)
+        (self.normal(at), work)
+    }
+
+    pub(crate) fn count_work(&mut self, work: Work) {
+        self.work.nodes_visited += work.nodes_visited;
+        self.work.bytes_compared += work.bytes_compared;
     }
 
     /// The child whose first block is `first`. An only child is answered unseen: the caller compares.
     fn child(&self, parent: NodeIndex, first: View<'_>) -> Option<NodeIndex> {
-        match self.nodes[parent].num_children {
-            0 => None,
-            1 => Some(self.nodes[parent].first_child),
-            _ => {
-                let block_size = self.block_size();
-                let found = self.edges.find(self.hasher.edge(parent, first), |&child| {
-                    let node = &self.nodes[child];
-                    node.parent == parent
-                        && node.first_block(block_size).common(first) == block_size
-                });
-                found.copied()
-            }
+        if !self.nodes[parent].has_children() {
+            return None;
         }
+        if let Some(only) = siblings::only(&self.nodes, parent) {
+            return Some(only);
+        }
+        let block_size = self.block_size();
+        let hash = self.hasher.edge(parent, first);
+        let found = self.edges.find(EdgeHasher::spread(hash), |&child| {
+            let node = &self.nodes[child];
+            node.hash == hash
+                && node.parent == parent
+                && node.first_block(block_size).common(first) == block_size
+        });
+        found.copied()
     }
 
     /// The edges on the way down to `at` that hold blocks from depth `from` on: (node, first depth, end).
@@ -367,16 +398,22 @@ impl RadixIndex {
 
     /// Writes the block ids of the path down to `at`, from depth `from` on, into `out`; holes are [`ABSENT`](crate::ids::ABSENT).
     pub(crate) fn path_ids(&self, at: Position, from: Depth, out: &mut Vec<BlockId>) {
+        let block_size = self.block_size();
         out.clear();
-        out.resize(at.depth.saturating_sub(from) as usize, BlockId(0));
         let (mut node, mut end) = (at.node, at.depth);
+        let edge = &self.nodes[node];
+        if edge.depth <= from && from < end {
+            // One edge, the usual case: nothing is written twice.
+            out.extend(edge.ids(from, end, block_size));
+            return;
+        }
+        out.resize(end.saturating_sub(from) as usize, BlockId(0));
         while end > from {
             let edge = &self.nodes[node];
             let start = edge.depth.max(from);
-            let ids = &edge.run.ids()[(start - edge.depth) as usize..(end - edge.depth) as usize];
             let to = &mut out[(start - from) as usize..(end - from) as usize];
-            for (to, &id) in to.iter_mut().zip(ids) {
-                *to = BlockId(id);
+            for (to, id) in to.iter_mut().zip(edge.ids(start, end, block_size)) {
+                *to = id;
             }
             end = edge.depth;
             node = edge.parent;

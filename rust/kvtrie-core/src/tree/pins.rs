@@ -1,188 +1,267 @@
 //! Leases: what a live plan pins, and what that protects from eviction.
 //!
-//! A pin is a count at the block id. What a pin *protects* (the block and everything above it) is kept per node: the
-//! deepest anchored end, and how many children have a protected block. So `num_evictable` is a counter, and a pin costs
-//! one step per node that it newly protects.
+//! A lease anchors at the deepest block of a path and so pins the path. What is pinned *protects* itself and everything
+//! above it, which is kept per node: the deepest end at which somebody anchors there, and how many children have a
+//! protected block. So `num_evictable` is a counter, a leaf knows by itself whether it may go, and a pin costs one step per
+//! node that it newly protects.
+//!
+//! Blocks that are pinned one by one (sources of copies, and what is left of a path of which a pinned block was taken out)
+//! are counted by id, and protect in the same way.
+
+use smallvec::SmallVec;
 
 use crate::blocks::Place;
-use crate::ids::NO_NODE;
-use crate::tree::RadixIndex;
+use crate::ids::{Depth, NodeIndex};
+use crate::node::Node;
+use crate::tree::{Position, RadixIndex};
+
+/// Where leases anchor in a node: (end of the protected blocks, how many leases), ends ascending.
+pub(crate) type Anchors = SmallVec<[(Depth, u32); 2]>;
 
 impl RadixIndex {
-    /// Pins a block; the caller anchors it.
-    pub(crate) fn pin(&mut self, id: u32) {
-        if self.blocks.pin(id) == 1 {
-            self.num_pinned += 1;
-            self.requeue_block(id);
-        }
-    }
-
-    /// Unpins a block; a condemned one that nobody else pins is added to `released`.
-    fn unpin(&mut self, id: u32, released: &mut Vec<u32>) {
-        if self.blocks.unpin(id) > 0 {
-            return;
-        }
-        self.num_pinned -= 1;
-        match self.blocks.place(id) {
-            Place::Indexed { .. } => self.requeue_block(id),
-            Place::Condemned => {
-                self.blocks.set_waiting(id);
-                self.num_condemned -= 1;
-                released.push(id);
+    /// The blocks of a node before this depth are pinned, or lie above a pinned one.
+    pub(crate) fn protected_end(&self, at: NodeIndex) -> Depth {
+        let node = &self.nodes[at];
+        match node.protection {
+            0 => node.depth,
+            Node::ANCHORED => {
+                let ends = self.anchors.get(&at).and_then(|ends| ends.last());
+                ends.map_or(node.depth, |&(end, _)| end)
             }
-            Place::Unknown | Place::Waiting => {}
+            _ => node.end(),
         }
     }
 
-    /// Protects the block and everything above it.
-    pub(crate) fn anchor(&mut self, id: u32) {
-        let Place::Indexed { node, depth } = self.blocks.place(id) else {
-            return;
-        };
-        let before = self.nodes[node].protected_end();
-        let anchors = &mut self.nodes[node].extras_mut().anchors;
-        match anchors.binary_search_by_key(&(depth + 1), |&(end, _)| end) {
-            Ok(at) => anchors[at].1 += 1,
-            Err(at) => anchors.insert(at, (depth + 1, 1)),
+    /// Protects the blocks of a node before `end`, and everything above.
+    fn anchor_at(&mut self, at: NodeIndex, end: Depth) {
+        let before = self.protected_end(at);
+        let ends = self.anchors.entry(at).or_default();
+        match ends.binary_search_by_key(&end, |&(end, _)| end) {
+            Ok(known) => ends[known].1 += 1,
+            Err(new) => ends.insert(new, (end, 1)),
         }
-        self.protection_changed(node, before);
+        self.nodes[at].protection |= Node::ANCHORED;
+        self.protection_changed(at, before);
     }
 
-    /// Takes one protection of the block away.
-    pub(crate) fn unanchor(&mut self, id: u32) {
-        let Place::Indexed { node, depth } = self.blocks.place(id) else {
-            return;
-        };
-        let before = self.nodes[node].protected_end();
-        let anchors = &mut self.nodes[node].extras_mut().anchors;
-        if let Ok(at) = anchors.binary_search_by_key(&(depth + 1), |&(end, _)| end) {
-            anchors[at].1 -= 1;
-            if anchors[at].1 == 0 {
-                anchors.remove(at);
+    /// Takes `count` protections of the blocks before `end` away.
+    fn unanchor_at(&mut self, at: NodeIndex, end: Depth, count: u32) {
+        let before = self.protected_end(at);
+        if let Some(ends) = self.anchors.get_mut(&at)
+            && let Ok(known) = ends.binary_search_by_key(&end, |&(end, _)| end)
+        {
+            ends[known].1 -= count;
+            if ends[known].1 == 0 {
+                ends.remove(known);
+            }
+            if ends.is_empty() {
+                self.anchors.remove(&at);
+                self.nodes[at].protection &= !Node::ANCHORED;
             }
         }
-        self.protection_changed(node, before);
+        self.protection_changed(at, before);
+    }
+
+    fn anchor(&mut self, id: u32) {
+        if let Place::Indexed { node, depth } = self.blocks.place(id) {
+            self.anchor_at(node, depth + 1);
+        }
+    }
+
+    /// Does nothing for a block that has left its place: its anchors went with it.
+    fn unanchor(&mut self, id: u32) {
+        if let Place::Indexed { node, depth } = self.blocks.place(id) {
+            self.unanchor_at(node, depth + 1, 1);
+        }
     }
 
     /// Counts what became protected, or no longer is, from `node` up.
-    fn protection_changed(&mut self, mut at: u32, mut before: u32) {
+    fn protection_changed(&mut self, node: NodeIndex, mut before: Depth) {
+        let block_size = self.block_size();
+        let mut at = node;
         loop {
-            let node = &self.nodes[at];
-            let after = node.protected_end();
+            let after = self.protected_end(at);
+            let edge = &self.nodes[at];
             if after >= before {
-                self.num_protected += u64::from(node.num_present(before, after));
+                self.num_protected += u64::from(edge.num_present(before, after, block_size));
             } else {
-                self.num_protected -= u64::from(node.num_present(after, before));
+                self.num_protected -= u64::from(edge.num_present(after, before, block_size));
             }
-            let (was, is) = (before > node.depth, after > node.depth);
-            if was == is || node.parent == NO_NODE {
+            let (was, is) = (before > edge.depth, after > edge.depth);
+            if was == is || edge.is_root() {
+                break;
+            }
+            at = edge.parent;
+            before = self.protected_end(at);
+            let parent = &mut self.nodes[at];
+            if is {
+                parent.protection += 1;
+            } else {
+                parent.protection -= 1;
+            }
+        }
+        self.requeue(node);
+    }
+
+    /// The front part of an edge that was cut takes over what anchors there.
+    pub(super) fn split_anchors(&mut self, front: NodeIndex, tail: NodeIndex) {
+        let cut = self.nodes[tail].depth;
+        if self.nodes[tail].protection & Node::ANCHORED != 0
+            && let Some(ends) = self.anchors.get_mut(&tail)
+        {
+            let behind = ends.partition_point(|&(end, _)| end <= cut);
+            let own: Anchors = ends.drain(..behind).collect();
+            if ends.is_empty() {
+                self.anchors.remove(&tail);
+                self.nodes[tail].protection &= !Node::ANCHORED;
+            }
+            if !own.is_empty() {
+                self.anchors.insert(front, own);
+                self.nodes[front].protection |= Node::ANCHORED;
+            }
+        }
+        self.nodes[front].protection += u32::from(self.nodes[tail].protection > 0);
+    }
+
+    /// Pins a block by itself, and protects it.
+    fn keep(&mut self, id: u32) {
+        *self.pins.entry(id).or_default() += 1;
+        self.anchor(id);
+    }
+
+    /// Ends one such pin; a condemned block that nobody else pins is added to `released`.
+    fn unkeep(&mut self, id: u32, released: &mut Vec<u32>) {
+        self.unanchor(id);
+        if let Some(count) = self.pins.get_mut(&id) {
+            *count -= 1;
+            if *count > 0 {
                 return;
             }
-            at = node.parent;
-            let parent = &mut self.nodes[at];
-            before = parent.protected_end();
-            if is {
-                parent.protected_children += 1;
-            } else {
-                parent.protected_children -= 1;
-            }
+            self.pins.remove(&id);
+        }
+        if self.blocks.place(id) == Place::Condemned {
+            self.blocks.set_waiting(id);
+            self.num_condemned -= 1;
+            released.push(id);
         }
     }
 
-    /// A pinned block is about to leave its place: whoever anchors there anchors at the next block above that it pins.
-    pub(crate) fn move_anchors(&mut self, id: u32) {
-        let mut anchored_at = Vec::new();
-        for (_, lease) in self.leases.iter_mut() {
-            if lease.anchor == Some(id) {
-                let above = lease
-                    .path
-                    .iter()
-                    .rposition(|&known| known == id)
-                    .unwrap_or(0);
-                lease.anchor = lease.path[..above]
-                    .iter()
-                    .rev()
-                    .copied()
-                    .find(|&id| matches!(self.blocks.place(id), Place::Indexed { .. }));
-                anchored_at.extend(lease.anchor);
+    /// The node and depth of an anchor.
+    pub(crate) fn anchor_place(&self, id: u32) -> Option<(NodeIndex, Depth)> {
+        match self.blocks.place(id) {
+            Place::Indexed { node, depth } => Some((node, depth)),
+            _ => None,
+        }
+    }
+
+    /// Whether the block at `place` of `node` is the block at `below` of `under`, or lies above it.
+    fn is_above(
+        &self,
+        (node, place): (NodeIndex, Depth),
+        (mut under, below): (NodeIndex, Depth),
+    ) -> bool {
+        if place > below {
+            return false;
+        }
+        while self.nodes[under].depth > place {
+            under = self.nodes[under].parent;
+        }
+        under == node
+    }
+
+    /// A block is about to leave its place: whoever pins the path through it pins the rest of that path one by one from
+    /// here on, and the path down to the block above it. Answers whether the block is pinned.
+    pub(crate) fn unpath(&mut self, node: NodeIndex, place: Depth, id: u32) -> bool {
+        if place < self.protected_end(node) {
+            let cut: Vec<(u32, u32)> = self
+                .leases
+                .iter()
+                .flat_map(|(lease, held)| held.anchors.iter().map(move |&anchor| (lease, anchor)))
+                .filter(|&(_, anchor)| {
+                    self.anchor_place(anchor)
+                        .is_some_and(|at| self.is_above((node, place), at))
+                })
+                .collect();
+            for (lease, anchor) in cut {
+                self.cut_path(lease, anchor, place);
+            }
+            // Those that are left at this block pin it by itself.
+            let own = self.anchors.get(&node).and_then(|ends| {
+                let known = ends.binary_search_by_key(&(place + 1), |&(end, _)| end);
+                known.ok().map(|at| ends[at].1)
+            });
+            if let Some(count) = own {
+                self.unanchor_at(node, place + 1, count);
             }
         }
-        for above in anchored_at {
-            self.anchor(above);
-        }
-        let Place::Indexed { node, depth } = self.blocks.place(id) else {
+        self.pins.contains_key(&id)
+    }
+
+    /// A lease that pins the path down to `anchor` pins it down to the depth `place`, and what lies behind one by one.
+    fn cut_path(&mut self, lease: u32, anchor: u32, place: Depth) {
+        let Some((node, depth)) = self.anchor_place(anchor) else {
             return;
         };
-        let before = self.nodes[node].protected_end();
-        if let Some(extras) = &mut self.nodes[node].extras {
-            extras.anchors.retain(|&(end, _)| end != depth + 1);
+        let mut ids = Vec::new();
+        let end = Position {
+            node,
+            depth: depth + 1,
+        };
+        self.path_ids(end, place.saturating_sub(1), &mut ids);
+        self.unanchor_at(node, depth + 1, 1);
+        let held = &mut self.leases[lease];
+        held.anchors.retain(|known| *known != anchor);
+        let mut rest = ids.iter().map(|id| id.0);
+        if place > 0
+            && let Some(above) = rest.next()
+            && !held.anchors.contains(&above)
+        {
+            held.anchors.push(above);
+            self.anchor(above);
         }
-        self.protection_changed(node, before);
+        for id in rest {
+            if self.leases[lease].kept.insert(id) {
+                self.keep(id);
+            }
+        }
     }
 
-    /// Pins under a lease the blocks that back a sequence from position 0 on: `ids` are those from the depth `from`.
-    ///
-    /// `whole` gives all of them, and is asked only if the blocks before `from` may not all be the lease's own.
-    pub(crate) fn pin_path(
-        &mut self,
-        lease: u32,
-        from: usize,
-        ids: &[u32],
-        synced: (u64, u64),
-        whole: impl FnOnce(&Self) -> Vec<u32>,
-    ) {
-        let held = &self.leases[lease];
-        if !held.pinned {
+    /// Pins under a lease the blocks that back a sequence down to `end`.
+    pub(crate) fn pin_path(&mut self, lease: u32, end: Position) {
+        if !self.leases[lease].pinned || end.depth == 0 {
             return;
         }
-        let known = held.path.len();
-        if held.synced == Some(synced) && from <= known {
-            // The lease's path is a path of this sequence; only what lies behind it is new.
-            let new = ids.get(known - from..).unwrap_or(&[]);
-            self.extend_path(lease, new);
-        } else {
-            let whole = whole(self);
-            let same = self.leases[lease]
-                .path
-                .iter()
-                .zip(&whole)
-                .take_while(|(a, b)| a == b)
-                .count();
-            let on_path = same == known;
-            if on_path {
-                self.extend_path(lease, &whole[same..]);
-                self.leases[lease].synced = Some(synced);
+        let at = (end.node, end.depth - 1);
+        let id = self.nodes[end.node].id(at.1, self.block_size());
+        let mut covered = None;
+        for &anchor in &self.leases[lease].anchors {
+            let Some(known) = self.anchor_place(anchor) else {
+                continue;
+            };
+            if self.is_above(at, known) {
                 return;
             }
-            for (depth, &id) in whole.iter().enumerate().skip(same) {
-                // A block stands at one depth, so the path can hold it there alone.
-                let held = &mut self.leases[lease];
-                if held.path.get(depth) != Some(&id) && held.aside.insert(id) {
-                    self.pin(id);
-                    self.anchor(id);
-                }
+            if self.is_above(known, at) {
+                covered = Some(anchor);
+                break;
             }
+        }
+        // The deeper anchor first: nothing is unprotected in between.
+        self.anchor_at(at.0, end.depth);
+        let anchors = &mut self.leases[lease].anchors;
+        if let Some(covered) = covered {
+            anchors.retain(|known| *known != covered);
+            anchors.push(id);
+            self.unanchor(covered);
+        } else {
+            anchors.push(id);
         }
     }
 
-    fn extend_path(&mut self, lease: u32, new: &[u32]) {
-        let mut last = None;
-        for &id in new {
-            if self.leases[lease].aside.remove(&id) {
-                // Pinned and anchored aside already: it moves to the path with its pin.
-                self.unanchor(id);
-            } else {
-                self.pin(id);
-            }
-            self.leases[lease].path.push(id);
-            last = Some(id);
-        }
-        if let Some(last) = last {
-            self.anchor(last);
-            if let Some(old) = self.leases[lease].anchor.replace(last) {
-                self.unanchor(old);
-            }
-        }
+    /// Pins a block that a plan copies from.
+    pub(crate) fn pin_source(&mut self, lease: u32, id: u32) {
+        self.leases[lease].sources.push(id);
+        self.keep(id);
     }
 
     /// Ends the pins of the sources of a lease.
@@ -190,8 +269,7 @@ impl RadixIndex {
         let sources = std::mem::take(&mut self.leases[lease].sources);
         let mut released = Vec::new();
         for id in sources {
-            self.unanchor(id);
-            self.unpin(id, &mut released);
+            self.unkeep(id, &mut released);
         }
         self.wait(released);
     }
@@ -201,18 +279,82 @@ impl RadixIndex {
         let Some(ended) = self.leases.remove(lease) else {
             return;
         };
-        if let Some(anchor) = ended.anchor {
+        for &anchor in &ended.anchors {
             self.unanchor(anchor);
         }
         let mut released = Vec::new();
-        for &id in ended.aside.iter().chain(&ended.sources) {
-            self.unanchor(id);
-            self.unpin(id, &mut released);
-        }
-        for &id in ended.path.iter().rev() {
-            self.unpin(id, &mut released);
+        for &id in ended.kept.iter().chain(&ended.sources) {
+            self.unkeep(id, &mut released);
         }
         self.wait(released);
+    }
+
+    /// Every path that is pinned in a tree is pinned block by block, without protecting anything: the tree goes.
+    pub(super) fn keep_all_of(&mut self, tree: u32) {
+        let paths: Vec<(u32, u32)> = self
+            .leases
+            .iter()
+            .flat_map(|(lease, held)| held.anchors.iter().map(move |&anchor| (lease, anchor)))
+            .filter(|&(_, anchor)| {
+                self.anchor_place(anchor)
+                    .is_some_and(|(node, _)| self.nodes[node].tree == tree)
+            })
+            .collect();
+        let mut ids = Vec::new();
+        for (lease, anchor) in paths {
+            if let Some((node, depth)) = self.anchor_place(anchor) {
+                let end = Position {
+                    node,
+                    depth: depth + 1,
+                };
+                self.path_ids(end, 0, &mut ids);
+            }
+            let held = &mut self.leases[lease];
+            held.anchors.retain(|known| *known != anchor);
+            for id in &ids {
+                if held.kept.insert(id.0) {
+                    *self.pins.entry(id.0).or_default() += 1;
+                }
+            }
+        }
+    }
+
+    /// Blocks that somebody pins, indexed or condemned.
+    pub(crate) fn num_pinned(&self) -> u64 {
+        if self.pins.is_empty() {
+            // Then everything that is protected stands on a pinned path.
+            return self.num_protected;
+        }
+        let block_size = self.block_size();
+        // How far each node is on a pinned path.
+        let mut ends =
+            hashbrown::HashMap::<NodeIndex, Depth, foldhash::quality::FixedState>::default();
+        let mut pinned = 0;
+        for (_, lease) in self.leases.iter() {
+            for place in lease.anchors.iter().filter_map(|&id| self.anchor_place(id)) {
+                let (mut node, mut end) = (place.0, place.1 + 1);
+                loop {
+                    let edge = &self.nodes[node];
+                    let known = ends.entry(node).or_insert(edge.depth);
+                    if edge.is_root() || *known >= end {
+                        break;
+                    }
+                    pinned += u64::from(edge.num_present(*known, end, block_size));
+                    let above = *known > edge.depth;
+                    *known = end;
+                    if above {
+                        break;
+                    }
+                    end = edge.depth;
+                    node = edge.parent;
+                }
+            }
+        }
+        let on_path = |id: u32| {
+            self.anchor_place(id)
+                .is_some_and(|(node, depth)| ends.get(&node).is_some_and(|&end| depth < end))
+        };
+        pinned + self.pins.keys().filter(|&&id| !on_path(id)).count() as u64
     }
 
     /// Queues condemned blocks whose last pin ended, ascending, for `take_freed` and `evict`.

@@ -6,8 +6,7 @@ use std::sync::Arc;
 
 use crate::blocks::Place;
 use crate::error::Result;
-use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex};
-use crate::lru::Key;
+use crate::ids::{ABSENT, BlockId, Depth, NodeIndex};
 use crate::namespace::Namespace;
 use crate::node::Payload;
 use crate::siblings;
@@ -21,7 +20,8 @@ impl RadixIndex {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id lies outside the pool; nothing is discarded then.
     ///
     /// # Complexity
-    /// O(log leaves) a block; a pinned one O(live plans), and past the bound on holes one pass over the leaves.
+    /// O(log leaves) a block; a pinned one O(live plans + blocks pinned behind it), and past the bound on holes one pass over
+    /// the leaves.
     pub fn discard(&mut self, ids: &[BlockId]) -> Result<Vec<BlockId>> {
         self.check_ids(ids, "RadixIndex.discard")?;
         let mut unknown = Vec::new();
@@ -37,7 +37,7 @@ impl RadixIndex {
                 continue;
             };
             let edge = &self.nodes[node];
-            if edge.num_children > 0 || depth + 1 < edge.end() {
+            if edge.has_children() || depth + 1 < edge.end() {
                 self.renew_version(node);
             }
             let (_, condemned) = self.leave(node, depth);
@@ -80,14 +80,48 @@ impl RadixIndex {
             out.push(BlockId(id));
         }
         while out.len() < n {
-            let Some(&(_, node)) = self.order.first() else {
+            let Some(leaf) = self.order.first() else {
                 break;
             };
-            let (id, _) = self.leave(node, self.nodes[node].end() - 1);
-            out.push(BlockId(id));
-            self.settle(node);
+            self.evict_from(leaf, n, &mut out);
         }
         out
+    }
+
+    /// Takes blocks from the end of the leaf that goes first, while it does and `out` has fewer than `n`.
+    fn evict_from(&mut self, leaf: NodeIndex, n: usize, out: &mut Vec<BlockId>) {
+        let block_size = self.block_size();
+        let edge = &self.nodes[leaf];
+        if !edge.is_plain() {
+            let (id, _) = self.leave(leaf, edge.end() - 1);
+            out.push(BlockId(id));
+            self.settle(leaf);
+            return;
+        }
+        // All its blocks were used last at one time: it stays the first unless another leaf was used just then.
+        let alone = self
+            .order
+            .second_stamp()
+            .is_none_or(|next| next > edge.last_use(edge.depth));
+        let unprotected = edge.end() - self.protected_end(leaf);
+        let wanted = crate::ids::depth(n - out.len());
+        let count = if alone { unprotected.min(wanted) } else { 1 };
+        let end = edge.end() - count;
+        let from = (end - edge.depth) as usize;
+        for &id in edge.run.ids(block_size)[from..].iter().rev() {
+            self.blocks.depart(id, false);
+            out.push(BlockId(id));
+        }
+        self.num_indexed -= u64::from(count);
+        if from == 0 {
+            let parent = edge.parent;
+            self.detach(leaf);
+            self.settle(parent);
+        } else {
+            self.nodes[leaf].truncate(end, block_size);
+            self.nodes.renew(leaf);
+            self.requeue(leaf);
+        }
     }
 
     /// Hands out the condemned blocks whose last pin ended, oldest release first, ascending within one release.
@@ -134,37 +168,36 @@ impl RadixIndex {
     }
 
     fn clear_tree(&mut self, tree: u32, freed: &mut Vec<BlockId>) {
-        // Every anchor of the tree goes with it: plans pin blocks of one namespace alone.
-        for (_, lease) in self.leases.iter_mut() {
-            let anchored = lease.anchor.map(|id| self.blocks.place(id));
-            if let Some(Place::Indexed { node, .. }) = anchored
-                && self.nodes[node].namespace == tree
-            {
-                lease.anchor = None;
-            }
-        }
+        self.keep_all_of(tree);
+        let block_size = self.block_size();
         let mut open = vec![self.trees[tree].root];
         while let Some(at) = open.pop() {
             self.unqueue(at);
-            self.remove_edge(at);
-            let Some(node) = self.nodes.remove(at) else {
-                continue;
+            self.num_protected -= {
+                let node = &self.nodes[at];
+                let end = self.protected_end(at);
+                u64::from(node.num_present(node.depth, end, block_size))
             };
-            self.num_protected -= u64::from(node.num_present(node.depth, node.protected_end()));
-            self.num_holes -= u64::from(node.num_holes);
-            self.num_approximate -= u64::from(node.num_approximate);
-            for &id in node.run.ids().iter().filter(|&&id| id != Payload::HOLE.id) {
+            let children = siblings::all(&self.nodes, at);
+            if children.len() > 1 {
+                for &child in &children {
+                    self.remove_edge(child);
+                }
+            }
+            open.extend(children);
+            self.anchors.remove(&at);
+            let node = self.nodes.remove(at);
+            self.num_holes -= u64::from(node.num_holes());
+            self.num_approximate -= u64::from(node.num_approximate());
+            for &id in node.run.ids(block_size).iter().filter(|&&id| id != ABSENT) {
                 self.num_indexed -= 1;
-                if self.blocks.depart(id) {
+                let pinned = self.pins.contains_key(&id);
+                self.blocks.depart(id, pinned);
+                if pinned {
                     self.num_condemned += 1;
                 } else {
                     freed.push(BlockId(id));
                 }
-            }
-            let mut child = node.first_child;
-            while child != NO_NODE {
-                open.push(child);
-                child = self.nodes[child].next;
             }
         }
         self.remove_tree(tree);
@@ -179,44 +212,48 @@ impl RadixIndex {
     /// A block leaves its place, which becomes a hole; the caller settles the edge. Answers the id and whether it is
     /// condemned.
     pub(crate) fn leave(&mut self, node: NodeIndex, place: Depth) -> (u32, bool) {
-        let payload = self.nodes[node].payload(place);
-        if self.blocks.pins(payload.id) > 0 {
-            self.move_anchors(payload.id);
-            // What takes its place is not what the leases pinned.
-            self.renew_version(node);
-        }
-        if place == self.nodes[node].depth && payload.is_exact() {
-            siblings::remove(&mut self.nodes, self.config.block_size, node);
-        }
+        let payload = self.nodes[node].payload(place, self.block_size());
+        let condemned = self.unpath(node, place, payload.id);
+        let protected = place < self.protected_end(node);
+        self.put(node, place, Payload::HOLE);
         let (start, end) = self.tokens_of(place);
         let edge = &mut self.nodes[node];
-        let approximate = u32::from(!payload.label.is_exact());
-        let protected = place < edge.protected_end();
-        edge.run.set((place - edge.depth) as usize, Payload::HOLE);
-        edge.num_holes += 1;
-        edge.num_approximate -= approximate;
-        if let Some(extras) = &mut edge.extras {
-            extras.tags.clear(start, end);
-            extras.source_uses.remove(&place);
-        }
+        let extras = edge.extras_mut();
+        extras.tags.clear(start, end);
+        extras.source_uses.remove(&place);
+        edge.prune();
         self.num_holes += 1;
         self.num_indexed -= 1;
-        self.num_approximate -= u64::from(approximate);
+        self.num_approximate -= u64::from(!payload.label.is_exact());
         self.num_protected -= u64::from(protected);
-        let condemned = self.blocks.depart(payload.id);
+        self.blocks.depart(payload.id, condemned);
         self.num_condemned += u64::from(condemned);
         (payload.id, condemned)
+    }
+
+    /// Puts a payload where another stood; the caller counts. Siblings are sorted by whether their first block is exact.
+    pub(crate) fn put(&mut self, node: NodeIndex, place: Depth, new: Payload) {
+        let block_size = self.block_size();
+        let edge = &mut self.nodes[node];
+        let sorts = place == edge.depth && edge.starts_exact(block_size) != new.is_exact();
+        if sorts {
+            siblings::remove(&mut self.nodes, node);
+        }
+        self.nodes[node].set_payload(place, new, block_size);
+        if sorts {
+            siblings::insert(&mut self.nodes, block_size, node);
+        }
     }
 
     /// Drops what no present block hangs below: trailing holes, empty edges, an empty tree. Answers the edge that is left.
     fn settle(&mut self, mut at: NodeIndex) -> Option<NodeIndex> {
         loop {
-            if self.nodes[at].num_children > 0 {
-                self.requeue(at);
+            let edge = &self.nodes[at];
+            if edge.has_children() {
                 return Some(at);
             }
-            if self.nodes[at].is_root() {
-                let tree = self.nodes[at].namespace;
+            if edge.is_root() {
+                let tree = edge.tree;
                 self.nodes.remove(at);
                 self.remove_tree(tree);
                 return None;
@@ -237,25 +274,17 @@ impl RadixIndex {
     fn trim(&mut self, at: NodeIndex) {
         let block_size = self.config.block_size;
         let edge = &mut self.nodes[at];
-        let mut dropped = 0;
-        while edge.run.len() > 0 && !edge.payload(edge.end() - 1).is_present() {
-            edge.run.pop(block_size);
-            dropped += 1;
-        }
-        if dropped == 0 {
+        if edge.num_holes() == 0 {
             return;
         }
-        edge.num_holes -= dropped;
-        edge.trims = edge.trims.wrapping_add(1);
-        let end = edge.end();
-        edge.uses.truncate(end);
-        if let Some(extras) = &mut edge.extras
-            && !extras.items.is_empty()
-        {
-            extras.items =
-                crate::tokens::Item::within(&extras.items, 0, end as usize * block_size).collect();
+        let end = (edge.depth..edge.end())
+            .rev()
+            .find(|&depth| edge.id(depth, block_size) != ABSENT)
+            .map_or(edge.depth, |last| last + 1);
+        if end < edge.end() {
+            self.num_holes -= u64::from(edge.truncate(end, block_size));
+            self.nodes.renew(at);
         }
-        self.num_holes -= u64::from(dropped);
     }
 
     /// D10: at most `num_blocks` holes. Past that, unpinned cut-off blocks with none below leave in the order of eviction,
@@ -264,12 +293,11 @@ impl RadixIndex {
         if self.num_holes <= self.config.num_blocks {
             return;
         }
-        let mut candidates: BinaryHeap<Reverse<(Key, NodeIndex)>> = self
+        let mut candidates: BinaryHeap<Reverse<_>> = self
             .order
             .entries()
-            .iter()
-            .filter(|&&(_, node)| self.is_cut_off(node))
-            .map(|&entry| Reverse(entry))
+            .filter(|&(_, node)| self.is_cut_off(node))
+            .filter_map(|(_, node)| Some(Reverse((self.eviction_key(node)?, node))))
             .collect();
         let mut freed = Vec::new();
         while self.num_holes > self.config.num_blocks {
@@ -296,7 +324,7 @@ impl RadixIndex {
     fn is_cut_off(&self, mut at: NodeIndex) -> bool {
         loop {
             let node = &self.nodes[at];
-            if node.num_holes > 0 {
+            if node.num_holes() > 0 {
                 return true;
             }
             if node.is_root() {

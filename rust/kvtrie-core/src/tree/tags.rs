@@ -75,11 +75,11 @@ impl RadixIndex {
             let edge = &mut self.nodes[node];
             let mut at = from;
             while at < to {
-                if !edge.payload(at).is_present() {
+                if !edge.payload(at, block_size).is_present() {
                     at += 1;
                     continue;
                 }
-                let until = edge.present_until(at, to);
+                let until = edge.present_until(at, to, block_size);
                 for &(start, end, mask) in &masks {
                     let (start, end) = (
                         start.max(at as usize * block_size),
@@ -100,7 +100,7 @@ impl RadixIndex {
         let mut node = at.node;
         loop {
             let edge = &self.nodes[node];
-            if let Some(extras) = &edge.extras {
+            if let Some(extras) = edge.extras() {
                 mask |= extras.tags.union(start, end);
             }
             if edge.is_root() || edge.depth as usize * self.block_size() <= start {
@@ -113,10 +113,7 @@ impl RadixIndex {
     /// The tags of one block.
     pub(crate) fn tags_of_block(&self, node: u32, place: Depth) -> Vec<TagRun> {
         let (start, end) = self.tokens_of(place);
-        let tags = self.nodes[node]
-            .extras
-            .as_ref()
-            .map(|extras| extras.tags.runs());
+        let tags = self.nodes[node].extras().map(|extras| extras.tags.runs());
         tags.unwrap_or_default()
             .iter()
             .map(|run| TagRun {
@@ -150,7 +147,7 @@ impl RadixIndex {
         let until = end.depth as usize * self.block_size();
         let mut found = Vec::new();
         for (node, _, _) in self.edges_to(end, 0) {
-            if let Some(extras) = &self.nodes[node].extras {
+            if let Some(extras) = self.nodes[node].extras() {
                 let inside = extras.tags.runs().iter().filter(|run| run.start < until);
                 found.extend(inside.map(|run| TagRun {
                     end: run.end.min(until),
@@ -168,6 +165,7 @@ impl RadixIndex {
             Some((at, _)) => at,
             None => self.root(seq.namespace())?,
         };
-        Some(self.walk(seq.view(), from, limit, |_, _, end| end))
+        let (end, _) = self.walk(seq.view(), from, limit, |_, _, end| end);
+        Some(end)
     }
 }
