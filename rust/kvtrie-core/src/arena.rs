@@ -5,7 +5,7 @@
 use crate::ids::{NO_NODE, NodeIndex};
 use crate::node::Node;
 
-const PAGE: usize = 256;
+const PAGE: usize = 128;
 
 /// Names a node for as long as its end stays where it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

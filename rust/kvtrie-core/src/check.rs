@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::blocks::Place;
 use crate::error::{Error, Result};
-use crate::hash::EdgeHasher;
 use crate::ids::{Depth, NodeIndex};
 use crate::node::Node;
 use crate::siblings;
@@ -204,7 +203,7 @@ impl RadixIndex {
                 let first = below.first_block(self.block_size());
                 let hashed = self
                     .edges
-                    .find(EdgeHasher::spread(below.hash), |&known| known == child)
+                    .find(below.hash, |known| known == child)
                     .is_some();
                 must(hashed == (children.len() > 1), || {
                     format!("edge {child} is in the edge table, or is not")

@@ -41,9 +41,4 @@ impl EdgeHasher {
         }
         u32::try_from((hasher.finish() & self.mask) & 0xffff_ffff).unwrap_or(u32::MAX)
     }
-
-    /// The hash as a table takes it, which looks at the highest bits too.
-    pub(crate) fn spread(hash: u32) -> u64 {
-        u64::from(hash).wrapping_mul(0x9e37_79b9_7f4a_7c15)
-    }
 }

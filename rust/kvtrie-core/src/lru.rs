@@ -7,6 +7,7 @@
 use std::cmp::{Ordering, Reverse};
 
 use crate::ids::{Depth, NodeIndex};
+use crate::paged::Paged;
 
 /// Children of a heap entry: four of them share a cache line or two.
 const ARITY: usize = 4;
@@ -43,19 +44,19 @@ pub(crate) trait Leaves {
 /// The heap.
 #[derive(Debug, Default)]
 pub(crate) struct EvictionOrder {
-    heap: Vec<Entry>,
+    heap: Paged<Entry>,
 }
 
 impl EvictionOrder {
     /// The leaf that goes first.
     pub(crate) fn first(&self) -> Option<NodeIndex> {
-        self.heap.first().map(|entry| entry.node)
+        (self.heap.len() > 0).then(|| self.heap[0].node)
     }
 
     /// The earliest last use of any leaf but the first.
     pub(crate) fn second_stamp(&self) -> Option<u64> {
-        let children = self.heap.get(1..)?.iter().take(ARITY);
-        children.map(|entry| entry.stamp()).min()
+        let children = 1..self.heap.len().min(1 + ARITY);
+        children.map(|at| self.heap[at].stamp()).min()
     }
 
     /// Every leaf with its last use, in no particular order.
@@ -64,10 +65,6 @@ impl EvictionOrder {
     }
 
     pub(crate) fn push(&mut self, stamp: u64, node: NodeIndex, leaves: &mut impl Leaves) {
-        if self.heap.len() == self.heap.capacity() {
-            // By an eighth: a doubling would leave half of a large heap empty.
-            self.heap.reserve_exact((self.heap.len() / 8).max(64));
-        }
         self.heap.push(Entry::new(stamp, node));
         self.rise(self.heap.len() - 1, leaves);
     }
@@ -132,7 +129,7 @@ impl EvictionOrder {
     }
 
     pub(crate) fn heap_bytes(&self) -> usize {
-        self.heap.capacity() * size_of::<Entry>()
+        self.heap.heap_bytes()
     }
 }
 

@@ -74,14 +74,17 @@ impl RadixIndex {
     fn heap_bytes(&self) -> usize {
         self.nodes.heap_bytes()
             + self.nodes.iter().map(Node::heap_bytes).sum::<usize>()
-            // One control byte a bucket beside the value.
-            + self.edges.allocation_size()
+            + self.edges.heap_bytes()
             + self.blocks.heap_bytes()
             + self.order.heap_bytes()
             + self.anchors.allocation_size()
             + self.pins.allocation_size()
             + self.leases.heap_bytes()
-            + self.leases.iter().map(|(_, lease)| Lease::heap_bytes(lease)).sum::<usize>()
+            + self
+                .leases
+                .iter()
+                .map(|(_, lease)| Lease::heap_bytes(lease))
+                .sum::<usize>()
             + self.waiting.capacity() * size_of::<u32>()
             + self.trees.heap_bytes()
             + self.tree_of.allocation_size()

@@ -196,10 +196,11 @@ impl<'py> Integers<'py> {
             array.try_readonly().ok()?.as_slice().ok()?;
             Some(array)
         }
+        // What is asked for first is found first: tokens are uint32, block ids int32.
         typed(value)
-            .map(|array| Self::I64(array.clone()))
+            .map(|array| Self::U32(array.clone()))
             .or_else(|| typed(value).map(|array| Self::I32(array.clone())))
-            .or_else(|| typed(value).map(|array| Self::U32(array.clone())))
+            .or_else(|| typed(value).map(|array| Self::I64(array.clone())))
             .or_else(|| typed(value).map(|array| Self::U64(array.clone())))
     }
 
@@ -320,6 +321,11 @@ fn read_objects<'py>(
 trait Whole: Element + Copy + Into<i128> {
     /// Sign-extended, so that a negative value is a very large one.
     fn wide(self) -> u64;
+
+    /// The values as they are, if they need no conversion.
+    fn tokens(_values: &[Self]) -> Option<&[u32]> {
+        None
+    }
 }
 
 impl Whole for i64 {
@@ -337,6 +343,10 @@ impl Whole for i32 {
 impl Whole for u32 {
     fn wide(self) -> u64 {
         self.into()
+    }
+
+    fn tokens(values: &[Self]) -> Option<&[u32]> {
+        Some(values)
     }
 }
 
@@ -360,6 +370,9 @@ fn read_array<T: Whole>(
 
 /// The values as `u32`, or the position of the first that is not in `0..limit`.
 fn narrow<T: Whole>(values: &[T], limit: u64) -> Result<Vec<u32>, usize> {
+    if let (Some(tokens), true) = (T::tokens(values), limit == TOKEN_IDS) {
+        return Ok(tokens.to_vec());
+    }
     // Two passes without branches that the compiler turns into vector code; the search comes only
     // after a failure.
     let bits = values.iter().fold(0, |bits, value| bits | value.wide());

@@ -1,6 +1,5 @@
 //! Edges come, grow, are cut in two and go.
 
-use crate::hash::EdgeHasher;
 use crate::ids::{ABSENT, Depth, NO_NODE, NodeIndex, depth};
 use crate::node::{Node, Payload};
 use crate::siblings;
@@ -82,19 +81,12 @@ impl RadixIndex {
         let first = edge.first_block(self.config.block_size);
         let hash = self.hasher.edge(edge.parent, first);
         self.nodes[node].hash = hash;
-        let nodes = &self.nodes;
-        self.edges
-            .insert_unique(EdgeHasher::spread(hash), node, |&node| {
-                EdgeHasher::spread(nodes[node].hash)
-            });
+        self.edges.add(node, &self.nodes);
     }
 
     /// Takes a node that has a sibling out of the table of edges.
     pub(super) fn remove_edge(&mut self, node: NodeIndex) {
-        let hash = EdgeHasher::spread(self.nodes[node].hash);
-        if let Ok(entry) = self.edges.find_entry(hash, |&known| known == node) {
-            entry.remove();
-        }
+        self.edges.remove(self.nodes[node].hash, node);
     }
 
     /// Cuts an edge in two at depth `at`, inside it. The lower part keeps the record and the children, so that cursors and
@@ -108,10 +100,7 @@ impl RadixIndex {
         let front = self.nodes.insert(front);
         siblings::replace(&mut self.nodes, tail, front);
         if !is_only {
-            let hash = EdgeHasher::spread(self.nodes[front].hash);
-            if let Some(entry) = self.edges.find_mut(hash, |&known| known == tail) {
-                *entry = front;
-            }
+            self.edges.replace(self.nodes[front].hash, tail, front);
         }
         self.nodes[tail].parent = front;
         siblings::insert(&mut self.nodes, block_size, tail);

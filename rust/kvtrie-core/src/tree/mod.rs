@@ -13,11 +13,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use foldhash::quality::FixedState;
-use hashbrown::{HashMap, HashTable};
+use hashbrown::HashMap;
 
 use crate::arena::Arena;
 use crate::blocks::BlockTable;
 use crate::cursor::Cursor;
+use crate::edge_table::EdgeTable;
 use crate::error::{Error, Result};
 use crate::hash::EdgeHasher;
 use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex, depth};
@@ -91,7 +92,7 @@ pub struct RadixIndex {
     pub(crate) config: Config,
     pub(crate) nodes: Arena,
     /// Every node with a sibling, by (parent, first block): an only child is followed without hashing.
-    pub(crate) edges: HashTable<NodeIndex>,
+    pub(crate) edges: EdgeTable,
     pub(crate) hasher: EdgeHasher,
     pub(crate) trees: Slab<Tree>,
     pub(crate) tree_of: HashMap<Arc<Namespace>, u32, FixedState>,
@@ -156,7 +157,7 @@ impl RadixIndex {
             hasher: EdgeHasher::new(config.seed, config.hash_bits),
             tree_of: HashMap::with_hasher(FixedState::with_seed(config.seed)),
             nodes: Arena::default(),
-            edges: HashTable::new(),
+            edges: EdgeTable::default(),
             trees: Slab::default(),
             blocks: BlockTable::default(),
             order: EvictionOrder::default(),
@@ -373,13 +374,12 @@ impl RadixIndex {
         }
         let block_size = self.block_size();
         let hash = self.hasher.edge(parent, first);
-        let found = self.edges.find(EdgeHasher::spread(hash), |&child| {
+        self.edges.find(hash, |child| {
             let node = &self.nodes[child];
             node.hash == hash
                 && node.parent == parent
                 && node.first_block(block_size).common(first) == block_size
-        });
-        found.copied()
+        })
     }
 
     /// The edges on the way down to `at` that hold blocks from depth `from` on: (node, first depth, end).

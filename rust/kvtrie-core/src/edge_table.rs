@@ -1,0 +1,78 @@
+//! Children by hash: (parent, first block) leads to a node.
+//!
+//! The table is cut into shards that grow on their own, so that no insert pays for moving all of it at once.
+
+use hashbrown::HashTable;
+
+use crate::arena::Arena;
+use crate::ids::NodeIndex;
+
+const SHARDS: usize = 256;
+
+/// The table. Hashes nominate: the caller of [`Self::find`] compares.
+#[derive(Debug)]
+pub(crate) struct EdgeTable {
+    shards: Box<[HashTable<NodeIndex>; SHARDS]>,
+    len: usize,
+}
+
+impl Default for EdgeTable {
+    fn default() -> Self {
+        Self {
+            shards: Box::new(std::array::from_fn(|_| HashTable::new())),
+            len: 0,
+        }
+    }
+}
+
+/// The shard, by the highest bits, and the hash inside it: a shard's table looks at the lowest bits and the highest.
+fn place(hash: u32) -> (usize, u64) {
+    let spread = u64::from(hash).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    ((hash >> 24) as usize, spread)
+}
+
+impl EdgeTable {
+    /// Adds a node that is not in the table, under the hash in its record.
+    pub(crate) fn add(&mut self, node: NodeIndex, nodes: &Arena) {
+        let (shard, hash) = place(nodes[node].hash);
+        self.shards[shard].insert_unique(hash, node, |&node| place(nodes[node].hash).1);
+        self.len += 1;
+    }
+
+    pub(crate) fn remove(&mut self, hash: u32, node: NodeIndex) {
+        let (shard, hash) = place(hash);
+        if let Ok(entry) = self.shards[shard].find_entry(hash, |&known| known == node) {
+            entry.remove();
+            self.len -= 1;
+        }
+    }
+
+    /// `new` takes the place of `old`, which has the same hash.
+    pub(crate) fn replace(&mut self, hash: u32, old: NodeIndex, new: NodeIndex) {
+        let (shard, hash) = place(hash);
+        if let Some(entry) = self.shards[shard].find_mut(hash, |&known| known == old) {
+            *entry = new;
+        }
+    }
+
+    pub(crate) fn find(
+        &self,
+        hash: u32,
+        mut is_wanted: impl FnMut(NodeIndex) -> bool,
+    ) -> Option<NodeIndex> {
+        let (shard, hash) = place(hash);
+        self.shards[shard]
+            .find(hash, |&node| is_wanted(node))
+            .copied()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn heap_bytes(&self) -> usize {
+        // One control byte a bucket beside the value.
+        let tables: usize = self.shards.iter().map(HashTable::allocation_size).sum();
+        tables + SHARDS * size_of::<HashTable<NodeIndex>>()
+    }
+}
