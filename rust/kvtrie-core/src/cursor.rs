@@ -1,7 +1,9 @@
 //! What a sequence remembers of the index it was last used with.
 
+use std::sync::Arc;
+
 use crate::arena::NodeHandle;
-use crate::ids::{Depth, depth};
+use crate::ids::{BlockId, Depth, depth};
 
 /// Where a sequence was last found: its first `present` blocks are a path that ends in `node` or above.
 #[derive(Clone, Debug)]
@@ -13,6 +15,8 @@ pub(crate) struct Cursor {
     /// Blocks from the root that are exact; at most `present`.
     pub(crate) exact: Depth,
     pub(crate) block_size: usize,
+    /// Ids of the first blocks, as the last plan found them; no more than `present`.
+    pub(crate) ids: Option<Arc<Vec<BlockId>>>,
 }
 
 impl Cursor {
@@ -20,5 +24,11 @@ impl Cursor {
     pub(crate) fn truncate(&mut self, len: usize) {
         self.present = self.present.min(depth(len / self.block_size));
         self.exact = self.exact.min(self.present);
+        // What comes to stand behind the cut is another path.
+        if let Some(ids) = &self.ids
+            && ids.len() > self.present as usize
+        {
+            self.ids = Some(Arc::new(ids[..self.present as usize].to_vec()));
+        }
     }
 }

@@ -460,6 +460,11 @@ impl Node {
         crate::ids::depth(present.count())
     }
 
+    /// Present blocks of the edge.
+    pub(crate) fn present(&self, block_size: usize) -> u32 {
+        self.num_present(self.depth, self.end(), block_size)
+    }
+
     /// A use newer than all others, of a path that ends at `end`.
     pub(crate) fn touch(&mut self, end: Depth, stamp: u64) {
         if end < self.end() {

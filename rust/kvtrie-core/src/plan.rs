@@ -97,7 +97,9 @@ pub struct ReusePlan {
     snapshot: Snapshot,
     /// Counts plans: what has left since is told by it.
     number: u64,
-    blocks: Vec<BlockId>,
+    /// The ids used in place, with more behind them where the sequence knows more.
+    ids: Arc<Vec<BlockId>>,
+    num_blocks_in_place: usize,
     /// The block that is copied from, and how many of its tokens.
     copied: Option<(BlockId, usize)>,
     segments: Vec<Segment>,
@@ -107,13 +109,13 @@ impl ReusePlan {
     /// Ids used in place, for the first whole blocks of the prompt.
     #[must_use]
     pub fn blocks(&self) -> &[BlockId] {
-        &self.blocks
+        &self.ids[..self.num_blocks_in_place]
     }
 
     /// Blocks that the caller must bring for the rest of the prompt.
     #[must_use]
     pub fn num_new_blocks(&self) -> usize {
-        self.snapshot.tokens.len().div_ceil(self.block_size) - self.blocks.len()
+        self.snapshot.tokens.len().div_ceil(self.block_size) - self.num_blocks_in_place
     }
 
     /// Covers every token of the prompt once, ascending.
@@ -180,13 +182,13 @@ impl ReusePlan {
         let Some((source, from)) = self.copied else {
             return Ok(Vec::new());
         };
-        let at = self.blocks.len() * self.block_size;
+        let at = self.num_blocks_in_place * self.block_size;
         let (start, end) = (start.max(at), end.min(at + from));
         if start >= end {
             return Ok(Vec::new());
         }
-        let dest = table[self.blocks.len()];
-        if dest == source || self.blocks.contains(&dest) {
+        let dest = table[self.num_blocks_in_place];
+        if dest == source || self.blocks().contains(&dest) {
             return Err(Error::invalid(format!(
                 "{CALL}: block {dest} would be written, but the plan reads it"
             )));
@@ -265,10 +267,10 @@ impl RadixIndex {
             ));
         }
         let end = self.exact_prefix(seq, options.keep_last);
-        let mut blocks = Vec::new();
+        let mut ids = Arc::default();
         let mut copied = None;
         if let Some(end) = end {
-            self.path_ids(end, 0, &mut blocks);
+            ids = self.remembered_ids(seq, end);
             if policy.partial_blocks {
                 copied = self.nearest_block(seq, end, options.keep_last);
             }
@@ -281,7 +283,8 @@ impl RadixIndex {
         if let Some((source, ..)) = copied {
             self.stamp_source(source.0, stamp);
         }
-        let segments = self.segments(seq, end, blocks.len(), copied);
+        let in_place = end.map_or(0, |end| end.depth as usize);
+        let segments = self.segments(seq, end, in_place, copied);
         let copied = copied.map(|(id, tokens, _)| (id, tokens));
         let source = copied.map(|(source, _)| source);
         let lease = self.lease(seq, options.pin, end, source);
@@ -293,7 +296,8 @@ impl RadixIndex {
             pinned: options.pin,
             snapshot: seq.snapshot(),
             number: self.blocks.count_plan(),
-            blocks,
+            ids,
+            num_blocks_in_place: in_place,
             copied,
             segments,
         })
@@ -335,14 +339,14 @@ impl RadixIndex {
         plan.check_index(self, "ReusePlan.validate")?;
         let lease = self.leases.get(plan.lease).filter(|lease| lease.pinned);
         let stayed = |block: BlockId| self.blocks.stayed(block.0, plan.number);
-        let in_place = plan.blocks.len() * plan.block_size;
+        let in_place = plan.num_blocks_in_place * plan.block_size;
         Ok(plan
             .segments
             .iter()
             .map(|segment| match segment.class {
                 Class::Compute => true,
                 _ if segment.end <= in_place => {
-                    lease.is_some() || plan.blocks.iter().copied().all(stayed)
+                    lease.is_some() || plan.blocks().iter().copied().all(stayed)
                 }
                 _ => {
                     lease.is_some_and(|lease| !lease.sources.is_empty())

@@ -106,6 +106,8 @@ pub struct RadixIndex {
     /// Condemned blocks whose last pin ended, oldest release first.
     pub(crate) waiting: VecDeque<u32>,
     pub(crate) kinds: Kinds,
+    /// Whether any token was ever tagged.
+    pub(crate) is_tagged: bool,
     pub(crate) clock: u64,
     pub(crate) last_version: u64,
     pub(crate) num_indexed: u64,
@@ -166,6 +168,7 @@ impl RadixIndex {
             pins: HashMap::with_hasher(FixedState::with_seed(config.seed)),
             waiting: VecDeque::new(),
             kinds: Kinds::default(),
+            is_tagged: false,
             clock: 0,
             last_version: 0,
             num_indexed: 0,
@@ -299,6 +302,10 @@ impl RadixIndex {
     /// Remembers that the first blocks of `seq` are the present path down to `at`, exact in the first `exact` blocks.
     pub(crate) fn set_cursor(&self, seq: &mut TokenSequence, at: Position, exact: Depth) {
         let node = &self.nodes[at.node];
+        // Ids that were right when the old cursor was, and do not reach behind the new one, still are.
+        let known = self.at_cursor(seq).is_some();
+        let ids = seq.cursor.take().and_then(|cursor| cursor.ids);
+        let ids = ids.filter(|ids| known && ids.len() <= at.depth as usize);
         seq.cursor = (at.depth > 0).then(|| Cursor {
             index: self.uid,
             node: self.nodes.handle(at.node),
@@ -306,7 +313,35 @@ impl RadixIndex {
             present: at.depth,
             exact,
             block_size: self.block_size(),
+            ids,
         });
+    }
+
+    /// The ids of the path of `seq` down to `at`: those that its cursor remembers are not read again.
+    pub(crate) fn remembered_ids(
+        &self,
+        seq: &mut TokenSequence,
+        at: Position,
+    ) -> Arc<Vec<BlockId>> {
+        let is_known = self.at_cursor(seq).is_some();
+        let cursor = seq.cursor.as_mut().filter(|_| is_known);
+        let known = cursor.as_ref().and_then(|cursor| cursor.ids.clone());
+        if let Some(ids) = &known
+            && ids.len() >= at.depth as usize
+        {
+            return Arc::clone(ids);
+        }
+        let mut ids = Vec::new();
+        let from = known.as_ref().map_or(0, |known| known.len());
+        self.path_ids(at, depth(from), &mut ids);
+        if let Some(known) = known {
+            ids.splice(..0, known.iter().copied());
+        }
+        let ids = Arc::new(ids);
+        if let Some(cursor) = cursor {
+            cursor.ids = Some(Arc::clone(&ids));
+        }
+        ids
     }
 
     /// The same place, named by the edge that holds the block before it.

@@ -41,7 +41,19 @@ impl RadixIndex {
             Err(new) => ends.insert(new, (end, 1)),
         }
         self.nodes[at].protection |= Node::ANCHORED;
-        self.protection_changed(at, before);
+        let after = self.protected_end(at);
+        if after > before {
+            let node = &self.nodes[at];
+            let (present, is_new) = (
+                node.num_present(before, after, self.config.block_size),
+                before == node.depth,
+            );
+            self.num_protected += u64::from(present);
+            if is_new {
+                self.protect_above(at);
+            }
+            self.requeue(at);
+        }
     }
 
     /// Takes `count` protections of the blocks before `end` away.
@@ -59,7 +71,19 @@ impl RadixIndex {
                 self.nodes[at].protection &= !Node::ANCHORED;
             }
         }
-        self.protection_changed(at, before);
+        let after = self.protected_end(at);
+        if after < before {
+            let node = &self.nodes[at];
+            let (present, is_over) = (
+                node.num_present(after, before, self.config.block_size),
+                after == node.depth,
+            );
+            self.num_protected -= u64::from(present);
+            if is_over {
+                self.unprotect_above(at);
+            }
+            self.requeue(at);
+        }
     }
 
     fn anchor(&mut self, id: u32) {
@@ -75,32 +99,52 @@ impl RadixIndex {
         }
     }
 
-    /// Counts what became protected, or no longer is, from `node` up.
-    fn protection_changed(&mut self, node: NodeIndex, mut before: Depth) {
-        let block_size = self.block_size();
-        let mut at = node;
-        loop {
-            let after = self.protected_end(at);
-            let edge = &self.nodes[at];
-            if after >= before {
-                self.num_protected += u64::from(edge.num_present(before, after, block_size));
-            } else {
-                self.num_protected -= u64::from(edge.num_present(after, before, block_size));
+    /// A node has its first protected block: so everything above it is protected.
+    fn protect_above(&mut self, node: NodeIndex) {
+        let (block_size, mut protected, mut anchored) = (self.block_size(), 0, false);
+        let mut top = self.nodes[node].parent;
+        self.nodes.climb(top, |node| {
+            node.protection += 1;
+            if node.protection == 1 {
+                protected += u64::from(node.present(block_size));
+                top = node.parent;
+                return true;
             }
-            let (was, is) = (before > edge.depth, after > edge.depth);
-            if was == is || edge.is_root() {
-                break;
-            }
-            at = edge.parent;
-            before = self.protected_end(at);
-            let parent = &mut self.nodes[at];
-            if is {
-                parent.protection += 1;
-            } else {
-                parent.protection -= 1;
-            }
+            anchored = node.protection == Node::ANCHORED | 1;
+            false
+        });
+        self.num_protected += protected;
+        if anchored {
+            self.num_protected += self.behind_anchors(top);
         }
-        self.requeue(node);
+    }
+
+    /// A node has lost its last protected block.
+    fn unprotect_above(&mut self, node: NodeIndex) {
+        let (block_size, mut protected, mut anchored) = (self.block_size(), 0, false);
+        let mut top = self.nodes[node].parent;
+        self.nodes.climb(top, |node| {
+            node.protection -= 1;
+            if node.protection == 0 {
+                protected += u64::from(node.present(block_size));
+                top = node.parent;
+                return true;
+            }
+            anchored = node.protection == Node::ANCHORED;
+            false
+        });
+        self.num_protected -= protected;
+        if anchored {
+            self.num_protected -= self.behind_anchors(top);
+        }
+    }
+
+    /// Present blocks of a node behind the last end at which somebody anchors there.
+    fn behind_anchors(&self, at: NodeIndex) -> u64 {
+        let node = &self.nodes[at];
+        let ends = self.anchors.get(&at).and_then(|ends| ends.last());
+        let from = ends.map_or(node.depth, |&(end, _)| end);
+        u64::from(node.num_present(from, node.end(), self.block_size()))
     }
 
     /// The front part of an edge that was cut takes over what anchors there.

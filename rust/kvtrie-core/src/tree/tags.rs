@@ -70,6 +70,7 @@ impl RadixIndex {
         let Some(end) = self.whole_path(seq).filter(|_| !masks.is_empty()) else {
             return;
         };
+        self.is_tagged = true;
         let block_size = self.block_size();
         for (node, from, to) in self.edges_to(end, 0) {
             let edge = &mut self.nodes[node];
@@ -97,6 +98,9 @@ impl RadixIndex {
     /// All kinds of the tokens `start..end` on the path down to `at`.
     pub(crate) fn kinds_on_path(&self, at: Position, start: usize, end: usize) -> u64 {
         let mut mask = 0;
+        if !self.is_tagged {
+            return mask;
+        }
         let mut node = at.node;
         loop {
             let edge = &self.nodes[node];
