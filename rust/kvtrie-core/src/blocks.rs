@@ -23,13 +23,25 @@ pub(crate) enum Place {
 const UNKNOWN: NodeIndex = NO_NODE;
 const WAITING: NodeIndex = NO_NODE - 1;
 const CONDEMNED: NodeIndex = NO_NODE - 2;
+/// Unknown before the call at hand, which offers it.
+const OFFERED: NodeIndex = NO_NODE - 3;
 
 /// 11 bytes a block, beside one bit.
 struct Page {
     places: [(NodeIndex, Depth); PAGE],
     /// How many plans had been made when the block last left its place, since `BlockTable::since`.
     left: [[u8; 3]; PAGE],
-    offered: [u64; PAGE / 64],
+    seen: [u64; PAGE / 64],
+}
+
+impl Page {
+    fn new() -> Box<Self> {
+        Box::new(Self {
+            places: [(UNKNOWN, 0); PAGE],
+            left: [[0; 3]; PAGE],
+            seen: [0; PAGE / 64],
+        })
+    }
 }
 
 /// The table of block ids.
@@ -62,25 +74,29 @@ impl BlockTable {
         }
     }
 
+    /// The page of an id, made if it is not there.
+    #[inline]
     fn page_mut(&mut self, id: u32) -> &mut Page {
         let index = id as usize / PAGE;
+        if !matches!(self.pages.get(index), Some(Some(_))) {
+            self.add_page(index);
+        }
+        self.pages[index].as_mut().expect("the page was made")
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn add_page(&mut self, index: usize) {
         if index >= self.pages.len() {
             self.pages.resize_with(index + 1, || None);
         }
-        let num_pages = &mut self.num_pages;
-        self.pages[index].get_or_insert_with(|| {
-            *num_pages += 1;
-            Box::new(Page {
-                places: [(UNKNOWN, 0); PAGE],
-                left: [[0; 3]; PAGE],
-                offered: [0; PAGE / 64],
-            })
-        })
+        self.pages[index] = Some(Page::new());
+        self.num_pages += 1;
     }
 
     pub(crate) fn place(&self, id: u32) -> Place {
         match self.place_of(id) {
-            (UNKNOWN, _) => Place::Unknown,
+            (UNKNOWN | OFFERED, _) => Place::Unknown,
             (WAITING, _) => Place::Waiting,
             (CONDEMNED, _) => Place::Condemned,
             (node, depth) => Place::Indexed { node, depth },
@@ -139,18 +155,44 @@ impl BlockTable {
         self.since + left < plan
     }
 
-    /// Marks an id as seen in the call at hand; returns whether it had been. Undone by [`Self::clear_offered`].
-    pub(crate) fn offer(&mut self, id: u32) -> bool {
-        let word = &mut self.page_mut(id).offered[id as usize % PAGE / 64];
+    /// Marks an id as seen in the call at hand; returns whether it had been. Undone by [`Self::clear_seen`].
+    pub(crate) fn see(&mut self, id: u32) -> bool {
+        let word = &mut self.page_mut(id).seen[id as usize % PAGE / 64];
         let bit = 1 << (id % 64);
         let seen = *word & bit != 0;
         *word |= bit;
         seen
     }
 
-    pub(crate) fn clear_offered(&mut self, ids: impl Iterator<Item = u32>) {
+    pub(crate) fn clear_seen(&mut self, ids: impl Iterator<Item = u32>) {
         for id in ids {
-            self.page_mut(id).offered[id as usize % PAGE / 64] = 0;
+            self.page_mut(id).seen[id as usize % PAGE / 64] = 0;
+        }
+    }
+
+    /// Where an id stands that an insert offers, and whether it offers it for the first time. An unknown one is marked in
+    /// its place, so that a second look at the table is not needed. Undone by [`Self::clear_offers`], but for what was set
+    /// since.
+    pub(crate) fn offer(&mut self, id: u32) -> (Place, bool) {
+        let place = &mut self.page_mut(id).places[id as usize % PAGE].0;
+        match *place {
+            UNKNOWN => {
+                *place = OFFERED;
+                (Place::Unknown, true)
+            }
+            OFFERED => (Place::Unknown, false),
+            _ => (self.place(id), !self.see(id)),
+        }
+    }
+
+    pub(crate) fn clear_offers(&mut self, ids: impl Iterator<Item = u32>) {
+        for id in ids {
+            let page = self.page_mut(id);
+            let place = &mut page.places[id as usize % PAGE].0;
+            if *place == OFFERED {
+                *place = UNKNOWN;
+            }
+            page.seen[id as usize % PAGE / 64] = 0;
         }
     }
 

@@ -66,13 +66,15 @@ impl Run {
         let room = self.capacity(block_size) - self.skipped as usize;
         if len + more > room {
             let slack = if len == 0 { 0 } else { (len / 4).max(4) };
-            self.resize(len + more.max(slack), block_size);
-        }
-        let from = (self.skipped as usize + len) * block_size;
-        self.data[from..from + tokens.len()].copy_from_slice(tokens);
-        let from = self.ids_from(block_size) + len;
-        for (to, id) in self.data[from..from + more].iter_mut().zip(ids) {
-            *to = id;
+            self.data = self.copied(len + more.max(slack), tokens, ids, block_size);
+            self.skipped = 0;
+        } else {
+            let from = (self.skipped as usize + len) * block_size;
+            self.data[from..from + tokens.len()].copy_from_slice(tokens);
+            let from = self.ids_from(block_size) + len;
+            for (to, id) in self.data[from..from + more].iter_mut().zip(ids) {
+                *to = id;
+            }
         }
         self.len += crate::ids::depth(more);
     }
@@ -87,13 +89,26 @@ impl Run {
 
     /// Moves the blocks to memory for `capacity` blocks.
     fn resize(&mut self, capacity: usize, block_size: usize) {
+        self.data = self.copied(capacity, &[], std::iter::empty(), block_size);
+        self.skipped = 0;
+    }
+
+    /// The blocks and some more in memory for `capacity` blocks.
+    fn copied(
+        &self,
+        capacity: usize,
+        tokens: &[u32],
+        ids: impl Iterator<Item = u32>,
+        block_size: usize,
+    ) -> Box<[u32]> {
         let mut data = Vec::with_capacity(capacity * (block_size + 1));
         data.extend_from_slice(self.tokens(block_size));
+        data.extend_from_slice(tokens);
         data.resize(capacity * block_size, 0);
         data.extend_from_slice(self.ids(block_size));
+        data.extend(ids);
         data.resize(capacity * (block_size + 1), 0);
-        self.data = data.into_boxed_slice();
-        self.skipped = 0;
+        data.into_boxed_slice()
     }
 
     /// Gives back the room behind the last block, in place where the allocator can.

@@ -220,29 +220,21 @@ impl RadixIndex {
     /// D3: refuses ids that come twice, or that back another place than their own on the path (`existing`).
     fn check_offers(&mut self, ids: &[BlockId], existing: &[BlockId], first: usize) -> Result<()> {
         const CALL: &str = "RadixIndex.insert";
-        let mut result = Ok(());
-        let mut seen = 0;
-        for (at, id) in ids.iter().enumerate() {
-            if self.blocks.offer(id.0) {
-                result = Err(Error::block_in_use(format!(
-                    "{CALL}: block {id} is offered twice"
-                )));
-                break;
-            }
-            seen = at + 1;
-            if existing.get(at) != Some(id)
-                && let Place::Indexed { depth, .. } = self.blocks.place(id.0)
-            {
-                result = Err(Error::block_in_use(format!(
-                    "{CALL}: block {id} is offered for the tokens from {} on, but backs others at {}",
+        let refused = ids.iter().enumerate().find_map(|(at, id)| {
+            let (place, is_first) = self.blocks.offer(id.0);
+            let why = match place {
+                _ if !is_first => "is offered twice".to_owned(),
+                Place::Indexed { depth, .. } if existing.get(at) != Some(id) => format!(
+                    "is offered for the tokens from {} on, but backs others at {}",
                     (first + at) * self.block_size(),
                     depth as usize * self.block_size()
-                )));
-                break;
-            }
-        }
-        self.blocks.clear_offered(ids[..seen].iter().map(|id| id.0));
-        result
+                ),
+                _ => return None,
+            };
+            Some(Error::block_in_use(format!("{CALL}: block {id} {why}")))
+        });
+        self.blocks.clear_offers(ids.iter().map(|id| id.0));
+        refused.map_or(Ok(()), Err)
     }
 
     /// The path of `seq` down to at most `limit` blocks, holes and approximate blocks included.

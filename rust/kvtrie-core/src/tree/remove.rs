@@ -29,7 +29,7 @@ impl RadixIndex {
         for &id in ids {
             let place = self.blocks.place(id.0);
             // An id that comes again counts once, whatever it was the first time.
-            if self.blocks.offer(id.0) {
+            if self.blocks.see(id.0) {
                 continue;
             }
             let Place::Indexed { node, depth } = place else {
@@ -46,7 +46,7 @@ impl RadixIndex {
             }
             self.settle(node);
         }
-        self.blocks.clear_offered(ids.iter().map(|id| id.0));
+        self.blocks.clear_seen(ids.iter().map(|id| id.0));
         self.unknown_discards += unknown.len() as u64;
         self.bound_holes();
         Ok(freed)
