@@ -104,5 +104,5 @@ pub use span::{BUILT_IN_KINDS, MAX_KINDS, Span};
 pub use stats::Stats;
 pub use tokens::{Item, TokenSequence};
 pub use tree::{
-    Config, Imported, InsertOptions, Inserted, LookupOptions, Match, RadixIndex, Source,
+    Config, Effort, Imported, InsertOptions, Inserted, LookupOptions, Match, RadixIndex, Source,
 };

@@ -1,5 +1,7 @@
 //! What KV depends on besides tokens: a value that walls caches off from each other.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+
 use crate::error::{Error, Result};
 
 /// Who may share KV: one tenant, or everybody.
@@ -23,8 +25,10 @@ pub enum Salt {
 /// assert_ne!(a, b);
 /// # Ok::<(), kvtrie_core::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Namespace {
+    /// Of all that follows: a lookup reads none of it where the namespace is the very one that was inserted with.
+    hash: u64,
     model: String,
     kv_dtype: String,
     rope: String,
@@ -45,7 +49,8 @@ impl Namespace {
         adapter: Option<String>,
         salt: Salt,
     ) -> Result<Self> {
-        let namespace = Self {
+        let mut namespace = Self {
+            hash: 0,
             model: model.into(),
             kv_dtype: kv_dtype.into(),
             rope: rope.into(),
@@ -70,6 +75,10 @@ impl Namespace {
                 "Namespace: the salt is empty; give each tenant its own, or say SHARED to share KV on purpose",
             ));
         }
+        let mut hasher = DefaultHasher::new();
+        (&namespace.model, &namespace.kv_dtype, &namespace.rope).hash(&mut hasher);
+        (&namespace.adapter, &namespace.salt).hash(&mut hasher);
+        namespace.hash = hasher.finish();
         Ok(namespace)
     }
 
@@ -101,5 +110,11 @@ impl Namespace {
     #[must_use]
     pub fn salt(&self) -> &Salt {
         &self.salt
+    }
+}
+
+impl Hash for Namespace {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.hash);
     }
 }

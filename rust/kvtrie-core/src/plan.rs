@@ -8,14 +8,14 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::error::{Error, Result};
-use crate::ids::BlockId;
+use crate::ids::{BlockId, NO_NODE};
 use crate::lease::Lease;
 use crate::node::Node;
 use crate::policy::ReusePolicy;
 use crate::siblings;
 use crate::slab::Handle;
 use crate::tokens::{Snapshot, TokenSequence};
-use crate::tree::{Position, RadixIndex};
+use crate::tree::{Effort, Position, RadixIndex};
 
 /// How exact the KV of a segment is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,6 +100,7 @@ pub struct ReusePlan {
     /// The ids used in place, with more behind them where the sequence knows more.
     ids: Arc<Vec<BlockId>>,
     num_blocks_in_place: usize,
+    edges: u64,
     /// The block that is copied from, and how many of its tokens.
     copied: Option<(BlockId, usize)>,
     segments: Vec<Segment>,
@@ -144,6 +145,12 @@ impl ReusePlan {
     #[must_use]
     pub fn candidates_dropped(&self) -> u64 {
         0
+    }
+
+    /// Edges of the path in place, about: a release takes a step for each that nobody else pins.
+    #[must_use]
+    pub fn num_edges(&self) -> u64 {
+        self.edges
     }
 
     /// Whether the plan was made to pin what it uses.
@@ -229,6 +236,15 @@ impl ReusePlan {
     }
 }
 
+fn check_policy(policy: &ReusePolicy) -> Result<()> {
+    if policy.approximate {
+        return Err(Error::invalid(
+            "RadixIndex.plan: the policy allows approximate reuse, which this version cannot plan; use EXACT_ONLY",
+        ));
+    }
+    Ok(())
+}
+
 impl RadixIndex {
     /// Plans the KV of a prompt, and pins what the plan uses.
     ///
@@ -261,12 +277,44 @@ impl RadixIndex {
         policy: &ReusePolicy,
         options: PlanOptions,
     ) -> Result<ReusePlan> {
-        if policy.approximate {
-            return Err(Error::invalid(
-                "RadixIndex.plan: the policy allows approximate reuse, which this version cannot plan; use EXACT_ONLY",
-            ));
-        }
-        let end = self.exact_prefix(seq, options.keep_last);
+        check_policy(policy)?;
+        let end = self.exact_prefix(seq, options.keep_last, Effort::ANY);
+        Ok(self.plan_from(seq, policy, options, end))
+    }
+
+    /// As [`plan`](Self::plan), unless finding the path takes more than `effort`: then nothing is planned or stamped, and the
+    /// sequence remembers how far it was matched, so that the next call goes on from there.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan).
+    ///
+    /// # Complexity
+    /// O(effort + edges of the path).
+    pub fn plan_within(
+        &mut self,
+        seq: &mut TokenSequence,
+        policy: &ReusePolicy,
+        options: PlanOptions,
+        effort: Effort,
+    ) -> Result<Option<ReusePlan>> {
+        check_policy(policy)?;
+        let Some(end) = self.exact_prefix(seq, options.keep_last, effort) else {
+            return Ok(None);
+        };
+        // A path known from before is gone over once more, to pin it.
+        let edges = seq.cursor.as_ref().map_or(0, |cursor| cursor.edges);
+        Ok((edges <= effort.nodes).then(|| self.plan_from(seq, policy, options, Some(end))))
+    }
+
+    /// Plans a prompt whose exact prefix ends at `end`.
+    fn plan_from(
+        &mut self,
+        seq: &mut TokenSequence,
+        policy: &ReusePolicy,
+        options: PlanOptions,
+        end: Option<Position>,
+    ) -> ReusePlan {
+        let end = end.filter(|end| end.node != NO_NODE);
         let mut ids = Arc::default();
         let mut copied = None;
         if let Some(end) = end {
@@ -288,7 +336,7 @@ impl RadixIndex {
         let copied = copied.map(|(id, tokens, _)| (id, tokens));
         let source = copied.map(|(source, _)| source);
         let lease = self.lease(seq, options.pin, end, source);
-        Ok(ReusePlan {
+        ReusePlan {
             index: self.uid,
             lease,
             block_size: self.block_size(),
@@ -298,9 +346,10 @@ impl RadixIndex {
             number: self.blocks.count_plan(),
             ids,
             num_blocks_in_place: in_place,
+            edges: seq.cursor.as_ref().map_or(0, |cursor| cursor.edges),
             copied,
             segments,
-        })
+        }
     }
 
     /// Ends the plan: nothing is pinned under it any more. Condemned blocks that nobody else pins wait for

@@ -8,6 +8,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard};
 
+use kvtrie_core::Effort;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
@@ -107,8 +108,20 @@ impl Keys<'_> {
     }
 }
 
+/// What work may take that stays attached: 50 to 100 µs where nothing of it is in the CPU's cache.
+const BRIEF: Effort = Effort {
+    nodes: Cost::BLOCKS as u64,
+    bytes: 1 << 20,
+};
+
 /// The door.
 pub(crate) trait Enter {
+    /// Runs `work` attached, as far as little effort takes it. Where it gives up it runs again, detached.
+    fn enter_briefly<R, F>(self, work: F) -> PyResult<R>
+    where
+        R: Send,
+        F: Fn(&Keys<'_>, Effort) -> Result<Option<R>, Failure> + Send + Sync;
+
     /// Runs `work`, which takes its locks from [`Keys`] and calls no Python.
     fn enter<R, F>(self, cost: Cost, work: F) -> PyResult<R>
     where
@@ -117,6 +130,18 @@ pub(crate) trait Enter {
 }
 
 impl Enter for Python<'_> {
+    fn enter_briefly<R, F>(self, work: F) -> PyResult<R>
+    where
+        R: Send,
+        F: Fn(&Keys<'_>, Effort) -> Result<Option<R>, Failure> + Send + Sync,
+    {
+        if let Some(done) = self.enter(Cost::Short, |keys| work(keys, BRIEF))? {
+            return Ok(done);
+        }
+        let done = self.enter(Cost::Long, |keys| work(keys, Effort::ANY))?;
+        done.ok_or_else(|| KvTrieError::new_err("internal error: the work gave up"))
+    }
+
     fn enter<R, F>(self, cost: Cost, work: F) -> PyResult<R>
     where
         R: Send,

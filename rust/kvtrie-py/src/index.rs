@@ -8,7 +8,7 @@ use pyo3::types::PyTuple;
 
 use crate::batch::{self, PyInsertBatch, PyMatchBatch, PyPlanBatch};
 use crate::buffers::{Arg, block_ids, int, nothing};
-use crate::detach::{Cost, Enter};
+use crate::detach::{Cost, Enter, Keys};
 use crate::errors::exception;
 use crate::hints::{ErrorsByItem, Ids, Names};
 use crate::namespace::PyNamespace;
@@ -17,7 +17,7 @@ use crate::plan::PyReusePlan;
 use crate::policy::{EXACT_ONLY, MIN_RUN, PyReusePolicy};
 use crate::results::{PyInsertResult, PyMatch};
 use crate::sequence::{PyTokenSequence, SEQUENCE};
-use crate::shared::{INDEX, PINS_A_VISIT, SharedIndex};
+use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
 use crate::source::SourceArg;
 use crate::span::PySpan;
 use crate::stats::PyIndexStats;
@@ -203,17 +203,17 @@ impl PyRadixIndex {
             start: Arg::new(CALL, "start").count(start)?,
         };
         let (shared, seq) = (&*self.shared, seq.get());
-        let (unseen, _) = seq.unseen(py)?;
-        py.enter(Cost::path(unseen, shared.block_size), |keys| {
+        let attempt = |keys: &Keys<'_>, effort| {
             let mut seq = seq.lock_and_see(keys)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
             let mut blocks = Vec::new();
-            let found = index.lookup(&mut seq, options, &mut blocks)?;
-            Ok(PyMatch {
+            let found = index.lookup_within(&mut seq, options, effort, &mut blocks)?;
+            Ok(found.map(|found| PyMatch {
                 num_tokens: found.num_tokens,
                 blocks,
-            })
-        })
+            }))
+        };
+        py.enter_briefly(attempt)
     }
 
     /// Plan how to build the KV of a prompt, and pin what the plan uses.
@@ -257,12 +257,11 @@ impl PyRadixIndex {
         let keep_last = Arg::new("RadixIndex.plan", "keep_last").count(keep_last)?;
         let policy = policy.map_or(&EXACT_ONLY, |policy| policy.get());
         let (shared, seq) = (&*self.shared, seq.get());
-        let (unseen, len) = seq.unseen(py)?;
-        let cost = Cost::path(unseen + len / PINS_A_VISIT, shared.block_size);
-        let core = py.enter(cost, |keys| {
+        let options = PlanOptions { keep_last, pin };
+        let core = py.enter_briefly(|keys: &Keys<'_>, effort| {
             let mut seq = seq.lock_and_see(keys)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
-            Ok(index.plan(&mut seq, policy.core(), PlanOptions { keep_last, pin })?)
+            Ok(index.plan_within(&mut seq, policy.core(), options, effort)?)
         })?;
         Ok(PyReusePlan::new(core, Arc::clone(&self.shared)))
     }
@@ -327,7 +326,7 @@ impl PyRadixIndex {
         };
         let (shared, seq) = (&*self.shared, seq.get());
         let (unseen, _) = seq.unseen(py)?;
-        let offered = blocks.len() * shared.block_size;
+        let offered = blocks.len() * shared.block_size / OFFERS_A_VISIT;
         let core = py.enter(Cost::path(unseen.max(offered), shared.block_size), |keys| {
             let mut seq = seq.lock_and_see(keys)?;
             let mut index = keys.lock(&shared.core, INDEX)?;

@@ -13,7 +13,7 @@ use crate::detach::{Cost, Enter};
 use crate::errors::StaleHandleError;
 use crate::hints::{Counts, Flags, Ids, Records};
 use crate::output::{self, ids, listed, truth};
-use crate::shared::{INDEX, PINS_A_VISIT, SharedIndex};
+use crate::shared::{INDEX, SharedIndex};
 
 /// How to build the KV of one prompt; until it is released, what it uses stays.
 ///
@@ -71,7 +71,8 @@ impl PyReusePlan {
     }
 
     pub(crate) fn cost(&self) -> Cost {
-        Cost::path(self.num_tokens / PINS_A_VISIT, self.index.block_size)
+        // A step up an edge takes a fraction of a visit.
+        Cost::blocks(usize::try_from(self.core.num_edges()).unwrap_or(usize::MAX) / 4)
     }
 }
 

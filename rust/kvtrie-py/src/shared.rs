@@ -4,8 +4,8 @@ use std::sync::Mutex;
 
 use kvtrie_core::RadixIndex;
 
-/// Blocks that are pinned or unpinned in the time of one that is looked for.
-pub(crate) const PINS_A_VISIT: usize = 8;
+/// Blocks that are offered in the time of one that is looked for.
+pub(crate) const OFFERS_A_VISIT: usize = 4;
 /// What an index's lock guards, for messages.
 pub(crate) const INDEX: &str = "the index";
 

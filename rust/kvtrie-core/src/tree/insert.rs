@@ -7,7 +7,7 @@ use crate::node::{Label, Payload};
 use crate::plan::ReusePlan;
 use crate::span::Span;
 use crate::tokens::TokenSequence;
-use crate::tree::{Position, RadixIndex, Work};
+use crate::tree::{Effort, Position, RadixIndex, Work};
 
 /// KV that came from elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,7 +151,7 @@ impl RadixIndex {
             if let Some(end) = end {
                 self.stamp(end, stamp);
                 if end.depth as usize >= first {
-                    self.set_cursor(seq, end, exact);
+                    self.set_cursor(seq, end, exact, work.nodes_visited);
                 }
                 if let Some(lease) = lease {
                     self.credit(lease, end, exact);
@@ -261,7 +261,7 @@ impl RadixIndex {
         let block_size = self.block_size();
         let (mut present, mut exact) = (from.depth, exact_before);
         let (mut whole, mut all_exact) = (true, exact_before == from.depth);
-        let (at, work) = self.walk(seq.view(), from, limit, |node, start, end| {
+        let (at, work) = self.walk(seq.view(), from, limit, Effort::ANY, |node, start, end| {
             if all_exact {
                 exact = node.exact_until(start, end, block_size);
                 all_exact = exact == end;

@@ -1,7 +1,7 @@
 //! The exact prefix of a sequence (D5).
 
 use crate::error::Result;
-use crate::ids::{BlockId, Depth, depth};
+use crate::ids::{BlockId, Depth, NO_NODE, depth};
 use crate::tokens::TokenSequence;
 use crate::tree::{Position, RadixIndex};
 
@@ -24,6 +24,23 @@ impl Default for LookupOptions {
             start: 0,
         }
     }
+}
+
+/// What a call may cost before it gives up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Effort {
+    /// Edges that are looked at.
+    pub nodes: u64,
+    /// Bytes of token ids that are compared.
+    pub bytes: u64,
+}
+
+impl Effort {
+    /// However much it takes.
+    pub const ANY: Self = Self {
+        nodes: u64::MAX,
+        bytes: u64::MAX,
+    };
 }
 
 /// What a lookup found; the block ids are in the caller's buffer.
@@ -64,35 +81,79 @@ impl RadixIndex {
         options: LookupOptions,
         out: &mut Vec<BlockId>,
     ) -> Result<Match> {
-        self.check_start(options.start, seq.len(), "RadixIndex.lookup")?;
-        let found = self.exact_prefix(seq, options.keep_last);
-        if options.touch {
-            let stamp = self.tick();
-            if let Some(at) = found {
-                self.stamp(at, stamp);
-            }
-        }
-        out.clear();
-        let Some(at) = found else {
-            return Ok(Match::default());
-        };
-        self.path_ids(at, depth(options.start / self.block_size()), out);
-        Ok(Match {
-            num_tokens: at.depth as usize * self.block_size(),
-        })
+        let found = self.lookup_within(seq, options, Effort::ANY, out)?;
+        // No effort is too large.
+        Ok(found.unwrap_or_default())
     }
 
-    /// Where the exact prefix of `seq` ends when its last `keep_last` tokens are left out; none if the namespace has no
-    /// tree.
+    /// As [`lookup`](Self::lookup), unless that takes more than `effort`: then nothing is answered or stamped, and the
+    /// sequence remembers how far it was matched, so that the next call goes on from there. For callers that hold something
+    /// others wait for.
+    ///
+    /// # Errors
+    /// As [`lookup`](Self::lookup).
+    ///
+    /// # Complexity
+    /// O(effort + ids written).
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::default() })?;
+    /// let mut seq = TokenSequence::new(Arc::clone(&ns), vec![1, 2, 3, 4], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// let mut same = TokenSequence::new(ns, vec![1, 2, 3, 4], vec![])?;
+    /// let (all, effort) = (LookupOptions::default(), Effort { nodes: 9, bytes: 8 });
+    /// assert_eq!(index.lookup_within(&mut same, all, effort, &mut Vec::new())?, None);
+    /// let found = index.lookup_within(&mut same, all, effort, &mut Vec::new())?;
+    /// assert_eq!(found.map(|found| found.num_tokens), Some(4));
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
+    pub fn lookup_within(
+        &mut self,
+        seq: &mut TokenSequence,
+        options: LookupOptions,
+        effort: Effort,
+        out: &mut Vec<BlockId>,
+    ) -> Result<Option<Match>> {
+        self.check_start(options.start, seq.len(), "RadixIndex.lookup")?;
+        let Some(found) = self.exact_prefix(seq, options.keep_last, effort) else {
+            return Ok(None);
+        };
+        if options.touch {
+            let stamp = self.tick();
+            self.stamp(found, stamp);
+        }
+        out.clear();
+        if found.depth > 0 {
+            self.path_ids(found, depth(options.start / self.block_size()), out);
+        }
+        Ok(Some(Match {
+            num_tokens: found.depth as usize * self.block_size(),
+        }))
+    }
+
+    /// Where the exact prefix of `seq` ends when its last `keep_last` tokens are left out (depth 0 and no node if the
+    /// namespace has no tree); none if that takes more than `effort`.
     pub(crate) fn exact_prefix(
         &mut self,
         seq: &mut TokenSequence,
         keep_last: usize,
+        effort: Effort,
     ) -> Option<Position> {
+        const NOWHERE: Position = Position {
+            node: NO_NODE,
+            depth: 0,
+        };
         let limit = depth(seq.len().saturating_sub(keep_last) / self.block_size());
         let (mut at, exact) = match self.at_cursor(seq) {
             Some(known) => known,
-            None => (self.root(seq.namespace())?, 0),
+            None => match self.root(seq.namespace()) {
+                Some(root) => (root, 0),
+                None => return Some(NOWHERE),
+            },
         };
         let known: Depth = exact.min(limit);
         if at.depth > known {
@@ -101,13 +162,15 @@ impl RadixIndex {
             return Some(self.normal(at));
         }
         let block_size = self.block_size();
-        let (end, work) = self.walk(seq.view(), at, limit, |node, from, to| {
+        let (end, work) = self.walk(seq.view(), at, limit, effort, |node, from, to| {
             node.exact_until(from, to, block_size)
         });
         self.count_work(work);
         if end != at {
-            self.set_cursor(seq, end, end.depth);
+            self.set_cursor(seq, end, end.depth, work.nodes_visited);
         }
-        Some(end)
+        let spent = work.nodes_visited >= effort.nodes
+            || work.bytes_compared + 4 * block_size as u64 > effort.bytes;
+        (!spent || end.depth == limit).then_some(end)
     }
 }

@@ -34,7 +34,7 @@ use crate::tokens::{TokenSequence, View};
 use pins::Anchors;
 
 pub use insert::{Imported, InsertOptions, Inserted, Source};
-pub use lookup::{LookupOptions, Match};
+pub use lookup::{Effort, LookupOptions, Match};
 
 /// What an index is made for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -300,12 +300,21 @@ impl RadixIndex {
     }
 
     /// Remembers that the first blocks of `seq` are the present path down to `at`, exact in the first `exact` blocks.
-    pub(crate) fn set_cursor(&self, seq: &mut TokenSequence, at: Position, exact: Depth) {
+    /// `walked` edges lie behind where the cursor stood before.
+    pub(crate) fn set_cursor(
+        &self,
+        seq: &mut TokenSequence,
+        at: Position,
+        exact: Depth,
+        walked: u64,
+    ) {
         let node = &self.nodes[at.node];
         // Ids that were right when the old cursor was, and do not reach behind the new one, still are.
         let known = self.at_cursor(seq).is_some();
-        let ids = seq.cursor.take().and_then(|cursor| cursor.ids);
-        let ids = ids.filter(|ids| known && ids.len() <= at.depth as usize);
+        let old = seq.cursor.take().filter(|_| known);
+        let edges = old.as_ref().map_or(0, |old| old.edges) + walked;
+        let ids = old.and_then(|old| old.ids);
+        let ids = ids.filter(|ids| ids.len() <= at.depth as usize);
         seq.cursor = (at.depth > 0).then(|| Cursor {
             index: self.uid,
             node: self.nodes.handle(at.node),
@@ -313,6 +322,7 @@ impl RadixIndex {
             present: at.depth,
             exact,
             block_size: self.block_size(),
+            edges,
             ids,
         });
     }
@@ -352,13 +362,14 @@ impl RadixIndex {
         at
     }
 
-    /// Follows `tokens` from `at` down, block by block, to at most `limit`. Blocks are passed while `keep(node, from,
-    /// to)` answers `to`.
+    /// Follows `tokens` from `at` down, block by block, to at most `limit`, or until `effort` is spent. Blocks are passed
+    /// while `keep(node, from, to)` answers `to`.
     pub(crate) fn walk(
         &self,
         tokens: View<'_>,
         mut at: Position,
         limit: Depth,
+        effort: Effort,
         mut keep: impl FnMut(&Node, Depth, Depth) -> Depth,
     ) -> (Position, Work) {
         let block_size = self.block_size();
@@ -368,7 +379,11 @@ impl RadixIndex {
             work.nodes_visited += 1;
             let end = node.end();
             if at.depth < end {
-                let to = end.min(limit);
+                let left = effort.bytes.saturating_sub(work.bytes_compared);
+                let affordable = usize::try_from(left).unwrap_or(usize::MAX) / (4 * block_size);
+                let to = end
+                    .min(limit)
+                    .min(at.depth.saturating_add(depth(affordable)));
                 let (from, until) = (at.depth as usize * block_size, to as usize * block_size);
                 let same = tokens
                     .slice(from, until)
@@ -382,7 +397,7 @@ impl RadixIndex {
                     break;
                 }
             }
-            if at.depth >= limit {
+            if at.depth >= limit || work.nodes_visited >= effort.nodes {
                 break;
             }
             let from = at.depth as usize * block_size;

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::ids::{Depth, depth};
 use crate::span::{Span, TagRun};
 use crate::tokens::TokenSequence;
-use crate::tree::{Position, RadixIndex};
+use crate::tree::{Effort, Position, RadixIndex};
 
 impl RadixIndex {
     /// Tags the tokens of spans where the path of `seq` has blocks. Sequences that share the prefix share the tags.
@@ -169,7 +169,7 @@ impl RadixIndex {
             Some((at, _)) => at,
             None => self.root(seq.namespace())?,
         };
-        let (end, _) = self.walk(seq.view(), from, limit, |_, _, end| end);
+        let (end, _) = self.walk(seq.view(), from, limit, Effort::ANY, |_, _, end| end);
         Some(end)
     }
 }
