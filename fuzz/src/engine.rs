@@ -117,6 +117,8 @@ impl Engine {
             block_size,
             seed: bytes.below(4) as u64,
             hash_bits: [64, 0, 4, 8][bytes.below(4)],
+            moved_runs: bytes.below(2) == 1,
+            min_run: 8 + bytes.below(4),
         };
         let salts = [Salt::Shared, Salt::Tenant("tenant".into())];
         let namespaces = salts.map(|salt| {

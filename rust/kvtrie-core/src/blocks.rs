@@ -26,12 +26,14 @@ const CONDEMNED: NodeIndex = NO_NODE - 2;
 /// Unknown before the call at hand, which offers it.
 const OFFERED: NodeIndex = NO_NODE - 3;
 
-/// 11 bytes a block, beside one bit.
+/// 11 bytes a block, beside two bits.
 struct Page {
     places: [(NodeIndex, Depth); PAGE],
     /// How many plans had been made when the block last left its place, since `BlockTable::since`.
     left: [[u8; 3]; PAGE],
     seen: [u64; PAGE / 64],
+    /// Blocks whose windows wait to be added.
+    bringing: [u64; PAGE / 64],
 }
 
 impl Page {
@@ -40,6 +42,7 @@ impl Page {
             places: [(UNKNOWN, 0); PAGE],
             left: [[0; 3]; PAGE],
             seen: [0; PAGE / 64],
+            bringing: [0; PAGE / 64],
         })
     }
 }
@@ -196,6 +199,23 @@ impl BlockTable {
         }
     }
 
+    /// Windows of the block wait to be added to their table.
+    pub(crate) fn set_bringing(&mut self, id: u32) {
+        self.page_mut(id).bringing[id as usize % PAGE / 64] |= 1 << (id % 64);
+    }
+
+    pub(crate) fn is_bringing(&self, id: u32) -> bool {
+        let page = self.pages.get(id as usize / PAGE).and_then(Option::as_ref);
+        page.is_some_and(|page| page.bringing[id as usize % PAGE / 64] >> (id % 64) & 1 == 1)
+    }
+
+    /// Windows of these blocks wait no more, nor do others of the blocks beside them.
+    pub(crate) fn clear_bringing(&mut self, ids: Vec<u32>) {
+        for id in ids {
+            self.page_mut(id).bringing[id as usize % PAGE / 64] = 0;
+        }
+    }
+
     /// Every id that is known, ascending, with where it stands.
     pub(crate) fn known(&self) -> impl Iterator<Item = (u32, Place)> {
         self.pages
@@ -249,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_takes_11_bytes_and_a_bit() {
-        assert_eq!(size_of::<Page>(), PAGE * 11 + PAGE / 8);
+    fn a_block_takes_11_bytes_and_two_bits() {
+        assert_eq!(size_of::<Page>(), PAGE * 11 + 2 * PAGE / 8);
     }
 }

@@ -84,6 +84,10 @@ impl RadixIndex {
         must(self.num_holes <= self.config.num_blocks, || {
             format!("{} holes", self.num_holes)
         })?;
+        if let Some(windows) = &self.windows {
+            let checked = windows.check(self.live_windows());
+            must(checked.is_ok(), || checked.err().unwrap_or_default())?;
+        }
         for (at, (stamp, node)) in self.order.entries().enumerate() {
             must(
                 self.nodes[node].queued() == Some(crate::ids::depth(at)),

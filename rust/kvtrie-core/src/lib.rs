@@ -77,6 +77,14 @@ mod cursor;
 mod digest;
 mod edge_table;
 mod error;
+#[cfg_attr(
+    not(test),
+    expect(
+        dead_code,
+        reason = "the search for moved runs will read it; today it is kept up"
+    )
+)]
+mod fingerprints;
 mod hash;
 mod ids;
 mod lease;
@@ -93,6 +101,7 @@ mod span;
 mod stats;
 mod tokens;
 mod tree;
+mod windows;
 
 pub use allocator::BlockAllocator;
 pub use error::{Error, ErrorKind, Result};

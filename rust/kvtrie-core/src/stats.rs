@@ -3,6 +3,7 @@
 use crate::lease::Lease;
 use crate::node::Node;
 use crate::tree::RadixIndex;
+use crate::windows::Windows;
 
 /// Counters of one index at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,6 +24,8 @@ pub struct Stats {
     pub holes: u64,
     /// Edges of all trees.
     pub nodes: u64,
+    /// Windows of eight tokens that are kept to find moved runs by.
+    pub windows: u64,
     /// Namespaces that hold a block.
     pub namespaces: u64,
     /// Plans that were not released.
@@ -55,6 +58,10 @@ impl RadixIndex {
             approximate: self.num_approximate,
             holes: self.num_holes,
             nodes: (self.nodes.len() - self.trees.len()) as u64,
+            windows: self
+                .windows
+                .as_ref()
+                .map_or(0, |windows| windows.len() as u64),
             namespaces: self.trees.len() as u64,
             live_plans: self.leases.len() as u64,
             clock: self.clock,
@@ -77,6 +84,7 @@ impl RadixIndex {
             + self.edges.heap_bytes()
             + self.blocks.heap_bytes()
             + self.order.heap_bytes()
+            + self.windows.as_ref().map_or(0, Windows::heap_bytes)
             + self.anchors.allocation_size()
             + self.pins.allocation_size()
             + self.leases.heap_bytes()

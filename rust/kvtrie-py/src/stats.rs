@@ -39,6 +39,9 @@ pub(crate) struct PyIndexStats {
     /// Nodes of the radix trees.
     #[pyo3(get)]
     nodes: u64,
+    /// Windows of eight tokens that are kept to find moved runs by.
+    #[pyo3(get)]
+    windows: u64,
     /// Namespaces that hold something.
     #[pyo3(get)]
     namespaces: u64,
@@ -79,6 +82,7 @@ impl From<Stats> for PyIndexStats {
             approximate: stats.approximate,
             holes: stats.holes,
             nodes: stats.nodes,
+            windows: stats.windows,
             namespaces: stats.namespaces,
             live_plans: stats.live_plans,
             clock: stats.clock,
@@ -95,7 +99,7 @@ impl PyIndexStats {
     fn __repr__(&self) -> String {
         format!(
             "IndexStats(indexed={}, condemned={}, waiting={}, pinned={}, evictable={}, approximate={}, holes={}, \
-             nodes={}, namespaces={}, live_plans={}, clock={}, unknown_discards={}, \
+             nodes={}, windows={}, namespaces={}, live_plans={}, clock={}, unknown_discards={}, \
              nodes_visited={}, bytes_compared={}, bytes={})",
             self.indexed,
             self.condemned,
@@ -105,6 +109,7 @@ impl PyIndexStats {
             self.approximate,
             self.holes,
             self.nodes,
+            self.windows,
             self.namespaces,
             self.live_plans,
             self.clock,

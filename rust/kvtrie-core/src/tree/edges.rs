@@ -50,6 +50,8 @@ impl RadixIndex {
             self.blocks.set_indexed(payload.id, node, from + depth(at));
         }
         self.num_indexed += payloads.len() as u64;
+        let tree = self.nodes[node].tree;
+        self.add_windows(tree, tokens.tokens, from, payloads);
     }
 
     /// Makes a node a child of its parent. From the second child on, hashes lead to children.

@@ -405,6 +405,7 @@ impl RadixIndex {
         self.num_indexed += 1;
         self.num_protected += u64::from(place < self.protected_end(node));
         self.blocks.set_indexed(new.id, node, place);
+        self.add_windows_of(node, place, new.id);
         if place + 1 == self.nodes[node].end() {
             self.requeue(node);
         }

@@ -1,5 +1,6 @@
 //! The radix forest: its fields, its counters, and how a path is found.
 
+mod content;
 mod edges;
 mod insert;
 mod lookup;
@@ -30,6 +31,7 @@ use crate::siblings;
 use crate::slab::Slab;
 use crate::span::Kinds;
 use crate::tokens::{TokenSequence, View};
+use crate::windows::Windows;
 
 use pins::Anchors;
 
@@ -47,6 +49,11 @@ pub struct Config {
     pub seed: u64,
     /// Bits kept of every internal hash, 0 to 64. A testing aid: results do not depend on it.
     pub hash_bits: u32,
+    /// Whether windows of everything cached are kept, by which moved runs are found. This version keeps them, and does not
+    /// look for runs yet.
+    pub moved_runs: bool,
+    /// Tokens of the shortest run that is to be found, at least 8.
+    pub min_run: usize,
 }
 
 impl Default for Config {
@@ -56,6 +63,8 @@ impl Default for Config {
             block_size: 16,
             seed: 0,
             hash_bits: 64,
+            moved_runs: false,
+            min_run: 16,
         }
     }
 }
@@ -63,6 +72,8 @@ impl Default for Config {
 impl Config {
     /// The largest block, in token slots.
     pub const MAX_BLOCK_SIZE: usize = 4096;
+    /// The shortest run that can be looked for, in tokens.
+    pub const MIN_RUN: usize = Windows::MIN_RUN;
 }
 
 /// One namespace's tree.
@@ -98,6 +109,8 @@ pub struct RadixIndex {
     pub(crate) tree_of: HashMap<Arc<Namespace>, u32, FixedState>,
     pub(crate) blocks: BlockTable,
     pub(crate) order: EvictionOrder,
+    /// None where moved runs are off.
+    pub(crate) windows: Option<Windows>,
     pub(crate) leases: Slab<Lease>,
     /// Where leases anchor.
     pub(crate) anchors: HashMap<NodeIndex, Anchors, FixedState>,
@@ -154,6 +167,17 @@ impl RadixIndex {
                 config.hash_bits
             )));
         }
+        if config.min_run < Config::MIN_RUN {
+            return Err(Error::invalid(format!(
+                "RadixIndex: min_run is {}; it must be at least {}",
+                config.min_run,
+                Config::MIN_RUN
+            )));
+        }
+        let windows = config.moved_runs.then(|| {
+            let (blocks, size) = (config.num_blocks, config.block_size);
+            Windows::new(blocks, size, config.min_run, config.seed, config.hash_bits)
+        });
         Ok(Self {
             uid: NEXT.fetch_add(1, Ordering::Relaxed),
             hasher: EdgeHasher::new(config.seed, config.hash_bits),
@@ -163,6 +187,7 @@ impl RadixIndex {
             trees: Slab::default(),
             blocks: BlockTable::default(),
             order: EvictionOrder::default(),
+            windows,
             leases: Slab::default(),
             anchors: HashMap::with_hasher(FixedState::with_seed(config.seed)),
             pins: HashMap::with_hasher(FixedState::with_seed(config.seed)),

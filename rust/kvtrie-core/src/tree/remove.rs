@@ -108,6 +108,8 @@ impl RadixIndex {
         let count = if alone { unprotected.min(wanted) } else { 1 };
         let end = edge.end() - count;
         let from = (end - edge.depth) as usize;
+        self.remove_windows_of(leaf, end, end + count);
+        let edge = &self.nodes[leaf];
         for &id in edge.run.ids(block_size)[from..].iter().rev() {
             self.blocks.depart(id, false);
             out.push(BlockId(id));
@@ -170,6 +172,15 @@ impl RadixIndex {
     fn clear_tree(&mut self, tree: u32, freed: &mut Vec<BlockId>) {
         self.keep_all_of(tree);
         let block_size = self.block_size();
+        let mut all = vec![self.trees[tree].root];
+        let mut next = 0;
+        while let Some(&at) = all.get(next) {
+            all.extend(siblings::all(&self.nodes, at));
+            next += 1;
+            // While what stands above is still there.
+            let node = &self.nodes[at];
+            self.remove_windows_of(at, node.depth, node.end());
+        }
         let mut open = vec![self.trees[tree].root];
         while let Some(at) = open.pop() {
             self.unqueue(at);
@@ -215,6 +226,7 @@ impl RadixIndex {
         let payload = self.nodes[node].payload(place, self.block_size());
         let condemned = self.unpath(node, place, payload.id);
         let protected = place < self.protected_end(node);
+        self.remove_windows_of(node, place, place + 1);
         self.put(node, place, Payload::HOLE);
         let (start, end) = self.tokens_of(place);
         let edge = &mut self.nodes[node];

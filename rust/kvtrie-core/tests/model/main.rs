@@ -134,6 +134,9 @@ impl Pair {
             block_size,
             seed: 7,
             hash_bits,
+            // Windows at every position and at every third, or none.
+            moved_runs: num_blocks != 5,
+            min_run: if num_blocks == 12 { 8 } else { 10 },
         };
         let namespace = |salt: &str| {
             Arc::new(

@@ -1,0 +1,228 @@
+//! The windows of everything cached, by which a run is found wherever it moved: what is kept of them, and when.
+//!
+//! A window is eight consecutive tokens. One is kept for every `min_run − 7` positions, counted from the start of the
+//! sequence, so that each cached run of `min_run` tokens holds one whole. It is named after the block of its last token:
+//! blocks have one place each, and keep their name when edges are cut.
+//!
+//! What blocks bring and take along is queued, and goes into the table in batches: a place in a large table is rarely in
+//! the processor's cache, and a batch waits for many at once. The queue holds at most [`QUEUE`] windows.
+
+use crate::fingerprints::{Fingerprints, WINDOW, WindowHasher};
+
+/// Windows that wait at most: applied in some 50 µs.
+const QUEUE: usize = 512;
+
+/// Windows that one table is made for at most, however large the pool: it grows beyond, but in larger steps.
+const MOST: u64 = 1 << 24;
+
+/// Names of one table.
+const NAMES: u64 = u32::MAX as u64;
+
+/// One table of places, and what waits to go into it.
+#[derive(Debug, Default)]
+struct Shelf {
+    /// Made when the first window comes.
+    table: Option<Fingerprints>,
+    adds: Vec<(u64, u32)>,
+    removes: Vec<(u64, u32)>,
+}
+
+/// The windows of an index. One table holds them all, unless the pool has more than 2³¹ windows.
+#[derive(Debug)]
+pub(crate) struct Windows {
+    shelves: Vec<Shelf>,
+    hasher: WindowHasher,
+    seed: u64,
+    hash_bits: u32,
+    capacity: usize,
+    block_size: usize,
+    stride: usize,
+    per_block: u64,
+    waiting: usize,
+}
+
+impl Windows {
+    /// The least `min_run`: a window.
+    pub(crate) const MIN_RUN: usize = WINDOW;
+
+    pub(crate) fn new(
+        num_blocks: u64,
+        block_size: usize,
+        min_run: usize,
+        seed: u64,
+        hash_bits: u32,
+    ) -> Self {
+        let stride = min_run.max(WINDOW) - (WINDOW - 1);
+        let per_block = block_size.div_ceil(stride) as u64;
+        let all = num_blocks * per_block;
+        Self {
+            shelves: (0..all.div_ceil(NAMES)).map(|_| Shelf::default()).collect(),
+            hasher: WindowHasher::new(seed, hash_bits),
+            seed,
+            hash_bits,
+            capacity: usize::try_from(all.min(MOST)).unwrap_or(usize::MAX),
+            block_size,
+            stride,
+            per_block,
+            waiting: 0,
+        }
+    }
+
+    /// Positions of the last tokens of the windows that end in the block at `depth`.
+    pub(crate) fn ends(&self, depth: u32) -> impl Iterator<Item = usize> + use<> {
+        let (block_size, stride) = (self.block_size, self.stride);
+        let from = depth as usize * block_size;
+        let first = (from.max(WINDOW - 1) + 1).next_multiple_of(stride) - 1;
+        (first..from + block_size).step_by(stride)
+    }
+
+    /// A window of a block as the table has it. `which` counts the windows of the block.
+    fn place(
+        &self,
+        tree: u32,
+        window: &[u32; WINDOW],
+        id: u32,
+        which: usize,
+    ) -> (usize, (u64, u32)) {
+        let name = u64::from(id) * self.per_block + which as u64;
+        let local = u32::try_from(name % NAMES).unwrap_or_default();
+        let shelf = usize::try_from(name / NAMES).unwrap_or_default();
+        (shelf, (self.hasher.hash(u64::from(tree), window), local))
+    }
+
+    /// A block brought a window.
+    pub(crate) fn add(&mut self, tree: u32, window: &[u32; WINDOW], id: u32, which: usize) {
+        let (shelf, place) = self.place(tree, window, id, which);
+        self.shelves[shelf].adds.push(place);
+        self.waiting += 1;
+    }
+
+    /// A block took a window along. None of that block waits to be added.
+    pub(crate) fn remove(&mut self, tree: u32, window: &[u32; WINDOW], id: u32, which: usize) {
+        let (shelf, place) = self.place(tree, window, id, which);
+        self.shelves[shelf].removes.push(place);
+        self.waiting += 1;
+    }
+
+    /// Whether enough waits to be applied.
+    pub(crate) fn is_due(&self) -> bool {
+        self.waiting >= QUEUE
+    }
+
+    /// Applies what waits, and answers the blocks that brought something. What left goes first: a block that came back
+    /// brings its windows anew.
+    pub(crate) fn apply(&mut self) -> Vec<u32> {
+        let mut blocks = Vec::new();
+        for (number, shelf) in (0..).zip(&mut self.shelves) {
+            if shelf.adds.is_empty() && shelf.removes.is_empty() {
+                continue;
+            }
+            let new = || Fingerprints::new(self.seed, self.hash_bits, self.capacity);
+            let table = shelf.table.get_or_insert_with(new);
+            let removed = table.remove_all(&shelf.removes);
+            debug_assert_eq!(removed, shelf.removes.len(), "a window was not there");
+            table.add_all(&shelf.adds);
+            blocks.extend(shelf.adds.iter().map(|&(_, name)| {
+                let name = number * NAMES + u64::from(name);
+                u32::try_from(name / self.per_block).unwrap_or_default()
+            }));
+            shelf.adds.clear();
+            shelf.removes.clear();
+        }
+        self.waiting = 0;
+        blocks
+    }
+
+    /// How many windows are kept.
+    pub(crate) fn len(&self) -> usize {
+        let sum = |count: fn(&Shelf) -> usize| self.shelves.iter().map(count).sum::<usize>();
+        let tables = sum(|shelf| shelf.table.as_ref().map_or(0, Fingerprints::len));
+        tables + sum(|shelf| shelf.adds.len()) - sum(|shelf| shelf.removes.len())
+    }
+
+    pub(crate) fn heap_bytes(&self) -> usize {
+        let bytes = |shelf: &Shelf| {
+            let queued = shelf.adds.capacity() + shelf.removes.capacity();
+            let table = shelf.table.as_ref().map_or(0, Fingerprints::heap_bytes);
+            table + queued * size_of::<(u64, u32)>()
+        };
+        self.shelves.capacity() * size_of::<Shelf>() + self.shelves.iter().map(bytes).sum::<usize>()
+    }
+
+    /// Verifies that exactly the windows of `live` (tree, window, block, which) are kept or wait.
+    pub(crate) fn check(
+        &self,
+        live: impl IntoIterator<Item = (u32, [u32; WINDOW], u32, usize)>,
+    ) -> Result<(), String> {
+        let mut expected = vec![std::collections::BTreeMap::new(); self.shelves.len()];
+        for (tree, window, id, which) in live {
+            let (shelf, (hash, name)) = self.place(tree, &window, id, which);
+            expected[shelf].insert(name, hash);
+        }
+        for (shelf, mut expected) in self.shelves.iter().zip(expected) {
+            for (hash, name) in &shelf.adds {
+                if expected.remove(name) != Some(*hash) {
+                    return Err(format!("window {name} waits to be added, but is not there"));
+                }
+            }
+            expected.extend(shelf.removes.iter().map(|&(hash, name)| (name, hash)));
+            let expected = expected.into_iter().map(|(name, hash)| (hash, name));
+            match &shelf.table {
+                Some(table) => table.check(expected)?,
+                None if expected.len() == 0 => (),
+                None => return Err("windows lack a table".to_owned()),
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_ends_at_every_position_of_the_stride_and_in_one_block() {
+        for (block_size, min_run) in [(16, 16), (1, 8), (3, 9), (64, 16), (4, 100), (16, 22)] {
+            let windows = Windows::new(1 << 20, block_size, min_run, 0, 64);
+            let stride = min_run - 7;
+            let ends: Vec<usize> = (0..60).flat_map(|depth| windows.ends(depth)).collect();
+            let expected: Vec<usize> = (WINDOW - 1..60 * block_size)
+                .filter(|end| (end + 1) % stride == 0)
+                .collect();
+            assert_eq!(ends, expected, "block_size {block_size}, min_run {min_run}");
+            for depth in 0..60 {
+                let count = windows.ends(depth).count();
+                assert!(count as u64 <= windows.per_block);
+                assert!(
+                    windows
+                        .ends(depth)
+                        .all(|end| end / block_size == depth as usize)
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn the_largest_pool_has_a_name_for_every_window() {
+        let mut windows = Windows::new(1 << 31, 16, 16, 7, 64);
+        let window = [1; WINDOW];
+        let all = [(0, 0), (0, 1), ((1 << 31) - 1, 0), ((1 << 31) - 1, 1)];
+        for (id, which) in all {
+            windows.add(0, &window, id, which);
+        }
+        let mut blocks = windows.apply();
+        blocks.sort_unstable();
+        assert_eq!(blocks, [0, 0, (1 << 31) - 1, (1 << 31) - 1]);
+        assert_eq!(windows.len(), 4);
+        windows
+            .check(all.map(|(id, which)| (0, window, id, which)))
+            .unwrap();
+        for (id, which) in all {
+            windows.remove(0, &window, id, which);
+        }
+        windows.apply();
+        assert_eq!(windows.len(), 0);
+        windows.check([]).unwrap();
+    }
+}
