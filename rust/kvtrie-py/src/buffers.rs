@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use numpy::{
-    Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods,
+    Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
+    PyUntypedArrayMethods,
 };
 use pyo3::exceptions::{PyException, PyMemoryError, PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -136,13 +137,13 @@ pub(crate) enum Integers<'py> {
     /// A Python tuple.
     Tuple(Bound<'py, PyTuple>),
     /// Contiguous and aligned.
-    I64(Bound<'py, PyArray1<i64>>),
+    I64(PyReadonlyArray1<'py, i64>),
     /// Contiguous and aligned.
-    I32(Bound<'py, PyArray1<i32>>),
+    I32(PyReadonlyArray1<'py, i32>),
     /// Contiguous and aligned.
-    U32(Bound<'py, PyArray1<u32>>),
+    U32(PyReadonlyArray1<'py, u32>),
     /// Contiguous and aligned.
-    U64(Bound<'py, PyArray1<u64>>),
+    U64(PyReadonlyArray1<'py, u64>),
 }
 
 impl<'py> Integers<'py> {
@@ -189,19 +190,17 @@ impl<'py> Integers<'py> {
 
     /// An array that can be read as it is.
     fn ready(value: &Bound<'py, PyAny>) -> Option<Self> {
-        fn typed<'a, 'py, T: Element>(
-            value: &'a Bound<'py, PyAny>,
-        ) -> Option<&'a Bound<'py, PyArray1<T>>> {
+        fn typed<'py, T: Element>(value: &Bound<'py, PyAny>) -> Option<PyReadonlyArray1<'py, T>> {
             let array = value.cast_exact::<PyArray1<T>>().ok()?;
-            array.try_readonly().ok()?.as_slice().ok()?;
-            Some(array)
+            let borrowed = array.try_readonly().ok()?;
+            borrowed.as_slice().is_ok().then_some(borrowed)
         }
         // What is asked for first is found first: tokens are uint32, block ids int32.
         typed(value)
-            .map(|array| Self::U32(array.clone()))
-            .or_else(|| typed(value).map(|array| Self::I32(array.clone())))
-            .or_else(|| typed(value).map(|array| Self::I64(array.clone())))
-            .or_else(|| typed(value).map(|array| Self::U64(array.clone())))
+            .map(Self::U32)
+            .or_else(|| typed(value).map(Self::I32))
+            .or_else(|| typed(value).map(Self::I64))
+            .or_else(|| typed(value).map(Self::U64))
     }
 
     /// An array that is not ready: a subclass, strided, misaligned, another width or byte order.
@@ -357,14 +356,13 @@ impl Whole for u64 {
 }
 
 fn read_array<T: Whole>(
-    array: &Bound<'_, PyArray1<T>>,
+    array: &PyReadonlyArray1<'_, T>,
     range: Range<usize>,
     limit: u64,
     arg: Arg,
 ) -> PyResult<Vec<u32>> {
-    let borrowed = array.try_readonly()?;
     let first = range.start;
-    let values = &borrowed.as_slice()?[range];
+    let values = &array.as_slice()?[range];
     narrow(values, limit).map_err(|at| arg.range_error(first + at, values[at].into(), limit))
 }
 

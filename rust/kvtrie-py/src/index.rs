@@ -39,8 +39,8 @@ use crate::stats::PyIndexStats;
 ///         `min_run - 7` positions.
 ///     max_candidates: Places that are tried for one moved run. Kept for later versions.
 ///     moved_runs: Whether windows of everything cached are kept, by which moved runs are found: about
-///         1.1 bytes and 10 ns a token at the default `min_run`. This version keeps them and plans exact
-///         reuse only: False saves that.
+///         1.1 bytes and 10 ns a token at the default `min_run`. This version keeps them, but plans
+///         exact reuse only: False saves that.
 ///     seed: Seeds every internal hash, 0 to 2**64-1. With several tenants: a secret, the same on all
 ///         ranks. Results do not depend on it.
 ///     hash_bits: Bits kept of every internal hash, 0 to 64: a testing aid that makes collisions.
@@ -212,10 +212,7 @@ impl PyRadixIndex {
             let mut index = keys.lock(&shared.core, INDEX)?;
             let mut blocks = Vec::new();
             let found = index.lookup_within(&mut seq, options, effort, &mut blocks)?;
-            Ok(found.map(|found| PyMatch {
-                num_tokens: found.num_tokens,
-                blocks,
-            }))
+            Ok(found.map(|found| PyMatch::new(found.num_tokens, blocks)))
         };
         py.enter_briefly(attempt)
     }

@@ -10,8 +10,21 @@ use crate::hints::{Counts, Ids, Records};
 
 /// Block ids as int32.
 pub(crate) fn ids<'py>(py: Python<'py>, ids: &[BlockId]) -> Ids<'py> {
-    // Ids lie below 2³¹.
-    PyArray1::from_vec(py, ids.iter().map(|id| id.0.cast_signed()).collect()).into()
+    /// An array of more ids takes over a list; for fewer, the object that owns the list costs more than a copy.
+    const FEW: usize = 128;
+    let mut few = [0; FEW];
+    if let Some(few) = few.get_mut(..ids.len()) {
+        for (to, &id) in few.iter_mut().zip(ids) {
+            *to = raw(id);
+        }
+        return PyArray1::from_slice(py, few).into();
+    }
+    PyArray1::from_vec(py, ids.iter().map(|&id| raw(id)).collect()).into()
+}
+
+/// A block id as arrays hold it: it lies below 2³¹.
+pub(crate) fn raw(id: BlockId) -> i32 {
+    id.0.cast_signed()
 }
 
 /// Counts or offsets as int64.
@@ -116,7 +129,7 @@ pub(crate) fn quoted(py: Python<'_>, text: &str) -> PyResult<String> {
 }
 
 /// A list of ids for a `repr`, cut where it gets long.
-pub(crate) fn listed(ids: &[BlockId]) -> String {
+pub(crate) fn listed(ids: &[impl ToString]) -> String {
     const SHOWN: usize = 8;
     let mut shown: Vec<String> = ids.iter().take(SHOWN).map(ToString::to_string).collect();
     if ids.len() > SHOWN {

@@ -1,10 +1,11 @@
 //! `Match` and `InsertResult`.
 
 use kvtrie_core::{BlockId, Inserted};
+use numpy::PyArray1;
 use pyo3::prelude::*;
 
 use crate::hints::Ids;
-use crate::output::{ids, listed};
+use crate::output::{ids, listed, raw};
 
 /// What `RadixIndex.lookup` found.
 ///
@@ -20,8 +21,18 @@ use crate::output::{ids, listed};
 ///     Match(num_tokens=4, blocks=[6, 0])
 #[pyclass(frozen, module = "kvtrie", name = "Match")]
 pub(crate) struct PyMatch {
-    pub(crate) num_tokens: usize,
-    pub(crate) blocks: Vec<BlockId>,
+    num_tokens: usize,
+    /// As arrays hold them, so that an array is one copy.
+    blocks: Vec<i32>,
+}
+
+impl PyMatch {
+    pub(crate) fn new(num_tokens: usize, blocks: Vec<BlockId>) -> Self {
+        Self {
+            num_tokens,
+            blocks: blocks.into_iter().map(raw).collect(),
+        }
+    }
 }
 
 #[pymethods]
@@ -35,7 +46,7 @@ impl PyMatch {
     /// Ids that back the tokens from `start` on (int32), empty where the match is shorter.
     #[getter]
     fn blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
-        ids(py, &self.blocks)
+        PyArray1::from_slice(py, &self.blocks).into()
     }
 
     fn __repr__(&self) -> String {
