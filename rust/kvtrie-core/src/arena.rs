@@ -87,7 +87,7 @@ impl Arena {
     }
 
     /// Calls `step` with `from` and the nodes above it, as long as it answers true. A page is found once for all its nodes
-    /// that follow each other, which halves the time of a step.
+    /// that follow each other.
     pub(crate) fn climb(&mut self, from: NodeIndex, mut step: impl FnMut(&mut Node) -> bool) {
         let mut at = from;
         while at != NO_NODE {

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::blocks::Place;
 use crate::error::{Error, Result};
 use crate::ids::{Depth, NodeIndex};
+use crate::lru::ARITY;
 use crate::node::Node;
 use crate::siblings;
 use crate::tree::RadixIndex;
@@ -37,7 +38,7 @@ impl RadixIndex {
     /// [`Malformed`](crate::ErrorKind::Malformed) with the first broken invariant: a bug in this crate.
     ///
     /// # Complexity
-    /// O(tokens held · log blocks).
+    /// O(tokens held · log blocks + blocks pinned, once a plan).
     pub fn check(&self) -> Result<()> {
         let anchors = self.check_leases()?;
         let mut totals = Totals::default();
@@ -103,7 +104,7 @@ impl RadixIndex {
             .map(|(_, node)| self.eviction_key(node))
             .collect();
         must(
-            (1..keys.len()).all(|at| keys[(at - 1) / 4] <= keys[at]),
+            (1..keys.len()).all(|at| keys[(at - 1) / ARITY] <= keys[at]),
             || "the order of eviction is no heap".into(),
         )
     }
@@ -117,6 +118,13 @@ impl RadixIndex {
                 held.pinned || held.anchors.is_empty() && held.kept.is_empty(),
                 || format!("lease {lease} pins though it must not"),
             )?;
+            let distinct: BTreeSet<u32> = held.anchors.iter().copied().collect();
+            must(distinct.len() == held.anchors.len(), || {
+                format!(
+                    "lease {lease} anchors twice at one block: {:?}",
+                    held.anchors
+                )
+            })?;
             for &id in &held.anchors {
                 must(self.anchor_place(id).is_some(), || {
                     format!("lease {lease} anchors at block {id}, which is not indexed")

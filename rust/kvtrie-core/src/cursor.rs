@@ -15,7 +15,7 @@ pub(crate) struct Cursor {
     /// Blocks from the root that are exact; at most `present`.
     pub(crate) exact: Depth,
     pub(crate) block_size: usize,
-    /// Edges that were walked to get there: about as many as the path has.
+    /// Edges that were walked to get there, those of a truncated end too.
     pub(crate) edges: u64,
     /// Ids of the first blocks, as the last plan found them; no more than `present`.
     pub(crate) ids: Option<Arc<Vec<BlockId>>>,

@@ -5,11 +5,11 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::blocks::Place;
 use crate::siblings;
-use crate::tree::{Position, RadixIndex};
+use crate::tree::RadixIndex;
 
 impl RadixIndex {
     /// A digest of the logical state: every entry with its tokens, block, label, tags and last use, pins, what is
-    /// condemned or waits (in order), the clock and the kinds. Results of calls depend on nothing else. Seeds and the order in which
+    /// condemned or waits (in order), the clock and the kinds. Seeds and the order in which
     /// edges came to be split are not in it.
     ///
     /// # Complexity
@@ -92,16 +92,10 @@ impl RadixIndex {
     /// How many plans pin each block.
     pub(crate) fn pin_counts(&self) -> BTreeMap<u32, u32> {
         let mut counts = BTreeMap::new();
-        let mut path = Vec::new();
         for (_, lease) in self.leases.iter() {
             let mut own: BTreeSet<u32> = lease.kept.iter().chain(&lease.sources).copied().collect();
-            for (node, depth) in lease.anchors.iter().filter_map(|&id| self.anchor_place(id)) {
-                let end = Position {
-                    node,
-                    depth: depth + 1,
-                };
-                self.path_ids(end, 0, &mut path);
-                own.extend(path.iter().map(|id| id.0));
+            for &anchor in &lease.anchors {
+                own.extend(self.path_through(anchor, 0).iter().map(|id| id.0));
             }
             for id in own {
                 *counts.entry(id).or_default() += 1;

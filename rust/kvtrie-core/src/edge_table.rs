@@ -71,7 +71,6 @@ impl EdgeTable {
     }
 
     pub(crate) fn heap_bytes(&self) -> usize {
-        // One control byte a bucket beside the value.
         let tables: usize = self.shards.iter().map(HashTable::allocation_size).sum();
         tables + SHARDS * size_of::<HashTable<NodeIndex>>()
     }

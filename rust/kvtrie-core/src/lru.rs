@@ -10,7 +10,7 @@ use crate::ids::{Depth, NodeIndex};
 use crate::paged::Paged;
 
 /// Children of a heap entry: four of them share a cache line or two.
-const ARITY: usize = 4;
+pub(crate) const ARITY: usize = 4;
 
 #[derive(Clone, Copy, Debug)]
 struct Entry {

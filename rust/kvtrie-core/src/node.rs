@@ -58,7 +58,7 @@ impl Payload {
 /// Uses of paths that end inside an edge.
 ///
 /// A use of a path stamps every block above its end, so it is kept once, at the deepest node: the stamp of a block is
-/// the latest among the uses that end behind it. A node that loses its last child takes over the child's latest use.
+/// the latest among the uses that end behind it. A node that loses a child takes over the child's latest use.
 #[derive(Debug, Default)]
 pub(crate) struct InnerUses {
     /// (depth at which a use ended, stamp): ends descend, stamps ascend, so every pair says something.
@@ -327,27 +327,24 @@ impl Node {
         self.prune();
     }
 
-    /// Lengthens the edge by blocks that are used by whoever adds them.
-    pub(crate) fn extend(&mut self, tokens: &[u32], payloads: &[Payload], block_size: usize) {
-        let ids = payloads.iter().map(|payload| payload.id);
-        self.run.extend(tokens, ids, block_size);
-        let approximate = payloads
-            .iter()
-            .filter(|payload| !payload.label.is_exact())
-            .count();
-        let labelled = payloads.iter().any(|payload| payload.label != Label::EXACT);
-        if labelled
-            || self
-                .extras
-                .as_ref()
-                .is_some_and(|extras| !extras.labels.is_empty())
-        {
+    /// Lengthens the edge by blocks that are used by whoever adds them. No labels: all are exact.
+    pub(crate) fn extend(
+        &mut self,
+        tokens: &[u32],
+        ids: &[BlockId],
+        labels: &[Label],
+        block_size: usize,
+    ) {
+        self.run
+            .extend(tokens, ids.iter().map(|id| id.0), block_size);
+        let keeps_labels = |extras: &Extras| !extras.labels.is_empty();
+        if !labels.is_empty() || self.extras.as_deref().is_some_and(keeps_labels) {
             let len = self.run.len();
             let extras = self.extras_mut();
-            extras.labels.resize(len - payloads.len(), Label::EXACT);
-            extras
-                .labels
-                .extend(payloads.iter().map(|payload| payload.label));
+            extras.labels.resize(len - ids.len(), Label::EXACT);
+            extras.labels.extend(labels);
+            extras.labels.resize(len, Label::EXACT);
+            let approximate = labels.iter().filter(|label| !label.is_exact()).count();
             extras.num_approximate += crate::ids::depth(approximate);
         }
     }
@@ -368,9 +365,7 @@ impl Node {
             extras.num_holes -= holes;
             extras.num_approximate -= crate::ids::depth(approximate);
             self.stamp = self.stamp.max(extras.uses.truncate(end));
-            if !extras.items.is_empty() {
-                extras.items = Item::within(&extras.items, 0, end as usize * block_size).collect();
-            }
+            Item::cut(&mut extras.items, end as usize * block_size);
             extras.tags.clear(end as usize * block_size, usize::MAX);
             extras.source_uses.split_off(&end);
             self.prune();
@@ -541,14 +536,9 @@ mod tests {
 
     fn edge(blocks: u32) -> Node {
         let mut node = Node::new(0, 1, 0);
-        let payloads: Vec<Payload> = (0..blocks)
-            .map(|id| Payload {
-                id,
-                label: Label::EXACT,
-            })
-            .collect();
+        let ids: Vec<BlockId> = (0..blocks).map(BlockId).collect();
         let tokens: Vec<u32> = (0..2 * blocks).collect();
-        node.extend(&tokens, &payloads, BLOCK_SIZE);
+        node.extend(&tokens, &ids, &[], BLOCK_SIZE);
         node
     }
 

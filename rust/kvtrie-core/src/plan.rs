@@ -147,7 +147,7 @@ impl ReusePlan {
         0
     }
 
-    /// Edges of the path in place, about: a release takes a step for each that nobody else pins.
+    /// Edges of the path in place as it was walked: a release takes a step for each that nobody else pins.
     #[must_use]
     pub fn num_edges(&self) -> u64 {
         self.edges
@@ -289,7 +289,7 @@ impl RadixIndex {
     /// As [`plan`](Self::plan).
     ///
     /// # Complexity
-    /// O(effort + edges of the path).
+    /// O(effort + blocks in place), plus one step for each of [`known_edges`](Self::known_edges).
     pub fn plan_within(
         &mut self,
         seq: &mut TokenSequence,
@@ -298,12 +298,8 @@ impl RadixIndex {
         effort: Effort,
     ) -> Result<Option<ReusePlan>> {
         check_policy(policy)?;
-        let Some(end) = self.exact_prefix(seq, options.keep_last, effort) else {
-            return Ok(None);
-        };
-        // A path known from before is gone over once more, to pin it.
-        let edges = seq.cursor.as_ref().map_or(0, |cursor| cursor.edges);
-        Ok((edges <= effort.nodes).then(|| self.plan_from(seq, policy, options, Some(end))))
+        let end = self.exact_prefix(seq, options.keep_last, effort);
+        Ok(end.map(|end| self.plan_from(seq, policy, options, Some(end))))
     }
 
     /// Plans a prompt whose exact prefix ends at `end`.
@@ -346,7 +342,7 @@ impl RadixIndex {
             number: self.blocks.count_plan(),
             ids,
             num_blocks_in_place: in_place,
-            edges: seq.cursor.as_ref().map_or(0, |cursor| cursor.edges),
+            edges: self.known_edges(seq),
             copied,
             segments,
         }

@@ -118,14 +118,7 @@ pub(crate) fn remove(nodes: &mut Arena, node: NodeIndex) {
 /// `old` may have changed since.
 pub(crate) fn replace(nodes: &mut Arena, old: NodeIndex, new: NodeIndex) {
     let (left, right) = (nodes[old].left, nodes[old].right);
-    let up = nodes[old].up;
-    let link = if up == NO_NODE {
-        Link::Root(nodes[new].parent)
-    } else if nodes[up].left == old {
-        Link::Left(up)
-    } else {
-        Link::Right(up)
-    };
+    let link = link_to(nodes, old);
     set(nodes, link, new);
     set(nodes, Link::Left(new), left);
     set(nodes, Link::Right(new), right);

@@ -57,7 +57,7 @@ impl RadixIndex {
             evictable: self.num_evictable(),
             approximate: self.num_approximate,
             holes: self.num_holes,
-            nodes: (self.nodes.len() - self.trees.len()) as u64,
+            nodes: self.num_edges(),
             windows: self
                 .windows
                 .as_ref()
@@ -76,6 +76,11 @@ impl RadixIndex {
     #[must_use]
     pub fn num_waiting(&self) -> u64 {
         self.waiting.len() as u64
+    }
+
+    /// Nodes but the roots.
+    pub(crate) fn num_edges(&self) -> u64 {
+        (self.nodes.len() - self.trees.len()) as u64
     }
 
     fn heap_bytes(&self) -> usize {

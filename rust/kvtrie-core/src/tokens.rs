@@ -74,6 +74,16 @@ impl Item {
             })
     }
 
+    /// Ends what reaches beyond `end` there.
+    pub(crate) fn cut(items: &mut Vec<Self>, end: usize) {
+        while items.last().is_some_and(|item| item.start >= end) {
+            items.pop();
+        }
+        if let Some(item) = items.last_mut() {
+            item.end = item.end.min(end);
+        }
+    }
+
     /// What the range stands for.
     #[must_use]
     pub fn digest(&self) -> &[u8] {
@@ -176,10 +186,7 @@ impl TokenSequence {
             Some(own) => own.truncate(len),
             None => self.tokens = Arc::new(self.tokens[..len].to_vec()),
         }
-        self.items.retain(|item| item.start < len);
-        if let Some(item) = self.items.last_mut() {
-            item.end = item.end.min(len);
-        }
+        Item::cut(&mut self.items, len);
         if len < self.held_len {
             self.lineage = next_lineage();
             self.held_len = 0;

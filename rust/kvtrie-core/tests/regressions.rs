@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BUILT_IN_KINDS, BlockId, Config, InsertOptions, Namespace, PlanOptions, RadixIndex,
-    ReusePolicy, Salt, Source, Span, TokenSequence,
+    BUILT_IN_KINDS, BlockId, Config, Effort, InsertOptions, LookupOptions, Namespace, PlanOptions,
+    RadixIndex, ReusePolicy, Salt, Source, Span, TokenSequence,
 };
 
 fn index(num_blocks: u64, block_size: usize) -> RadixIndex {
@@ -58,4 +58,77 @@ fn an_empty_span_does_not_name_a_kind() {
     };
     index.tag(&seq, &[span]).unwrap();
     assert_eq!(index.kinds().len(), BUILT_IN_KINDS.len());
+}
+
+/// An anchor that stood above another of the same lease hid that a place was anchored already: it was anchored twice, and
+/// given back once, so that its blocks could never be evicted.
+#[test]
+fn an_anchor_of_a_fork_goes_with_its_plan() {
+    let mut index = index(16, 1);
+    let plan = index
+        .plan(
+            &mut sequence(&[1, 2]),
+            &ReusePolicy::EXACT_ONLY,
+            PlanOptions::default(),
+        )
+        .unwrap();
+    let put = |index: &mut RadixIndex, tokens: &[u32], ids: &[u32]| {
+        let ids: Vec<BlockId> = ids.iter().copied().map(BlockId).collect();
+        let options = InsertOptions::new(tokens.len(), Source::Plan(&plan));
+        index.insert(&mut sequence(tokens), &ids, options).unwrap();
+        index.check().unwrap();
+    };
+    put(&mut index, &[1, 2, 3], &[0, 1, 2]);
+    put(&mut index, &[1, 2, 4], &[0, 1, 3]);
+    index.discard(&[BlockId(2)]).unwrap();
+    for _ in 0..2 {
+        put(&mut index, &[1, 2, 4, 5], &[0, 1, 3, 4]);
+    }
+    put(&mut index, &[1, 2, 4, 5, 6], &[0, 1, 3, 4, 5]);
+    index.release(&plan).unwrap();
+    index.check().unwrap();
+    assert_eq!(index.num_evictable(), 5);
+}
+
+/// Tokens behind a hole spent the effort of a lookup, which gave up whenever it was called.
+#[test]
+fn a_lookup_with_little_effort_gets_past_a_hole() {
+    let mut index = index(64, 2);
+    let tokens: Vec<u32> = (0..64).collect();
+    let ids: Vec<BlockId> = (0..32).map(BlockId).collect();
+    index
+        .insert(
+            &mut sequence(&tokens),
+            &ids,
+            InsertOptions::new(64, Source::Computed),
+        )
+        .unwrap();
+    index.discard(&[BlockId(0)]).unwrap();
+    let effort = Effort { nodes: 9, bytes: 8 };
+    let found = index
+        .lookup_within(
+            &mut sequence(&tokens),
+            LookupOptions::default(),
+            effort,
+            &mut Vec::new(),
+        )
+        .unwrap();
+    assert_eq!(found.map(|found| found.num_tokens), Some(0));
+}
+
+/// Each insert that found its place remembered was taken for one edge more.
+#[test]
+fn edges_of_a_grown_sequence_are_counted_once() {
+    let mut index = index(64, 1);
+    let mut seq = sequence(&[]);
+    for token in 0..40 {
+        seq.extend(&[token], Vec::new()).unwrap();
+        let start = seq.len() - 1;
+        let options = InsertOptions {
+            start,
+            ..InsertOptions::new(start + 1, Source::Computed)
+        };
+        index.insert(&mut seq, &[BlockId(token)], options).unwrap();
+    }
+    assert_eq!((index.stats().nodes, index.known_edges(&seq)), (1, 1));
 }

@@ -262,6 +262,10 @@ impl PyRadixIndex {
         let core = py.enter_briefly(|keys: &Keys<'_>, effort| {
             let mut seq = seq.lock_and_see(keys)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
+            // The path that is known is gone over once more, to pin it.
+            if index.known_edges(&seq) > effort.nodes {
+                return Ok(None);
+            }
             Ok(index.plan_within(&mut seq, policy.core(), options, effort)?)
         })?;
         Ok(PyReusePlan::new(core, Arc::clone(&self.shared)))

@@ -2,28 +2,22 @@
 
 use crate::blocks::Place;
 use crate::fingerprints::WINDOW;
-use crate::ids::{ABSENT, Depth, NodeIndex};
-use crate::node::{Node, Payload};
+use crate::ids::{ABSENT, BlockId, Depth, NodeIndex};
+use crate::node::Node;
 use crate::tree::RadixIndex;
 use crate::windows::Windows;
 
 impl RadixIndex {
     /// Blocks from depth `from` on came to stand on the path of `tokens`, which begin at position 0.
-    pub(super) fn add_windows(
-        &mut self,
-        tree: u32,
-        tokens: &[u32],
-        from: Depth,
-        payloads: &[Payload],
-    ) {
+    pub(super) fn add_windows(&mut self, tree: u32, tokens: &[u32], from: Depth, ids: &[BlockId]) {
         let Some(windows) = &mut self.windows else {
             return;
         };
-        for (place, payload) in (from..).zip(payloads) {
-            self.blocks.set_bringing(payload.id);
+        for (place, &BlockId(id)) in (from..).zip(ids) {
+            self.blocks.set_bringing(id);
             for (which, end) in windows.ends(place).enumerate() {
                 if let Some(window) = tokens[..=end].last_chunk::<WINDOW>() {
-                    windows.add(tree, window, payload.id, which);
+                    windows.add(tree, window, id, which);
                 }
             }
             if windows.is_due() {

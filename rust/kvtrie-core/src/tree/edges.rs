@@ -1,10 +1,18 @@
 //! Edges come, grow, are cut in two and go.
 
-use crate::ids::{ABSENT, Depth, NO_NODE, NodeIndex, depth};
-use crate::node::{Node, Payload};
+use crate::ids::{ABSENT, BlockId, Depth, NO_NODE, NodeIndex};
+use crate::node::{Label, Node};
 use crate::siblings;
 use crate::tokens::{Item, View};
 use crate::tree::RadixIndex;
+
+/// Blocks that an insert takes behind everything that stands.
+#[derive(Clone, Copy)]
+pub(super) struct NewBlocks<'a> {
+    pub(super) ids: &'a [BlockId],
+    /// One a block, or none if all are exact.
+    pub(super) labels: &'a [Label],
+}
 
 impl RadixIndex {
     /// Hangs a new edge below `parent`, whose blocks are taken from `tokens` at `from` on.
@@ -13,27 +21,28 @@ impl RadixIndex {
         parent: NodeIndex,
         tokens: View<'_>,
         from: Depth,
-        payloads: &[Payload],
+        new: NewBlocks<'_>,
     ) -> NodeIndex {
         self.unqueue(parent);
         let tree = self.nodes[parent].tree;
         let child = self.nodes.insert(Node::new(tree, parent, from));
-        self.append(child, tokens, payloads);
+        self.append(child, tokens, new);
         self.link(child);
         child
     }
 
     /// Lengthens an edge without children.
-    pub(super) fn append(&mut self, node: NodeIndex, tokens: View<'_>, payloads: &[Payload]) {
+    pub(super) fn append(&mut self, node: NodeIndex, tokens: View<'_>, new: NewBlocks<'_>) {
         let block_size = self.config.block_size;
         let edge = &mut self.nodes[node];
         let from = edge.end();
         let (start, end) = (
             from as usize * block_size,
-            (from as usize + payloads.len()) * block_size,
+            (from as usize + new.ids.len()) * block_size,
         );
         let before = edge.num_approximate();
-        edge.extend(tokens.slice(start, end).tokens, payloads, block_size);
+        let own = tokens.slice(start, end).tokens;
+        edge.extend(own, new.ids, new.labels, block_size);
         self.num_approximate += u64::from(edge.num_approximate() - before);
         for item in Item::within(tokens.items, start, end) {
             let items = &mut edge.extras_mut().items;
@@ -46,12 +55,12 @@ impl RadixIndex {
             }
             items.push(item);
         }
-        for (at, payload) in payloads.iter().enumerate() {
-            self.blocks.set_indexed(payload.id, node, from + depth(at));
+        for (place, id) in (from..).zip(new.ids) {
+            self.blocks.set_indexed(id.0, node, place);
         }
-        self.num_indexed += payloads.len() as u64;
+        self.num_indexed += new.ids.len() as u64;
         let tree = self.nodes[node].tree;
-        self.add_windows(tree, tokens.tokens, from, payloads);
+        self.add_windows(tree, tokens.tokens, from, new.ids);
     }
 
     /// Makes a node a child of its parent. From the second child on, hashes lead to children.

@@ -3,11 +3,12 @@
 use crate::blocks::Place;
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, Depth, depth};
-use crate::node::{Label, Payload};
+use crate::node::{Label, Node, Payload};
 use crate::plan::ReusePlan;
 use crate::span::Span;
 use crate::tokens::TokenSequence;
-use crate::tree::{Effort, Position, RadixIndex, Work};
+use crate::tree::edges::NewBlocks;
+use crate::tree::{Effort, Position, RadixIndex, Walked, Work};
 
 /// KV that came from elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,9 +109,17 @@ impl RadixIndex {
         if let Some(path) = &path {
             self.path_ids(path.at, depth(first), &mut existing);
         }
-        self.check_offers(ids, &existing, first)?;
+        // What stands there already under the same ids, the usual beginning of a table, needs no second look.
+        let same = ids[..need.min(existing.len())]
+            .iter()
+            .zip(&existing)
+            .take_while(|(offer, known)| offer == known)
+            .count();
+        let rest = existing.get(same..).unwrap_or_default();
+        let known_until = same + self.check_offers(&ids[same..], rest, first + same)?;
 
         self.count_work(work);
+        let edges_before = self.num_edges();
         let stamp = self.tick();
         let whole_before = path
             .as_ref()
@@ -135,15 +144,13 @@ impl RadixIndex {
                 )
             } else {
                 let labels = Labels::of(self, &options, lease);
-                let reached = self.take(
-                    seq,
-                    &ids[..need],
-                    existing.len(),
-                    path,
-                    first,
-                    &labels,
-                    &mut done,
-                );
+                let offers = Offers {
+                    ids: &ids[..need],
+                    on_path: existing.len(),
+                    same,
+                    known_until,
+                };
+                let reached = self.take(seq, &offers, path, first, &labels, &mut done);
                 taken = done.blocks.len();
                 reached
             };
@@ -151,7 +158,9 @@ impl RadixIndex {
             if let Some(end) = end {
                 self.stamp(end, stamp);
                 if end.depth as usize >= first {
-                    self.set_cursor(seq, end, exact, work.nodes_visited);
+                    let new = self.num_edges() - edges_before;
+                    let walked = work.nodes_visited.saturating_sub(1);
+                    self.set_cursor(seq, end, exact, walked + new);
                 }
                 if let Some(lease) = lease {
                     self.credit(lease, end, exact);
@@ -217,11 +226,22 @@ impl RadixIndex {
         Ok(Some(lease))
     }
 
-    /// D3: refuses ids that come twice, or that back another place than their own on the path (`existing`).
-    fn check_offers(&mut self, ids: &[BlockId], existing: &[BlockId], first: usize) -> Result<()> {
+    /// D3: refuses ids that come twice, or that back another place than their own on the path (`existing`). Answers how many
+    /// ids there are down to the last that is not unknown.
+    fn check_offers(
+        &mut self,
+        ids: &[BlockId],
+        existing: &[BlockId],
+        first: usize,
+    ) -> Result<usize> {
         const CALL: &str = "RadixIndex.insert";
-        let refused = ids.iter().enumerate().find_map(|(at, id)| {
+        let (mut known_until, mut refused) = (0, None);
+        for (at, id) in ids.iter().enumerate() {
             let (place, is_first) = self.blocks.offer(id.0);
+            if is_first && place == Place::Unknown {
+                continue;
+            }
+            known_until = at + 1;
             let why = match place {
                 _ if !is_first => "is offered twice".to_owned(),
                 Place::Indexed { depth, .. } if existing.get(at) != Some(id) => format!(
@@ -229,12 +249,13 @@ impl RadixIndex {
                     (first + at) * self.block_size(),
                     depth as usize * self.block_size()
                 ),
-                _ => return None,
+                _ => continue,
             };
-            Some(Error::block_in_use(format!("{CALL}: block {id} {why}")))
-        });
+            refused = Some(Error::block_in_use(format!("{CALL}: block {id} {why}")));
+            break;
+        }
         self.blocks.clear_offers(ids.iter().map(|id| id.0));
-        refused.map_or(Ok(()), Err)
+        refused.map_or(Ok(known_until), Err)
     }
 
     /// The path of `seq` down to at most `limit` blocks, holes and approximate blocks included.
@@ -261,7 +282,7 @@ impl RadixIndex {
         let block_size = self.block_size();
         let (mut present, mut exact) = (from.depth, exact_before);
         let (mut whole, mut all_exact) = (true, exact_before == from.depth);
-        let (at, work) = self.walk(seq.view(), from, limit, Effort::ANY, |node, start, end| {
+        let pass = |node: &Node, start, end| {
             if all_exact {
                 exact = node.exact_until(start, end, block_size);
                 all_exact = exact == end;
@@ -270,8 +291,10 @@ impl RadixIndex {
                 present = node.present_until(start, end, block_size);
                 whole = present == end;
             }
-            end
-        });
+        };
+        let whole_edges = |_: &Node, _, to| to;
+        let Walked { at, work, .. } =
+            self.walk(seq.view(), from, limit, Effort::ANY, whole_edges, pass);
         let path = Path {
             at,
             present,
@@ -280,33 +303,31 @@ impl RadixIndex {
         (Some(path), work)
     }
 
-    /// Takes offers block by block from depth `first` on; everything before stands, and `on_path` places from there on are
-    /// on the path. Answers where what backs the sequence ends, and how far it is exact.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the parts of one insert, split for reading"
-    )]
+    /// Takes offers from depth `first` on; everything before stands. Answers where what backs the sequence ends, and how far
+    /// it is exact.
     fn take(
         &mut self,
         seq: &TokenSequence,
-        offers: &[BlockId],
-        on_path: usize,
+        offers: &Offers<'_>,
         path: Option<Path>,
         first: usize,
         labels: &Labels,
         done: &mut Inserted,
     ) -> (Option<Position>, Depth) {
-        let mut exact = path.as_ref().map_or(0, |path| path.exact).min(depth(first));
-        let mut behind = (exact as usize) < first;
-        let settled = offers.len().min(on_path);
+        let ids = offers.ids;
+        let from = depth(first + offers.same);
+        done.blocks.extend_from_slice(&ids[..offers.same]);
+        let mut exact = path.as_ref().map_or(0, |path| path.exact).min(from);
+        let mut behind = exact < from;
+        let settled = ids.len().min(offers.on_path);
         if let Some(path) = &path {
             let until = Position {
                 node: path.at.node,
                 depth: depth(first + settled),
             };
-            'path: for (node, from, to) in self.edges_to(self.normal(until), depth(first)) {
+            'path: for (node, from, to) in self.edges_to(self.normal(until), from) {
                 for place in from..to {
-                    let offer = offers[done.blocks.len()];
+                    let offer = ids[done.blocks.len()];
                     let label = labels.label(place, behind);
                     let Some(now) = self.settle_offer(node, place, offer, label, done) else {
                         break 'path;
@@ -327,33 +348,40 @@ impl RadixIndex {
         if done.blocks.len() < settled {
             return (at, exact);
         }
-        let mut payloads = Vec::with_capacity(offers.len() - settled);
-        for (place, id) in (reached..).zip(&offers[settled..]) {
-            if self.blocks.place(id.0) != Place::Unknown {
-                break;
-            }
-            let label = labels.label(place, behind);
-            behind |= !label.is_exact();
-            exact += u32::from(!behind);
-            payloads.push(Payload { id: id.0, label });
-            done.blocks.push(*id);
-        }
-        if payloads.is_empty() {
+        let new = &ids[settled..];
+        let known = offers.known_until.saturating_sub(settled).min(new.len());
+        let known = new[..known]
+            .iter()
+            .position(|id| self.blocks.place(id.0) != Place::Unknown);
+        let new = &new[..known.unwrap_or(new.len())];
+        if new.is_empty() {
             return (at, exact);
         }
-        let mut end = at.unwrap_or_else(|| self.root_or_new(seq.namespace()));
-        if reached < self.nodes[end.node].end() {
-            end.node = self.split(end.node, reached);
+        let end = reached + depth(new.len());
+        let labels = labels.of_new(reached, end, behind);
+        if !behind {
+            let all_exact = labels.iter().position(|label| !label.is_exact());
+            exact += depth(all_exact.unwrap_or(new.len()));
         }
-        let edge = &self.nodes[end.node];
-        let grows = edge.run.can_grow(payloads.len(), self.block_size());
+        done.blocks.extend_from_slice(new);
+
+        let mut at = at.unwrap_or_else(|| self.root_or_new(seq.namespace()));
+        if reached < self.nodes[at.node].end() {
+            at.node = self.split(at.node, reached);
+        }
+        let edge = &self.nodes[at.node];
+        let grows = edge.run.can_grow(new.len(), self.block_size());
+        let new = NewBlocks {
+            ids: new,
+            labels: &labels,
+        };
         if edge.is_root() || edge.has_children() || !grows {
-            end.node = self.attach(end.node, seq.view(), reached, &payloads);
+            at.node = self.attach(at.node, seq.view(), reached, new);
         } else {
-            self.append(end.node, seq.view(), &payloads);
+            self.append(at.node, seq.view(), new);
         }
-        end.depth = reached + depth(payloads.len());
-        (Some(end), exact)
+        at.depth = end;
+        (Some(at), exact)
     }
 
     /// D2 and D12 for one place of the path. Answers what stands there then; none if nothing does and the offer cannot
@@ -422,6 +450,17 @@ impl RadixIndex {
     }
 }
 
+/// What an insert offers, and what is known of it.
+struct Offers<'a> {
+    ids: &'a [BlockId],
+    /// Of so many, the places are on the path.
+    on_path: usize,
+    /// So many stand there already.
+    same: usize,
+    /// Those from here on are unknown.
+    known_until: usize,
+}
+
 /// The labels of offered blocks.
 struct Labels {
     block_size: usize,
@@ -456,5 +495,18 @@ impl Labels {
         } else {
             Label::EXACT
         }
+    }
+
+    /// The labels of new blocks in `from..to`, given whether an approximate block stands above them; none if all are exact.
+    fn of_new(&self, from: Depth, to: Depth, mut behind: bool) -> Vec<Label> {
+        if !behind && to as usize * self.block_size <= self.exact_until {
+            return Vec::new();
+        }
+        let next = |place| {
+            let label = self.label(place, behind);
+            behind |= !label.is_exact();
+            label
+        };
+        (from..to).map(next).collect()
     }
 }

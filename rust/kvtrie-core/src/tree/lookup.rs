@@ -2,8 +2,9 @@
 
 use crate::error::Result;
 use crate::ids::{BlockId, Depth, NO_NODE, depth};
+use crate::node::Node;
 use crate::tokens::TokenSequence;
-use crate::tree::{Position, RadixIndex};
+use crate::tree::{Position, RadixIndex, Walked};
 
 /// How to look up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +27,7 @@ impl Default for LookupOptions {
     }
 }
 
-/// What a call may cost before it gives up.
+/// What a call may cost before it gives up; it goes at least a block and an edge further.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Effort {
     /// Edges that are looked at.
@@ -162,15 +163,16 @@ impl RadixIndex {
             return Some(self.normal(at));
         }
         let block_size = self.block_size();
-        let (end, work) = self.walk(seq.view(), at, limit, effort, |node, from, to| {
-            node.exact_until(from, to, block_size)
-        });
+        let within = |node: &Node, from, to| node.exact_until(from, to, block_size);
+        let Walked {
+            at: end,
+            work,
+            gave_up,
+        } = self.walk(seq.view(), at, limit, effort, within, |_, _, _| ());
         self.count_work(work);
         if end != at {
-            self.set_cursor(seq, end, end.depth, work.nodes_visited);
+            self.set_cursor(seq, end, end.depth, work.nodes_visited - 1);
         }
-        let spent = work.nodes_visited >= effort.nodes
-            || work.bytes_compared + 4 * block_size as u64 > effort.bytes;
-        (!spent || end.depth == limit).then_some(end)
+        (!gave_up).then_some(end)
     }
 }

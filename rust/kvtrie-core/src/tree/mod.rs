@@ -47,7 +47,7 @@ pub struct Config {
     pub block_size: usize,
     /// Seeds every internal hash. With several tenants: a secret, the same on all ranks.
     pub seed: u64,
-    /// Bits kept of every internal hash, 0 to 64. A testing aid: results do not depend on it.
+    /// Bits kept of every internal hash, 0 to 64 (hashes of edges have 32). A testing aid: results do not depend on it.
     pub hash_bits: u32,
     /// Whether windows of everything cached are kept, by which moved runs are found. This version keeps them, and does not
     /// look for runs yet.
@@ -81,7 +81,7 @@ impl Config {
 pub(crate) struct Tree {
     pub(crate) namespace: Arc<Namespace>,
     pub(crate) root: NodeIndex,
-    /// Renewed whenever a block in the middle of a path leaves or is replaced: what cursors and leases know of the
+    /// Renewed whenever a block in the middle of a path leaves or is replaced: what cursors know of the
     /// blocks above stands while this does. Never used twice in one index.
     pub(crate) version: u64,
 }
@@ -131,6 +131,15 @@ pub struct RadixIndex {
     pub(crate) num_holes: u64,
     pub(crate) unknown_discards: u64,
     pub(crate) work: Work,
+}
+
+/// How far a sequence was followed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Walked {
+    pub(crate) at: Position,
+    pub(crate) work: Work,
+    /// Effort was spent before the path ended.
+    pub(crate) gave_up: bool,
 }
 
 /// What finding paths has cost since the index was made.
@@ -240,7 +249,7 @@ impl RadixIndex {
         self.last_version
     }
 
-    /// Cursors and leases of the namespace of `node` must look again.
+    /// Cursors of the namespace of `node` must look again.
     pub(crate) fn renew_version(&mut self, node: NodeIndex) {
         let version = self.next_version();
         let tree = self.nodes[node].tree;
@@ -387,28 +396,29 @@ impl RadixIndex {
         at
     }
 
-    /// Follows `tokens` from `at` down, block by block, to at most `limit`, or until `effort` is spent. Blocks are passed
-    /// while `keep(node, from, to)` answers `to`.
+    /// Follows `tokens` from `at` down, block by block, to at most `limit`, or until `effort` is spent: at least a block and
+    /// an edge further. Of an edge, the blocks before `within(node, from, to)` are looked at, and what is the same there is
+    /// told to `pass(node, from, to)`.
     pub(crate) fn walk(
         &self,
         tokens: View<'_>,
         mut at: Position,
         limit: Depth,
         effort: Effort,
-        mut keep: impl FnMut(&Node, Depth, Depth) -> Depth,
-    ) -> (Position, Work) {
+        within: impl Fn(&Node, Depth, Depth) -> Depth,
+        mut pass: impl FnMut(&Node, Depth, Depth),
+    ) -> Walked {
         let block_size = self.block_size();
         let mut work = Work::default();
-        loop {
+        let gave_up = loop {
             let node = &self.nodes[at.node];
             work.nodes_visited += 1;
             let end = node.end();
             if at.depth < end {
+                let wanted = within(node, at.depth, end.min(limit));
                 let left = effort.bytes.saturating_sub(work.bytes_compared);
                 let affordable = usize::try_from(left).unwrap_or(usize::MAX) / (4 * block_size);
-                let to = end
-                    .min(limit)
-                    .min(at.depth.saturating_add(depth(affordable)));
+                let to = wanted.min(at.depth.saturating_add(depth(affordable.max(1))));
                 let (from, until) = (at.depth as usize * block_size, to as usize * block_size);
                 let same = tokens
                     .slice(from, until)
@@ -417,21 +427,37 @@ impl RadixIndex {
                 let compared = (same + 1).min(until - from);
                 work.bytes_compared += (compared * size_of::<u32>()) as u64;
                 let reached = at.depth + depth(same / block_size);
-                at.depth = keep(node, at.depth, reached);
-                if at.depth < end {
-                    break;
+                pass(node, at.depth, reached);
+                at.depth = reached;
+                if reached < end {
+                    break reached == to && to < wanted;
                 }
             }
-            if at.depth >= limit || work.nodes_visited >= effort.nodes {
-                break;
+            if at.depth >= limit {
+                break false;
             }
             let from = at.depth as usize * block_size;
             let Some(child) = self.child(at.node, tokens.slice(from, from + block_size)) else {
-                break;
+                break false;
             };
+            if work.nodes_visited >= effort.nodes.max(2) {
+                break true;
+            }
             at.node = child;
+        };
+        Walked {
+            at: self.normal(at),
+            work,
+            gave_up,
         }
-        (self.normal(at), work)
+    }
+
+    /// Edges of the path that the sequence was last matched to, as far as it was walked: what planning it again goes over.
+    #[must_use]
+    pub fn known_edges(&self, seq: &TokenSequence) -> u64 {
+        let is_known = self.at_cursor(seq).is_some();
+        let cursor = seq.cursor.as_ref().filter(|_| is_known);
+        cursor.map_or(0, |cursor| cursor.edges)
     }
 
     pub(crate) fn count_work(&mut self, work: Work) {

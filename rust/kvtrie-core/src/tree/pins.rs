@@ -8,10 +8,12 @@
 //! Blocks that are pinned one by one (sources of copies, and what is left of a path of which a pinned block was taken out)
 //! are counted by id, and protect in the same way.
 
+use std::cmp::Reverse;
+
 use smallvec::SmallVec;
 
 use crate::blocks::Place;
-use crate::ids::{Depth, NodeIndex};
+use crate::ids::{BlockId, Depth, NodeIndex};
 use crate::node::Node;
 use crate::tree::{Position, RadixIndex};
 
@@ -87,14 +89,14 @@ impl RadixIndex {
     }
 
     fn anchor(&mut self, id: u32) {
-        if let Place::Indexed { node, depth } = self.blocks.place(id) {
+        if let Some((node, depth)) = self.anchor_place(id) {
             self.anchor_at(node, depth + 1);
         }
     }
 
     /// Does nothing for a block that has left its place: its anchors went with it.
     fn unanchor(&mut self, id: u32) {
-        if let Place::Indexed { node, depth } = self.blocks.place(id) {
+        if let Some((node, depth)) = self.anchor_place(id) {
             self.unanchor_at(node, depth + 1, 1);
         }
     }
@@ -190,7 +192,7 @@ impl RadixIndex {
         }
     }
 
-    /// The node and depth of an anchor.
+    /// Where an indexed block stands.
     pub(crate) fn anchor_place(&self, id: u32) -> Option<(NodeIndex, Depth)> {
         match self.blocks.place(id) {
             Place::Indexed { node, depth } => Some((node, depth)),
@@ -243,19 +245,11 @@ impl RadixIndex {
 
     /// A lease that pins the path down to `anchor` pins it down to the depth `place`, and what lies behind one by one.
     fn cut_path(&mut self, lease: u32, anchor: u32, place: Depth) {
-        let Some((node, depth)) = self.anchor_place(anchor) else {
-            return;
-        };
-        let mut ids = Vec::new();
-        let end = Position {
-            node,
-            depth: depth + 1,
-        };
-        self.path_ids(end, place.saturating_sub(1), &mut ids);
-        self.unanchor_at(node, depth + 1, 1);
+        let ids = self.path_through(anchor, place.saturating_sub(1));
+        let mut rest = ids.iter().map(|id| id.0);
         let held = &mut self.leases[lease];
         held.anchors.retain(|known| *known != anchor);
-        let mut rest = ids.iter().map(|id| id.0);
+        // What is left is protected before the old anchor goes: nothing is unprotected in between.
         if place > 0
             && let Some(above) = rest.next()
             && !held.anchors.contains(&above)
@@ -268,6 +262,20 @@ impl RadixIndex {
                 self.keep(id);
             }
         }
+        self.unanchor(anchor);
+    }
+
+    /// The ids of the path that ends in this indexed block, from the depth `from` on.
+    pub(crate) fn path_through(&self, id: u32, from: Depth) -> Vec<BlockId> {
+        let mut ids = Vec::new();
+        if let Some((node, depth)) = self.anchor_place(id) {
+            let end = Position {
+                node,
+                depth: depth + 1,
+            };
+            self.path_ids(end, from, &mut ids);
+        }
+        ids
     }
 
     /// Pins under a lease the blocks that back a sequence down to `end`.
@@ -277,7 +285,7 @@ impl RadixIndex {
         }
         let at = (end.node, end.depth - 1);
         let id = self.nodes[end.node].id(at.1, self.block_size());
-        let mut covered = None;
+        let mut covered = SmallVec::<[u32; 2]>::new();
         for &anchor in &self.leases[lease].anchors {
             let Some(known) = self.anchor_place(anchor) else {
                 continue;
@@ -286,19 +294,16 @@ impl RadixIndex {
                 return;
             }
             if self.is_above(known, at) {
-                covered = Some(anchor);
-                break;
+                covered.push(anchor);
             }
         }
         // The deeper anchor first: nothing is unprotected in between.
         self.anchor_at(at.0, end.depth);
         let anchors = &mut self.leases[lease].anchors;
-        if let Some(covered) = covered {
-            anchors.retain(|known| *known != covered);
-            anchors.push(id);
-            self.unanchor(covered);
-        } else {
-            anchors.push(id);
+        anchors.retain(|known| !covered.contains(known));
+        anchors.push(id);
+        for anchor in covered {
+            self.unanchor(anchor);
         }
     }
 
@@ -326,8 +331,11 @@ impl RadixIndex {
         for &anchor in &ended.anchors {
             self.unanchor(anchor);
         }
+        // Deepest first, as the ends of a node are taken off in no time.
+        let mut kept: Vec<u32> = ended.kept.iter().chain(&ended.sources).copied().collect();
+        kept.sort_by_key(|&id| Reverse(self.anchor_place(id).map(|(_, depth)| depth)));
         let mut released = Vec::new();
-        for &id in ended.kept.iter().chain(&ended.sources) {
+        for id in kept {
             self.unkeep(id, &mut released);
         }
         self.wait(released);
@@ -344,18 +352,11 @@ impl RadixIndex {
                     .is_some_and(|(node, _)| self.nodes[node].tree == tree)
             })
             .collect();
-        let mut ids = Vec::new();
         for (lease, anchor) in paths {
-            if let Some((node, depth)) = self.anchor_place(anchor) {
-                let end = Position {
-                    node,
-                    depth: depth + 1,
-                };
-                self.path_ids(end, 0, &mut ids);
-            }
+            let ids = self.path_through(anchor, 0);
             let held = &mut self.leases[lease];
             held.anchors.retain(|known| *known != anchor);
-            for id in &ids {
+            for id in ids {
                 if held.kept.insert(id.0) {
                     *self.pins.entry(id.0).or_default() += 1;
                 }

@@ -4,6 +4,9 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::sync::Arc;
 
+use foldhash::quality::FixedState;
+use hashbrown::HashMap;
+
 use crate::blocks::Place;
 use crate::error::Result;
 use crate::ids::{ABSENT, BlockId, Depth, NodeIndex};
@@ -20,8 +23,8 @@ impl RadixIndex {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id lies outside the pool; nothing is discarded then.
     ///
     /// # Complexity
-    /// O(log leaves) a block; a pinned one O(live plans + blocks pinned behind it), and past the bound on holes one pass over
-    /// the leaves.
+    /// O(log leaves) a block; a pinned one O(live plans · edges of their paths + blocks pinned behind it), and past the bound on
+    /// holes one pass over the nodes.
     pub fn discard(&mut self, ids: &[BlockId]) -> Result<Vec<BlockId>> {
         self.check_ids(ids, "RadixIndex.discard")?;
         let mut unknown = Vec::new();
@@ -305,10 +308,11 @@ impl RadixIndex {
         if self.num_holes <= self.config.num_blocks {
             return;
         }
+        let mut known = HashMap::with_hasher(FixedState::default());
         let mut candidates: BinaryHeap<Reverse<_>> = self
             .order
             .entries()
-            .filter(|&(_, node)| self.is_cut_off(node))
+            .filter(|&(_, node)| self.is_cut_off(node, &mut known))
             .filter_map(|(_, node)| Some(Reverse((self.eviction_key(node)?, node))))
             .collect();
         let mut freed = Vec::new();
@@ -321,7 +325,7 @@ impl RadixIndex {
             // The edge that is left may end in the next candidate.
             if let Some(next) = self.settle(node)
                 && let Some(key) = self.eviction_key(next)
-                && self.is_cut_off(next)
+                && self.is_cut_off(next, &mut HashMap::with_hasher(FixedState::default()))
             {
                 candidates.push(Reverse((key, next)));
             }
@@ -333,16 +337,26 @@ impl RadixIndex {
         self.waiting.extend(freed);
     }
 
-    fn is_cut_off(&self, mut at: NodeIndex) -> bool {
-        loop {
+    /// Whether a hole stands above the end of a node. What is learnt of the nodes on the way is kept in `known`.
+    fn is_cut_off(
+        &self,
+        from: NodeIndex,
+        known: &mut HashMap<NodeIndex, bool, FixedState>,
+    ) -> bool {
+        let mut passed = Vec::new();
+        let mut at = from;
+        let is_cut_off = loop {
             let node = &self.nodes[at];
-            if node.num_holes() > 0 {
-                return true;
+            if let Some(&answer) = known.get(&at) {
+                break answer;
             }
-            if node.is_root() {
-                return false;
+            passed.push(at);
+            if node.num_holes() > 0 || node.is_root() {
+                break node.num_holes() > 0;
             }
             at = node.parent;
-        }
+        };
+        known.extend(passed.into_iter().map(|node| (node, is_cut_off)));
+        is_cut_off
     }
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::error::Result;
 use crate::ids::{Depth, depth};
+use crate::node::Node;
 use crate::span::{Span, TagRun};
 use crate::tokens::TokenSequence;
 use crate::tree::{Effort, Position, RadixIndex};
@@ -16,7 +17,7 @@ impl RadixIndex {
     /// brings a 65th kind; nothing is tagged then.
     ///
     /// # Complexity
-    /// O(blocks of the path) plus, per edge, its tags.
+    /// O(blocks of the path, and tokens that the sequence was not known to share) plus, per edge, its tags.
     pub fn tag(&mut self, seq: &TokenSequence, spans: &[Span]) -> Result<()> {
         self.kinds.check(spans, seq.len(), "RadixIndex.tag")?;
         self.add_tags(seq, spans);
@@ -26,7 +27,7 @@ impl RadixIndex {
     /// The tags of every present block on the path of `seq`: for each kind maximal runs, sorted by (start, end, kind).
     ///
     /// # Complexity
-    /// O(blocks of the path + tags · kinds).
+    /// O(blocks of the path, and tokens that the sequence was not known to share, + tags · kinds).
     #[must_use]
     pub fn tags(&self, seq: &TokenSequence) -> Vec<Span> {
         let mut found: Vec<Span> = Vec::new();
@@ -169,7 +170,8 @@ impl RadixIndex {
             Some((at, _)) => at,
             None => self.root(seq.namespace())?,
         };
-        let (end, _) = self.walk(seq.view(), from, limit, Effort::ANY, |_, _, end| end);
-        Some(end)
+        let whole = |_: &Node, _, to| to;
+        let walked = self.walk(seq.view(), from, limit, Effort::ANY, whole, |_, _, _| ());
+        Some(walked.at)
     }
 }
