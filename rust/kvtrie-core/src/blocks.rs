@@ -2,7 +2,7 @@
 //!
 //! Pages of 1,024 ids are made when an id of theirs is first met, so a pool of 2³¹ blocks costs what is used of it.
 
-use crate::ids::{Depth, NO_NODE, NodeIndex};
+use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex};
 
 const PAGE: usize = 1024;
 
@@ -110,6 +110,39 @@ impl BlockTable {
         self.page_mut(id).places[id as usize % PAGE] = (node, depth);
     }
 
+    /// Blocks that follow each other in a node, from the depth `from` on.
+    pub(crate) fn set_run_indexed(&mut self, ids: &[BlockId], node: NodeIndex, from: Depth) {
+        let mut depth = from;
+        self.each(ids, |place| {
+            *place = (node, depth);
+            depth += 1;
+            true
+        });
+    }
+
+    /// Calls `change` with the place of each id, until it answers false; answers how many it took. A page is looked for
+    /// once for all ids in a row that it holds.
+    fn each(
+        &mut self,
+        ids: &[BlockId],
+        mut change: impl FnMut(&mut (NodeIndex, Depth)) -> bool,
+    ) -> usize {
+        let mut at = 0;
+        while let Some(&BlockId(first)) = ids.get(at) {
+            let number = first as usize / PAGE;
+            let page = self.page_mut(first);
+            while let Some(&BlockId(id)) = ids.get(at)
+                && id as usize / PAGE == number
+            {
+                if !change(&mut page.places[id as usize % PAGE]) {
+                    return at;
+                }
+                at += 1;
+            }
+        }
+        at
+    }
+
     /// The block moved to another node at the same depth.
     pub(crate) fn set_node(&mut self, id: u32, node: NodeIndex) {
         self.page_mut(id).places[id as usize % PAGE].0 = node;
@@ -173,30 +206,31 @@ impl BlockTable {
         }
     }
 
-    /// Where an id stands that an insert offers, and whether it offers it for the first time. An unknown one is marked in
-    /// its place, so that a second look at the table is not needed. Undone by [`Self::clear_offers`], but for what was set
-    /// since.
-    pub(crate) fn offer(&mut self, id: u32) -> (Place, bool) {
-        let place = &mut self.page_mut(id).places[id as usize % PAGE].0;
-        match *place {
-            UNKNOWN => {
-                *place = OFFERED;
-                (Place::Unknown, true)
+    /// Marks the ids that an insert offers as far as they are unknown and come for the first time; answers how many are.
+    /// Undone by [`Self::clear_offers`], or by what is set in their place.
+    pub(crate) fn offer(&mut self, ids: &[BlockId]) -> usize {
+        self.each(ids, |(node, _)| {
+            let is_new = *node == UNKNOWN;
+            if is_new {
+                *node = OFFERED;
             }
-            OFFERED => (Place::Unknown, false),
-            _ => (self.place(id), !self.see(id)),
-        }
+            is_new
+        })
     }
 
-    pub(crate) fn clear_offers(&mut self, ids: impl Iterator<Item = u32>) {
-        for id in ids {
-            let page = self.page_mut(id);
-            let place = &mut page.places[id as usize % PAGE].0;
-            if *place == OFFERED {
-                *place = UNKNOWN;
+    /// Where an offered id stands that [`Self::offer`] did not take, and whether the insert offers it for the first time.
+    pub(crate) fn offer_known(&mut self, id: u32) -> (Place, bool) {
+        let is_first = self.place_of(id).0 != OFFERED && !self.see(id);
+        (self.place(id), is_first)
+    }
+
+    pub(crate) fn clear_offers(&mut self, ids: &[BlockId]) {
+        self.each(ids, |(node, _)| {
+            if *node == OFFERED {
+                *node = UNKNOWN;
             }
-            page.seen[id as usize % PAGE / 64] = 0;
-        }
+            true
+        });
     }
 
     /// Windows of the block wait to be added to their table.

@@ -55,9 +55,7 @@ impl RadixIndex {
             }
             items.push(item);
         }
-        for (place, id) in (from..).zip(new.ids) {
-            self.blocks.set_indexed(id.0, node, place);
-        }
+        self.blocks.set_run_indexed(new.ids, node, from);
         self.num_indexed += new.ids.len() as u64;
         let tree = self.nodes[node].tree;
         self.add_windows(tree, tokens.tokens, from, new.ids);

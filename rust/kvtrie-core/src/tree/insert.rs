@@ -152,6 +152,9 @@ impl RadixIndex {
                 };
                 let reached = self.take(seq, &offers, path, first, &labels, &mut done);
                 taken = done.blocks.len();
+                // The marks of what was taken went with it; of the rest, those on the path are left.
+                self.blocks
+                    .clear_offers(&ids[same..taken.min(existing.len()).max(same)]);
                 reached
             };
             done.num_exact = exact as usize * block_size;
@@ -168,6 +171,7 @@ impl RadixIndex {
             }
         }
         let behind = &ids[taken..];
+        self.blocks.clear_offers(behind);
         done.surplus = behind
             .iter()
             .copied()
@@ -227,7 +231,7 @@ impl RadixIndex {
     }
 
     /// D3: refuses ids that come twice, or that back another place than their own on the path (`existing`). Answers how many
-    /// ids there are down to the last that is not unknown.
+    /// ids there are down to the last that is not unknown; the others are marked as offered from here on.
     fn check_offers(
         &mut self,
         ids: &[BlockId],
@@ -235,27 +239,39 @@ impl RadixIndex {
         first: usize,
     ) -> Result<usize> {
         const CALL: &str = "RadixIndex.insert";
-        let (mut known_until, mut refused) = (0, None);
-        for (at, id) in ids.iter().enumerate() {
-            let (place, is_first) = self.blocks.offer(id.0);
-            if is_first && place == Place::Unknown {
-                continue;
-            }
-            known_until = at + 1;
+        let (mut known_until, mut at) = (0, 0);
+        let (mut seen, mut refused) = (Vec::new(), None);
+        loop {
+            at += self.blocks.offer(&ids[at..]);
+            let Some(&id) = ids.get(at) else {
+                break;
+            };
+            let (place, is_first) = self.blocks.offer_known(id.0);
+            seen.push(id.0);
             let why = match place {
-                _ if !is_first => "is offered twice".to_owned(),
-                Place::Indexed { depth, .. } if existing.get(at) != Some(id) => format!(
+                _ if !is_first => Some("is offered twice".to_owned()),
+                Place::Indexed { depth, .. } if existing.get(at) != Some(&id) => Some(format!(
                     "is offered for the tokens from {} on, but backs others at {}",
                     (first + at) * self.block_size(),
                     depth as usize * self.block_size()
-                ),
-                _ => continue,
+                )),
+                _ => None,
             };
-            refused = Some(Error::block_in_use(format!("{CALL}: block {id} {why}")));
-            break;
+            at += 1;
+            if let Some(why) = why {
+                refused = Some(Error::block_in_use(format!("{CALL}: block {id} {why}")));
+                break;
+            }
+            known_until = at;
         }
-        self.blocks.clear_offers(ids.iter().map(|id| id.0));
-        refused.map_or(Ok(known_until), Err)
+        self.blocks.clear_seen(seen.into_iter());
+        match refused {
+            Some(error) => {
+                self.blocks.clear_offers(&ids[..at]);
+                Err(error)
+            }
+            None => Ok(known_until),
+        }
     }
 
     /// The path of `seq` down to at most `limit` blocks, holes and approximate blocks included.
