@@ -81,11 +81,49 @@ test: setup ## all tests: Rust, doctests, Python, the examples of the docs
 	$(CARGO) test --quiet --profile release-checked
 	$(CARGO) test --quiet --release --manifest-path fuzz/Cargo.toml
 	$(PY) -m pytest
+	KVTRIE_BENCH_SCALE=quick $(PY) -m pytest benches/python --benchmark-disable --quiet
 
 .PHONY: bench
-bench: setup ## speed and memory of the core
+bench: setup ## speed and memory: Rust, Python, peers beside us; writes docs/benchmarks.md (a quarter of an hour)
 	$(CARGO) bench --package kvtrie-benches
-	$(CARGO) run --quiet --release --package kvtrie-benches --bin memory
+	$(PY) benches/rust_figures.py
+	$(PY) benches/python/record.py
+	$(PY) benches/python/limits.py
+	$(PY) benches/python/traces.py
+	$(MAKE) --no-print-directory bench-peers
+
+# Each peer runs in an environment of its own, with kvtrie's wheel beside it; one after the other, or they disturb each other.
+PEERS := sglang vllm
+PEER_FLAGS ?=
+
+.PHONY: bench-peers
+bench-peers: ## kvtrie and its peers on the same work, alternating in one process (PEER_FLAGS=--quick: as a test)
+	@for peer in $(PEERS); do $(MAKE) --no-print-directory bench-peers-$$peer; done
+	$(PY) benches/report.py
+
+# A peer's list of packages is complete, so nothing is resolved. A changed list makes its environment anew.
+.venv-peers/%/.packages: benches/peers/requirements/%.txt | $(VENV)/.packages
+	@echo "bench-peers: the packages of $* (about 5 GB on disk)"
+	@$(UV) venv --quiet --clear --python $(PY) $(@D)
+	@$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --requirements $<
+	@touch $@
+
+target/wheels/.built: $(VENV)/.packages pyproject.toml $(RUST_MANIFESTS) $(RUST_SOURCES) $(wildcard python/kvtrie/*.py)
+	@rm -rf target/wheels
+	@$(PY) -m maturin build --release --quiet --out target/wheels
+	@touch $@
+
+.PHONY: $(PEERS:%=bench-peers-%)
+$(PEERS:%=bench-peers-%): bench-peers-%: .venv-peers/%/.packages target/wheels/.built
+	@$(UV) pip install --quiet --python .venv-peers/$*/bin/python --no-deps --reinstall target/wheels/kvtrie-*.whl
+	OMP_NUM_THREADS=1 .venv-peers/$*/bin/python benches/peers/run.py --peer $* $(PEER_FLAGS)
+
+.SECONDARY: $(PEERS:%=.venv-peers/%/.packages)
+
+# Counts do not depend on what else the machine does, so they can fail a build where times cannot.
+.PHONY: instructions
+instructions: setup ## instructions of five key operations against the record, within 3 %
+	$(PY) benches/instructions.py
 
 .PHONY: docs
 docs: setup ## the documentation site, strict, into site/

@@ -646,8 +646,8 @@ class RadixIndex:
             `min_run - 7` positions.
         max_candidates: Places that are tried for one moved run. Kept for later versions.
         moved_runs: Whether windows of everything cached are kept, by which moved runs are found: about
-            1.1 bytes and 10 ns a token at the default `min_run`. This version keeps them and plans exact
-            reuse only: False saves that.
+            1.1 bytes and 10 ns a token at the default `min_run`. This version keeps them, but plans
+            exact reuse only: False saves that.
         seed: Seeds every internal hash, 0 to 2**64-1. With several tenants: a secret, the same on all
             ranks. Results do not depend on it.
         hash_bits: Bits kept of every internal hash, 0 to 64: a testing aid that makes collisions.

@@ -17,43 +17,67 @@
 //!
 //! # Calls and costs
 //!
-//! *n* is the number of tokens given that the sequence was not known to share when it was last used with this index;
-//! a grown sequence costs its new tokens. No call's cost depends on what else is cached but where said.
+//! *n* is the number of tokens given that the sequence was not known to share when it was last used with this index: a
+//! grown sequence costs its new tokens. That knowledge lasts while nothing in the middle of a path of its namespace leaves
+//! or is replaced, and nothing is evicted from the edge it ends in. No call's cost depends on what else is cached but where
+//! said.
 //!
 //! | call | cost |
 //! |---|---|
 //! | [`lookup`](RadixIndex::lookup) | O(*n* + ids written); allocates nothing (but see there) |
-//! | [`plan`](RadixIndex::plan) | a lookup + O(blocks in place) + expected O(log siblings) comparisons of one block |
-//! | [`insert`](RadixIndex::insert) | O(*n* + ids given); where an edge is cut, the shared part of that edge is copied once |
-//! | [`release`](RadixIndex::release) | O(blocks pinned + log leaves) |
-//! | [`evict`](RadixIndex::evict) | O(log leaves) a block |
-//! | [`discard`](RadixIndex::discard) | O(log leaves) a block; for a pinned one O(live plans); past the bound on holes, one pass over the leaves |
-//! | [`tag`](RadixIndex::tag), [`tags`](RadixIndex::tags) | O(blocks and tags of the path) |
+//! | [`plan`](RadixIndex::plan) | a lookup + O(new ids + edges newly pinned) + expected O(log siblings) comparisons of one block |
+//! | [`insert`](RadixIndex::insert) | O(*n* + ids given); where an edge is cut, its shorter part is copied once |
+//! | [`release`](RadixIndex::release) | O(edges no longer pinned + log leaves), and O(blocks pinned one by one) |
+//! | [`evict`](RadixIndex::evict) | O(log leaves) a leaf, and O(1) a block |
+//! | [`discard`](RadixIndex::discard) | O(log leaves) a block; for a pinned one O(live plans · edges of their paths + blocks pinned behind it); past the bound on holes, one pass over the nodes |
+//! | [`tag`](RadixIndex::tag), [`tags`](RadixIndex::tags) | O(*n* + blocks and tags of the path) |
 //! | [`num_evictable`](RadixIndex::num_evictable) | O(1) |
-//! | [`drop_namespace`](RadixIndex::drop_namespace), [`reset`](RadixIndex::reset) | O(blocks dropped + live plans) |
+//! | [`drop_namespace`](RadixIndex::drop_namespace), [`reset`](RadixIndex::reset) | O(blocks dropped + blocks that live plans pin there) |
 //! | [`stats`](RadixIndex::stats) | O(edges) |
-//! | [`digest`](RadixIndex::digest), [`check`](RadixIndex::check) | O(tokens held) |
+//! | [`digest`](RadixIndex::digest), [`check`](RadixIndex::check) | O(tokens held + blocks pinned, once a plan) |
 //!
-//! Nothing recurses: a chain of 10⁶ edges is walked in any stack.
+//! Nothing recurses: a chain of 10⁶ edges is walked in any stack. No table is moved as a whole: the longest pause that
+//! recurs, of 10⁵ single inserts and evictions, is in `docs/benchmarks.md`, as are the times of all calls, beside other indexes and
+//! beside what the machine allows.
 //!
 //! # Memory
 //!
-//! A cached block takes 4 · `block_size` bytes for its tokens, 4 for its id, 16 in the table of ids (in pages of 1,024
-//! ids) and, in an edge that holds an approximate block, 2 for its label. An edge takes about 200 bytes in the arena and
-//! about 45 in the edge table and the order of eviction, times the room that growing vectors keep (up to 2). Tags take 24
-//! bytes a run. At 16 tokens a block, measured:
+//! A cached block takes 4 · `block_size` bytes for its tokens, 4 for its id, 11¼ in the table of ids (in pages of 1,024
+//! ids) and, in an edge that holds an approximate block, 2 for its label. An edge takes 80 bytes in the arena; one with a
+//! sibling about 6½ in the table of children, and a leaf that may be evicted 12 in the order of eviction. An edge that
+//! grows has room for up to a quarter more, as far as it has fewer than 256 blocks; one whose front was cut off keeps up to
+//! a quarter of it. Tags take 24 bytes a run, in an edge that has any and about 200 more.
 //!
-//! | shape | bytes a token | a block | resident, a token | a block |
-//! |---|---|---|---|---|
-//! | edges of 102,400 tokens | 5.26 | 84.2 | 5.39 | 86.2 |
-//! | edges of 512 tokens | 5.85 | 93.6 | 5.81 | 93.0 |
-//! | grown by one block to 8,192 | 5.30 | 84.7 | 5.33 | 85.3 |
-//! | edges of one block | 25.4 | 406.8 | 23.0 | 367.5 |
+//! With [`moved_runs`](Config::moved_runs), one window is kept for every `min_run − 7` tokens, at about 10 bytes each in a table
+//! made for what the pool can hold: 1.1 bytes a token at a `min_run` of 16.
+//!
+//! At 16 tokens a block and without windows, measured:
+//!
+//! MEMORY_TABLE
 //!
 //! `cargo run --release -p kvtrie-benches --bin memory` prints this table: bytes asked of the allocator, and resident
 //! pages, which include what the allocator adds.
 //!
-//! # Hashes
+//! # Structure
+//!
+//! What was measured decided it; `make bench` measures it again.
+//!
+//! - Tokens of an edge lie together, ids behind them (`run`): comparing tokens takes the time of comparing that much memory,
+//!   and ids are copied as memory. A hash a block would be computed for every block of every prompt.
+//! - A node is 80 bytes (`node`): holes, labels, tags, items and uses that end inside an edge are in a record of their own
+//!   that few edges have. Nodes lie in pages (`arena`), as does the order of eviction (`lru`), and the table of children is cut
+//!   into shards (`edge_table`): no insert pays for moving one of them as a whole.
+//! - An only child is followed without hashing, and is in no table. All children stand in a treap by token order
+//!   (`siblings`), which finds the sibling that shares most of a block; a leaf leaves it without comparing anything.
+//! - A plan anchors at the deepest block of its path (`tree/pins`), and counts no pins at blocks. What is protected is counted
+//!   per node, so a pin costs a step for each edge that nobody else pins.
+//! - The order of eviction is a heap of 12 bytes a leaf, and a leaf is evicted as a whole. A list would cost less for a
+//!   touch, but a node that becomes a leaf, or a pin that ends, brings a use of any age.
+//! - The table of ids says where a block stands, and when it last left, counted in plans (`blocks`): an unpinned plan is
+//!   validated by that, without noting anything about its blocks when it is made.
+//! - A sequence remembers its place, and the ids of its last plan (`cursor`).
+//!
+//! //! # Hashes
 //!
 //! A seeded hash of (parent, first block) nominates a child where there are several. Token ids are compared before
 //! anything counts as found, so a collision costs time and never an answer. With several tenants the seed is a secret.
@@ -66,7 +90,8 @@
 //! # What it does not decide
 //!
 //! Which requests run, when to evict, what a block's bytes are, or whether approximate reuse is good enough for a model.
-//! This version plans exact reuse alone: approximate entries are kept apart and labelled, and never reused.
+//! This version plans exact reuse alone: approximate entries are kept apart and labelled, and never reused. It keeps
+//! windows for moved runs, and does not look for runs yet.
 #![forbid(unsafe_code)]
 
 mod allocator;

@@ -1,0 +1,1 @@
+"""The same work on kvtrie and on other indexes, in one process."""

@@ -1,0 +1,275 @@
+"""Times two sides of the same work, alternating in one process."""
+
+import gc
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar
+
+Row: TypeAlias = dict[str, Any]
+# What a peer's calls take and answer: their packages tell a type checker nothing.
+Untyped: TypeAlias = Any
+Prepared = TypeVar("Prepared")
+
+
+@dataclass(frozen=True)
+class Side(Generic[Prepared]):
+    """One side of a comparison.
+
+    Args:
+        prepare: Makes one call's argument, outside the clock: a fresh one each time.
+        call: The work, inside the clock.
+        settle: Takes the argument and the answer, outside the clock, and puts the state back for
+            the next call.
+        check: Takes the argument and the answer, and raises where the answer is wrong: for the
+            calls of the first round, before anything is timed, and for those of the last.
+        units: How many units of work a call does, from its argument: its time is divided by them.
+    """
+
+    prepare: Callable[[], Prepared]
+    call: Callable[[Prepared], object]
+    check: Callable[[Prepared, Any], None]
+    settle: Callable[[Prepared, Any], None] | None = None
+    units: Callable[[Prepared], int] = lambda _argument: 1
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    Args:
+        rounds: Rounds of one comparison; each round times both sides.
+        quick: Small sizes and few rounds: a test that the code works, no measurement.
+    """
+
+    rounds: int = 101
+    quick: bool = False
+
+    def of(self, full: int, quick: int) -> int:
+        """One of two sizes.
+
+        Args:
+            full: The size to measure with.
+            quick: The size to test with.
+        """
+        return quick if self.quick else full
+
+
+class WrongAnswerError(Exception):
+    """A side answered something else than the work asks for, so that its time means nothing."""
+
+
+def expect(answer: object, expected: object, what: str) -> None:
+    """Check one value of an answer.
+
+    Args:
+        answer: What a side said.
+        expected: What is right.
+        what: What it is, for the message.
+
+    Raises:
+        WrongAnswerError: They differ.
+    """
+    if answer != expected:
+        text = f"{what}: {answer!r} instead of {expected!r}"
+        raise WrongAnswerError(text)
+
+
+def compare(
+    ours: Side[Any],
+    theirs: Side[Any],
+    effort: Effort,
+    *,
+    calls: int = 1,
+    rounds: int | None = None,
+    warm: bool = False,
+) -> Row:
+    """Time both sides in turn, on the same work, and say how they compare.
+
+    Garbage collection is off, which side comes first alternates, and what reading the clock costs
+    is taken off. A round prepares `calls` arguments, times that many calls as one interval of this
+    thread's processor time, and settles them.
+
+    A warm round repeats one query: it prepares, times and drops each call by itself, after one
+    call that is not timed and that brings back what the other side has pushed out of the caches.
+    Its clock is the wall's, which is cheaper to read; medians leave out what other processes did.
+
+    Args:
+        ours: kvtrie.
+        theirs: The peer.
+        effort: How many rounds.
+        calls: Calls in one interval: enough of them that the clock's own cost does not show.
+        rounds: Another number of rounds than the effort's.
+        warm: Repeat one query.
+
+    Returns:
+        Medians, tenth and ninetieth percentiles of the rounds in µs, and the ratio of the medians.
+    """
+    sides = {"kvtrie": ours, "theirs": theirs}
+    clock = time.perf_counter_ns if warm else time.thread_time_ns
+    timed = _warm_round if warm else _round
+    for side in sides.values():
+        timed(side, calls, clock, 0, check=True)
+    count = effort.of(rounds or effort.rounds, 3)
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    overhead = _overhead(clock)
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(count):
+            for name in names if number % 2 else reversed(names):
+                last = number == count - 1
+                spent = timed(sides[name], calls, clock, overhead, check=last)
+                times[name].append(spent / 1e3)
+    finally:
+        if collecting:
+            gc.enable()
+    row: Row = {"unit": "us", "rounds": count, "calls": calls}
+    for name, values in times.items():
+        row |= _spread(name, values)
+    row["ratio"] = row["theirs"] / row["kvtrie"]
+    return row
+
+
+def pauses(
+    ours: Side[Any], theirs: Side[Any], effort: Effort, *, rounds: int, their_rounds: int
+) -> Row:
+    """Time single calls one by one: the median, the 99th percentile and the longest.
+
+    Wall time, because a pause is one whoever causes it. The sides alternate until the one with
+    fewer rounds is through.
+
+    Args:
+        ours: kvtrie.
+        theirs: The peer.
+        effort: Whether to be quick.
+        rounds: Calls of ours.
+        their_rounds: Calls of theirs, fewer where a call takes milliseconds.
+
+    Returns:
+        A row with medians, `kvtrie_p99`, `kvtrie_max` and theirs likewise.
+    """
+    counts = {"kvtrie": effort.of(rounds, 20), "theirs": effort.of(their_rounds, 20)}
+    sides = {"kvtrie": ours, "theirs": theirs}
+    clock = time.perf_counter_ns
+    for side in sides.values():
+        _round(side, 1, clock, 0, check=True)
+    overhead = _overhead(clock)
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(max(counts.values())):
+            for name, side in sides.items():
+                if number < counts[name]:
+                    spent = _round(side, 1, clock, overhead, check=number == counts[name] - 1)
+                    times[name].append(spent / 1e3)
+    finally:
+        gc.enable()
+    row: Row = {"unit": "us", "rounds": counts["kvtrie"], "calls": 1}
+    for name, values in times.items():
+        row |= _spread(name, values)
+        row[f"{name}_p99"] = percentile(values, 99)
+        row[f"{name}_max"] = max(values)
+    row["ratio"] = row["theirs"] / row["kvtrie"]
+    return row
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The nearest-rank percentile.
+
+    Args:
+        values: Any order.
+        percent: 0 to 100.
+    """
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def report(row: Row) -> Row:
+    """Print one row as it comes, and hand it back.
+
+    Args:
+        row: A finished row, with `work` and `peer`.
+    """
+    goal = row.get("goal")
+    wanted = "" if goal is None else f"  (goal {goal:g})"
+    print(
+        f"{row['peer']:<16} {row['work']:<86} kvtrie {row['kvtrie']:>10.3f}  "
+        f"theirs {row['theirs']:>11.3f} {row['unit']}  ratio {row['ratio']:>8.1f}{wanted}",
+        flush=True,
+    )
+    if "kvtrie_max" in row:
+        print(
+            f"{'':16}   single calls: kvtrie p99 {row['kvtrie_p99']:.2f}, "
+            f"longest {row['kvtrie_max']:.1f}; theirs p99 {row['theirs_p99']:.1f}, "
+            f"longest {row['theirs_max']:.1f}",
+            flush=True,
+        )
+    return row
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is resident, after a collection."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+
+def _round(
+    side: Side[Any], calls: int, clock: Callable[[], int], overhead: float, *, check: bool
+) -> float:
+    call = side.call
+    prepared = [side.prepare() for _ in range(calls)]
+    answers: list[object] = [None] * calls
+    units = sum(map(side.units, prepared))
+    start = clock()
+    for number, argument in enumerate(prepared):
+        answers[number] = call(argument)
+    end = clock()
+    for argument, answer in zip(prepared, answers, strict=True):
+        if check:
+            side.check(argument, answer)
+        if side.settle is not None:
+            side.settle(argument, answer)
+    return (end - start - overhead) / units
+
+
+def _warm_round(
+    side: Side[Any], calls: int, clock: Callable[[], int], overhead: float, *, check: bool
+) -> float:
+    call, prepare = side.call, side.prepare
+    spent = 0.0
+    for number in range(calls + 1):
+        argument = prepare()
+        start = clock()
+        answer = call(argument)
+        end = clock()
+        if number:
+            spent += (end - start - overhead) / side.units(argument) / calls
+        if check:
+            side.check(argument, answer)
+        if side.settle is not None:
+            side.settle(argument, answer)
+        del argument, answer
+    return spent
+
+
+def _overhead(clock: Callable[[], int]) -> float:
+    empty = []
+    for _ in range(501):
+        start = clock()
+        empty.append(clock() - start)
+    return statistics.median(empty)
+
+
+def _spread(name: str, values: list[float]) -> Row:
+    return {
+        name: statistics.median(values),
+        f"{name}_p10": percentile(values, 10),
+        f"{name}_p90": percentile(values, 90),
+    }

@@ -1,0 +1,154 @@
+"""kvtrie's side of every comparison: an index, its pool, and the calls of an engine."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from workloads.documents import BLOCK_SIZE, Tokens
+from workloads.trees import Tree
+
+import kvtrie
+
+COMPUTED = kvtrie.COMPUTED
+NAMESPACE = kvtrie.Namespace(model="model", kv_dtype="bfloat16", salt=kvtrie.SHARED)
+
+Blocks = npt.NDArray[np.int32]
+
+
+class Ours:
+    """An index whose pool holds so many tokens.
+
+    Args:
+        cached_tokens: Tokens that the pool holds.
+        moved_runs: Whether the index keeps fingerprints. No peer finds moved runs, so rows that are
+            compared leave them off.
+    """
+
+    def __init__(self, cached_tokens: int, *, moved_runs: bool = False) -> None:
+        num_blocks = -(-cached_tokens // BLOCK_SIZE)
+        self.index = kvtrie.RadixIndex(num_blocks, BLOCK_SIZE, moved_runs=moved_runs)
+        self.pool = kvtrie.BlockAllocator(num_blocks)
+
+    def sequence(self, tokens: Tokens | Sequence[int]) -> kvtrie.TokenSequence:
+        """A fresh sequence, which no index has seen.
+
+        Args:
+            tokens: Its tokens.
+        """
+        return kvtrie.TokenSequence(tokens, NAMESPACE)
+
+    def room(self, tokens: int) -> Blocks:
+        """Block ids for so many tokens, evicted where none are free.
+
+        Args:
+            tokens: A multiple of the block size.
+        """
+        return self.pool.allocate(tokens // BLOCK_SIZE, evict_from=self.index)
+
+    def store(self, tokens: Tokens, start: int = 0) -> Blocks:
+        """Insert tokens and answer the ids that back them from `start` on.
+
+        Args:
+            tokens: From position 0 on, whole blocks.
+            start: Where the new ones start.
+        """
+        blocks = self.room(len(tokens) - start)
+        done = self.index.insert(
+            self.sequence(tokens),
+            blocks,
+            num_computed=len(tokens),
+            start=start,
+            source=kvtrie.COMPUTED,
+        )
+        self.pool.free(done.duplicates)
+        return done.blocks
+
+    def store_all(self, documents: Iterable[Tokens]) -> None:
+        """Insert documents, each in one edge.
+
+        Args:
+            documents: Whole blocks each.
+        """
+        for tokens in documents:
+            self.store(tokens)
+
+    def grow(self, tree: Tree) -> None:
+        """Insert a tree step by step.
+
+        Args:
+            tree: What to insert.
+        """
+        for tokens, start in tree.inserts():
+            self.store(tokens, start)
+
+    def lookup(self, seq: kvtrie.TokenSequence) -> Blocks:
+        """The ids that back a sequence.
+
+        Args:
+            seq: What to look for.
+        """
+        return self.index.lookup(seq).blocks
+
+    def lookup_tokens(self, tokens: Tokens | Sequence[int]) -> Blocks:
+        """The ids that back token ids which are no sequence yet.
+
+        Args:
+            tokens: What to look for.
+        """
+        return self.index.lookup(kvtrie.TokenSequence(tokens, NAMESPACE)).blocks
+
+    def turn(self, tokens: kvtrie.TokenSequence | Tokens | Sequence[int]) -> tuple[int, Blocks]:
+        """A whole turn of a request: look up, plan, allocate (which evicts), insert, release.
+
+        Args:
+            tokens: The prompt: a sequence, or anything that a sequence is made from.
+
+        Returns:
+            How many tokens were found, and the block table afterwards.
+        """
+        index, pool = self.index, self.pool
+        if isinstance(tokens, kvtrie.TokenSequence):
+            seq = tokens
+        else:
+            seq = kvtrie.TokenSequence(tokens, NAMESPACE)
+        found = index.lookup(seq, keep_last=1).num_tokens
+        plan = index.plan(seq, keep_last=1)
+        fresh = pool.allocate(plan.num_new_blocks, evict_from=index)
+        held = plan.blocks
+        start = len(held) * BLOCK_SIZE
+        done = index.insert(seq, fresh, num_computed=len(seq), start=start, source=plan)
+        pool.free(done.duplicates)
+        pool.free(done.surplus)
+        plan.release()
+        return found, np.concatenate([held, done.blocks])
+
+    def step(self, sequences: list[kvtrie.TokenSequence]) -> tuple[Blocks, Blocks]:
+        """The same for many requests at once, through the calls that take many.
+
+        Args:
+            sequences: The prompts.
+
+        Returns:
+            The ids that were found and the ids behind the new tokens, each one request after the
+            other.
+        """
+        index, pool = self.index, self.pool
+        batch = index.plan_many(sequences, keep_last=1)
+        counts = batch.num_new_blocks
+        offsets = np.zeros(len(sequences) + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        fresh = pool.allocate(int(offsets[-1]), evict_from=index)
+        held = batch.blocks
+        starts = np.diff(batch.offsets) * BLOCK_SIZE
+        done = index.insert_many(
+            sequences,
+            fresh,
+            offsets,
+            [len(seq) for seq in sequences],
+            sources=[plan for plan in batch.plans if plan is not None],
+            starts=starts.tolist(),
+        )
+        pool.free(done.duplicates)
+        pool.free(done.surplus)
+        index.release_many(batch.plans)
+        return held, done.blocks

@@ -1,0 +1,155 @@
+"""SGLang's side of every comparison: one of its radix caches and the allocator beneath it.
+
+The caches are driven as SGLang's scheduler drives them: `match_prefix`, then `path_device_indices`
+for the token indices, `lock` and `unlock`, `evict`, `alloc` and `insert`, over the paged allocator
+of the release with pages of 16. A key (`RadixKey` over an `array("q")`) is what a `TokenSequence`
+is here; a call's parameter object is made inside the call, as its scheduler makes it.
+"""
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from workloads.documents import BLOCK_SIZE, Tokens
+from workloads.trees import Tree
+
+from peers.harness import Untyped, expect
+
+RUST = "SGLang Rust"
+PYTHON = "SGLang Python"
+
+_EMPTY = torch.empty(0, dtype=torch.int64)
+
+
+class Theirs:
+    """One of SGLang's radix caches and its pool.
+
+    Args:
+        cached_tokens: Tokens that the pool holds.
+        core: `RUST` or `PYTHON`.
+    """
+
+    def __init__(self, cached_tokens: int, core: str) -> None:
+        self.pool = PagedTokenToKVPoolAllocator(
+            size=-(-cached_tokens // BLOCK_SIZE) * BLOCK_SIZE,
+            page_size=BLOCK_SIZE,
+            dtype=torch.bfloat16,
+            device="cpu",
+            kvcache=None,
+            need_sort=False,
+        )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=self.pool,
+            page_size=BLOCK_SIZE,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend="rust",
+        )
+        self.cache = UnifiedRadixCache(params) if core == RUST else RadixCache(params)
+
+    def key(self, tokens: Tokens) -> Untyped:
+        """A key over tokens.
+
+        Args:
+            tokens: What it names.
+        """
+        return RadixKey(array("q", tokens.astype(np.int64).tobytes()))
+
+    def match(self, key: Untyped) -> tuple[Untyped, torch.Tensor]:
+        """The node where a key's match ends, and the indices up to there.
+
+        Args:
+            key: What to look for.
+        """
+        found = self.cache.match_prefix(MatchPrefixParams(key=key))
+        node = found.last_device_node
+        return node, self.cache.path_device_indices(node)
+
+    def room(self, tokens: int) -> torch.Tensor:
+        """Indices for so many tokens, evicted where none are free.
+
+        Args:
+            tokens: A multiple of the page size.
+        """
+        missing = tokens - self.pool.available_size()
+        if missing > 0:
+            self.cache.evict(EvictParams(num_tokens=missing))
+        indices: torch.Tensor = self.pool.alloc(tokens)
+        return indices
+
+    def insert(self, key: Untyped, indices: torch.Tensor, held: int = 0) -> Untyped:
+        """Insert a key with its indices, one a token.
+
+        Args:
+            key: What to insert.
+            indices: From position 0 on.
+            held: Tokens whose indices are the cache's already: it frees duplicates behind them.
+        """
+        return self.cache.insert(InsertParams(key=key, value=indices, prev_prefix_len=held))
+
+    def evict(self, tokens: int) -> int:
+        """Evict at least so many tokens if there are any, and answer how many went.
+
+        Args:
+            tokens: How many.
+        """
+        evicted: int = self.cache.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted
+        return evicted
+
+    def expect_balance(self) -> None:
+        """Check that every index is free or cached, and none is both."""
+        free, cached = self.pool.available_size(), self.cache.evictable_size()
+        expect(free + cached, self.pool.size, "SGLang's free and cached indices")
+
+    def store(self, tokens: Tokens, start: int = 0) -> None:
+        """Insert tokens whose first `start` are cached.
+
+        Args:
+            tokens: From position 0 on, whole pages.
+            start: Where the new ones start.
+        """
+        held = self.match(self.key(tokens[:start]))[1] if start else _EMPTY
+        fresh = self.room(len(tokens) - start)
+        self.insert(self.key(tokens), torch.cat([held, fresh]), start)
+
+    def store_all(self, documents: Iterable[Tokens]) -> None:
+        """Insert documents, each in one edge.
+
+        Args:
+            documents: Whole pages each.
+        """
+        for tokens in documents:
+            self.store(tokens)
+
+    def grow(self, tree: Tree) -> None:
+        """Insert a tree step by step.
+
+        Args:
+            tree: What to insert.
+        """
+        for tokens, start in tree.inserts():
+            self.store(tokens, start)
+
+    def turn(self, key: Untyped) -> tuple[int, torch.Tensor]:
+        """A whole turn of a request: match, lock, evict and allocate, insert, unlock.
+
+        Args:
+            key: The prompt.
+
+        Returns:
+            How many tokens were found, and the row of indices afterwards.
+        """
+        node, held = self.match(key)
+        lock = self.cache.lock(node)
+        row = torch.cat([held, self.room(len(key) - len(held))])
+        self.insert(key, row, len(held))
+        self.cache.unlock(lock)
+        return len(held), row

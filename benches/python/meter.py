@@ -1,0 +1,116 @@
+"""One benchmark: rounds over fresh inputs, and the columns of its row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from forest import QUICK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_benchmark.fixture import BenchmarkFixture
+
+    import kvtrie
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+BATCH_BYTES = 512 * 1024
+
+
+def calls_for(length: int, bytes_a_token: int = 4) -> int:
+    """Calls in a round whose inputs are `length` tokens each."""
+    return max(1, min(64, BATCH_BYTES // (length * bytes_a_token)))
+
+
+class Meter:
+    """Times a loop over fresh inputs and notes what the published tables need."""
+
+    def __init__(self, benchmark: BenchmarkFixture) -> None:
+        self._benchmark = benchmark
+
+    def __call__(
+        self,
+        work: str,
+        target: Callable[[Sequence[T]], R],
+        fresh: Callable[[], T],
+        *,
+        calls: int,
+        rounds: int = 400,
+        index: kvtrie.RadixIndex | None = None,
+        after: Callable[[], None] = lambda: None,
+        **notes: object,
+    ) -> R:
+        """Run one benchmark.
+
+        Args:
+            work: The row's name in the tables.
+            target: Loops over its inputs; what it returns is returned from here for the last round.
+            fresh: Makes one input.
+            calls: Inputs in a round.
+            rounds: How many rounds, of which a quick run makes two.
+            index: Whose counters of nodes and bytes are noted, if it has them.
+            after: Restores the state behind each round; a second call in a row does nothing.
+            notes: Further columns of the row.
+        """
+        columns: dict[str, Any] = {"work": work, "calls": calls, **notes}
+        if index is not None:
+            columns |= counted(index, lambda: target([fresh() for _ in range(calls)]), calls)
+            after()
+
+        def setup() -> tuple[tuple[list[T]], dict[str, object]]:
+            return ([fresh() for _ in range(calls)],), {}
+
+        def teardown(_inputs: Sequence[T]) -> None:
+            after()
+
+        result: R = self._benchmark.pedantic(  # type: ignore[no-untyped-call]
+            target,
+            setup=setup,
+            teardown=teardown,
+            rounds=2 if QUICK else rounds,
+            warmup_rounds=1 if QUICK else min(20, rounds // 10 + 1),
+        )
+        # Without a clock nothing has called it yet.
+        after()
+        self._note(columns)
+        return result
+
+    def single(
+        self, work: str, target: Callable[[], R], before: Callable[[], None], *, rounds: int
+    ) -> R:
+        """Time every call by itself, to see the slowest; the clock itself adds 0.1 to 0.5 µs.
+
+        Args:
+            work: The row's name in the tables.
+            target: The call.
+            before: Restores the state before each call.
+            rounds: How many calls, of which a quick run makes ten.
+        """
+        result: R = self._benchmark.pedantic(  # type: ignore[no-untyped-call]
+            target, setup=before, rounds=10 if QUICK else rounds, warmup_rounds=10
+        )
+        self._note({"work": work, "calls": 1, "single_calls": True})
+        return result
+
+    def _note(self, columns: dict[str, Any]) -> None:
+        """Put the columns where `record.py` finds them, with percentiles in µs a call."""
+        stats = self._benchmark.stats
+        if stats is not None:
+            times = stats.stats.sorted_data
+            for name, share in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+                seconds = times[min(int(share * len(times)), len(times) - 1)]
+                columns[name] = seconds / columns["calls"] * 1e6
+            columns["max"] = times[-1] / columns["calls"] * 1e6
+        self._benchmark.extra_info.update(columns)
+
+
+def counted(index: kvtrie.RadixIndex, act: Callable[[], object], calls: int) -> dict[str, float]:
+    """Nodes visited and bytes compared a call, from the index's own counters; {} without them."""
+    names = ("nodes_visited", "bytes_compared")
+    stats = index.stats()
+    before = {name: getattr(stats, name) for name in names if hasattr(stats, name)}
+    act()
+    stats = index.stats()
+    return {name: (getattr(stats, name) - old) / calls for name, old in before.items()}

@@ -1,0 +1,33 @@
+//! Times of the index's calls, beside 10⁶ cached blocks of 16 tokens where nothing else is said.
+//!
+//! That is 64 MB of token ids and 4 MB of block ids, more than the caches of most processors: *warm* repeats one query,
+//! *cold* draws one at random of all that are cached. Either way every call gets a fresh sequence, so that nothing is
+//! known of it before; only the group `grown` measures sequences that were used before. Every call's answer is checked.
+//!
+//! Run as tests (`cargo test --benches`), everything is small and runs once.
+
+mod change;
+mod growth;
+mod lookup;
+mod setup;
+mod turn;
+
+use std::time::Duration;
+
+use criterion::{Criterion, criterion_group, criterion_main};
+
+/// What the table needs, not more: the whole run stays within minutes.
+fn settings() -> Criterion {
+    Criterion::default()
+        .sample_size(30)
+        .warm_up_time(Duration::from_millis(500))
+        .measurement_time(Duration::from_secs(2))
+}
+
+criterion_group! {
+    name = benches;
+    config = settings();
+    targets = lookup::edges, lookup::misses, lookup::grown, growth::growth, change::insert, change::evict, change::pin,
+        change::crowd, turn::turn
+}
+criterion_main!(benches);
