@@ -156,26 +156,27 @@ impl Below {
     const QUEUED: u32 = 1 << 31;
 }
 
-/// One edge of the forest with its lower end.
+/// One edge of the forest with its lower end. In this order: what a walk up or down reads lies together.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Node {
     pub(crate) run: Run,
     extras: Option<Box<Extras>>,
-    /// Last use of the whole edge by a path that ends at its lower end; 0 if there was none.
-    stamp: u64,
-    pub(crate) tree: u32,
     pub(crate) parent: NodeIndex,
+    /// Children that have a protected block, and [`Self::ANCHORED`].
+    pub(crate) protection: u32,
     /// Blocks above this edge.
     pub(crate) depth: Depth,
     below: Below,
+    /// Last use of the whole edge by a path that ends at its lower end; 0 if there was none.
+    stamp: u64,
+    pub(crate) tree: u32,
     /// Siblings in token order: the node's links in a treap whose root the parent holds.
     pub(crate) left: NodeIndex,
     pub(crate) right: NodeIndex,
     pub(crate) up: NodeIndex,
     /// Hash of the first block under the parent; known while there is a sibling.
     pub(crate) hash: u32,
-    /// Children that have a protected block, and [`Self::ANCHORED`].
-    pub(crate) protection: u32,
     /// Counts what makes handles stale; the arena's.
     pub(crate) generation: u32,
 }

@@ -5,6 +5,7 @@
 
 /// Blocks of an edge: `block_size` tokens and an id each, at positions `0..len`.
 #[derive(Debug, Default)]
+#[repr(C)]
 pub(crate) struct Run {
     /// Tokens of all blocks there is room for, then their ids.
     data: Box<[u32]>,

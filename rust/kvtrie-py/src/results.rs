@@ -1,11 +1,10 @@
 //! `Match` and `InsertResult`.
 
 use kvtrie_core::{BlockId, Inserted};
-use numpy::PyArray1;
 use pyo3::prelude::*;
 
 use crate::hints::Ids;
-use crate::output::{ids, listed, raw};
+use crate::output::{ids, listed};
 
 /// What `RadixIndex.lookup` found.
 ///
@@ -22,16 +21,12 @@ use crate::output::{ids, listed, raw};
 #[pyclass(frozen, module = "kvtrie", name = "Match")]
 pub(crate) struct PyMatch {
     num_tokens: usize,
-    /// As arrays hold them, so that an array is one copy.
-    blocks: Vec<i32>,
+    blocks: Vec<BlockId>,
 }
 
 impl PyMatch {
     pub(crate) fn new(num_tokens: usize, blocks: Vec<BlockId>) -> Self {
-        Self {
-            num_tokens,
-            blocks: blocks.into_iter().map(raw).collect(),
-        }
+        Self { num_tokens, blocks }
     }
 }
 
@@ -46,7 +41,7 @@ impl PyMatch {
     /// Ids that back the tokens from `start` on (int32), empty where the match is shorter.
     #[getter]
     fn blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
-        PyArray1::from_slice(py, &self.blocks).into()
+        ids(py, &self.blocks)
     }
 
     fn __repr__(&self) -> String {
