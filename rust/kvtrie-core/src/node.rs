@@ -1,150 +1,12 @@
-//! The node record: an edge of whole blocks, its links, and who used it last. 80 bytes, so that a crowd of leaves is small.
+//! The node record: an edge of whole blocks with its links. 80 bytes, so that a crowd of leaves is small.
 //!
 //! What few edges have (holes, labels, tags, items, uses that end inside) lies in [`Extras`], made when first needed.
 
-use std::collections::BTreeMap;
-
-use smallvec::SmallVec;
-
+use crate::extras::Extras;
 use crate::ids::{ABSENT, BlockId, Depth, NO_NODE, NodeIndex};
+use crate::payload::{Label, Payload};
 use crate::run::Run;
-use crate::span::Tags;
 use crate::tokens::{Item, View};
-
-/// How exact an entry is, and how often its KV was placed elsewhere: the class in one bit, the hops in fifteen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Label(u16);
-
-impl Label {
-    pub(crate) const EXACT: Self = Self(0);
-    /// The most hops that a label can hold.
-    pub(crate) const MAX_HOPS: u16 = (1 << 15) - 1;
-
-    pub(crate) fn approximate(hops: u16) -> Self {
-        Self(1 << 15 | hops.min(Self::MAX_HOPS))
-    }
-
-    pub(crate) fn is_exact(self) -> bool {
-        self.0 >> 15 == 0
-    }
-
-    pub(crate) fn hops(self) -> u16 {
-        self.0 & Self::MAX_HOPS
-    }
-}
-
-/// What backs one block of a path: today one block id and its label. Layers that need several ids a position go here.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Payload {
-    pub(crate) id: u32,
-    pub(crate) label: Label,
-}
-
-impl Payload {
-    pub(crate) const HOLE: Self = Self {
-        id: ABSENT,
-        label: Label::EXACT,
-    };
-
-    pub(crate) fn is_present(self) -> bool {
-        self.id != ABSENT
-    }
-
-    pub(crate) fn is_exact(self) -> bool {
-        self.is_present() && self.label.is_exact()
-    }
-}
-
-/// Uses of paths that end inside an edge.
-///
-/// A use of a path stamps every block above its end, so it is kept once, at the deepest node: the stamp of a block is
-/// the latest among the uses that end behind it. A node that loses a child takes over the child's latest use.
-#[derive(Debug, Default)]
-pub(crate) struct InnerUses {
-    /// (depth at which a use ended, stamp): ends descend, stamps ascend, so every pair says something.
-    paths: SmallVec<[(Depth, u64); 2]>,
-}
-
-impl InnerUses {
-    /// A use that ends behind the block `end - 1`, newer than all others.
-    fn touch(&mut self, end: Depth, stamp: u64) {
-        while self.paths.last().is_some_and(|&(old, _)| old <= end) {
-            self.paths.pop();
-        }
-        self.paths.push((end, stamp));
-    }
-
-    /// A use of the whole edge hides what is older.
-    fn cover(&mut self, stamp: u64) {
-        let hidden = self.paths.partition_point(|&(_, old)| old <= stamp);
-        self.paths.drain(..hidden);
-    }
-
-    /// Last use of the block at `depth` that ends inside the edge; 0 if there was none.
-    fn stamp(&self, depth: Depth) -> u64 {
-        let behind = self.paths.partition_point(|&(end, _)| end > depth);
-        behind.checked_sub(1).map_or(0, |at| self.paths[at].1)
-    }
-
-    fn latest(&self) -> u64 {
-        self.paths.last().map_or(0, |&(_, stamp)| stamp)
-    }
-
-    /// The edge ends at `end` from here on: answers the latest use that reaches there, which is inside no more.
-    fn truncate(&mut self, end: Depth) -> u64 {
-        let beyond = self.paths.partition_point(|&(old, _)| old >= end);
-        let latest = beyond.checked_sub(1).map_or(0, |at| self.paths[at].1);
-        self.paths.drain(..beyond);
-        latest
-    }
-
-    /// Splits off the uses that ended at or before `end`.
-    fn split_front(&mut self, end: Depth) -> Self {
-        let behind = self.paths.partition_point(|&(old, _)| old > end);
-        Self {
-            paths: self.paths.drain(behind..).collect(),
-        }
-    }
-}
-
-/// What few edges have.
-#[derive(Debug, Default)]
-pub(crate) struct Extras {
-    /// Of every block, or empty while every block is exact.
-    labels: Vec<Label>,
-    num_holes: u32,
-    num_approximate: u32,
-    /// Items that reach into the edge, in absolute positions.
-    pub(crate) items: Vec<Item>,
-    pub(crate) tags: Tags,
-    uses: InnerUses,
-    /// Last use of a block as the source of a copy, by depth: such a use does not stamp what lies above.
-    pub(crate) source_uses: BTreeMap<Depth, u64>,
-}
-
-impl Extras {
-    fn is_empty(&self) -> bool {
-        self.num_holes == 0
-            && self.num_approximate == 0
-            && self.items.is_empty()
-            && self.tags.runs().is_empty()
-            && self.uses.paths.is_empty()
-            && self.source_uses.is_empty()
-    }
-
-    fn heap_bytes(&self) -> usize {
-        size_of::<Self>()
-            + self.labels.capacity() * size_of::<Label>()
-            + self.items.capacity() * size_of::<Item>()
-            + self.tags.heap_bytes()
-            + if self.uses.paths.spilled() {
-                self.uses.paths.capacity()
-            } else {
-                0
-            } * size_of::<(Depth, u64)>()
-            + self.source_uses.len() * (size_of::<(Depth, u64)>() + size_of::<usize>())
-    }
-}
 
 /// What a node has below it, in one word: an inner node its children, a leaf its place in the order of eviction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -224,7 +86,7 @@ impl Node {
 
     /// Depth of the edge's lower end.
     pub(crate) fn end(&self) -> Depth {
-        self.depth + crate::ids::depth(self.run.len())
+        self.depth + self.run.num_blocks()
     }
 
     pub(crate) fn is_root(&self) -> bool {
@@ -458,6 +320,9 @@ impl Node {
 
     /// Present blocks of the edge.
     pub(crate) fn present(&self, block_size: usize) -> u32 {
+        if self.extras.is_none() {
+            return self.run.num_blocks();
+        }
         self.num_present(self.depth, self.end(), block_size)
     }
 
@@ -469,7 +334,7 @@ impl Node {
         }
         self.stamp = stamp;
         if let Some(extras) = &mut self.extras {
-            extras.uses.paths.clear();
+            extras.uses.clear();
             self.prune();
         }
     }
@@ -619,12 +484,5 @@ mod tests {
                 prop_assert_eq!(edge.is_plain(), holes + approximate == 0);
             }
         }
-    }
-
-    #[test]
-    fn label_keeps_class_and_hops() {
-        assert!(Label::EXACT.is_exact());
-        let label = Label::approximate(7);
-        assert_eq!((label.is_exact(), label.hops()), (false, 7));
     }
 }

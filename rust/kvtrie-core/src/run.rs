@@ -23,6 +23,11 @@ impl Run {
         self.len as usize
     }
 
+    /// As [`Self::len`], in the unit of depths.
+    pub(crate) fn num_blocks(&self) -> u32 {
+        self.len
+    }
+
     fn capacity(&self, block_size: usize) -> usize {
         self.data.len() / (block_size + 1)
     }

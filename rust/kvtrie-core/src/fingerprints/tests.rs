@@ -157,56 +157,6 @@ proptest! {
         }
         prop_assert_eq!((table.len(), table.buckets, table.links.bytes), (0, 0, 0));
     }
-
-    #[test]
-    fn hashes_every_window_as_it_would_alone(
-        tokens in prop::collection::vec(any::<u32>(), 0..200),
-        space in any::<u64>(),
-        bits in 0_u32..=64,
-    ) {
-        let hasher = WindowHasher::new(7, bits);
-        let mut hashes = vec![0; (tokens.len() + 1).saturating_sub(WINDOW)];
-        hasher.hash_all(space, &tokens, &mut hashes);
-        for (hash, window) in hashes.iter().zip(tokens.windows(WINDOW)) {
-            prop_assert_eq!(*hash, hasher.hash(space, window.try_into().unwrap()));
-            prop_assert_eq!(hash.checked_shl(bits).unwrap_or(0), 0);
-        }
-    }
-}
-
-#[test]
-fn tells_windows_tokens_orders_spaces_and_seeds_apart() {
-    let hasher = WindowHasher::new(1, 64);
-    let window = [5, 6, 7, 8, 9, 10, 11, 12];
-    let mut seen = BTreeSet::from([hasher.hash(0, &window)]);
-    assert!(seen.insert(hasher.hash(1, &window)));
-    assert!(seen.insert(WindowHasher::new(2, 64).hash(0, &window)));
-    for at in 0..WINDOW {
-        for bit in 0..32 {
-            let mut other = window;
-            other[at] ^= 1 << bit;
-            assert!(seen.insert(hasher.hash(0, &other)));
-        }
-        for with in at + 1..WINDOW {
-            let mut other = window;
-            other.swap(at, with);
-            assert!(seen.insert(hasher.hash(0, &other)));
-        }
-    }
-}
-
-#[test]
-fn spreads_windows_of_plain_tokens_evenly() {
-    let hasher = WindowHasher::new(1, 64);
-    let mut kept = BTreeSet::new();
-    let mut heads = [0_u32; 64];
-    for n in 0..20_000 {
-        let hash = hasher.hash(0, &[0, 0, n % 10, 1, 1, n / 10, 0, 0]);
-        kept.insert(hash >> 28);
-        heads[index(hash >> 58)] += 1;
-    }
-    assert!(kept.len() > 19_990);
-    assert!(heads.iter().all(|&count| (220..420).contains(&count)));
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! Edges come, grow, are cut in two and go.
 
 use crate::ids::{ABSENT, BlockId, Depth, NO_NODE, NodeIndex};
-use crate::node::{Label, Node};
+use crate::node::Node;
+use crate::payload::Label;
 use crate::siblings;
 use crate::tokens::{Item, View};
 use crate::tree::RadixIndex;

@@ -3,7 +3,8 @@
 use crate::blocks::Place;
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, Depth, depth};
-use crate::node::{Label, Node, Payload};
+use crate::node::Node;
+use crate::payload::{Label, Payload};
 use crate::plan::ReusePlan;
 use crate::span::Span;
 use crate::tokens::TokenSequence;

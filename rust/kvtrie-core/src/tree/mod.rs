@@ -1,4 +1,4 @@
-//! The radix forest: its fields, its counters, and how a path is found.
+//! The radix forest: what an index consists of.
 
 mod content;
 mod edges;
@@ -8,6 +8,7 @@ mod pins;
 mod recency;
 mod remove;
 mod tags;
+mod walk;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,25 +19,23 @@ use hashbrown::HashMap;
 
 use crate::arena::Arena;
 use crate::blocks::BlockTable;
-use crate::cursor::Cursor;
 use crate::edge_table::EdgeTable;
 use crate::error::{Error, Result};
 use crate::hash::EdgeHasher;
-use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex, depth};
+use crate::ids::{BlockId, NO_NODE, NodeIndex};
 use crate::lease::Lease;
 use crate::lru::EvictionOrder;
 use crate::namespace::Namespace;
 use crate::node::Node;
-use crate::siblings;
 use crate::slab::Slab;
 use crate::span::Kinds;
-use crate::tokens::{TokenSequence, View};
 use crate::windows::Windows;
 
 use pins::Anchors;
 
 pub use insert::{Imported, InsertOptions, Inserted, Source};
 pub use lookup::{Effort, LookupOptions, Match};
+pub(crate) use walk::{Position, Walked, Work};
 
 /// What an index is made for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -86,13 +85,6 @@ pub(crate) struct Tree {
     pub(crate) version: u64,
 }
 
-/// A place in a tree: `depth` blocks from the root, `node` being the edge that holds the last of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Position {
-    pub(crate) node: NodeIndex,
-    pub(crate) depth: Depth,
-}
-
 /// A forest of radix trees, one a namespace, that maps token runs to block ids.
 ///
 /// See the [crate's documentation](crate) for what it promises and what its calls cost.
@@ -131,22 +123,6 @@ pub struct RadixIndex {
     pub(crate) num_holes: u64,
     pub(crate) unknown_discards: u64,
     pub(crate) work: Work,
-}
-
-/// How far a sequence was followed.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Walked {
-    pub(crate) at: Position,
-    pub(crate) work: Work,
-    /// Effort was spent before the path ended.
-    pub(crate) gave_up: bool,
-}
-
-/// What finding paths has cost since the index was made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Work {
-    pub(crate) nodes_visited: u64,
-    pub(crate) bytes_compared: u64,
 }
 
 impl RadixIndex {
@@ -308,216 +284,6 @@ impl RadixIndex {
         Position {
             node: root,
             depth: 0,
-        }
-    }
-
-    /// Where the sequence's cursor stands, with how far the blocks above are exact.
-    pub(crate) fn at_cursor(&self, seq: &TokenSequence) -> Option<(Position, Depth)> {
-        let cursor = seq
-            .cursor
-            .as_ref()
-            .filter(|cursor| cursor.index == self.uid)?;
-        if !self.nodes.knows(cursor.node) {
-            return None;
-        }
-        let tree = self.nodes[cursor.node.index].tree;
-        if self.trees[tree].version != cursor.version {
-            return None;
-        }
-        Some((
-            self.normal(Position {
-                node: cursor.node.index,
-                depth: cursor.present,
-            }),
-            cursor.exact,
-        ))
-    }
-
-    /// Remembers that the first blocks of `seq` are the present path down to `at`, exact in the first `exact` blocks.
-    /// `walked` edges lie behind where the cursor stood before.
-    pub(crate) fn set_cursor(
-        &self,
-        seq: &mut TokenSequence,
-        at: Position,
-        exact: Depth,
-        walked: u64,
-    ) {
-        let node = &self.nodes[at.node];
-        // Ids that were right when the old cursor was, and do not reach behind the new one, still are.
-        let known = self.at_cursor(seq).is_some();
-        let old = seq.cursor.take().filter(|_| known);
-        let edges = old.as_ref().map_or(0, |old| old.edges) + walked;
-        let ids = old.and_then(|old| old.ids);
-        let ids = ids.filter(|ids| ids.len() <= at.depth as usize);
-        seq.cursor = (at.depth > 0).then(|| Cursor {
-            index: self.uid,
-            node: self.nodes.handle(at.node),
-            version: self.trees[node.tree].version,
-            present: at.depth,
-            exact,
-            block_size: self.block_size(),
-            edges,
-            ids,
-        });
-    }
-
-    /// The ids of the path of `seq` down to `at`: those that its cursor remembers are not read again.
-    pub(crate) fn remembered_ids(
-        &self,
-        seq: &mut TokenSequence,
-        at: Position,
-    ) -> Arc<Vec<BlockId>> {
-        let is_known = self.at_cursor(seq).is_some();
-        let cursor = seq.cursor.as_mut().filter(|_| is_known);
-        let known = cursor.as_ref().and_then(|cursor| cursor.ids.clone());
-        if let Some(ids) = &known
-            && ids.len() >= at.depth as usize
-        {
-            return Arc::clone(ids);
-        }
-        let mut ids = Vec::new();
-        let from = known.as_ref().map_or(0, |known| known.len());
-        self.path_ids(at, depth(from), &mut ids);
-        if let Some(known) = known {
-            ids.splice(..0, known.iter().copied());
-        }
-        let ids = Arc::new(ids);
-        if let Some(cursor) = cursor {
-            cursor.ids = Some(Arc::clone(&ids));
-        }
-        ids
-    }
-
-    /// The same place, named by the edge that holds the block before it.
-    pub(crate) fn normal(&self, mut at: Position) -> Position {
-        while at.depth <= self.nodes[at.node].depth && !self.nodes[at.node].is_root() {
-            at.node = self.nodes[at.node].parent;
-        }
-        at
-    }
-
-    /// Follows `tokens` from `at` down, block by block, to at most `limit`, or until `effort` is spent: at least a block and
-    /// an edge further. Of an edge, the blocks before `within(node, from, to)` are looked at, and what is the same there is
-    /// told to `pass(node, from, to)`.
-    pub(crate) fn walk(
-        &self,
-        tokens: View<'_>,
-        mut at: Position,
-        limit: Depth,
-        effort: Effort,
-        within: impl Fn(&Node, Depth, Depth) -> Depth,
-        mut pass: impl FnMut(&Node, Depth, Depth),
-    ) -> Walked {
-        let block_size = self.block_size();
-        let mut work = Work::default();
-        let gave_up = loop {
-            let node = &self.nodes[at.node];
-            work.nodes_visited += 1;
-            let end = node.end();
-            if at.depth < end {
-                let wanted = within(node, at.depth, end.min(limit));
-                let left = effort.bytes.saturating_sub(work.bytes_compared);
-                let affordable = usize::try_from(left).unwrap_or(usize::MAX) / (4 * block_size);
-                let to = wanted.min(at.depth.saturating_add(depth(affordable.max(1))));
-                let (from, until) = (at.depth as usize * block_size, to as usize * block_size);
-                let same = tokens
-                    .slice(from, until)
-                    .common(node.view(block_size).slice(from, until));
-                // The token that differs was compared as well.
-                let compared = (same + 1).min(until - from);
-                work.bytes_compared += (compared * size_of::<u32>()) as u64;
-                let reached = at.depth + depth(same / block_size);
-                pass(node, at.depth, reached);
-                at.depth = reached;
-                if reached < end {
-                    break reached == to && to < wanted;
-                }
-            }
-            if at.depth >= limit {
-                break false;
-            }
-            let from = at.depth as usize * block_size;
-            let Some(child) = self.child(at.node, tokens.slice(from, from + block_size)) else {
-                break false;
-            };
-            if work.nodes_visited >= effort.nodes.max(2) {
-                break true;
-            }
-            at.node = child;
-        };
-        Walked {
-            at: self.normal(at),
-            work,
-            gave_up,
-        }
-    }
-
-    /// Edges of the path that the sequence was last matched to, as far as it was walked: what planning it again goes over.
-    #[must_use]
-    pub fn known_edges(&self, seq: &TokenSequence) -> u64 {
-        let is_known = self.at_cursor(seq).is_some();
-        let cursor = seq.cursor.as_ref().filter(|_| is_known);
-        cursor.map_or(0, |cursor| cursor.edges)
-    }
-
-    pub(crate) fn count_work(&mut self, work: Work) {
-        self.work.nodes_visited += work.nodes_visited;
-        self.work.bytes_compared += work.bytes_compared;
-    }
-
-    /// The child whose first block is `first`. An only child is answered unseen: the caller compares.
-    fn child(&self, parent: NodeIndex, first: View<'_>) -> Option<NodeIndex> {
-        if !self.nodes[parent].has_children() {
-            return None;
-        }
-        if let Some(only) = siblings::only(&self.nodes, parent) {
-            return Some(only);
-        }
-        let block_size = self.block_size();
-        let hash = self.hasher.edge(parent, first);
-        self.edges.find(hash, |child| {
-            let node = &self.nodes[child];
-            node.hash == hash
-                && node.parent == parent
-                && node.first_block(block_size).common(first) == block_size
-        })
-    }
-
-    /// The edges on the way down to `at` that hold blocks from depth `from` on: (node, first depth, end).
-    pub(crate) fn edges_to(&self, at: Position, from: Depth) -> Vec<(NodeIndex, Depth, Depth)> {
-        let mut found = Vec::new();
-        let (mut node, mut end) = (at.node, at.depth);
-        while end > from {
-            let start = self.nodes[node].depth;
-            found.push((node, start.max(from), end));
-            end = start;
-            node = self.nodes[node].parent;
-        }
-        found.reverse();
-        found
-    }
-
-    /// Writes the block ids of the path down to `at`, from depth `from` on, into `out`; holes are [`ABSENT`](crate::ids::ABSENT).
-    pub(crate) fn path_ids(&self, at: Position, from: Depth, out: &mut Vec<BlockId>) {
-        let block_size = self.block_size();
-        out.clear();
-        let (mut node, mut end) = (at.node, at.depth);
-        let edge = &self.nodes[node];
-        if edge.depth <= from && from < end {
-            // One edge, the usual case: nothing is written twice.
-            out.extend(edge.ids(from, end, block_size));
-            return;
-        }
-        out.resize(end.saturating_sub(from) as usize, BlockId(0));
-        while end > from {
-            let edge = &self.nodes[node];
-            let start = edge.depth.max(from);
-            let to = &mut out[(start - from) as usize..(end - from) as usize];
-            for (to, id) in to.iter_mut().zip(edge.ids(start, end, block_size)) {
-                *to = id;
-            }
-            end = edge.depth;
-            node = edge.parent;
         }
     }
 }

@@ -43,7 +43,7 @@ impl RadixIndex {
             Err(new) => ends.insert(new, (end, 1)),
         }
         self.nodes[at].protection |= Node::ANCHORED;
-        let after = self.protected_end(at);
+        let after = before.max(end);
         if after > before {
             let node = &self.nodes[at];
             let (present, is_new) = (
@@ -60,20 +60,28 @@ impl RadixIndex {
 
     /// Takes `count` protections of the blocks before `end` away.
     fn unanchor_at(&mut self, at: NodeIndex, end: Depth, count: u32) {
-        let before = self.protected_end(at);
-        if let Some(ends) = self.anchors.get_mut(&at)
-            && let Ok(known) = ends.binary_search_by_key(&end, |&(end, _)| end)
-        {
-            ends[known].1 -= count;
-            if ends[known].1 == 0 {
-                ends.remove(known);
-            }
-            if ends.is_empty() {
-                self.anchors.remove(&at);
-                self.nodes[at].protection &= !Node::ANCHORED;
-            }
+        let Some(ends) = self.anchors.get_mut(&at) else {
+            return;
+        };
+        let Ok(known) = ends.binary_search_by_key(&end, |&(end, _)| end) else {
+            return;
+        };
+        let node = &mut self.nodes[at];
+        let last = |ends: &Anchors| ends.last().map_or(node.depth, |&(end, _)| end);
+        let before = last(ends);
+        ends[known].1 -= count;
+        if ends[known].1 == 0 {
+            ends.remove(known);
         }
-        let after = self.protected_end(at);
+        let mut after = last(ends);
+        if ends.is_empty() {
+            self.anchors.remove(&at);
+            node.protection &= !Node::ANCHORED;
+        }
+        if node.protection & !Node::ANCHORED > 0 {
+            // A child protects the whole edge.
+            after = before;
+        }
         if after < before {
             let node = &self.nodes[at];
             let (present, is_over) = (

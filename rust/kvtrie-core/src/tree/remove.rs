@@ -11,7 +11,7 @@ use crate::blocks::Place;
 use crate::error::Result;
 use crate::ids::{ABSENT, BlockId, Depth, NodeIndex};
 use crate::namespace::Namespace;
-use crate::node::Payload;
+use crate::payload::Payload;
 use crate::siblings;
 use crate::tree::RadixIndex;
 

@@ -1,0 +1,106 @@
+//! What few edges have: holes, labels, tags, items, uses that end inside.
+
+use std::collections::BTreeMap;
+
+use smallvec::SmallVec;
+
+use crate::ids::Depth;
+use crate::payload::Label;
+use crate::span::Tags;
+use crate::tokens::Item;
+
+/// Uses of paths that end inside an edge.
+///
+/// A use of a path stamps every block above its end, so it is kept once, at the deepest node: the stamp of a block is
+/// the latest among the uses that end behind it. A node that loses a child takes over the child's latest use.
+#[derive(Debug, Default)]
+pub(crate) struct InnerUses {
+    /// (depth at which a use ended, stamp): ends descend, stamps ascend, so every pair says something.
+    paths: SmallVec<[(Depth, u64); 2]>,
+}
+
+impl InnerUses {
+    /// A use that ends behind the block `end - 1`, newer than all others.
+    pub(crate) fn touch(&mut self, end: Depth, stamp: u64) {
+        while self.paths.last().is_some_and(|&(old, _)| old <= end) {
+            self.paths.pop();
+        }
+        self.paths.push((end, stamp));
+    }
+
+    /// A use of the whole edge that is newer than all others hides them.
+    pub(crate) fn clear(&mut self) {
+        self.paths.clear();
+    }
+
+    /// A use of the whole edge hides what is older.
+    pub(crate) fn cover(&mut self, stamp: u64) {
+        let hidden = self.paths.partition_point(|&(_, old)| old <= stamp);
+        self.paths.drain(..hidden);
+    }
+
+    /// Last use of the block at `depth` that ends inside the edge; 0 if there was none.
+    pub(crate) fn stamp(&self, depth: Depth) -> u64 {
+        let behind = self.paths.partition_point(|&(end, _)| end > depth);
+        behind.checked_sub(1).map_or(0, |at| self.paths[at].1)
+    }
+
+    pub(crate) fn latest(&self) -> u64 {
+        self.paths.last().map_or(0, |&(_, stamp)| stamp)
+    }
+
+    /// The edge ends at `end` from here on: answers the latest use that reaches there, which is inside no more.
+    pub(crate) fn truncate(&mut self, end: Depth) -> u64 {
+        let beyond = self.paths.partition_point(|&(old, _)| old >= end);
+        let latest = beyond.checked_sub(1).map_or(0, |at| self.paths[at].1);
+        self.paths.drain(..beyond);
+        latest
+    }
+
+    /// Splits off the uses that ended at or before `end`.
+    pub(crate) fn split_front(&mut self, end: Depth) -> Self {
+        let behind = self.paths.partition_point(|&(old, _)| old > end);
+        Self {
+            paths: self.paths.drain(behind..).collect(),
+        }
+    }
+}
+
+/// What few edges have.
+#[derive(Debug, Default)]
+pub(crate) struct Extras {
+    /// Of every block, or empty while every block is exact.
+    pub(crate) labels: Vec<Label>,
+    pub(crate) num_holes: u32,
+    pub(crate) num_approximate: u32,
+    /// Items that reach into the edge, in absolute positions.
+    pub(crate) items: Vec<Item>,
+    pub(crate) tags: Tags,
+    pub(crate) uses: InnerUses,
+    /// Last use of a block as the source of a copy, by depth: such a use does not stamp what lies above.
+    pub(crate) source_uses: BTreeMap<Depth, u64>,
+}
+
+impl Extras {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.num_holes == 0
+            && self.num_approximate == 0
+            && self.items.is_empty()
+            && self.tags.runs().is_empty()
+            && self.uses.paths.is_empty()
+            && self.source_uses.is_empty()
+    }
+
+    pub(crate) fn heap_bytes(&self) -> usize {
+        size_of::<Self>()
+            + self.labels.capacity() * size_of::<Label>()
+            + self.items.capacity() * size_of::<Item>()
+            + self.tags.heap_bytes()
+            + if self.uses.paths.spilled() {
+                self.uses.paths.capacity()
+            } else {
+                0
+            } * size_of::<(Depth, u64)>()
+            + self.source_uses.len() * (size_of::<(Depth, u64)>() + size_of::<usize>())
+    }
+}

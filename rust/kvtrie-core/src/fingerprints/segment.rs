@@ -1,0 +1,179 @@
+//! The buckets for one range of hashes, which grow or shrink by themselves.
+
+use super::MAX_INLINE;
+use super::bucket::{Bucket, CHAINED, SLOTS};
+use super::tag::Tag;
+
+/// Entries a bucket, on average over a segment, at which it grows; with which it is rebuilt; below which it shrinks.
+pub(super) const MOST: usize = 16;
+const FILL: usize = 14;
+const LEAST: usize = 9;
+
+/// Where an entry stands in its segment.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    pub(super) bucket: usize,
+    pub(super) slot: usize,
+}
+
+/// The buckets for one range of hashes.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Segment {
+    pub(super) buckets: Box<[Bucket]>,
+    /// Slots in use.
+    pub(super) slots: u32,
+    /// Slots given up since the words of the filter were last wiped.
+    pub(super) gone: u32,
+}
+
+impl Segment {
+    #[inline]
+    pub(super) fn slots(&self) -> usize {
+        self.slots as usize
+    }
+
+    #[inline]
+    pub(super) fn home(&self, tag: Tag) -> Option<&Bucket> {
+        self.buckets.get(tag.home(self.buckets.len()))
+    }
+
+    fn next(&self, bucket: usize) -> usize {
+        if bucket + 1 == self.buckets.len() {
+            0
+        } else {
+            bucket + 1
+        }
+    }
+
+    /// Calls `visit` with each bucket that may hold the tag, until it answers.
+    #[inline]
+    pub(super) fn walk<T>(
+        &self,
+        tag: Tag,
+        mut visit: impl FnMut(usize, &Bucket) -> Option<T>,
+    ) -> Option<T> {
+        let mut at = tag.home(self.buckets.len());
+        for _ in 0..self.buckets.len() {
+            let bucket = &self.buckets[at];
+            if let Some(found) = visit(at, bucket) {
+                return Some(found);
+            }
+            if !bucket.passes_on(tag) {
+                break;
+            }
+            at = self.next(at);
+        }
+        None
+    }
+
+    /// The entries of a tag, oldest first, and how many they are.
+    #[inline]
+    pub(super) fn copies(&self, tag: Tag) -> ([Place; MAX_INLINE], usize) {
+        let mut copies = [Place { bucket: 0, slot: 0 }; MAX_INLINE];
+        let mut num_copies = 0;
+        self.walk(tag, |bucket, here| {
+            if here.may_hold(tag) {
+                for slot in here.slots_of(tag) {
+                    copies[num_copies] = Place { bucket, slot };
+                    num_copies += 1;
+                }
+            }
+            None::<()>
+        });
+        (copies, num_copies)
+    }
+
+    /// Adds an entry in its home, or in the next bucket with room.
+    pub(super) fn push(&mut self, tag: Tag, flag: u8, name: u32) {
+        let mut at = tag.home(self.buckets.len());
+        while self.buckets[at].len() == SLOTS {
+            self.buckets[at].passed |= tag.mark();
+            at = self.next(at);
+        }
+        self.buckets[at].push(tag, flag, name);
+        self.slots += 1;
+    }
+
+    pub(super) fn take_out(&mut self, place: Place) {
+        let home = self.buckets[place.bucket]
+            .tag(place.slot)
+            .home(self.buckets.len());
+        self.buckets[place.bucket].take_out(place.slot);
+        self.slots -= 1;
+        self.gone += 1;
+        let mut at = place.bucket;
+        while at != home {
+            at = at.checked_sub(1).unwrap_or(self.buckets.len() - 1);
+            self.buckets[at].passed = self.marks(at);
+        }
+    }
+
+    /// The marks that a bucket needs, if those of the buckets behind it are right.
+    pub(super) fn marks(&self, bucket: usize) -> u8 {
+        let buckets = self.buckets.len();
+        let mut marks = 0;
+        let mut at = bucket;
+        for distance in 1..buckets {
+            at = self.next(at);
+            let here = &self.buckets[at];
+            for tag in (0..here.len()).map(|slot| here.tag(slot)) {
+                let home = tag.home(buckets);
+                let come = if at < home { at + buckets } else { at } - home;
+                if come >= distance {
+                    marks |= tag.mark();
+                }
+            }
+            if here.passed == 0 {
+                break;
+            }
+        }
+        marks
+    }
+
+    /// Whether it has buckets to spare.
+    pub(super) fn is_sparse(&self) -> bool {
+        let buckets = self.buckets.len();
+        self.slots() < buckets * LEAST && self.slots().div_ceil(FILL) < buckets
+    }
+
+    /// Moves all entries to as many buckets as suit `slots` of them.
+    #[cold]
+    pub(super) fn resize(&mut self, slots: usize) {
+        let mut resized = Self {
+            buckets: vec![Bucket::EMPTY; slots.div_ceil(FILL)].into(),
+            slots: 0,
+            gone: self.gone,
+        };
+        // By home, and not as they stand: entries that went on from the last bucket stand in the first ones.
+        for home in 0..self.buckets.len() {
+            let mut at = home;
+            for _ in 0..self.buckets.len() {
+                let bucket = &self.buckets[at];
+                for slot in 0..bucket.len() {
+                    let tag = bucket.tag(slot);
+                    if tag.home(self.buckets.len()) == home {
+                        let flag = bucket.high[slot] & CHAINED;
+                        resized.push(tag, flag, bucket.names[slot]);
+                    }
+                }
+                if bucket.passed == 0 {
+                    break;
+                }
+                at = self.next(at);
+            }
+        }
+        *self = resized;
+    }
+
+    /// Writes the words of the filter anew, without the bits of entries that are gone.
+    #[cold]
+    pub(super) fn wipe(&mut self, words: &mut [u64]) {
+        self.gone = 0;
+        words.fill(0);
+        for bucket in &self.buckets {
+            for tag in (0..bucket.len()).map(|slot| bucket.tag(slot)) {
+                words[tag.word()] |= tag.bits();
+            }
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! What backs one block of a path.
+
+use crate::ids::ABSENT;
+
+/// How exact an entry is, and how often its KV was placed elsewhere: the class in one bit, the hops in fifteen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Label(u16);
+
+impl Label {
+    pub(crate) const EXACT: Self = Self(0);
+    /// The most hops that a label can hold.
+    pub(crate) const MAX_HOPS: u16 = (1 << 15) - 1;
+
+    pub(crate) fn approximate(hops: u16) -> Self {
+        Self(1 << 15 | hops.min(Self::MAX_HOPS))
+    }
+
+    pub(crate) fn is_exact(self) -> bool {
+        self.0 >> 15 == 0
+    }
+
+    pub(crate) fn hops(self) -> u16 {
+        self.0 & Self::MAX_HOPS
+    }
+}
+
+/// What backs one block of a path: today one block id and its label. Layers that need several ids a position go here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Payload {
+    pub(crate) id: u32,
+    pub(crate) label: Label,
+}
+
+impl Payload {
+    pub(crate) const HOLE: Self = Self {
+        id: ABSENT,
+        label: Label::EXACT,
+    };
+
+    pub(crate) fn is_present(self) -> bool {
+        self.id != ABSENT
+    }
+
+    pub(crate) fn is_exact(self) -> bool {
+        self.is_present() && self.label.is_exact()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn label_keeps_class_and_hops() {
+        assert!(Label::EXACT.is_exact());
+        let label = Label::approximate(7);
+        assert_eq!((label.is_exact(), label.hops()), (false, 7));
+    }
+}
