@@ -20,19 +20,25 @@ pub(crate) struct Arena {
     pages: Vec<Box<[Node; PAGE]>>,
     vacant: NodeIndex,
     len: usize,
+    seed: u64,
 }
 
-impl Default for Arena {
-    fn default() -> Self {
+impl Arena {
+    pub(crate) fn new(seed: u64) -> Self {
         Self {
             pages: Vec::new(),
             vacant: NO_NODE,
             len: 0,
+            seed,
         }
     }
-}
 
-impl Arena {
+    /// A number that nobody without the seed can tell: the rank of a node among its siblings' treap.
+    pub(crate) fn priority(&self, index: NodeIndex) -> u64 {
+        let mixed = (u64::from(index) ^ self.seed).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (mixed ^ mixed >> 29 ^ self.seed).wrapping_mul(0x94d0_49bb_1331_11eb)
+    }
+
     pub(crate) fn insert(&mut self, mut node: Node) -> NodeIndex {
         if self.vacant == NO_NODE {
             self.add_page();
@@ -141,7 +147,7 @@ mod tests {
 
     #[test]
     fn a_handle_is_stale_once_its_node_has_gone_even_if_the_place_is_used_again() {
-        let mut nodes = Arena::default();
+        let mut nodes = Arena::new(7);
         let index = nodes.insert(Node::new(0, NO_NODE, 0));
         let handle = nodes.handle(index);
         assert!(nodes.knows(handle));
@@ -154,7 +160,7 @@ mod tests {
 
     #[test]
     fn a_handle_is_stale_once_renewed() {
-        let mut nodes = Arena::default();
+        let mut nodes = Arena::new(7);
         let index = nodes.insert(Node::new(0, NO_NODE, 0));
         let handle = nodes.handle(index);
         nodes.renew(index);
@@ -163,7 +169,7 @@ mod tests {
 
     #[test]
     fn every_place_of_every_page_is_used_once() {
-        let mut nodes = Arena::default();
+        let mut nodes = Arena::new(7);
         let all: Vec<u32> = (0..600)
             .map(|_| nodes.insert(Node::new(0, NO_NODE, 0)))
             .collect();

@@ -4,7 +4,6 @@
 
 use hashbrown::HashTable;
 
-use crate::arena::Arena;
 use crate::ids::NodeIndex;
 
 const SHARDS: usize = 256;
@@ -26,20 +25,20 @@ impl Default for EdgeTable {
 }
 
 /// The shard, by the highest bits, and the hash inside it: a shard's table looks at the lowest bits and the highest.
-fn place(hash: u32) -> (usize, u64) {
-    let spread = u64::from(hash).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    ((hash >> 24) as usize, spread)
+fn place(hash: u64) -> (usize, u64) {
+    let [.., shard] = hash.to_le_bytes();
+    (shard.into(), hash.wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
 impl EdgeTable {
-    /// Adds a node that is not in the table, under the hash in its record.
-    pub(crate) fn add(&mut self, node: NodeIndex, nodes: &Arena) {
-        let (shard, hash) = place(nodes[node].hash);
-        self.shards[shard].insert_unique(hash, node, |&node| place(nodes[node].hash).1);
+    /// Adds a node that is not in the table. `hash_of` tells the hashes of those that are, should they have to move.
+    pub(crate) fn add(&mut self, hash: u64, node: NodeIndex, hash_of: impl Fn(NodeIndex) -> u64) {
+        let (shard, hash) = place(hash);
+        self.shards[shard].insert_unique(hash, node, |&node| place(hash_of(node)).1);
         self.len += 1;
     }
 
-    pub(crate) fn remove(&mut self, hash: u32, node: NodeIndex) {
+    pub(crate) fn remove(&mut self, hash: u64, node: NodeIndex) {
         let (shard, hash) = place(hash);
         if let Ok(entry) = self.shards[shard].find_entry(hash, |&known| known == node) {
             entry.remove();
@@ -48,7 +47,7 @@ impl EdgeTable {
     }
 
     /// `new` takes the place of `old`, which has the same hash.
-    pub(crate) fn replace(&mut self, hash: u32, old: NodeIndex, new: NodeIndex) {
+    pub(crate) fn replace(&mut self, hash: u64, old: NodeIndex, new: NodeIndex) {
         let (shard, hash) = place(hash);
         if let Some(entry) = self.shards[shard].find_mut(hash, |&known| known == old) {
             *entry = new;
@@ -57,7 +56,7 @@ impl EdgeTable {
 
     pub(crate) fn find(
         &self,
-        hash: u32,
+        hash: u64,
         mut is_wanted: impl FnMut(NodeIndex) -> bool,
     ) -> Option<NodeIndex> {
         let (shard, hash) = place(hash);

@@ -30,8 +30,8 @@ impl EdgeHasher {
         }
     }
 
-    /// Hash of the block `first`, as an edge below the node with index `parent`: 32 bits, as a node keeps it.
-    pub(crate) fn edge(&self, parent: u32, first: View<'_>) -> u32 {
+    /// Hash of the block `first`, as an edge below the node with index `parent`.
+    pub(crate) fn edge(&self, parent: u32, first: View<'_>) -> u64 {
         let mut hasher = self.state.build_hasher();
         hasher.write_u32(parent);
         hasher.write(bytemuck::cast_slice(first.tokens));
@@ -39,6 +39,6 @@ impl EdgeHasher {
             hasher.write_usize(offset);
             hasher.write(digest);
         }
-        u32::try_from((hasher.finish() & self.mask) & 0xffff_ffff).unwrap_or(u32::MAX)
+        hasher.finish() & self.mask
     }
 }

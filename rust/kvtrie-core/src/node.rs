@@ -37,8 +37,8 @@ pub(crate) struct Node {
     pub(crate) left: NodeIndex,
     pub(crate) right: NodeIndex,
     pub(crate) up: NodeIndex,
-    /// Hash of the first block under the parent; known while there is a sibling.
-    pub(crate) hash: u32,
+    /// First token, so that most siblings are told apart by their records alone.
+    pub(crate) first: u32,
     /// Counts what makes handles stale; the arena's.
     pub(crate) generation: u32,
 }
@@ -61,7 +61,7 @@ impl Node {
             left: NO_NODE,
             right: NO_NODE,
             up: NO_NODE,
-            hash: 0,
+            first: 0,
             protection: 0,
             generation: 0,
         }
@@ -198,6 +198,9 @@ impl Node {
         labels: &[Label],
         block_size: usize,
     ) {
+        if self.run.len() == 0 {
+            self.first = tokens.first().copied().unwrap_or_default();
+        }
         self.run
             .extend(tokens, ids.iter().map(|id| id.0), block_size);
         let keeps_labels = |extras: &Extras| !extras.labels.is_empty();
@@ -241,6 +244,8 @@ impl Node {
         let mut front = Self::new(self.tree, self.parent, self.depth);
         let blocks = at - self.depth;
         front.run = self.run.split_front(blocks as usize, block_size);
+        front.first = self.first;
+        self.first = self.run.tokens(block_size)[0];
         self.depth = at;
         if let Some(extras) = &mut self.extras {
             let own = front.extras.insert(Box::default());

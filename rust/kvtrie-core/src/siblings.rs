@@ -1,13 +1,14 @@
 //! Siblings in token order: the children of a node, and which of them shares most tokens with a block that none equals.
 //!
-//! A treap threaded through the node records, with the edge hash as priority. Children whose first block is present and
-//! exact sort before the others, for only such a block may be copied as exact. Expected O(log n) comparisons of one block;
-//! a child is taken out without any.
+//! A treap threaded through the node records, with seeded priorities. Children whose first block is present and exact sort
+//! before the others, for only such a block may be copied as exact. Expected O(log n) comparisons, of the first token where
+//! that differs, else of a block; a child is taken out without any.
 
 use std::cmp::Ordering;
 
 use crate::arena::Arena;
 use crate::ids::{NO_NODE, NodeIndex};
+use crate::node::Node;
 use crate::tokens::View;
 
 /// Where a link of the treap is stored.
@@ -61,15 +62,28 @@ fn link_to(nodes: &Arena, node: NodeIndex) -> Link {
 /// How `a` sorts against its sibling `b`.
 fn order(nodes: &Arena, block_size: usize, a: NodeIndex, b: NodeIndex) -> Ordering {
     let (a, b) = (&nodes[a], &nodes[b]);
-    let by_class = b.starts_exact(block_size).cmp(&a.starts_exact(block_size));
-    by_class.then_with(|| a.first_block(block_size).order(b.first_block(block_size)))
+    b.starts_exact(block_size)
+        .cmp(&a.starts_exact(block_size))
+        .then(a.first.cmp(&b.first))
+        .then_with(|| a.first_block(block_size).order(b.first_block(block_size)))
+}
+
+/// How many tokens a block shares with the first of a node, and how it sorts against that.
+fn compare(wanted: View<'_>, node: &Node, block_size: usize) -> (usize, Ordering) {
+    if let Some(first) = wanted.tokens.first()
+        && *first != node.first
+    {
+        return (0, first.cmp(&node.first));
+    }
+    let first = node.first_block(block_size);
+    (wanted.common(first), wanted.order(first))
 }
 
 /// Adds `node` to the children of its parent, which is not queued.
 pub(crate) fn insert(nodes: &mut Arena, block_size: usize, node: NodeIndex) {
     let mut link = Link::Root(nodes[node].parent);
     let mut at = get(nodes, link);
-    while at != NO_NODE && nodes[at].hash >= nodes[node].hash {
+    while at != NO_NODE && nodes.priority(at) >= nodes.priority(node) {
         link = match order(nodes, block_size, node, at) {
             Ordering::Less => Link::Left(at),
             _ => Link::Right(at),
@@ -98,7 +112,7 @@ pub(crate) fn remove(nodes: &mut Arena, node: NodeIndex) {
     let mut link = link_to(nodes, node);
     let (mut left, mut right) = (nodes[node].left, nodes[node].right);
     while left != NO_NODE && right != NO_NODE {
-        if nodes[left].hash >= nodes[right].hash {
+        if nodes.priority(left) >= nodes.priority(right) {
             set(nodes, link, left);
             link = Link::Right(left);
             left = get(nodes, link);
@@ -112,19 +126,6 @@ pub(crate) fn remove(nodes: &mut Arena, node: NodeIndex) {
     nodes[node].left = NO_NODE;
     nodes[node].right = NO_NODE;
     nodes[node].up = NO_NODE;
-}
-
-/// Puts `new` in the place of `old`. The first block, the parent and the hash of `new` are those that `old` was added with;
-/// `old` may have changed since.
-pub(crate) fn replace(nodes: &mut Arena, old: NodeIndex, new: NodeIndex) {
-    let (left, right) = (nodes[old].left, nodes[old].right);
-    let link = link_to(nodes, old);
-    set(nodes, link, new);
-    set(nodes, Link::Left(new), left);
-    set(nodes, Link::Right(new), right);
-    nodes[old].left = NO_NODE;
-    nodes[old].right = NO_NODE;
-    nodes[old].up = NO_NODE;
 }
 
 /// The child of `parent`, if it is the only one.
@@ -146,10 +147,10 @@ pub(crate) fn nearest(
     let mut most = 0;
     let mut at = nodes[parent].first_child();
     while at != NO_NODE {
-        let first = nodes[at].first_block(block_size);
         at = if exact(at) {
-            most = most.max(wanted.common(first));
-            match wanted.order(first) {
+            let (shared, order) = compare(wanted, &nodes[at], block_size);
+            most = most.max(shared);
+            match order {
                 Ordering::Greater => nodes[at].right,
                 _ => nodes[at].left,
             }
@@ -164,7 +165,7 @@ pub(crate) fn nearest(
     let mut found = None;
     at = nodes[parent].first_child();
     while at != NO_NODE {
-        let sorts_before = || nodes[at].first_block(block_size).order(shared) == Ordering::Less;
+        let sorts_before = || compare(shared, &nodes[at], block_size).1 == Ordering::Greater;
         if exact(at) && sorts_before() {
             at = nodes[at].right;
         } else {
@@ -196,7 +197,7 @@ pub(crate) fn check(nodes: &Arena, block_size: usize, parent: NodeIndex) -> bool
         .all(|&node| get(nodes, link_to(nodes, node)) == node);
     let heap = all.iter().all(|&node| {
         let up = nodes[node].up;
-        up == NO_NODE || nodes[up].hash >= nodes[node].hash
+        up == NO_NODE || nodes.priority(up) >= nodes.priority(node)
     });
     // Found from the root by token order alone: so it is in order with everything on its way.
     let ordered = all.iter().all(|&node| {

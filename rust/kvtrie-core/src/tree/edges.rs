@@ -86,17 +86,24 @@ impl RadixIndex {
         }
     }
 
-    fn add_edge(&mut self, node: NodeIndex) {
+    /// Hash under which a node that has a sibling is found.
+    pub(crate) fn edge_hash(&self, node: NodeIndex) -> u64 {
         let edge = &self.nodes[node];
         let first = edge.first_block(self.config.block_size);
-        let hash = self.hasher.edge(edge.parent, first);
-        self.nodes[node].hash = hash;
-        self.edges.add(node, &self.nodes);
+        self.hasher.edge(edge.parent, first)
+    }
+
+    fn add_edge(&mut self, node: NodeIndex) {
+        let hash = self.edge_hash(node);
+        let (nodes, hasher, block_size) = (&self.nodes, &self.hasher, self.config.block_size);
+        self.edges.add(hash, node, |node| {
+            hasher.edge(nodes[node].parent, nodes[node].first_block(block_size))
+        });
     }
 
     /// Takes a node that has a sibling out of the table of edges.
     pub(super) fn remove_edge(&mut self, node: NodeIndex) {
-        self.edges.remove(self.nodes[node].hash, node);
+        self.edges.remove(self.edge_hash(node), node);
     }
 
     /// Cuts an edge in two at depth `at`, inside it. The lower part keeps the record and the children, so that cursors and
@@ -105,13 +112,13 @@ impl RadixIndex {
         let block_size = self.config.block_size;
         let parent = self.nodes[tail].parent;
         let is_only = siblings::only(&self.nodes, parent).is_some();
-        let mut front = self.nodes[tail].split_front(at, block_size);
-        front.hash = self.nodes[tail].hash;
+        siblings::remove(&mut self.nodes, tail);
+        let front = self.nodes[tail].split_front(at, block_size);
         let front = self.nodes.insert(front);
-        siblings::replace(&mut self.nodes, tail, front);
         if !is_only {
-            self.edges.replace(self.nodes[front].hash, tail, front);
+            self.edges.replace(self.edge_hash(front), tail, front);
         }
+        siblings::insert(&mut self.nodes, block_size, front);
         self.nodes[tail].parent = front;
         siblings::insert(&mut self.nodes, block_size, tail);
         self.split_anchors(front, tail);
@@ -123,7 +130,7 @@ impl RadixIndex {
         front
     }
 
-    /// Unlinks an edge without children and without blocks; its parent takes over its latest use.
+    /// Unlinks an edge without children whose blocks have left; its parent takes over its latest use.
     pub(super) fn detach(&mut self, node: NodeIndex) {
         self.unqueue(node);
         self.unlink(node);

@@ -46,7 +46,7 @@ pub struct Config {
     pub block_size: usize,
     /// Seeds every internal hash. With several tenants: a secret, the same on all ranks.
     pub seed: u64,
-    /// Bits kept of every internal hash, 0 to 64 (hashes of edges have 32). A testing aid: results do not depend on it.
+    /// Bits kept of every internal hash, 0 to 64. A testing aid: results do not depend on it.
     pub hash_bits: u32,
     /// Whether windows of everything cached are kept, by which moved runs are found. This version keeps them, and does not
     /// look for runs yet.
@@ -167,7 +167,7 @@ impl RadixIndex {
             uid: NEXT.fetch_add(1, Ordering::Relaxed),
             hasher: EdgeHasher::new(config.seed, config.hash_bits),
             tree_of: HashMap::with_hasher(FixedState::with_seed(config.seed)),
-            nodes: Arena::default(),
+            nodes: Arena::new(config.seed),
             edges: EdgeTable::default(),
             trees: Slab::default(),
             blocks: BlockTable::default(),

@@ -273,33 +273,37 @@ impl RadixIndex {
                 self.remove_tree(tree);
                 return None;
             }
-            self.trim(at);
-            let edge = &self.nodes[at];
-            if edge.run.len() > 0 {
+            if self.trim(at) {
                 self.requeue(at);
                 return Some(at);
             }
-            let parent = edge.parent;
+            let parent = self.nodes[at].parent;
             self.detach(at);
             at = parent;
         }
     }
 
-    /// Drops the trailing holes of an edge without children.
-    fn trim(&mut self, at: NodeIndex) {
+    /// Drops the trailing holes of an edge without children; answers whether a block is left. An edge of holes alone keeps
+    /// its tokens, by which it is found once more.
+    fn trim(&mut self, at: NodeIndex) -> bool {
         let block_size = self.config.block_size;
         let edge = &mut self.nodes[at];
         if edge.num_holes() == 0 {
-            return;
+            return true;
         }
         let end = (edge.depth..edge.end())
             .rev()
             .find(|&depth| edge.id(depth, block_size) != ABSENT)
             .map_or(edge.depth, |last| last + 1);
+        if end == edge.depth {
+            self.num_holes -= u64::from(edge.num_holes());
+            return false;
+        }
         if end < edge.end() {
             self.num_holes -= u64::from(edge.truncate(end, block_size));
             self.nodes.renew(at);
         }
+        true
     }
 
     /// D10: at most `num_blocks` holes. Past that, unpinned cut-off blocks with none below leave in the order of eviction,

@@ -199,7 +199,7 @@ impl RadixIndex {
         let hash = self.hasher.edge(parent, first);
         self.edges.find(hash, |child| {
             let node = &self.nodes[child];
-            node.hash == hash
+            first.tokens.first() == Some(&node.first)
                 && node.parent == parent
                 && node.first_block(block_size).common(first) == block_size
         })
