@@ -135,6 +135,34 @@ pub(crate) fn only(nodes: &Arena, parent: NodeIndex) -> Option<NodeIndex> {
         .then_some(child)
 }
 
+/// The exact child of `parent` whose first block is `wanted`, if it stands among the first few of the treap: where there are
+/// few children, their records are read sooner than a table that leads to them.
+pub(crate) fn at_top(
+    nodes: &Arena,
+    block_size: usize,
+    parent: NodeIndex,
+    wanted: View<'_>,
+) -> Option<NodeIndex> {
+    const FEW: usize = 3;
+    let mut at = nodes[parent].first_child();
+    for _ in 0..FEW {
+        if at == NO_NODE {
+            return None;
+        }
+        let order = if nodes[at].starts_exact(block_size) {
+            compare(wanted, &nodes[at], block_size).1
+        } else {
+            Ordering::Less
+        };
+        at = match order {
+            Ordering::Equal => return Some(at),
+            Ordering::Less => nodes[at].left,
+            Ordering::Greater => nodes[at].right,
+        };
+    }
+    None
+}
+
 /// The exact child of `parent` that shares most tokens with `wanted` (at most one block, at the children's depth), and
 /// how many; of several, the one whose tokens sort first.
 pub(crate) fn nearest(

@@ -196,6 +196,9 @@ impl RadixIndex {
             return Some(only);
         }
         let block_size = self.block_size();
+        if let Some(found) = siblings::at_top(&self.nodes, block_size, parent, first) {
+            return Some(found);
+        }
         let hash = self.hasher.edge(parent, first);
         self.edges.find(hash, |child| {
             let node = &self.nodes[child];
