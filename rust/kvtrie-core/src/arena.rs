@@ -2,17 +2,10 @@
 //!
 //! A page never moves, so an index that grows copies no node, and what is not used of the last page is all the slack.
 
-use crate::ids::{NO_NODE, NodeIndex};
+use crate::ids::{NO_NODE, NodeHandle, NodeIndex};
 use crate::node::Node;
 
 const PAGE: usize = 128;
-
-/// Names a node for as long as its end stays where it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct NodeHandle {
-    pub(crate) index: NodeIndex,
-    generation: u32,
-}
 
 /// All nodes of an index, with a list of vacant places threaded through them.
 #[derive(Debug)]

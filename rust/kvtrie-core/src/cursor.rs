@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::arena::NodeHandle;
-use crate::ids::{BlockId, Depth, depth};
+use crate::ids::{BlockId, Depth, NodeHandle, depth};
 
 /// Where a sequence was last found: its first `present` blocks are a path that ends in `node` or above.
 #[derive(Clone, Debug)]

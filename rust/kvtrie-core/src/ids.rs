@@ -1,4 +1,4 @@
-//! Names of things: block ids, and positions in blocks.
+//! Names of things: block ids, node handles, positions in blocks.
 
 use std::fmt;
 
@@ -28,6 +28,13 @@ impl fmt::Display for BlockId {
 
 /// Index of a node in the arena; meaningful inside the index alone.
 pub(crate) type NodeIndex = u32;
+
+/// Names a node for as long as its end stays where it is; the arena tells whether it is stale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct NodeHandle {
+    pub(crate) index: NodeIndex,
+    pub(crate) generation: u32,
+}
 
 /// "No node": the end of a link.
 pub(crate) const NO_NODE: NodeIndex = u32::MAX;
