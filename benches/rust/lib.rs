@@ -100,11 +100,15 @@ impl Ids {
 /// # Errors
 /// If the pool would pass 2³¹ blocks.
 pub fn empty(tokens: u64) -> Result<RadixIndex, Error> {
-    RadixIndex::new(Config {
+    RadixIndex::new(config(tokens))
+}
+
+fn config(tokens: u64) -> Config {
+    Config {
         num_blocks: tokens / BLOCK_SIZE as u64 + SPARE_BLOCKS,
         block_size: BLOCK_SIZE,
         ..Config::default()
-    })
+    }
 }
 
 /// Inserts the whole blocks from `start` on, under new ids.
@@ -135,7 +139,22 @@ pub fn add(
 /// # Errors
 /// If the pool would pass 2³¹ blocks.
 pub fn filled(count: u64, len: usize, step: usize) -> Result<RadixIndex, Error> {
-    let mut index = empty(count * len as u64)?;
+    fill(empty(count * len as u64)?, count, len, step)
+}
+
+/// The same, inserted at once, in an index that keeps fingerprints of windows.
+///
+/// # Errors
+/// As [`filled`].
+pub fn filled_with_fingerprints(count: u64, len: usize) -> Result<RadixIndex, Error> {
+    let index = RadixIndex::new(Config {
+        moved_runs: true,
+        ..config(count * len as u64)
+    })?;
+    fill(index, count, len, len)
+}
+
+fn fill(mut index: RadixIndex, count: u64, len: usize, step: usize) -> Result<RadixIndex, Error> {
     let mut next = Ids::default();
     let namespace = namespace()?;
     for seed in 0..count {

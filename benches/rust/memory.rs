@@ -10,7 +10,10 @@ use std::fs;
 use std::process::Command;
 use std::sync::Arc;
 
-use kvtrie_benches::{BLOCK_SIZE, Comb, Ids, Row, add, empty, filled, flag, namespace, tokens};
+use kvtrie_benches::{
+    BLOCK_SIZE, Comb, Ids, Row, add, empty, filled, filled_with_fingerprints, flag, namespace,
+    tokens,
+};
 use kvtrie_core::{RadixIndex, TokenSequence};
 use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
 
@@ -23,7 +26,9 @@ const TABLE: f64 = 11.125;
 enum Shape {
     /// Sequences that share nothing, and tokens of each, inserted at once.
     Edges(u64, u64),
-    /// The same, inserted a block at a time: an edge grows up to some length, then a child hangs below it.
+    /// The same, in an index that keeps fingerprints of windows.
+    Fingerprints(u64, u64),
+    /// As the first, inserted a block at a time: an edge grows up to some length, then a child hangs below it.
     Grown(u64, u64),
     /// Chains, and what they look like.
     Chains(u64, Comb),
@@ -31,8 +36,12 @@ enum Shape {
     Fours(u32, u64),
 }
 
-const SHAPES: [(&str, Shape); 7] = [
+const SHAPES: [(&str, Shape); 8] = [
     ("edges of 102,400 tokens", Shape::Edges(64, 102_400)),
+    (
+        "edges of 102,400 tokens, with fingerprints",
+        Shape::Fingerprints(64, 102_400),
+    ),
     ("edges of 512 tokens", Shape::Edges(12_800, 512)),
     (
         "edges of 512 tokens, two below each, 200 deep",
@@ -66,6 +75,10 @@ impl Shape {
                 let len = usize::try_from(*len)?;
                 (filled(*count, len, len)?, Some(*count))
             }
+            Self::Fingerprints(count, len) => (
+                filled_with_fingerprints(*count, usize::try_from(*len)?)?,
+                Some(*count),
+            ),
             Self::Grown(count, len) => (filled(*count, usize::try_from(*len)?, BLOCK_SIZE)?, None),
             Self::Chains(count, comb) => (comb.build(*count)?, Some(count * comb.edges())),
             Self::Fours(depth, edge) => {

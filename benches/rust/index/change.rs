@@ -3,8 +3,11 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use criterion::{Criterion, Throughput};
-use kvtrie_benches::{BLOCK_SIZE, Comb, NEW_SEEDS, Random, add, filled, sequence, tokens};
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, Criterion, Throughput};
+use kvtrie_benches::{
+    BLOCK_SIZE, Comb, NEW_SEEDS, Random, add, filled, filled_with_fingerprints, sequence, tokens,
+};
 use kvtrie_core::{BlockId, PlanOptions, RadixIndex, ReusePolicy, TokenSequence};
 
 use crate::setup::{alone, fresh, lookups, sequences, size};
@@ -12,47 +15,62 @@ use crate::setup::{alone, fresh, lookups, sequences, size};
 /// Tokens of a short leaf.
 const LEAF: usize = 64;
 
-/// 8,192 new tokens into a full pool.
+/// 8,192 new tokens into a full pool, without fingerprints and with them.
 pub(crate) fn insert(c: &mut Criterion) {
     let mut group = c.benchmark_group("insert");
     let len = 8_192;
     group.throughput(Throughput::Elements(len as u64));
-    let mut index = filled(sequences(len), len, len).expect("a pool of about a million blocks");
-    let mut seeds = NEW_SEEDS..;
-    let mut new = || sequence(seeds.next().unwrap_or(NEW_SEEDS), len).expect("a sequence");
-    let evict = |index: &mut RadixIndex| {
-        let ids = index.evict(len / BLOCK_SIZE);
-        assert_eq!(ids.len(), len / BLOCK_SIZE, "evicted blocks");
-        ids
-    };
-    // What is evicted makes room for what is inserted.
-    alone(
-        &mut group,
-        "8,192 new tokens, and evict as many",
-        &mut index,
-        |_| new(),
-        |index, seq| {
-            let ids = evict(index);
-            add(index, seq, 0, &ids).expect("held ids");
-        },
-        |_, _, ()| (),
-    );
-    alone(
-        &mut group,
-        "8,192 new tokens",
-        &mut index,
-        |index| (new(), evict(index)),
-        |index, (seq, ids)| add(index, seq, 0, ids).expect("held ids"),
-        |_, _, ()| (),
-    );
-    alone(
-        &mut group,
-        "evict 8,192 tokens",
-        &mut index,
-        |_| (),
-        |index, ()| evict(index),
-        |index, (), ids| add(index, &mut new(), 0, &ids).expect("held ids"),
-    );
+    let full = sequences(len);
+    let pool = "a pool of about a million blocks";
+    let cases = [
+        ("", filled(full, len, len)),
+        (
+            ", with fingerprints at 16M",
+            filled_with_fingerprints(full, len),
+        ),
+        (
+            ", with fingerprints at 1M",
+            filled_with_fingerprints(full.div_ceil(16), len),
+        ),
+    ];
+    for (kind, index) in cases {
+        let mut index = index.expect(pool);
+        let mut seeds = NEW_SEEDS..;
+        let mut new = || sequence(seeds.next().unwrap_or(NEW_SEEDS), len).expect("a sequence");
+        let evict = |index: &mut RadixIndex| {
+            let ids = index.evict(len / BLOCK_SIZE);
+            assert_eq!(ids.len(), len / BLOCK_SIZE, "evicted blocks");
+            ids
+        };
+        // What is evicted makes room for what is inserted.
+        alone(
+            &mut group,
+            &format!("8,192 new tokens, and evict as many{kind}"),
+            &mut index,
+            |_| new(),
+            |index, seq| {
+                let ids = evict(index);
+                add(index, seq, 0, &ids).expect("held ids");
+            },
+            |_, _, ()| (),
+        );
+        alone(
+            &mut group,
+            &format!("8,192 new tokens{kind}"),
+            &mut index,
+            |index| (new(), evict(index)),
+            |index, (seq, ids)| add(index, seq, 0, ids).expect("held ids"),
+            |_, _, ()| (),
+        );
+        alone(
+            &mut group,
+            &format!("evict 8,192 tokens{kind}"),
+            &mut index,
+            |_| (),
+            |index, ()| evict(index),
+            |index, (), ids| add(index, &mut new(), 0, &ids).expect("held ids"),
+        );
+    }
     group.finish();
 }
 
@@ -63,9 +81,21 @@ const RUN: usize = 100;
 pub(crate) fn evict(c: &mut Criterion) {
     let mut group = c.benchmark_group("evict");
     group.throughput(Throughput::Elements(LEAF as u64));
-    let mut index = filled(size(100_000, 1_000), LEAF, LEAF).expect("a pool of 400,000 blocks");
+    let leaves = size(100_000, 1_000);
+    let plain = filled(leaves, LEAF, LEAF).expect("a pool of 400,000 blocks");
+    let kept = filled_with_fingerprints(leaves, LEAF).expect("a pool of 400,000 blocks");
+    one_leaf(&mut group, "one leaf of 64 tokens among 10^5", plain);
+    one_leaf(
+        &mut group,
+        "one leaf of 64 tokens among 10^5, with fingerprints",
+        kept,
+    );
+    group.finish();
+}
+
+fn one_leaf(group: &mut BenchmarkGroup<'_, WallTime>, name: &str, mut index: RadixIndex) {
     let mut seeds = NEW_SEEDS..;
-    group.bench_function("one leaf of 64 tokens among 10^5", |b| {
+    group.bench_function(name, |b| {
         b.iter_custom(|iterations| {
             let mut total = Duration::ZERO;
             let mut left = usize::try_from(iterations).expect("a small count");
@@ -87,7 +117,6 @@ pub(crate) fn evict(c: &mut Criterion) {
             total
         });
     });
-    group.finish();
 }
 
 /// Plan and release at the end of 1, 16 and 200 edges of 512 tokens.
