@@ -61,6 +61,5 @@ def test_growth_leaves_the_work_alone() -> None:
         return counted(forest.index, lambda: [forest.index.lookup(seq) for seq in seqs], len(seqs))
 
     expected = work(small)
-    if not expected:
-        pytest.skip("this build of kvtrie counts neither nodes visited nor bytes compared")
+    assert expected["bytes_compared"] > 0
     assert work(large) == expected
