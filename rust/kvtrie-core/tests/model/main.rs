@@ -143,6 +143,21 @@ impl Pair {
         panic!("a lookup of {} tokens gave up too often", seq.len())
     }
 
+    /// As [`Self::look_up`]: a plan that gave up has neither ticked nor pinned, which the comparison after the step shows.
+    fn plan(&mut self, seq: usize, policy: &ReusePolicy, options: PlanOptions) -> ReusePlan {
+        let (index, seq) = (&mut self.index, &mut self.live[seq].1);
+        if options.keep_last == 0 {
+            return index.plan(seq, policy, options).unwrap();
+        }
+        let effort = Effort { nodes: 0, bytes: 0 };
+        for _ in 0..=2 * seq.len() {
+            if let Some(plan) = index.plan_within(seq, policy, options, effort).unwrap() {
+                return plan;
+            }
+        }
+        panic!("a plan of {} tokens gave up too often", seq.len())
+    }
+
     fn new(block_size: usize, num_blocks: u32, hash_bits: u32) -> Self {
         let config = Config {
             num_blocks: num_blocks.into(),
@@ -256,10 +271,7 @@ impl Pair {
                     keep_last: *keep_last,
                     pin: *pin,
                 };
-                let plan = self
-                    .index
-                    .plan(&mut self.live[*seq].1, &policy, options)
-                    .unwrap();
+                let plan = self.plan(*seq, &policy, options);
                 let lease = self
                     .model
                     .plan(namespace, &tokens, *keep_last, *pin, *partial);
