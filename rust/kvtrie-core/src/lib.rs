@@ -36,9 +36,9 @@
 //! | [`stats`](RadixIndex::stats) | O(edges) |
 //! | [`digest`](RadixIndex::digest), [`check`](RadixIndex::check) | O(tokens held + blocks pinned, once a plan) |
 //!
-//! Nothing recurses: a chain of 10⁶ edges is walked in any stack. No table is moved as a whole: the longest pause that
-//! recurs, of 10⁵ single inserts and evictions, is in `docs/benchmarks.md`, as are the times of all calls, beside other indexes and
-//! beside what the machine allows.
+//! Nothing recurses: a chain of 10⁶ edges is walked in any stack. No table is moved as a whole: `cargo run --release -p
+//! kvtrie-benches --bin pauses` prints the longest of 10⁵ single inserts and evictions. The times of all calls are in
+//! `docs/benchmarks.md`, beside other indexes and beside what the machine allows.
 //!
 //! # Memory
 //!

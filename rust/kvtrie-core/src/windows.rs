@@ -5,11 +5,11 @@
 //! blocks have one place each, and keep their name when edges are cut.
 //!
 //! What blocks bring and take along is queued, and goes into the table in batches: a place in a large table is rarely in
-//! the processor's cache, and a batch waits for many at once. The queue holds at most [`QUEUE`] windows.
+//! the processor's cache, and a batch waits for many at once. A block that fills the queue to [`QUEUE`] windows empties it.
 
 use crate::fingerprints::{Fingerprints, WINDOW, WindowHasher};
 
-/// Windows that wait at most: applied in some 50 µs.
+/// Windows that wait before they are applied: enough to wait for together, few enough for one call to pay.
 const QUEUE: usize = 512;
 
 /// Windows that one table is made for at most, however large the pool: it grows beyond, but in larger steps.

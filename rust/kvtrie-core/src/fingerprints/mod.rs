@@ -17,33 +17,19 @@
 //! # Costs
 //!
 //! `add` and `remove` are expected O(1), as is a candidate. A single one waits for three cache lines; a batch asks for
-//! those of [`BATCH`] entries before it uses the first. Measured (Zen 4 at 2.6 GHz, 32 MB of shared third-level cache,
-//! pages of 4 KB), medians in µs:
+//! those of [`BATCH`] entries before it uses the first. `make bench` measures what keeping the table up costs an insert and
+//! an eviction, and what it takes a token.
 //!
-//! | work | add | remove |
-//! |---|---|---|
-//! | 910 places in batches, among 1.8 M, right after the last ones | 40 | 45 |
-//! | … after 4 MB of other memory were written | 50 | 55 |
-//! | … after 96 MB were (nothing is left in any cache) | 110 | 145 |
-//! | 910 places one by one, right after the last ones | 70 | 140 |
-//! | 910 places of one window in batches, among 1.8 M places of it | 45 | 90 |
-//!
-//! | 100,000 windows with nothing to find | 111,000 entries | 1.1 M | 1.8 M |
-//! |---|---|---|---|
-//! | hashed (140) and screened | 300 | 440 | 470 |
-//! | screened after 96 MB of other memory were written | 380 | 920 | 1,010 |
-//!
-//! The longest pause of one call is 20 µs. An entry takes 10 bytes where the table holds what it was made for (9.4 to
-//! 10.6 by size, 10⁵ to 2·10⁶): 1.1 bytes a token at one window in nine. Of these, filter and segments (1 to 2 bytes
-//! for each entry that the table was made for) are there from the start. A place of a window that has more than four
-//! takes about 15 bytes instead.
+//! A bucket of 18 entries takes 128 bytes, and a growing segment is 78 to 89 % full: 8 to 9 bytes an entry. Filter and
+//! segments take 1 to 2 bytes for each entry that the table was made for, from the start. A place of a window that has
+//! more than four takes a link of 12 bytes in a hash table instead.
 //!
 //! # Structure
 //!
 //! The head of a hash chooses a *segment*, a small table of *buckets* of 18 entries in two cache lines, which is
 //! rebuilt a few buckets larger or smaller by itself. The next 23 bits are the *tag*, the only bits kept: the home
 //! bucket is the tag's share of the segment, so a segment of any size can be rebuilt from tags alone, and a growing
-//! one stays 78 to 89 % full. Of 100,000 windows that are not there, some 20 have a false candidate. An entry that
+//! one stays 78 to 89 % full. An entry that
 //! finds its home full goes to the next bucket with room, and leaves a mark where it passed.
 //!
 //! Entries of one tag stand in the order in which they came. From the fifth on they share one slot, which holds the
@@ -54,11 +40,9 @@
 //! second-level cache where the buckets are not. A removed entry leaves its bits until its segment is wiped, after as
 //! many removals as a quarter of its entries.
 //!
-//! Tried and dropped: looking misses up in the buckets alone (8 to 24 ns a window from 10⁵ to 10⁶ entries; with the
-//! filter 2 to 4); buckets of nine in one cache line (no faster to write, and twice as many entries find their home
-//! full); a filter kept exact at each removal (200 ns a removal); half as large a filter (a quarter more time for
-//! misses at 10⁵ entries, for half a byte an entry); NH, a sum of products, as the hash (1.6 to 2 ns a window without
-//! AVX2, now 1.4).
+//! Tried and dropped: looking misses up in the buckets alone, which waits for memory at each window; buckets of nine in
+//! one cache line, which are no faster to write, and find twice as many homes full; a filter kept exact at each removal;
+//! a filter half as large; NH, a sum of products, as the hash, which needs wider vectors to pay.
 
 mod batch;
 mod bucket;
