@@ -65,6 +65,7 @@ class Meter:
         def teardown(_inputs: Sequence[T]) -> None:
             after()
 
+        # pytest-benchmark has no annotations.
         result: R = self._benchmark.pedantic(  # type: ignore[no-untyped-call]
             target,
             setup=setup,
@@ -88,6 +89,7 @@ class Meter:
             before: Restores the state before each call.
             rounds: How many calls, of which a quick run makes ten.
         """
+        # pytest-benchmark has no annotations.
         result: R = self._benchmark.pedantic(  # type: ignore[no-untyped-call]
             target, setup=before, rounds=10 if QUICK else rounds, warmup_rounds=10
         )
