@@ -279,3 +279,60 @@ fn a_run_that_is_too_short_is_followed_once() {
         assert_eq!(plan.num_tokens(Class::Approximate), found);
     }
 }
+
+/// Of two siblings that share as much, the one with the lower id was copied where tokens before them had more hops than both.
+#[test]
+fn of_siblings_behind_many_hops_the_one_with_fewer_is_copied() {
+    let config = Config {
+        num_blocks: 16,
+        block_size: 4,
+        min_run: 8,
+        moved_runs: true,
+        ..Config::default()
+    };
+    let text = |last: u32| -> Vec<u32> { (0..14).chain([last, last]).collect() };
+    let imported = Source::Imported(Imported {
+        exact_until: 0,
+        hops: 2,
+    });
+    let mut index = RadixIndex::new(config).unwrap();
+    let first = InsertOptions::new(16, imported);
+    let blocks = [4, 5, 6, 0].map(BlockId);
+    index
+        .insert(&mut sequence(&text(100)), &blocks, first)
+        .unwrap();
+    let second = InsertOptions {
+        start: 12,
+        ..InsertOptions::new(16, Source::Computed)
+    };
+    index
+        .insert(&mut sequence(&text(200)), &[BlockId(7)], second)
+        .unwrap();
+    // Another text reaches so far into these that windows of what is left stand in the siblings.
+    let before: Vec<u32> = (49..58).chain(0..11).collect();
+    index
+        .insert(
+            &mut sequence(&before),
+            &[8, 9, 10, 11, 12].map(BlockId),
+            InsertOptions::new(20, Source::Computed),
+        )
+        .unwrap();
+    let prompt: Vec<u32> = [300].into_iter().chain(49..58).chain(text(400)).collect();
+    let policy = ReusePolicy {
+        max_hops: 9,
+        ..approximate()
+    };
+    let plan = index
+        .plan(&mut sequence(&prompt), &policy, PlanOptions::default())
+        .unwrap();
+    let parts: Vec<_> = plan
+        .segments()
+        .iter()
+        .map(|part| (part.start, part.end, part.hops))
+        .collect();
+    assert_eq!(
+        parts,
+        [(0, 1, 0), (1, 21, 1), (21, 22, 3), (22, 24, 1), (24, 26, 0)]
+    );
+    assert!(plan.source_blocks().contains(&BlockId(7)));
+}

@@ -507,23 +507,28 @@ impl<'a> Cover<'a> {
     }
 
     /// Whether of two runs that hold the token `at` the first is better: it reaches further; else fewer hops from there on,
-    /// the smaller distance, and the lower source slots decide.
+    /// the smaller distance, and the lower source slot of that token decide. Runs with that slot in common end as far in
+    /// siblings, of which the one with fewer hops is followed, then the lower one.
     fn is_better(&self, first: &Run, second: &Run, at: usize) -> bool {
         let order = second
             .end
             .cmp(&first.end)
             .then_with(|| self.hops(first, at).cmp(&self.hops(second, at)))
             .then_with(|| first.distance().cmp(&second.distance()))
-            .then_with(|| self.slots(first, at).cmp(self.slots(second, at)));
+            .then_with(|| self.first_slot(first, at).cmp(&self.first_slot(second, at)))
+            .then_with(|| self.last(first).cmp(&self.last(second)));
         order.is_lt()
     }
 
-    /// The source slots of a run from the token `at` on.
-    fn slots<'b>(&'b self, run: &'b Run, at: usize) -> impl Iterator<Item = u64> + 'b {
-        let source = run.source(at);
-        run.path.iter().flat_map(move |stretch| {
-            let tokens = stretch.start.max(source)..stretch.end;
-            tokens.map(move |token| self.slot(stretch.node, token))
+    /// Hops and source slot of the last token of a run.
+    fn last(&self, run: &Run) -> Option<(u16, u64)> {
+        run.path.last().map(|stretch| {
+            let (node, at) = (stretch.node, stretch.end - 1);
+            let index = self.follower.index;
+            let block_size = index.block_size();
+            let depth = crate::ids::depth(at / block_size);
+            let label = index.nodes[node].payload(depth, block_size).label;
+            (Usable::becomes(run.kinship, label).1, self.slot(node, at))
         })
     }
 

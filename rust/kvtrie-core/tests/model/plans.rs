@@ -207,7 +207,9 @@ impl Naive {
                     Reverse(start + pairs.len()),
                     tail.iter().map(|pair| pair.hops).max(),
                     start.abs_diff(pairs[0].source),
-                    tail.iter().map(|pair| pair.slot).collect::<Vec<_>>(),
+                    tail[0].slot,
+                    // Of siblings into which one source goes on.
+                    tail.last().map(|pair| (pair.hops, pair.slot)),
                 )
             });
             let Some((start, pairs)) = best else {
