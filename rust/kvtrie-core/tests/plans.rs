@@ -9,8 +9,8 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Class, Config, Effort, ErrorKind, InsertOptions, Move, Namespace, PlanOptions,
-    RadixIndex, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+    BlockId, Class, Config, Effort, ErrorKind, Imported, InsertOptions, Move, Namespace,
+    PlanOptions, RadixIndex, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
 };
 
 const BLOCK_SIZE: usize = 4;
@@ -622,23 +622,22 @@ fn of_children_that_share_as_much_the_lowest_id_is_copied() {
             forbid_kinds: vec!["reasoning".into()],
             ..approximate()
         };
-        for text in 0..5 {
-            let other = (text + 1) * NEW;
-            let seq = sequence((0..32).chain([40, 41, other, other + 1]));
-            let span = Span {
-                start: 32,
-                end: 34,
-                kind: "reasoning".into(),
-            };
-            index.tag(&seq, &[span]).unwrap();
+        // First the second of their tokens, then both.
+        for (start, end) in [(33, 34), (32, 33)] {
+            for text in 0..5 {
+                let other = (text + 1) * NEW;
+                let seq = sequence((0..32).chain([40, 41, other, other + 1]));
+                let kind = "reasoning".into();
+                index.tag(&seq, &[Span { start, end, kind }]).unwrap();
+            }
+            let prompt = [NEW].into_iter().chain(0..32).chain([40, 41, NEW]);
+            let plan = index
+                .plan(&mut sequence(prompt), &policy, PlanOptions::default())
+                .unwrap();
+            assert_eq!(plan.segments()[1].end, start + 1);
+            let is_cut = max_candidates < 5;
+            assert_eq!(plan.candidates_dropped() > 0, is_cut);
         }
-        let prompt = [NEW].into_iter().chain(0..32).chain([40, 41, NEW]);
-        let plan = index
-            .plan(&mut sequence(prompt), &policy, PlanOptions::default())
-            .unwrap();
-        assert_eq!(plan.segments()[1].end, 33);
-        let is_cut = max_candidates < 5;
-        assert_eq!(plan.candidates_dropped() > 0, is_cut);
     }
 }
 
@@ -671,5 +670,128 @@ fn tokens_of_a_forbidden_kind_are_computed() {
         let runs = [(0, start), (end, 40 - end)];
         let expected: Vec<_> = runs.into_iter().filter(|run| run.1 >= 8).collect();
         assert_eq!(found, expected, "{start}..{end}");
+    }
+}
+
+/// KV of more hops is left for KV of fewer that stands further away, wherever in the run the hops are.
+#[test]
+fn of_places_that_reach_as_far_the_one_with_fewest_hops_is_taken() {
+    for first_moved in [0, 4, 8, 12] {
+        let mut index = index();
+        let near = &mut sequence(0..16);
+        for start in (0..16).step_by(4) {
+            let imported = Source::Imported(Imported {
+                exact_until: 0,
+                hops: 2,
+            });
+            let source = if start == first_moved {
+                imported
+            } else {
+                Source::Computed
+            };
+            let options = InsertOptions {
+                start,
+                ..InsertOptions::new(start + 4, source)
+            };
+            let block = BlockId(start as u32 / 4);
+            index.insert(near, &[block], options).unwrap();
+        }
+        put(&mut index, &mut sequence((500..520).chain(0..16)), 10..19);
+        let policy = ReusePolicy {
+            max_hops: 9,
+            ..approximate()
+        };
+        let prompt = &mut sequence([NEW].into_iter().chain(0..16).chain([NEW]));
+        let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
+        let moved = plan.segments()[1];
+        assert_eq!((moved.end, moved.old_start, moved.hops), (17, 20, 1));
+    }
+}
+
+/// What `recompute_first` and `recompute_last` leave out may be more than one edge holds; its blocks are no sources then.
+#[test]
+fn the_ends_of_a_run_are_computed_across_edges() {
+    let mut index = index();
+    put(&mut index, &mut sequence(0..24), 20..26);
+    // Edges end where texts differ.
+    put(
+        &mut index,
+        &mut sequence((0..8).chain(500..508)),
+        [20, 21, 30, 31],
+    );
+    put(
+        &mut index,
+        &mut sequence((0..16).chain(600..608)),
+        [20, 21, 22, 23, 32, 33],
+    );
+    for first in 0..24 {
+        for last in 0..24 {
+            let policy = ReusePolicy {
+                recompute_first: first,
+                recompute_last: last,
+                ..approximate()
+            };
+            let prompt = &mut sequence([NEW].into_iter().chain(0..24).chain([NEW]));
+            let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
+            let moved: Vec<_> = plan
+                .segments()
+                .iter()
+                .filter(|part| part.class == Class::Approximate)
+                .map(|part| (part.start, part.end, part.old_start))
+                .collect();
+            let left = first + last < 24;
+            let expected = left.then_some((1 + first, 25 - last, first));
+            assert_eq!(moved, Vec::from_iter(expected), "{first}, {last}");
+            let blocks = first as u32 / 4..(24 - last as u32).div_ceil(4);
+            let expected = if left {
+                ids(blocks.map(|block| 20 + block))
+            } else {
+                Vec::new()
+            };
+            assert_eq!(plan.source_blocks(), expected, "{first}, {last}");
+        }
+    }
+}
+
+/// Children that were not looked at are counted on the prompt's own path too.
+#[test]
+fn children_of_the_own_path_that_were_not_compared_are_counted() {
+    let mut index = RadixIndex::new(Config {
+        num_blocks: 64,
+        block_size: BLOCK_SIZE,
+        moved_runs: false,
+        min_run: 8,
+        max_candidates: 2,
+        ..Config::default()
+    })
+    .unwrap();
+    let text = |other: u32| (0..8).chain([40, 41, other, other]);
+    let imported = Source::Imported(Imported {
+        exact_until: 0,
+        hops: 1,
+    });
+    for other in 1..=4 {
+        let seq = &mut sequence(text(100 * other));
+        let options = InsertOptions::new(12, imported);
+        index.insert(seq, &ids([10, 11, other]), options).unwrap();
+        let span = Span {
+            start: 9,
+            end: 10,
+            kind: "mine".into(),
+        };
+        index.tag(seq, &[span]).unwrap();
+    }
+    for (forbidden, dropped) in [(Vec::new(), false), (vec!["mine".into()], true)] {
+        let policy = ReusePolicy {
+            forbid_kinds: forbidden,
+            ..approximate()
+        };
+        let prompt = &mut sequence(text(900));
+        let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
+        assert_eq!(
+            plan.num_tokens(Class::Approximate),
+            10 - usize::from(dropped)
+        );
+        assert_eq!(plan.candidates_dropped() > 0, dropped);
     }
 }
