@@ -795,3 +795,97 @@ fn children_of_the_own_path_that_were_not_compared_are_counted() {
         assert_eq!(plan.candidates_dropped() > 0, dropped);
     }
 }
+
+/// Blocks of four tokens with the given hops, one after the other in one edge.
+fn labelled(hops: &[u16]) -> RadixIndex {
+    let mut index = index();
+    let seq = &mut sequence(0..4 * hops.len() as u32);
+    for (number, &hops) in hops.iter().enumerate() {
+        let imported = Source::Imported(Imported {
+            exact_until: 0,
+            hops,
+        });
+        let options = InsertOptions {
+            start: 4 * number,
+            ..InsertOptions::new(4 * number + 4, imported)
+        };
+        index
+            .insert(seq, &[BlockId(number as u32)], options)
+            .unwrap();
+    }
+    index
+}
+
+/// A moved run has a segment for each stretch of equal hops, and ends where there are too many.
+#[test]
+fn a_run_is_cut_where_hops_change() {
+    let mut index = labelled(&[5, 1, 3, 3, 1, 2]);
+    let prompt = &mut sequence([NEW].into_iter().chain(0..24).chain([NEW]));
+    for (max_hops, expected) in [
+        (
+            9,
+            vec![(1, 5, 6), (5, 9, 2), (9, 17, 4), (17, 21, 2), (21, 25, 3)],
+        ),
+        (5, vec![(5, 9, 2), (9, 17, 4), (17, 21, 2), (21, 25, 3)]),
+        (3, vec![(17, 21, 2), (21, 25, 3)]),
+        (2, vec![]),
+    ] {
+        let policy = ReusePolicy {
+            max_hops,
+            ..approximate()
+        };
+        let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
+        let moved: Vec<_> = plan
+            .segments()
+            .iter()
+            .filter(|part| part.class == Class::Approximate)
+            .map(|part| (part.start, part.end, part.hops))
+            .collect();
+        assert_eq!(moved, expected, "{max_hops}");
+    }
+}
+
+/// An approximate block is used in place if none of its tokens is of a forbidden kind.
+#[test]
+fn a_forbidden_token_keeps_its_block_from_being_used_in_place() {
+    for token in 0..16 {
+        let mut index = labelled(&[1, 1, 1, 1]);
+        let seq = &mut sequence((0..16).chain([NEW]));
+        let kind = "mine".into();
+        let span = Span {
+            start: token,
+            end: token + 1,
+            kind,
+        };
+        index.tag(seq, &[span]).unwrap();
+        let policy = ReusePolicy {
+            forbid_kinds: vec!["mine".into()],
+            ..approximate()
+        };
+        let plan = index.plan(seq, &policy, PlanOptions::default()).unwrap();
+        assert_eq!(plan.blocks().len(), token / 4, "{token}");
+    }
+}
+
+/// What is exact behind a hole is copied without a policy.
+#[test]
+fn an_exact_plan_copies_what_lies_behind_a_hole() {
+    let mut index = cached();
+    let seq = &mut sequence(0..40);
+    index.remove_spans(seq, &[(8, 24)], true).unwrap();
+    let plan = index
+        .plan(seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default())
+        .unwrap();
+    let parts: Vec<_> = plan
+        .segments()
+        .iter()
+        .map(|part| (part.start, part.end, part.class))
+        .collect();
+    let expected = [
+        (0, 8, Class::Exact),
+        (8, 24, Class::Compute),
+        (24, 39, Class::Exact),
+    ];
+    assert_eq!(parts[..3], expected);
+    assert_eq!(plan.source_blocks(), ids(26..30));
+}
