@@ -39,6 +39,7 @@ __all__ = [
     "Span",
     "StaleHandleError",
     "TokenSequence",
+    "UnsupportedRopeError",
     "WouldSave",
     "__version__",
 ]
@@ -2018,3 +2019,6 @@ class SnapshotError(KvTrieError):
 
 class StaleHandleError(KvTrieError):
     """A plan was used after it was released."""
+
+class UnsupportedRopeError(KvTrieError):
+    """The keys of a model cannot be moved by turning them, or its config does not say how they turn."""

@@ -95,7 +95,13 @@ def test_nothing_can_be_assigned(value: Any) -> None:
 
 
 def test_errors_form_one_tree() -> None:
-    for name in ("BlockInUseError", "OutOfBlocksError", "StaleHandleError", "LayoutError"):
+    for name in (
+        "BlockInUseError",
+        "OutOfBlocksError",
+        "StaleHandleError",
+        "LayoutError",
+        "UnsupportedRopeError",
+    ):
         error = getattr(kvtrie, name)
         assert error.__bases__ == (kvtrie.KvTrieError,)
         assert (error.__module__, error.__qualname__) == ("kvtrie", name)

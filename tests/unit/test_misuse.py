@@ -276,6 +276,7 @@ def test_errors_form_one_tree() -> None:
         kvtrie.OutOfBlocksError,
         kvtrie.StaleHandleError,
         kvtrie.LayoutError,
+        kvtrie.UnsupportedRopeError,
     ):
         assert issubclass(error, root)
         assert not issubclass(error, TypeError | ValueError)

@@ -41,6 +41,12 @@ create_exception!(
     KvTrieError,
     "Memory does not have the shape, dtype or device that a KV layout describes."
 );
+create_exception!(
+    kvtrie,
+    UnsupportedRopeError,
+    KvTrieError,
+    "The keys of a model cannot be moved by turning them, or its config does not say how they turn."
+);
 
 /// The exception for an error of the core.
 #[expect(

@@ -39,7 +39,7 @@ mod _core {
     #[pymodule_export]
     use crate::errors::{
         BlockInUseError, KvTrieError, LayoutError, OutOfBlocksError, SnapshotError,
-        StaleHandleError,
+        StaleHandleError, UnsupportedRopeError,
     };
     #[pymodule_export]
     use crate::explain::{PyExplanation, PyExplanationContext, PyNamespaceDifference, PyWouldSave};
