@@ -1,6 +1,7 @@
 """Which KV blocks do I already have for this prompt, where do they lie, and what must be computed?
 
-What comes from the extension `kvtrie._core`, and `KVLayout`, needs numpy alone. `KVPool` needs
+What comes from the extension `kvtrie._core`, `KVLayout` and `RopeSpec` need numpy alone
+(`RopeSpec.from_config` computes frequencies with torch, which it imports). `KVPool` needs
 torch, which is imported when the name is first used. The embedded engine,
 `kvtrie.engines.transformers`, is imported by its own name.
 """
@@ -38,10 +39,12 @@ from kvtrie._core import (
     Span,
     StaleHandleError,
     TokenSequence,
+    UnsupportedRopeError,
     WouldSave,
     __version__,
 )
 from kvtrie.layout import KVLayout
+from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
     from kvtrie.pool import KVPool as KVPool
@@ -73,11 +76,13 @@ __all__ = [
     "Removed",
     "ReusePlan",
     "ReusePolicy",
+    "RopeSpec",
     "SharedSalt",
     "SnapshotError",
     "Span",
     "StaleHandleError",
     "TokenSequence",
+    "UnsupportedRopeError",
     "WouldSave",
     "__version__",
 ]

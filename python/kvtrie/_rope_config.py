@@ -1,0 +1,597 @@
+"""Reads from a config how a model turns its keys; torch is imported to compute frequencies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeGuard, cast
+
+from kvtrie._core import UnsupportedRopeError
+from kvtrie._rope_models import ALIBI, FAMILIES, REFUSED, Family
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MULTIMODAL_FIELDS: Final = ("text_config", "thinker_config", "vision_config", "audio_config")
+_INDEX_FIELDS: Final = ("index_head_dim", "index_topk", "index_n_heads")
+_PLAIN_KV_DTYPES: Final = ("auto", "bfloat16", "float16", "float32", "float64")
+_QUANTIZED_KV_FIELDS: Final = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype")
+
+_TYPE_NAMES: Final = ("rope_type", "type")
+REFUSED_TYPES: Final[Mapping[str, str]] = {
+    "dynamic": "dynamic NTK: frequencies depend on the length of the prompt",
+    "longrope": "LongRoPE: frequencies depend on the length of the prompt",
+    "su": "LongRoPE under its old name: frequencies depend on the length of the prompt",
+    "mrope": "M-RoPE: a token has one position an axis, and no single delta",
+}
+_COMMON: Final = frozenset({"rope_theta", "partial_rotary_factor", *_TYPE_NAMES})
+# Fields of a type: those that must be there, then those that may.
+FIELDS_OF_TYPE: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        (
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    ),
+    "proportional": ((), ("factor",)),
+}
+# These change nothing about keys: a note of the training, a limit, a scale of queries.
+_NEUTRAL_FIELDS: Final = frozenset(
+    {"apply_yarn_scaling", "finetuned", "llama_4_scaling_beta", "max_position_embeddings"}
+)
+
+
+class Turn(NamedTuple):
+    """How the keys of one layer turn: the fields of a `Rotary`."""
+
+    inv_freq: tuple[float, ...]
+    start: int
+    interleaved: bool
+    attention_factor: float
+
+
+def read_turns(config: object, mla: str, interleaved: bool | None) -> tuple[list[Turn | None], int]:
+    """Every layer's turn, and the channels of a head's K row; see `RopeSpec.from_config`."""
+    fields = _Fields(config)
+    family = _family(fields, interleaved)
+    head = _head(fields, family, mla)
+    order = _pair_order(fields, family, mla, interleaved)
+    num_layers = fields.size("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    by_layer = _settings_by_layer(fields, family, num_layers)
+    made: dict[int, Turn] = {}
+    for settings in by_layer:
+        if settings is not None and id(settings) not in made:
+            made[id(settings)] = _turn(fields, family, settings, head, order)
+    if not made:
+        fields.refuse("none of its layers turns its keys")
+    return [None if settings is None else made[id(settings)] for settings in by_layer], head.dim
+
+
+class _Fields:
+    """Reads fields of a config object or mapping alike; an absent field is ``None``."""
+
+    def __init__(self, config: object) -> None:
+        self._config = config
+        model_type = self.get("model_type")
+        self.model_type = model_type if isinstance(model_type, str) else None
+        self.model = self.model_type or type(config).__name__
+
+    def get(self, name: str) -> Any:  # noqa: ANN401 - a config field may be anything
+        if isinstance(self._config, Mapping):
+            return self._config.get(name)
+        return getattr(self._config, name, None)
+
+    def first(self, *names: str) -> tuple[str, Any] | None:
+        """The first field of ``names`` that is set."""
+        for name in names:
+            value = self.get(name)
+            if value is not None:
+                return name, value
+        return None
+
+    def size(self, *names: str) -> int:
+        """The first field of ``names`` that is set, as a positive int."""
+        found = self.first(*names)
+        if found is None:
+            self.refuse(f"its config has no {names[0]}")
+        name, value = found
+        if not is_int(value) or value < 1:
+            self.refuse(f"{name} is {value!r}, not a positive integer")
+        return value
+
+    def number(self, name: str, value: object, *, least: float = 0.0) -> float:
+        """A finite number above ``least``, as the config spells it."""
+        if not is_number(value) or not least < value < math.inf:
+            self.refuse(f"{name} is {value!r}, not a number above {least:g}")
+        return value
+
+    def refuse(self, reason: str) -> NoReturn:
+        msg = f"RopeSpec.from_config: cannot turn the keys of a {self.model} model: {reason}"
+        raise UnsupportedRopeError(msg)
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A head's K row: its channels, the first that may turn, and how many of them may."""
+
+    dim: int
+    start: int
+    rotary: int
+
+
+# --- which model ----------------------------------------------------------------------------------
+
+
+def _family(fields: _Fields, interleaved: bool | None) -> Family | None:
+    """The table's entry; none for a type that the table lacks, where the caller vouches for it."""
+    reason = REFUSED.get(fields.model_type or "")
+    if reason is not None:
+        fields.refuse(reason)
+    for name in _MULTIMODAL_FIELDS:
+        if fields.get(name) is not None:
+            fields.refuse(f"it is multimodal ({name}); give the config of its text model")
+    for name in ("alibi", "use_alibi"):
+        if fields.get(name):
+            fields.refuse(f"{ALIBI} ({name})")
+    for name in _INDEX_FIELDS:
+        if fields.get(name) is not None:
+            fields.refuse(f"it keeps turned index rows beside K ({name})")
+    _refuse_quantized_k(fields)
+    family = FAMILIES.get(fields.model_type or "")
+    if family is None and interleaved is None:
+        what = "its config has no model_type" if fields.model_type is None else "it is not known"
+        fields.refuse(
+            f"{what}, and the order of pairs is no field of a config; "
+            "say interleaved=False (NeoX: halves) or True (GPT-J: pairs)"
+        )
+    return family
+
+
+def _refuse_quantized_k(fields: _Fields) -> None:
+    kind = fields.get("kv_cache_dtype")
+    if kind is not None and str(kind).removeprefix("torch.") not in _PLAIN_KV_DTYPES:
+        fields.refuse(f"its K is quantised (kv_cache_dtype={kind!r}); a rotation needs floats")
+    quantization = fields.get("quantization_config")
+    if quantization is None:
+        return
+    inner = _Fields(quantization)
+    for name in _QUANTIZED_KV_FIELDS:
+        value = inner.get(name)
+        if value is not None and str(value).removeprefix("torch.") not in _PLAIN_KV_DTYPES:
+            fields.refuse(
+                f"its K is quantised (quantization_config.{name}={value!r}); "
+                "a rotation needs floats"
+            )
+
+
+def _pair_order(fields: _Fields, family: Family | None, mla: str, interleaved: bool | None) -> bool:
+    if interleaved is not None:
+        return interleaved
+    if family is None or family.interleaved is None:
+        fields.refuse(
+            "engines keep its pairs in different orders; say interleaved=True for transformers "
+            "or interleaved=False for vLLM, which permutes the weights"
+        )
+    if not family.is_mla:
+        return family.interleaved
+    if mla == "expanded":
+        return family.expanded_interleaved
+    if family.interleaved and fields.get("rope_interleave") is False:
+        fields.refuse(
+            "which order engines keep its latents in is not known (rope_interleave=False); "
+            "say interleaved="
+        )
+    return family.interleaved
+
+
+# --- which channels -------------------------------------------------------------------------------
+
+
+def _head(fields: _Fields, family: Family | None, mla: str) -> _Head:
+    is_mla = fields.get("kv_lora_rank") is not None
+    if family is not None and family.is_mla != is_mla:
+        if is_mla:
+            fields.refuse("it has a latent (kv_lora_rank), which models of its type have not")
+        fields.refuse("its config has no kv_lora_rank")
+    if is_mla:
+        rotary = fields.size("qk_rope_head_dim")
+        start = fields.size("kv_lora_rank" if mla == "latent" else "qk_nope_head_dim")
+        return _Head(dim=start + rotary, start=start, rotary=rotary)
+    if fields.first("head_dim", "kv_channels") is not None:
+        dim = fields.size("head_dim", "kv_channels")
+    else:
+        width = fields.size("hidden_size", "n_embd", "d_model")
+        heads = fields.size("num_attention_heads", "n_head", "num_heads", "n_heads")
+        if width % heads:
+            fields.refuse(f"hidden_size {width} does not divide into {heads} heads (head_dim)")
+        dim = width // heads
+    return _Head(dim=dim, start=0, rotary=dim)
+
+
+def _turning(
+    fields: _Fields, family: Family | None, settings: Mapping[str, Any], head: _Head
+) -> tuple[int, float]:
+    """Channels that turn, and their share of a head (transformers rounds the product down)."""
+    inside = settings.get("partial_rotary_factor")
+    # Settings by layer type may differ from the field that they were made from.
+    by_type = family is None or family.layers == "by_type"
+    said: dict[str, float] = {}
+    if inside is not None:
+        said["partial_rotary_factor"] = fields.number("partial_rotary_factor", inside)
+    for name in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction"):
+        value = fields.get(name)
+        if value is not None:
+            if inside is not None and value != inside and not by_type:
+                fields.refuse(f"{name} is {value!r}, and {inside!r} in its RoPE settings")
+            said.setdefault(name, fields.number(name, value))
+    widths = {name: int(head.rotary * share) for name, share in said.items()}
+    if fields.get("rotary_dim") is not None:
+        widths["rotary_dim"] = fields.size("rotary_dim")
+    elif fields.model_type in {"codegen", "gptj"}:
+        fields.refuse("its config has no rotary_dim")
+    if len(set(widths.values())) > 1 and not by_type:
+        both = " and ".join(f"{name} ({width})" for name, width in widths.items())
+        fields.refuse(f"{both} make different numbers of channels turn")
+    if not widths:
+        share = 1.0 if family is None or family.partial is None else family.partial
+        return int(head.rotary * share), share
+    name, width = next(iter(widths.items()))
+    if not 1 <= width <= head.rotary:
+        fields.refuse(f"{name} makes {width} channels of a head turn, not 1 to {head.rotary}")
+    return width, said.get(name, width / head.rotary)
+
+
+# --- which layers ---------------------------------------------------------------------------------
+
+
+def _settings_by_layer(
+    fields: _Fields, family: Family | None, num_layers: int
+) -> list[Mapping[str, Any] | None]:
+    """RoPE settings of every layer, one object for all that share them; ``None``: no RoPE."""
+    settings = _settings(fields)
+    if family is not None and family.needs_settings and not settings:
+        fields.refuse("its config has no rope_parameters (or rope_scaling)")
+    rule = _rule_of_unknown(fields, settings) if family is None else family.layers
+    if rule == "by_type":
+        return _by_type(fields, family, settings, num_layers)
+    if rule == "all" or (rule == "windowed" and fields.get("sliding_window") is None):
+        return [settings] * num_layers
+    if rule == "marked":
+        marks = _marks(fields, family, num_layers)
+        return [settings if mark else None for mark in marks]
+    kinds = _layer_types(fields, family, num_layers)
+    return [settings if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _settings(fields: _Fields) -> Mapping[str, Any]:
+    """The RoPE settings as the config has them, old spelling or new."""
+    found = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        value = fields.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, Mapping):
+            fields.refuse(f"{name} is {value!r}, not a mapping")
+        found[name] = value
+    if len(found) == 2:
+        for name, value in found["rope_scaling"].items():
+            if found["rope_parameters"].get(name) != value:
+                fields.refuse(f"rope_parameters and rope_scaling differ in {name}")
+    return dict(next(iter(found.values()), {}))
+
+
+def _rule_of_unknown(fields: _Fields, settings: Mapping[str, Any]) -> str:
+    """Which layers turn in a model that the table lacks: what its config says for certain."""
+    if any(isinstance(value, Mapping) for value in settings.values()):
+        return "by_type"
+    if fields.get("no_rope_layers") is not None:
+        return "marked"
+    kinds = fields.get("layer_types")
+    if kinds is not None and len(set(kinds)) > 1:
+        fields.refuse(
+            "it is not known, and its layers differ (layer_types): which of them turn is unsaid; "
+            "build a RopeSpec by hand"
+        )
+    for name in ("no_rope_layer_interval", "rope_local_base_freq", "layer_rope_theta"):
+        if fields.get(name) is not None:
+            fields.refuse(f"it is not known, and {name} differs by layer; build a RopeSpec by hand")
+    return "all"
+
+
+def _marks(fields: _Fields, family: Family | None, num_layers: int) -> list[int]:
+    marks = fields.get("no_rope_layers")
+    if not marks:
+        every = family.every if family is not None else 0
+        if fields.get("no_rope_layer_interval") is not None:
+            every = fields.size("no_rope_layer_interval")
+        if not every:
+            fields.refuse("no_rope_layers is empty")
+        return [int((layer + 1) % every != 0) for layer in range(num_layers)]
+    if not isinstance(marks, Sequence) or any(mark not in {0, 1} for mark in marks):
+        fields.refuse(f"no_rope_layers is {marks!r}, not a list of 0 (stays) and 1 (turns)")
+    if len(marks) < num_layers:
+        fields.refuse(f"no_rope_layers has {len(marks)} entries for {num_layers} layers")
+    return [int(mark) for mark in marks[:num_layers]]
+
+
+def _layer_types(fields: _Fields, family: Family | None, num_layers: int) -> list[str]:
+    kinds = fields.get("layer_types")
+    if kinds is not None:
+        if isinstance(kinds, str) or not isinstance(kinds, Sequence):
+            fields.refuse(f"layer_types is {kinds!r}, not a list")
+        if len(kinds) != num_layers:
+            fields.refuse(f"layer_types has {len(kinds)} entries for {num_layers} layers")
+        return list(kinds)
+    if family is None:
+        fields.refuse("its config has no layer_types")
+    every = family.every
+    for name in ("sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers"):
+        if fields.get(name) is not None:
+            every = fields.size(name)
+            break
+    return [
+        "sliding_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(num_layers)
+    ]
+
+
+def _by_type(
+    fields: _Fields, family: Family | None, settings: Mapping[str, Any], num_layers: int
+) -> list[Mapping[str, Any] | None]:
+    kinds = _layer_types(fields, family, num_layers)
+    nested = {name: value for name, value in settings.items() if isinstance(value, Mapping)}
+    if nested:
+        flat = sorted(set(settings) - set(nested))
+        if flat:
+            fields.refuse(f"its RoPE settings mix layer types and fields ({', '.join(flat)})")
+        by_type = {
+            name: _without_truncate(fields, name, {**value}) for name, value in nested.items()
+        }
+    else:
+        by_type = _old_by_type(fields, family, settings)
+    for layer, kind in enumerate(kinds):
+        if kind not in by_type:
+            fields.refuse(f"its RoPE settings have no {kind!r}, which layer {layer} is")
+    return [by_type[kind] for kind in kinds]
+
+
+def _without_truncate(
+    fields: _Fields, layer_type: str, settings: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Refuse what transformers reads beside the layer types, and others inside."""
+    if settings.get("truncate") not in {None, True}:
+        fields.refuse(f"engines read truncate in the settings of {layer_type!r} differently")
+    return settings
+
+
+def _old_by_type(
+    fields: _Fields, family: Family | None, settings: Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    """Old spelling of two kinds of layers: scaling is for full attention alone."""
+    if fields.get("rope_parameters") is not None:
+        fields.refuse("its rope_parameters do not name layer types")
+    theta = fields.get("rope_theta")
+    full = {**settings}
+    if theta is not None:
+        full.setdefault("rope_theta", theta)
+    local: dict[str, Any] = {"rope_type": "default"}
+    if fields.model_type == "gemma3_text":
+        base = fields.get("rope_local_base_freq")
+        local["rope_theta"] = 10_000.0 if base is None else base
+    elif theta is not None:
+        local["rope_theta"] = theta
+    elif family is not None:
+        local["rope_theta"] = family.theta
+    return {"full_attention": full, "sliding_attention": local}
+
+
+# --- which frequencies ----------------------------------------------------------------------------
+
+
+def _turn(
+    fields: _Fields,
+    family: Family | None,
+    settings: Mapping[str, Any],
+    head: _Head,
+    interleaved: bool,
+) -> Turn:
+    kind = _rope_type(fields, settings)
+    theta = _theta(fields, family, settings)
+    width, share = _turning(fields, family, settings, head)
+    is_whole = family is not None and family.partial is None
+    if kind != "proportional" and is_whole and width != head.rotary:
+        fields.refuse(f"partial_rotary_factor {share:g}: models of its type turn whole heads")
+    values, factor = _frequencies(fields, kind, settings, theta, width, share, head.rotary)
+    inv_freq = tuple(float(value) for value in values.tolist())
+    if 2 * len(inv_freq) > head.rotary:
+        fields.refuse(f"head_dim {head.rotary} is odd, and all of it turns")
+    if not all(map(math.isfinite, inv_freq)):
+        fields.refuse(f"rope_theta {theta:g} gives frequencies that are not finite")
+    if family is not None and family.reverse:
+        inv_freq = tuple(-value for value in inv_freq)
+    return Turn(
+        inv_freq=inv_freq,
+        start=head.start,
+        interleaved=interleaved,
+        attention_factor=factor,
+    )
+
+
+def _rope_type(fields: _Fields, settings: Mapping[str, Any]) -> str:
+    said = {name: settings[name] for name in _TYPE_NAMES if settings.get(name) is not None}
+    if len(set(map(str, said.values()))) > 1:
+        fields.refuse(f"rope_type {said['rope_type']!r} and type {said['type']!r} differ")
+    if settings.get("mrope_section") is not None or settings.get("mrope_interleaved"):
+        fields.refuse("it has multimodal positions, M-RoPE (mrope_section)")
+    kind = next(iter(said.values()), "default")
+    if kind == "deepseek_yarn":
+        kind = "yarn"  # vLLM writes this into the config of a DeepSeek model that it has loaded
+    if kind in REFUSED_TYPES:
+        fields.refuse(f"rope_type {kind!r} is {REFUSED_TYPES[kind]}")
+    if kind not in FIELDS_OF_TYPE:
+        known = ", ".join(FIELDS_OF_TYPE)
+        fields.refuse(f"rope_type {kind!r} is unknown (this version: {known})")
+    if kind == "yarn" and fields.model_type == "phi3":
+        fields.refuse("rope_type 'yarn' is LongRoPE's old name in models of its type")
+    needed, optional = FIELDS_OF_TYPE[kind]
+    for name in needed:
+        if name not in settings and _beside(fields, name) is None:
+            fields.refuse(f"its RoPE settings have no {name}, which rope_type {kind!r} needs")
+    if settings.get("apply_yarn_scaling") is False:
+        fields.refuse("it is not known what apply_yarn_scaling=False makes of its frequencies")
+    for name, value in settings.items():
+        if value is not None and name not in {*_COMMON, *_NEUTRAL_FIELDS, *needed, *optional}:
+            fields.refuse(f"{name}={value!r} means nothing that is known to rope_type {kind!r}")
+    return str(kind)
+
+
+def _beside(fields: _Fields, name: str) -> Any:  # noqa: ANN401 - a config field may be anything
+    """A setting that some configs keep beside their RoPE settings."""
+    return fields.get(name) if name == "original_max_position_embeddings" else None
+
+
+def _theta(fields: _Fields, family: Family | None, settings: Mapping[str, Any]) -> float:
+    inside = settings.get("rope_theta")
+    beside = fields.first("rope_theta", "rotary_emb_base")
+    if inside is None and beside is None:
+        if family is None:
+            fields.refuse("its config has no rope_theta")
+        return family.theta
+    by_type = family is None or family.layers == "by_type"
+    if inside is not None and beside is not None and inside != beside[1] and not by_type:
+        fields.refuse(f"{beside[0]} is {beside[1]!r}, and {inside!r} in its RoPE settings")
+    value = inside if inside is not None else cast("tuple[str, Any]", beside)[1]
+    return fields.number("rope_theta", value, least=1.0)
+
+
+def _original_length(fields: _Fields, settings: Mapping[str, Any]) -> int:
+    name = "original_max_position_embeddings"
+    inside, beside = settings.get(name), fields.get(name)
+    if inside is not None and beside is not None and inside != beside:
+        fields.refuse(f"{name} is {beside!r}, and {inside!r} in its RoPE settings")
+    value = inside if inside is not None else beside
+    if not is_int(value) or value < 1:
+        fields.refuse(f"{name} is {value!r}, not a positive integer")
+    return value
+
+
+def _frequencies(
+    fields: _Fields,
+    kind: str,
+    settings: Mapping[str, Any],
+    theta: float,
+    width: int,
+    share: float,
+    head_dim: int,
+) -> tuple[Tensor, float]:
+    """Frequencies ``[pairs]``, float32, and the attention factor.
+
+    Each type keeps the order of operations of transformers 5.19 (modeling_rope_utils.py), because
+    another order differs in the last bit, and a last bit turns far tokens visibly.
+    """
+    import torch  # noqa: PLC0415 - only who reads a config needs torch
+
+    if kind == "proportional":
+        pairs = int(share * head_dim // 2)
+        steps = torch.arange(0, 2 * pairs, 2, dtype=torch.float32)
+        turning = 1.0 / (theta ** (steps / head_dim))
+        still = torch.zeros(head_dim // 2 - pairs, dtype=torch.float32)
+        factor = settings.get("factor")
+        scaled = torch.cat((turning, still))
+        scaled /= 1.0 if factor is None else fields.number("factor", factor)
+        return scaled, 1.0
+    powers = theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    if kind == "yarn":
+        return _yarn(fields, settings, theta, width, powers)
+    plain = 1.0 / powers
+    if kind == "default":
+        return plain, 1.0
+    factor = fields.number("factor", settings.get("factor"))
+    if kind == "linear":
+        return plain / factor, 1.0
+    return _llama3(fields, settings, plain, factor), 1.0
+
+
+def _llama3(fields: _Fields, settings: Mapping[str, Any], plain: Tensor, factor: float) -> Tensor:
+    """Llama 3.1: long waves are stretched, short ones kept, and those between blended."""
+    import torch  # noqa: PLC0415 - only who reads a config needs torch
+
+    low = fields.number("low_freq_factor", settings.get("low_freq_factor"))
+    high = fields.number("high_freq_factor", settings.get("high_freq_factor"))
+    if high <= low:
+        fields.refuse(f"high_freq_factor {high:g} is not above low_freq_factor {low:g}")
+    length = _original_length(fields, settings)
+    wave = 2 * math.pi / plain
+    is_long, is_short = wave > length / low, wave < length / high
+    stretched = torch.where(is_long, plain / factor, plain)
+    smooth = (length / wave - low) / (high - low)
+    blended = (1 - smooth) * stretched / factor + smooth * stretched
+    return torch.where(is_long | is_short, stretched, blended)
+
+
+def _yarn(
+    fields: _Fields, settings: Mapping[str, Any], theta: float, width: int, powers: Tensor
+) -> tuple[Tensor, float]:
+    """YaRN: a ramp over the pairs from their own frequencies to stretched ones."""
+    import torch  # noqa: PLC0415 - only who reads a config needs torch
+
+    length = _original_length(fields, settings)
+    factor = settings["factor"]
+    if factor is None:
+        factor = fields.size("max_position_embeddings") / length
+    factor = fields.number("factor", factor)
+    truncate = settings.get("truncate", True)
+    if not isinstance(truncate, bool):
+        fields.refuse(f"truncate is {truncate!r}, not a bool")
+
+    def pair_that_turns(rotations: float) -> float:
+        return (width * math.log(length / (rotations * 2 * math.pi))) / (2 * math.log(theta))
+
+    beta_fast = fields.number("beta_fast", settings.get("beta_fast") or 32)
+    beta_slow = fields.number("beta_slow", settings.get("beta_slow") or 1)
+    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    if low == high:
+        high += 0.001
+    ramp = (torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)
+    own = 1 - torch.clamp(ramp, 0, 1)
+    inv_freq = 1.0 / (factor * powers) * (1 - own) + 1.0 / powers * own
+    return inv_freq, _yarn_attention_factor(fields, settings, factor)
+
+
+def _yarn_attention_factor(fields: _Fields, settings: Mapping[str, Any], factor: float) -> float:
+    given = settings.get("attention_factor")
+    if given is not None:
+        return float(fields.number("attention_factor", given))
+    if factor <= 1:
+        return 1.0
+    scales = [settings.get(name) for name in ("mscale", "mscale_all_dim")]
+    if all(scales):
+        own, shared = (
+            0.1 * fields.number(name, scale) * math.log(factor) + 1.0
+            for name, scale in zip(("mscale", "mscale_all_dim"), scales, strict=True)
+        )
+        return float(own / shared)
+    return 0.1 * math.log(factor) + 1.0

@@ -1,0 +1,271 @@
+"""How a model turns its keys with the position: read from a config, or given by hand.
+
+Importing this module needs no torch. `RopeSpec.from_config` imports it, because frequencies have to
+agree bit for bit with those that engines compute, in float32 and in the same order of operations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
+
+import numpy as np
+
+from kvtrie._rope_config import is_int, is_number, read_turns
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+# Up to here the error of a float64 angle, delta * 2**-53, stays below the float32 rounding of its
+# cosine (2**-24), with a factor of 4 to spare.
+MAX_DELTA: Final = 2**27
+
+
+def _check(owner: str, name: str, value: object, kind: Any) -> None:  # noqa: ANN401 - a type
+    """Refuse a value of another type; a bool is no number, an int is a float."""
+    if kind in {int, float}:
+        right = is_int(value) if kind is int else is_number(value)
+    else:
+        right = isinstance(value, kind)
+    if not right:
+        said = getattr(kind, "__name__", str(kind).replace("kvtrie.rope.", ""))
+        msg = f"{owner}: {name} must be {said}, not {value!r}"
+        raise TypeError(msg)
+
+
+def _check_inv_freq(inv_freq: object) -> None:
+    _check("Rotary", "inv_freq", inv_freq, tuple)
+    values = cast("tuple[object, ...]", inv_freq)
+    if not values:
+        msg = "Rotary: inv_freq is empty; a layer whose keys do not turn is None in a RopeSpec"
+        raise ValueError(msg)
+    for index, value in enumerate(values):
+        _check("Rotary", f"inv_freq[{index}]", value, float)
+        if not math.isfinite(cast("float", value)):
+            msg = f"Rotary: inv_freq[{index}] is {value}, not a finite number"
+            raise ValueError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """How the keys of one layer turn.
+
+    Pair ``i`` of a token's K turns by ``delta * inv_freq[i]`` radians when the token moves by
+    ``delta`` positions: its channels ``(a, b)`` become ``(a cos - b sin, b cos + a sin)``. Channels
+    outside the window ``[start, start + width)`` stay.
+
+    Args:
+        inv_freq: Radians a position, one a pair. The float32 values that engines use, held as
+            float64. A pair of frequency 0 stays; a negative frequency turns the other way.
+        start: First channel of a head's K row that turns.
+        interleaved: Whether pair ``i`` is channels ``(2i, 2i + 1)`` of the window (GPT-J); else it
+            is channels ``(i, i + len(inv_freq))`` (NeoX).
+        attention_factor: What the engine multiplied K by (YaRN), for information. K holds it
+            already, and a rotation must not apply it again.
+
+    Raises:
+        ValueError: If a number is not finite, or out of range.
+        TypeError: If a field has the wrong type.
+
+    Example:
+        >>> turn = Rotary(inv_freq=(1.0, 0.01), start=2)
+        >>> turn.width
+        4
+        >>> cos, sin = turn.cos_sin([0, 3])
+        >>> cos.shape, cos.dtype.name, float(cos[1, 0])
+        ((2, 2), 'float32', -0.9899924993515015)
+    """
+
+    inv_freq: tuple[float, ...]
+    start: int = 0
+    interleaved: bool = False
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_inv_freq(self.inv_freq)
+        _check("Rotary", "start", self.start, int)
+        if self.start < 0:
+            msg = f"Rotary: start must be at least 0, not {self.start}"
+            raise ValueError(msg)
+        _check("Rotary", "interleaved", self.interleaved, bool)
+        _check("Rotary", "attention_factor", self.attention_factor, float)
+        if not 0 < self.attention_factor < math.inf:
+            msg = f"Rotary: attention_factor must be above 0, not {self.attention_factor}"
+            raise ValueError(msg)
+
+    @property
+    def width(self) -> int:
+        """Channels that turn: two a pair."""
+        return 2 * len(self.inv_freq)
+
+    def angles(self, deltas: ArrayLike) -> NDArray[np.float64]:
+        """Angles in radians, in float64.
+
+        Args:
+            deltas: Positions that tokens move by, integers ``[n]``, at most ``2**27`` either way.
+
+        Returns:
+            ``[n, pairs]``, float64.
+
+        Raises:
+            TypeError: If a delta is no integer.
+            ValueError: If ``deltas`` is not one-dimensional, or a delta is out of range.
+        """
+        moved = np.asarray(deltas)
+        if moved.ndim != 1:
+            msg = f"Rotary: deltas must have one axis, not shape {list(moved.shape)}"
+            raise ValueError(msg)
+        if moved.size and moved.dtype.kind not in "iu":
+            msg = f"Rotary: deltas must be integers, not {moved.dtype.name}"
+            raise TypeError(msg)
+        outside = (moved > MAX_DELTA) | (moved < -MAX_DELTA)
+        if np.any(outside):
+            msg = f"Rotary: delta {moved[outside][0]} is beyond {MAX_DELTA} positions"
+            raise ValueError(msg)
+        return np.multiply.outer(
+            moved.astype(np.float64), np.asarray(self.inv_freq, dtype=np.float64)
+        )
+
+    def cos_sin(self, deltas: ArrayLike) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines of `angles`: computed in float64, rounded once to float32.
+
+        Args:
+            deltas: Positions that tokens move by, integers ``[n]``, at most ``2**27`` either way.
+
+        Returns:
+            Cosines and sines, each ``[n, pairs]``, float32.
+
+        Raises:
+            TypeError: If a delta is no integer.
+            ValueError: If ``deltas`` is not one-dimensional, or a delta is out of range.
+        """
+        angles = self.angles(deltas)
+        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """How the keys of all layers of a model turn when tokens move.
+
+    A value: two specs of the same model are equal and hash alike. Layers that turn in the same way
+    share one `Rotary`.
+
+    Args:
+        layers: One entry an attention layer; ``None`` is a layer without RoPE, whose keys hold no
+            position and stay as they are.
+        head_dim: Channels of a head's K row. For MLA latent rows: ``kv_lora_rank +
+            qk_rope_head_dim``.
+
+    Raises:
+        ValueError: If there is no layer, or a window reaches beyond ``head_dim``.
+        TypeError: If a field has the wrong type.
+
+    Example:
+        >>> from kvtrie.rope import Rotary
+        >>> RopeSpec(layers=(Rotary(inv_freq=(1.0, 0.01)), None), head_dim=8)
+        RopeSpec(2 layers, head_dim=8: layer 0 turns [0, 4) in halves; layer 1 stays)
+    """
+
+    layers: tuple[Rotary | None, ...]
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        _check("RopeSpec", "layers", self.layers, tuple)
+        if not self.layers:
+            msg = "RopeSpec: layers is empty"
+            raise ValueError(msg)
+        for index, layer in enumerate(self.layers):
+            _check("RopeSpec", f"layers[{index}]", layer, Rotary | None)
+        _check("RopeSpec", "head_dim", self.head_dim, int)
+        if self.head_dim < 1:
+            msg = f"RopeSpec: head_dim must be at least 1, not {self.head_dim}"
+            raise ValueError(msg)
+        for index, layer in enumerate(self.layers):
+            if layer is not None and layer.start + layer.width > self.head_dim:
+                msg = (
+                    f"RopeSpec: layer {index} turns channels [{layer.start}, "
+                    f"{layer.start + layer.width}), beyond head_dim {self.head_dim}"
+                )
+                raise ValueError(msg)
+
+    def __repr__(self) -> str:
+        runs: list[tuple[int, int, Rotary | None]] = []
+        for index, layer in enumerate(self.layers):
+            if runs and runs[-1][2] == layer:
+                runs[-1] = (runs[-1][0], index, layer)
+            else:
+                runs.append((index, index, layer))
+        said = []
+        for first, last, layer in runs:
+            who = f"layer {first}" if first == last else f"layers {first} to {last}"
+            if layer is None:
+                said.append(f"{who} stay{'s' if first == last else ''}")
+                continue
+            order = "in pairs" if layer.interleaved else "in halves"
+            window = f"[{layer.start}, {layer.start + layer.width})"
+            factor = f", factor {layer.attention_factor:.4g} in K"
+            said.append(
+                f"{who} turn{'s' if first == last else ''} {window} {order}"
+                f"{factor if layer.attention_factor != 1.0 else ''}"
+            )
+        count = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
+        return f"RopeSpec({count}, head_dim={self.head_dim}: {'; '.join(said)})"
+
+    @classmethod
+    def from_config(
+        cls,
+        config: object,
+        *,
+        mla: Literal["latent", "expanded"] = "latent",
+        interleaved: bool | None = None,
+    ) -> RopeSpec:
+        """Read how a Hugging Face causal LM turns its keys. Imports torch.
+
+        Frequencies are equal to transformers' own, bit for bit. Read are the types ``default``,
+        ``linear``, ``llama3``, ``yarn`` and ``proportional``, in the old spelling (``rope_theta``
+        and ``rope_scaling``) and the new one (``rope_parameters``, also by layer type).
+
+        The order of pairs is no field of a config: it comes from a table of model types. A type
+        that the table does not hold is refused unless ``interleaved`` is given, because keys turned
+        in the wrong order are wrong without a sign of it. What is given wins over the table.
+
+        Args:
+            config: A ``transformers`` config, or the mapping read from a ``config.json``.
+            mla: For models with multi-head latent attention, what a K row is: ``"latent"`` is
+                ``[kv_lora_rank | qk_rope_head_dim]`` as vLLM and SGLang keep it, ``"expanded"`` is
+                a head of ``[qk_nope_head_dim | qk_rope_head_dim]`` as transformers computes it.
+            interleaved: The order of pairs in the stored keys, where the engine's differs from the
+                table's or the table has none.
+
+        Returns:
+            The spec, one entry a layer.
+
+        Raises:
+            UnsupportedRopeError: If the keys of the model cannot be moved by turning them (dynamic
+                NTK, LongRoPE, M-RoPE, ALiBi, absolute positions, quantised K), if the RoPE type or
+                the model type is unknown, or if a field is missing or contradicts another one. The
+                message names the field.
+            ValueError: If ``mla`` is unknown.
+            TypeError: If ``interleaved`` is no bool.
+
+        Example:
+            >>> RopeSpec.from_config(
+            ...     {
+            ...         "model_type": "llama",
+            ...         "num_hidden_layers": 2,
+            ...         "num_attention_heads": 4,
+            ...         "hidden_size": 32,
+            ...         "rope_theta": 500000.0,
+            ...     }
+            ... )
+            RopeSpec(2 layers, head_dim=8: layers 0 to 1 turn [0, 8) in halves)
+        """
+        if mla not in {"latent", "expanded"}:
+            msg = f"RopeSpec.from_config: mla must be 'latent' or 'expanded', not {mla!r}"
+            raise ValueError(msg)
+        _check("RopeSpec.from_config", "interleaved", interleaved, bool | None)
+        turns, head_dim = read_turns(config, mla, interleaved)
+        made = {turn: Rotary(*turn) for turn in turns if turn is not None}
+        layers = tuple(None if turn is None else made[turn] for turn in turns)
+        return cls(layers=layers, head_dim=head_dim)
