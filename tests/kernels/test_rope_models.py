@@ -1,0 +1,457 @@
+"""Specs against the models themselves: frequencies, and keys that a model computes elsewhere.
+
+Every model type that `RopeSpec.from_config` knows is built tiny, with random weights. Norms get
+random weights too: with weights of one, a norm behind the rotation would go unnoticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from kvtrie import UnsupportedRopeError
+from kvtrie._rope_config import FIELDS_OF_TYPE, REFUSED_TYPES
+from kvtrie._rope_models import FAMILIES
+from kvtrie.kernels.reference import rotate
+from kvtrie.rope import RopeSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+HEAD_DIM = 16
+NUM_LAYERS = 4
+NUM_TOKENS = 20
+LENGTH = 1024
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": HEAD_DIM,
+    "intermediate_size": 48,
+    "max_position_embeddings": LENGTH,
+    "sliding_window": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # experts
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    # latent attention
+    "kv_lora_rank": 24,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
+_WITHOUT_HEAD_DIM = {
+    *("axk1", "deepseek_v2", "deepseek_v3", "falcon", "glm4_moe_lite", "jetmoe"),
+    *("minicpm3", "youtu"),
+}
+MLA = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+_CHANGES: dict[str, dict[str, Any]] = {
+    **{name: {"num_key_value_heads": 4} for name in MLA},
+    "codegen": {"rotary_dim": 8},
+    "falcon": {"alibi": False},
+    "gemma3_text": {"sliding_window_pattern": 3},
+    "gptj": {"rotary_dim": 8},
+    "jetmoe": {"kv_channels": HEAD_DIM, "num_key_value_heads": 2, "num_experts_per_tok": 2},
+    "minimax_m2": {"rotary_dim": 8},
+    "ministral": {"head_dim": HEAD_DIM},
+    "persimmon": {"qk_layernorm": True},
+    "phi": {"qk_layernorm": True},
+    "stablelm": {"qk_layernorm": True},
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model type, and what of its config is not as transformers would have it."""
+
+    name: str
+    model_type: str
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    def config(self) -> Any:
+        cls = CONFIG_MAPPING[self.model_type]
+        known = cls()
+        kwargs = {name: value for name, value in _SIZES.items() if hasattr(known, name)}
+        if self.model_type in _WITHOUT_HEAD_DIM:
+            kwargs.pop("head_dim", None)
+        kwargs |= _CHANGES.get(self.model_type, {})
+        return cls(**(kwargs | {name: _copy(value) for name, value in self.changes}))
+
+
+def _copy(value: Any) -> Any:
+    return (
+        {name: _copy(inner) for name, inner in value.items()} if isinstance(value, dict) else value
+    )
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+GPT_OSS = YARN | {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+DEEPSEEK = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.707,
+}
+
+
+def _variant(name: str, model_type: str, **changes: Any) -> Case:
+    return Case(f"{model_type}-{name}", model_type, tuple(changes.items()))
+
+
+VARIANTS = [
+    _variant("old", "llama", rope_theta=123456.0),
+    _variant("linear", "llama", rope_scaling={"type": "linear", "factor": 3.0}),
+    _variant("llama3", "llama", rope_parameters=LLAMA3),
+    _variant("yarn", "llama", rope_parameters=YARN),
+    _variant("yarn-wide", "qwen2", rope_parameters=YARN | {"beta_fast": 8, "beta_slow": 2}),
+    _variant("yarn-factor", "qwen3", rope_parameters=YARN | {"attention_factor": 1.25}),
+    _variant("yarn-no-factor", "llama", rope_parameters=YARN | {"factor": None}),
+    _variant("yarn-untruncated", "gpt_oss", rope_parameters=GPT_OSS),
+    _variant("yarn-mscale", "deepseek_v2", rope_theta=10000, rope_scaling=DEEPSEEK),
+    _variant("yarn-mscale", "deepseek_v3", rope_theta=10000, rope_scaling=DEEPSEEK),
+    _variant("halves", "deepseek_v3", rope_interleave=False),
+    _variant(
+        "proportional",
+        "llama",
+        rope_parameters={
+            "rope_type": "proportional",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
+    _variant("old-scaled", "gpt_neox", rotary_pct=0.5, rotary_emb_base=20000),
+    _variant("odd", "glm4_moe", partial_rotary_factor=0.334),
+    _variant(
+        "scaled-partial",
+        "glm",
+        rope_parameters={**YARN, "partial_rotary_factor": 0.5},
+    ),
+    _variant(
+        "old-linear",
+        "gemma3_text",
+        rope_theta=1e6,
+        rope_local_base_freq=2e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    ),
+    _variant("old-yarn", "olmo3", rope_theta=5e5, rope_scaling={**YARN, "rope_theta": 5e5}),
+    _variant("listed", "smollm3", no_rope_layers=[0, 1, 1, 0]),
+    _variant("no-window", "exaone4", sliding_window=None, layer_types=["full_attention"] * 4),
+    _variant("mixed", "cohere2", layer_types=["full_attention", "sliding_attention"] * 2),
+]
+TYPES = [Case(name, name) for name in FAMILIES]
+CASES = TYPES + VARIANTS
+CASE = {case.name: case for case in CASES}
+by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def _model(case: Case) -> Any:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(case.config()).eval()
+    model = model.float()
+    # The grouped matrix product of experts has no float64.
+    model.set_experts_implementation("eager")
+    generator = torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            weight.data.uniform_(0.5, 1.5, generator=generator)
+        else:
+            weight.data.normal_(0, 0.08, generator=generator)
+    return model
+
+
+@cache
+def _keys(case: Case, start: int) -> list[Tensor]:
+    """Cached K of every layer ``[heads, tokens, dim]``; of MLA, latent rows."""
+    return _run(case, _model(case), torch.arange(start, start + NUM_TOKENS))
+
+
+def _unturned_keys(case: Case) -> Tensor:
+    """K of the first layer in float64, with every token at position 0, where nothing turns."""
+    model = _model(case).to(torch.float64)
+    keys = _run(case, model, torch.zeros(NUM_TOKENS, dtype=torch.int64))[0]
+    model.to(torch.float32)
+    return keys
+
+
+def _run(case: Case, model: Any, positions: Tensor) -> list[Tensor]:
+    tokens = torch.randint(3, 60, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        done = model(input_ids=tokens, position_ids=positions[None], use_cache=True)
+    layers = done.past_key_values.layers
+    if case.model_type in MLA:
+        return [torch.cat((layer.keys, layer.values), -1)[0] for layer in layers]
+    return [layer.keys[0] for layer in layers]
+
+
+def _spec(case: Case) -> RopeSpec:
+    """The spec for what transformers keeps."""
+    config = case.config()
+    if case.model_type in MLA:
+        # The order that transformers turns expanded heads in is the one it keeps latents in.
+        expanded = RopeSpec.from_config(config, mla="expanded").layers[0]
+        assert expanded is not None
+        return RopeSpec.from_config(config, interleaved=expanded.interleaved)
+    if case.model_type == "llama4_text":
+        return RopeSpec.from_config(config, interleaved=True)
+    return RopeSpec.from_config(config)
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def _embeddings(model: Any) -> Any:
+    """The module that computes cosines and sines."""
+    return next(
+        module
+        for name, module in model.named_modules()
+        if name.endswith("rotary_emb") and "layers" not in name
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    # Two keep a table of sines instead of frequencies: see the next test.
+    [case for case in CASES if case.model_type not in {"codegen", "gptj"}],
+    ids=lambda case: case.name,
+)
+def test_frequencies_are_those_of_the_model_bit_for_bit(case: Case) -> None:
+    config, spec = case.config(), _spec(case)
+    module = _embeddings(_model(case))
+    assert len(spec.layers) == NUM_LAYERS
+    for layer, rotary in enumerate(spec.layers):
+        if rotary is None:
+            continue
+        prefix = f"{config.layer_types[layer]}_" if not hasattr(module, "inv_freq") else ""
+        inv_freq = getattr(module, f"{prefix}inv_freq")
+        sign = -1.0 if case.model_type == "nanochat" else 1.0
+        assert rotary.inv_freq == tuple(sign * value for value in inv_freq.tolist())
+        assert rotary.attention_factor == getattr(module, f"{prefix}attention_scaling")
+
+
+@pytest.mark.parametrize("model_type", ["codegen", "gptj"])
+def test_frequencies_of_a_table_of_sines(model_type: str) -> None:
+    rotary = _spec(CASE[model_type]).layers[0]
+    assert rotary is not None
+    # As create_sinusoidal_positions of modeling_gptj.py has it.
+    want = 1.0 / (10000 ** (torch.arange(0, 8, 2, dtype=torch.int64) / 8))
+    assert rotary.inv_freq == tuple(want.tolist())
+
+
+@pytest.mark.parametrize(("start", "delta"), [(5, 811), (816, -811)])
+@by_name
+def test_turned_keys_are_those_that_the_model_computes_there(
+    case: Case, start: int, delta: int
+) -> None:
+    spec = _spec(case)
+    old, new = _keys(case, start), _keys(case, start + delta)
+    assert len(old) == len(spec.layers)
+    for layer, keys in enumerate(old):
+        assert keys.shape[-1] == spec.head_dim
+        assert _error(rotate(keys, spec, delta, layer), new[layer]) < 2e-5
+        if spec.layers[layer] is not None:
+            assert _error(keys, new[layer]) > 1e-2  # or nothing would have been shown
+
+
+@by_name
+def test_first_layer_is_within_twice_the_models_own_error(case: Case) -> None:
+    spec, start, delta = _spec(case), 5, 811
+    exact = rotate(_unturned_keys(case), spec, torch.arange(NUM_TOKENS) + start + delta)
+    own = _error(_keys(case, start + delta)[0], exact)
+    turned = rotate(_keys(case, start)[0], spec, delta)
+    assert own < 2e-5
+    assert _error(turned, exact) <= 2 * own
+
+
+@pytest.mark.parametrize("model_type", MLA)
+def test_expanded_heads_of_latent_attention(model_type: str) -> None:
+    case = CASE[model_type]
+    spec, delta = RopeSpec.from_config(case.config(), mla="expanded"), 811
+    assert spec.head_dim == 12 + 8
+    attention = _model(case).model.layers[0].self_attn
+    heads = []
+    for start in (5, 5 + delta):
+        latent = _keys(case, start)[0][None]
+        with torch.no_grad():
+            heads.append(attention.expand_kv(latent[..., :24], latent[..., 24:])[0])
+    assert heads[0].shape[1] == 4
+    assert _error(rotate(heads[0], spec, delta), heads[1]) < 2e-5
+
+
+@pytest.mark.parametrize("model_type", [name for name in MLA if name != "minicpm3"])
+def test_latent_rows_turn_in_the_pairs_that_vllm_and_sglang_keep(model_type: str) -> None:
+    """They turn ``k_pe`` in place, in pairs; DeepseekV3 of transformers stores it in halves."""
+    case = CASE[model_type]
+    spec, delta = RopeSpec.from_config(case.config()), 811
+    assert spec.head_dim == 24 + 8
+    assert spec.layers[0] is not None
+    assert (spec.layers[0].start, spec.layers[0].interleaved) == (24, True)
+    order = list(range(8))
+    if model_type != "deepseek_v2":
+        order = [0, 4, 1, 5, 2, 6, 3, 7]
+    in_pairs = list(range(24)) + [24 + channel for channel in order]
+    old, new = (_keys(case, start)[0] for start in (5, 5 + delta))
+    assert _error(rotate(old[..., in_pairs], spec, delta), new[..., in_pairs]) < 2e-5
+    assert torch.equal(rotate(old[..., in_pairs], spec, delta)[..., :24], old[..., :24])
+
+
+@by_name
+def test_config_and_its_json_give_one_spec(case: Case) -> None:
+    config = case.config()
+    order = True if case.name in {"llama4_text", "deepseek_v3-halves"} else None
+    spec = RopeSpec.from_config(config, interleaved=order)
+    assert RopeSpec.from_config(config.to_dict(), interleaved=order) == spec
+    assert RopeSpec.from_config(case.config(), interleaved=order) == spec
+    assert hash(RopeSpec.from_config(case.config(), interleaved=order)) == hash(spec)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [name for name, family in FAMILIES.items() if not family.needs_settings],
+)
+def test_defaults_are_those_of_transformers(model_type: str) -> None:
+    """A config.json that leaves RoPE out means what the config class makes of it."""
+    case = CASE[model_type]
+    needed = {
+        *("model_type", "num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim"),
+        *("kv_channels", "n_layer", "n_embd", "n_head", "rotary_dim", "sliding_window"),
+        *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "sliding_window_pattern"),
+    }
+    if model_type == "minimax_m2":
+        needed.discard("rotary_dim")
+    full = case.config().to_dict()
+    if model_type in MLA:
+        full.pop("head_dim", None)
+    short = {name: value for name, value in full.items() if name in needed and value is not None}
+    order = True if model_type == "llama4_text" else None
+    made = CONFIG_MAPPING[model_type](**{k: v for k, v in short.items() if k != "model_type"})
+    assert RopeSpec.from_config(short, interleaved=order) == RopeSpec.from_config(
+        made, interleaved=order
+    )
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [name for name, family in FAMILIES.items() if family.needs_settings],
+)
+def test_types_that_are_scaled_by_default_need_settings(model_type: str) -> None:
+    full = CASE[model_type].config().to_dict()
+    assert full["rope_parameters"]["rope_type"] != "default"
+    full.pop("rope_parameters")
+    with pytest.raises(UnsupportedRopeError, match="rope_parameters"):
+        RopeSpec.from_config(full)
+
+
+THETAS = [10000.0, 500000, 1e6, 8e6]
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "linear": [{"factor": 2.0}, {"factor": 7}],
+    "llama3": [
+        {k: v for k, v in LLAMA3.items() if k not in {"rope_type", "rope_theta"}},
+        {
+            "factor": 32,
+            "low_freq_factor": 1,
+            "high_freq_factor": 4,
+            "original_max_position_embeddings": 8192,
+        },
+    ],
+    "yarn": [
+        {"factor": 4.0, "original_max_position_embeddings": 32768},
+        {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+        {
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        {
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.5,
+        },
+        {"factor": 0.5, "original_max_position_embeddings": 4096},
+        {"factor": 16.0, "original_max_position_embeddings": 64, "beta_fast": 4, "beta_slow": 1},
+    ],
+    "proportional": [{}, {"partial_rotary_factor": 0.25}, {"factor": 2.0}],
+}
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        pytest.param(kind, each, id=f"{kind}-{number}")
+        for kind, all_settings in SETTINGS.items()
+        for number, each in enumerate(all_settings)
+    ],
+)
+def test_frequencies_are_those_of_rope_init_functions(
+    kind: str, settings: dict[str, Any], head_dim: int
+) -> None:
+    for theta in THETAS:
+        config = transformers.LlamaConfig(
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            hidden_size=2 * head_dim,
+            head_dim=head_dim,
+            max_position_embeddings=131072,
+            rope_parameters={"rope_type": kind, "rope_theta": theta, **settings},
+        )
+        want, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        made = RopeSpec.from_config(config).layers[0]
+        assert made is not None
+        assert made.inv_freq == tuple(want.tolist())
+        assert made.attention_factor == factor
+
+
+def test_every_type_of_transformers_is_read_or_refused() -> None:
+    known = {*FIELDS_OF_TYPE, *REFUSED_TYPES}
+    assert {*ROPE_INIT_FUNCTIONS, "default"} <= known
