@@ -390,13 +390,14 @@ def test_types_that_are_scaled_by_default_need_settings(model_type: str) -> None
         RopeSpec.from_config(full)
 
 
-THETAS = [10000.0, 500000, 1e6, 8e6]
+# At a base of 50 YaRN's ramp can end behind the last pair.
+THETAS = [50, 10000.0, 500000, 1e6, 8e6]
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "linear": [{"factor": 2.0}, {"factor": 7}],
     "llama3": [
         {k: v for k, v in LLAMA3.items() if k not in {"rope_type", "rope_theta"}},
         {
-            "factor": 32,
+            "factor": 6,
             "low_freq_factor": 1,
             "high_freq_factor": 4,
             "original_max_position_embeddings": 8192,
@@ -418,6 +419,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
             "mscale_all_dim": 0.5,
         },
         {"factor": 0.5, "original_max_position_embeddings": 4096},
+        {"factor": 4.0, "original_max_position_embeddings": 32768, "beta_fast": 128},
         {"factor": 16.0, "original_max_position_embeddings": 64, "beta_fast": 4, "beta_slow": 1},
     ],
     "proportional": [{}, {"partial_rotary_factor": 0.25}, {"factor": 2.0}],

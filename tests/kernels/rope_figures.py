@@ -1,0 +1,62 @@
+"""Prints the figures of docs/rope.md: how exact turned keys are.
+
+Run: python -m tests.kernels.rope_figures
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from tests.kernels import test_rotate as rotation
+
+from kvtrie.kernels.reference import rotate
+
+TOKENS = 256
+OLD = 40_000
+ROPE = rotation.spec(inv_freq=rotation.frequencies(64, 1e6))
+DELTAS = (1, -1, 1534, -32768, 131071, 10**6, -(10**6))
+
+
+def main() -> None:
+    say = sys.stdout.write
+    unturned, old = rotation.keys(ROPE, TOKENS), OLD + torch.arange(TOKENS)
+    for dtype in rotation.DTYPES:
+        say(f"{dtype}\n")
+        source = unturned.to(dtype)
+        worst = 0.0
+        for delta in DELTAS:
+            exact = rotation.complex_turn(source, ROPE, delta)
+            once = rotation.error(exact.to(dtype), exact)
+            worst = max(worst, rotation.error(rotate(source, ROPE, delta), exact) / once)
+        say(f"  one turn over one rounding, worst of {len(DELTAS)} deltas: {worst:.4f}\n")
+        cached = rotation.complex_turn(unturned, ROPE, old).to(dtype)
+        for turns in (1, 16, 64):
+            generator = torch.Generator().manual_seed(5)
+            steps = torch.randint(-500, 500, (turns,), generator=generator).tolist()
+            moved = cached
+            for step in steps:
+                moved = rotate(moved, ROPE, step)
+            exact = rotation.complex_turn(unturned, ROPE, old + sum(steps))
+            chained = rotation.error(moved, exact)
+            once = rotation.error(rotate(cached, ROPE, sum(steps)), exact)
+            say(f"  {turns:2} turns: chained {chained:.1e}, once {once:.1e}\n")
+    rotary = ROPE.layers[0]
+    if rotary is None:
+        return
+    say("angles in float32 and everything else in float64\n")
+    for position in (32_768, 10**6):
+        at = torch.arange(position - TOKENS, position)
+        exact = rotation.complex_turn(unturned, ROPE, at)
+        angles = (at.float()[:, None] * torch.tensor(rotary.inv_freq).float()).double()
+        first, second = unturned.chunk(2, dim=-1)
+        turned = torch.complex(first, second) * torch.exp(1j * angles)
+        got = torch.cat((turned.real, turned.imag), dim=-1)
+        say(
+            f"  position {position:,}: relative error {rotation.error(got, exact):.1e}, "
+            f"worst channel {float((got - exact).abs().max()):.1e}\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
