@@ -359,34 +359,27 @@ def _by_type(
     fields: _Fields, family: Family | None, settings: Mapping[str, Any], num_layers: int
 ) -> list[Mapping[str, Any] | None]:
     kinds = _layer_types(fields, family, num_layers)
-    nested = {name: value for name, value in settings.items() if isinstance(value, Mapping)}
-    if nested:
-        flat = sorted(set(settings) - set(nested))
-        if flat:
-            fields.refuse(f"its RoPE settings mix layer types and fields ({', '.join(flat)})")
-        by_type = {
-            name: _without_truncate(fields, name, {**value}) for name, value in nested.items()
-        }
-    else:
-        by_type = _old_by_type(fields, family, settings)
+    nested = {name: {**value} for name, value in settings.items() if isinstance(value, Mapping)}
+    flat = sorted(set(settings) - set(nested))
+    if nested and flat:
+        fields.refuse(f"its RoPE settings mix layer types and fields ({', '.join(flat)})")
+    by_type = nested or _old_by_type(fields, family, settings)
     for layer, kind in enumerate(kinds):
         if kind not in by_type:
             fields.refuse(f"its RoPE settings have no {kind!r}, which layer {layer} is")
+    for name, inner in nested.items():
+        # What an absent one means differs by type, and so does what a base beside it is for.
+        if inner.get("rope_theta") is None:
+            fields.refuse(f"its RoPE settings of {name!r} have no rope_theta")
+        # transformers reads it beside the layer types, others read it inside.
+        if inner.get("truncate") not in {None, True}:
+            fields.refuse(f"engines read truncate in the settings of {name!r} differently")
     return [by_type[kind] for kind in kinds]
-
-
-def _without_truncate(
-    fields: _Fields, layer_type: str, settings: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Refuse what transformers reads beside the layer types, and others inside."""
-    if settings.get("truncate") not in {None, True}:
-        fields.refuse(f"engines read truncate in the settings of {layer_type!r} differently")
-    return settings
 
 
 def _old_by_type(
     fields: _Fields, family: Family | None, settings: Mapping[str, Any]
-) -> dict[str, Mapping[str, Any]]:
+) -> dict[str, dict[str, Any]]:
     """Old spelling of two kinds of layers: scaling is for full attention alone."""
     if fields.get("rope_parameters") is not None:
         fields.refuse("its rope_parameters do not name layer types")

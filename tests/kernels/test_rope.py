@@ -325,6 +325,116 @@ def test_unknown_type_is_read_where_the_caller_vouches_for_the_order() -> None:
     assert by_type.layers[0] == by_type.layers[2] != by_type.layers[1]
 
 
+PUBLISHED = {
+    "meta-llama/Llama-3.1-8B": (
+        {
+            "model_type": "llama",
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "hidden_size": 4096,
+            "max_position_embeddings": 131072,
+            "rope_theta": 500000.0,
+            "rope_scaling": {**LLAMA3},
+        },
+        "RopeSpec(32 layers, head_dim=128: layers 0 to 31 turn [0, 128) in halves)",
+    ),
+    "Qwen/QwQ-32B with YaRN": (
+        {
+            "model_type": "qwen2",
+            "num_hidden_layers": 64,
+            "num_attention_heads": 40,
+            "hidden_size": 5120,
+            "max_position_embeddings": 40960,
+            "rope_theta": 1000000.0,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+            },
+        },
+        (
+            "RopeSpec(64 layers, head_dim=128: layers 0 to 63 turn [0, 128) in halves, "
+            "factor 1.139 in K)"
+        ),
+    ),
+    "deepseek-ai/DeepSeek-V3": (
+        {
+            "model_type": "deepseek_v3",
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "hidden_size": 7168,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "max_position_embeddings": 163840,
+            "quantization_config": {"quant_method": "fp8", "fmt": "e4m3"},
+            "rope_theta": 10000,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 40,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        "RopeSpec(61 layers, head_dim=576: layers 0 to 60 turn [512, 576) in pairs)",
+    ),
+    "openai/gpt-oss-20b": (
+        {
+            "model_type": "gpt_oss",
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "hidden_size": 2880,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rope_theta": 150000,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        (
+            "RopeSpec(24 layers, head_dim=64: layers 0 to 23 turn [0, 64) in halves, "
+            "factor 1.347 in K)"
+        ),
+    ),
+    "EleutherAI/pythia-160m": (
+        {
+            "model_type": "gpt_neox",
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "hidden_size": 768,
+            "rotary_emb_base": 10000,
+            "rotary_pct": 0.25,
+        },
+        "RopeSpec(12 layers, head_dim=64: layers 0 to 11 turn [0, 16) in halves)",
+    ),
+    "EleutherAI/gpt-j-6b": (
+        {
+            "model_type": "gptj",
+            "n_layer": 28,
+            "n_head": 16,
+            "n_embd": 4096,
+            "rotary": True,
+            "rotary_dim": 64,
+        },
+        "RopeSpec(28 layers, head_dim=256: layers 0 to 27 turn [0, 64) in pairs)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "said"), PUBLISHED.values(), ids=PUBLISHED)
+def test_published_configs(config: dict[str, Any], said: str) -> None:
+    assert repr(RopeSpec.from_config(config)) == said
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 REFUSED = [
@@ -453,8 +563,8 @@ REFUSED = [
         {
             "model_type": "gemma3_text",
             "rope_parameters": {
-                "full_attention": {**YARN, "truncate": False},
-                "sliding_attention": {},
+                "full_attention": {**YARN, "truncate": False, "rope_theta": 1e6},
+                "sliding_attention": {"rope_theta": 1e4},
             },
         },
         "truncate in the settings of 'full_attention'",
@@ -463,12 +573,22 @@ REFUSED = [
         {
             "model_type": "gemma3_text",
             "rope_parameters": {
-                "full_attention": {"rope_type": "dynamic"},
-                "sliding_attention": {},
+                "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6},
+                "sliding_attention": {"rope_theta": 1e4},
             },
             "num_hidden_layers": 6,
         },
         "'dynamic' is dynamic NTK",
+    ),
+    (
+        {
+            "model_type": "gemma3_text",
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default"},
+            },
+        },
+        "of 'sliding_attention' have no rope_theta",
     ),
 ]
 

@@ -6,8 +6,10 @@ random weights too: with weights of one, a norm behind the rotation would go unn
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -452,6 +454,22 @@ def test_frequencies_are_those_of_rope_init_functions(
         assert made is not None
         assert made.inv_freq == tuple(want.tolist())
         assert made.attention_factor == factor
+
+
+def test_page_lists_every_known_model_type() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "rope.md").read_text(encoding="utf-8")
+    rows = dict(
+        re.findall(
+            r"^\| (halves|pairs|MLA, by engine|must be given) \| (.*) \|$", text, re.MULTILINE
+        )
+    )
+    listed = {kind: set(re.split(r", |: ", row)) for kind, row in rows.items()}
+    for name, family in FAMILIES.items():
+        kind = {None: "must be given", True: "pairs", False: "halves"}[family.interleaved]
+        if family.is_mla and family.interleaved:
+            kind = "MLA, by engine"
+        assert name in listed[kind]
+    assert sum(map(len, listed.values())) <= len(FAMILIES) + 3
 
 
 def test_every_type_of_transformers_is_read_or_refused() -> None:
