@@ -1,11 +1,12 @@
-"""Geometry of a paged KV pool, read from a model's config; torch is not imported here."""
+"""Geometry of a paged KV pool, read from a config or from tensors; torch is not imported here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NoReturn
 
+from kvtrie import _placement
 from kvtrie._core import LayoutError
 
 MAX_BLOCK_SIZE: Final = 4096
@@ -24,6 +25,8 @@ _NUM_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "mul
 _HIDDEN_SIZE: Final = ("hidden_size", "n_embd", "d_model")
 _HEAD_DIM: Final = ("head_dim", "kv_channels")
 
+_MLA_FORMS: Final = ("latent", "expanded")
+
 # Layer types whose KV is one K and one V row a token for as long as the request lives.
 _FULL_ATTENTION: Final = frozenset({"full_attention", "attention", "global"})
 
@@ -33,6 +36,7 @@ _STATE_SPACE_FIELDS: Final = (
     "d_state",
     "full_attn_idxs",
     "hybrid_override_pattern",
+    "linear_attn_config",
     "linear_conv_kernel_dim",
     "linear_num_value_heads",
     "mamba_d_state",
@@ -54,17 +58,22 @@ _MULTIMODAL_FIELDS: Final = ("text_config", "thinker_config", "vision_config", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """The shape of one KV pool: K and V apart, one row a token, whole blocks.
+    """The shape of one KV pool: layers, heads, rows, element type, and whole blocks.
 
     Args:
         num_layers: Attention layers, each with a K and a V of its own.
         num_kv_heads: KV heads of a layer (fewer than query heads under GQA).
-        head_dim: Width of one head, the same for K and V.
+        head_dim: Channels of one head's row of K.
         dtype: Name of the element type: ``float32``, ``float16``, ``bfloat16`` or ``float64``.
         block_size: Token slots of one block, 1 to 4096.
+        v_head_dim: Channels of one head's row of V; ``None``: as ``head_dim``; 0: there is no V
+            (MLA, whose latent rows serve as both).
+        axes: How tensors of an engine hold it, as ``from_tensors`` was told; ``None`` for a pool
+            that makes its own tensors.
 
     Raises:
-        LayoutError: If ``dtype`` cannot be held (int8 and float8 need scales).
+        LayoutError: If ``dtype`` cannot be held (int8, float8 and int4 need scales), or ``axes``
+            are malformed.
         ValueError: If a size is out of range.
         TypeError: If a size is no integer.
 
@@ -81,15 +90,22 @@ class KVLayout:
     head_dim: int
     dtype: str
     block_size: int = 16
+    # None becomes head_dim, so that equal layouts compare equal.
+    v_head_dim: int = None  # type: ignore[assignment]
+    axes: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+        v_head_dim: int | None = self.v_head_dim
+        if v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "v_head_dim"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 msg = f"KVLayout: {name} must be an int, not {value!r}"
                 raise TypeError(msg)
-            if value < 1:
-                msg = f"KVLayout: {name} must be at least 1, not {value}"
+            least = 0 if name == "v_head_dim" else 1
+            if value < least:
+                msg = f"KVLayout: {name} must be at least {least}, not {value}"
                 raise ValueError(msg)
         if self.block_size > MAX_BLOCK_SIZE:
             msg = f"KVLayout: block_size must be at most {MAX_BLOCK_SIZE}, not {self.block_size}"
@@ -98,6 +114,8 @@ class KVLayout:
             known = ", ".join(_ITEM_SIZES)
             msg = f"KVLayout: a pool of {self.dtype!r} is not supported (this version: {known})"
             raise LayoutError(msg)
+        if self.axes is not None:
+            _placement.parse_axes(self.axes, "KVLayout")
 
     @property
     def item_size(self) -> int:
@@ -107,7 +125,8 @@ class KVLayout:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token: K and V of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.item_size
+        channels = self.head_dim + self.v_head_dim
+        return self.num_layers * self.num_kv_heads * channels * self.item_size
 
     @property
     def bytes_per_block(self) -> int:
@@ -115,33 +134,130 @@ class KVLayout:
         return self.bytes_per_token * self.block_size
 
     @classmethod
-    def from_config(cls, config: object, block_size: int = 16, dtype: object = None) -> KVLayout:
-        """Read the geometry of a Hugging Face causal LM with full attention (MHA, GQA or MQA).
+    def from_tensors(
+        cls,
+        tensors: object,
+        *,
+        axes: str,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+    ) -> KVLayout:
+        """Describe the pool that an engine holds, and verify the description.
+
+        ``axes`` names the axes of a tensor's shape in order: ``layers``, ``kv``, ``blocks``,
+        ``tokens``, ``heads`` and ``dim``; axes that the engine merged stand in parentheses. The
+        physical order is read from the strides. K comes before V, and an axis that merges ``kv``
+        with ``dim``, ``kv`` first, may hold a K and a V of unlike width. ``heads`` may be left out
+        where there is one.
+
+        Args:
+            tensors: A list of tensors, one a layer; where ``axes`` name ``layers``, one tensor.
+                Where they do not name ``kv``, a pair of such: K and V. With ``v_head_dim=0``, K.
+            axes: Such as ``"blocks heads tokens (kv dim)"``.
+            block_size: Token slots of a block.
+            num_kv_heads: KV heads of a layer on this device.
+            head_dim: Channels of one head's row of K.
+            v_head_dim: Channels of one head's row of V; ``None``: as ``head_dim``; 0: no V.
+
+        Returns:
+            The layout, for ``KVPool.wrap``.
+
+        Raises:
+            LayoutError: If shapes do not fit, if tensors differ in shape, strides, element type or
+                device, if the element type needs scales, or if two elements share an address or
+                cannot be verified not to.
+            TypeError: If ``tensors`` is neither a tensor nor a sequence of tensors.
+
+        Example:
+            >>> import torch
+            >>> layers = [torch.zeros(2, 8, 16, 4, 32) for _ in range(3)]
+            >>> layout = KVLayout.from_tensors(
+            ...     layers,
+            ...     axes="kv blocks tokens heads dim",
+            ...     block_size=16,
+            ...     num_kv_heads=4,
+            ...     head_dim=32,
+            ... )
+            >>> layout.num_layers, layout.dtype
+            (3, 'float32')
+        """
+        # A layout of one layer checks the sizes before they are divided by.
+        sizes = cls(
+            num_layers=1,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype="float32",
+            block_size=block_size,
+            v_head_dim=v_head_dim,  # type: ignore[arg-type]
+            axes=axes,
+        )
+        found = sizes.place(tensors, "KVLayout.from_tensors")
+        return replace(sizes, num_layers=found.num_layers, dtype=found.dtype)
+
+    def place(self, tensors: object, call: str) -> _placement.Found:
+        """Find K and V in the tensors of an engine; ``KVPool.wrap`` asks for it.
+
+        Args:
+            tensors: As for ``from_tensors``.
+            call: The caller, for messages.
+
+        Returns:
+            Where K and V lie; the layers and the element type are not compared with the layout.
+
+        Raises:
+            LayoutError: As for ``from_tensors``, or if the layout has no ``axes``.
+        """
+        if self.axes is None:
+            msg = f"{call}: the layout does not say how tensors lie; see KVLayout.from_tensors"
+            raise LayoutError(msg)
+        sizes = (self.block_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
+        return _placement.place(tensors, self.axes, sizes, call=call)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: object,
+        block_size: int = 16,
+        dtype: object = None,
+        *,
+        mla: Literal["latent", "expanded"] = "latent",
+    ) -> KVLayout:
+        """Read the geometry of a Hugging Face causal LM with full attention (MHA, GQA, MQA, MLA).
 
         Args:
             config: A ``transformers`` config, or the mapping read from a ``config.json``.
             block_size: Token slots of one block.
             dtype: A torch dtype or its name; without one, the config's own.
+            mla: What is kept of an MLA model: ``"latent"``, one row ``[latent | k_pe]`` a token
+                that serves as K and V, as serving engines keep it; or ``"expanded"``, heads of K
+                ``[nope | rope]`` and heads of V, as transformers keeps them. Others ignore it.
 
         Returns:
             The layout.
 
         Raises:
             LayoutError: If the model keeps something else than one K and one V row a token and
-                layer (sliding windows, MLA, state-space layers, ...), if its KV is no function of
-                the prefix alone (bidirectional attention, dynamic RoPE), or if a field is missing.
+                layer (sliding windows, state-space layers, ...), if its KV is no function of the
+                prefix alone (bidirectional attention, dynamic RoPE), or if a field is missing.
+            ValueError: If ``mla`` is another word.
         """
+        if mla not in _MLA_FORMS:
+            msg = f"KVLayout.from_config: mla must be one of {', '.join(_MLA_FORMS)}, not {mla!r}"
+            raise ValueError(msg)
         fields = _Fields(config)
         _refuse_other_models(fields)
         _refuse_other_layers(fields)
         _refuse_moving_rope(fields)
-        num_heads = fields.size(_NUM_HEADS)
+        heads, head_dim, v_head_dim = _rows(fields, mla)
         return cls(
             num_layers=fields.size(_NUM_LAYERS),
-            num_kv_heads=_num_kv_heads(fields, num_heads),
-            head_dim=_head_dim(fields, num_heads),
+            num_kv_heads=heads,
+            head_dim=head_dim,
             dtype=_dtype_name(fields, dtype),
             block_size=block_size,
+            v_head_dim=v_head_dim,
         )
 
 
@@ -194,8 +310,6 @@ def _refuse_other_models(fields: _Fields) -> None:
             fields.refuse(f"KV depends on later tokens too ({name}={bidirectional})")
     if fields.get("index_head_dim") is not None:
         fields.refuse("it keeps index rows beside K and V (sparse attention, index_head_dim)")
-    if fields.get("kv_lora_rank") is not None:
-        fields.refuse("it keeps a latent instead of K and V (MLA, kv_lora_rank)")
     if fields.get("num_kv_shared_layers"):
         fields.refuse("some layers share the KV of others (num_kv_shared_layers)")
     if fields.get("block_configs"):
@@ -239,6 +353,26 @@ def _ropes(fields: _Fields) -> list[Mapping[str, Any]]:
             found.append(value)
             found.extend(inner for inner in value.values() if isinstance(inner, Mapping))
     return found
+
+
+def _rows(fields: _Fields, mla: str) -> tuple[int, int, int]:
+    """KV heads, and the channels of a head's row of K and of V."""
+    num_heads = fields.size(_NUM_HEADS)
+    if fields.get("kv_lora_rank") is None:
+        head_dim = _head_dim(fields, num_heads)
+        return _num_kv_heads(fields, num_heads), head_dim, head_dim
+    latent, k_pe = (_mla_size(fields, name) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    if mla == "latent":
+        return 1, latent + k_pe, 0
+    nope, v_head_dim = (_mla_size(fields, name) for name in ("qk_nope_head_dim", "v_head_dim"))
+    return num_heads, nope + k_pe, v_head_dim
+
+
+def _mla_size(fields: _Fields, name: str) -> int:
+    value = fields.size_or_none((name,))
+    if value is None:
+        fields.refuse(f"it keeps a latent (MLA, kv_lora_rank), and its config has no {name}")
+    return value
 
 
 def _num_kv_heads(fields: _Fields, num_heads: int) -> int:
