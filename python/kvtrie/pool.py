@@ -1,4 +1,4 @@
-"""A paged KV pool in torch: checks slots, then gathers, scatters and copies."""
+"""A paged KV pool in torch: checks slots, then gathers, scatters, copies and turns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import numpy as np
 import torch
 
 from kvtrie._core import LayoutError
-from kvtrie.kernels import reference
+from kvtrie._moves import check_moves
+from kvtrie._placement import Placement, Rows
+from kvtrie.kernels import ops, reference
+from kvtrie.kernels.geometry import Geometry, Window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,32 +19,75 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtrie.layout import KVLayout
+    from kvtrie.rope import RopeSpec, Rotary
 
     BlockIds = NDArray[np.integer] | Sequence[int] | torch.Tensor
 
 MAX_BLOCKS: Final = 2**31
 
-_MOVE_FIELDS: Final = ("source_slot", "dest_slot", "num_tokens", "delta")
+
+class CopyEvent:
+    """When the copies of one ``KVPool.apply`` are done.
+
+    On a CPU they are done when the call returns. On a GPU they are queued on the stream that was
+    current then, and what is queued there later comes after them.
+
+    Example:
+        >>> import numpy as np
+        >>> from kvtrie.layout import KVLayout
+        >>> layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
+        >>> fields = ("source_slot", "dest_slot", "num_tokens", "delta")
+        >>> moves = np.array([(0, 16, 4, 0)], dtype=[(name, "i8") for name in fields])
+        >>> KVPool(layout, num_blocks=2).apply(moves).query()
+        True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Let a stream go on behind the copies; the CPU does not wait.
+
+        Args:
+            stream: ``None``: the current stream of the pool's device.
+        """
+        if self._event is not None:
+            self._event.wait(stream or torch.cuda.current_stream(self._device))
+
+    def query(self) -> bool:
+        """Whether the copies are done."""
+        return self._event is None or bool(self._event.query())
+
+    def synchronize(self) -> None:
+        """Let the CPU wait until the copies are done."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class KVPool:
-    """K and V of all layers, one stacked tensor each.
+    """K and V of all layers, in tensors of its own or an engine's.
 
-    Both are ``[num_layers, num_blocks, block_size, kv_heads, head_dim]``. Stacked, because a copy
-    then is one kernel for all layers instead of one a layer, while ``pool.k[layer]`` still is the
-    contiguous tensor that a paged attention kernel expects.
+    A pool of its own holds K in one tensor ``[layers, blocks, block_size, heads, head_dim]`` and V,
+    if there is one, in another; ``pool.k[layer]`` is the contiguous tensor that a paged attention
+    kernel expects. ``KVPool.wrap`` takes an engine's tensors, in any order of their axes.
 
-    Every method checks its block ids and positions before it touches a byte: a call that raises has
-    changed nothing. Methods write their destination slots and no others. On a GPU the work is
-    queued on the current stream.
+    Every method checks its slots, block ids and positions before it touches a byte: a call that
+    raises has changed nothing. Methods write their destination slots and no others. On a GPU the
+    work is queued on the current stream.
 
     Args:
         layout: Geometry and element type.
+        rope: How the model turns its keys; without it, no move may have a delta.
         num_blocks: Blocks of the pool, 1 to 2**31.
-        device: Where the tensors live.
+        device: Where the tensors live: a CPU or a CUDA device.
 
     Raises:
-        ValueError: If ``num_blocks`` is out of range.
+        LayoutError: If ``rope`` is of another geometry, or ``layout`` is of an engine's tensors.
+        ValueError: If ``num_blocks`` is out of range, or there is no kernel for the device.
         MemoryError: If the device has no room; the message says how much was asked for.
 
     Example:
@@ -59,7 +105,12 @@ class KVPool:
     """
 
     def __init__(
-        self, layout: KVLayout, *, num_blocks: int, device: torch.device | str = "cpu"
+        self,
+        layout: KVLayout,
+        rope: RopeSpec | None = None,
+        *,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         if isinstance(num_blocks, bool) or not isinstance(num_blocks, int):
             msg = f"KVPool: num_blocks must be an int, not {num_blocks!r}"
@@ -67,19 +118,19 @@ class KVPool:
         if not 1 <= num_blocks <= MAX_BLOCKS:
             msg = f"KVPool: num_blocks must be in 1..={MAX_BLOCKS}, not {num_blocks}"
             raise ValueError(msg)
-        self._layout = layout
-        self._num_blocks = num_blocks
-        self._dtype: torch.dtype = getattr(torch, layout.dtype)
-        shape = (
-            layout.num_layers,
-            num_blocks,
-            layout.block_size,
-            layout.num_kv_heads,
-            layout.head_dim,
-        )
+        if layout.axes is not None:
+            msg = (
+                f"KVPool: the layout describes tensors {layout.axes!r} of an engine; "
+                "KVPool.wrap takes them"
+            )
+            raise LayoutError(msg)
+        _check_device(torch.device(device))
+        _check_rope(layout, rope)
+        dtype: torch.dtype = getattr(torch, layout.dtype)
+        sides = [layout.head_dim, layout.v_head_dim] if layout.v_head_dim else [layout.head_dim]
+        lead = (layout.num_layers, num_blocks, layout.block_size, layout.num_kv_heads)
         try:
-            self._k = torch.zeros(shape, dtype=self._dtype, device=device)
-            self._v = torch.zeros(shape, dtype=self._dtype, device=device)
+            tensors = tuple(torch.zeros((*lead, dim), dtype=dtype, device=device) for dim in sides)
         except (MemoryError, RuntimeError) as error:
             gib = num_blocks * layout.bytes_per_block / 2**30
             msg = (
@@ -87,12 +138,93 @@ class KVPool:
                 f"({gib:.1f} GiB) on {device}"
             )
             raise MemoryError(msg) from error
-        self._device = self._k.device
+        rows = [_stacked(tensor, number) for number, tensor in enumerate(tensors)]
+        placement = Placement(
+            num_blocks,
+            layout.block_size,
+            layout.num_kv_heads,
+            rows[0],
+            rows[1] if layout.v_head_dim else None,
+        )
+        self._set(layout, rope, tensors, placement)
+
+    @classmethod
+    def wrap(cls, tensors: object, layout: KVLayout, rope: RopeSpec | None = None) -> KVPool:
+        """Use the tensors of an engine; nothing is copied, and the engine owns the blocks.
+
+        Args:
+            tensors: As given to ``KVLayout.from_tensors``; they are verified again.
+            layout: What that call returned, here or in another process.
+            rope: How the model turns its keys; without it, no move may have a delta.
+
+        Returns:
+            The pool.
+
+        Raises:
+            LayoutError: If the tensors are not as the layout says, or ``rope`` is of another
+                geometry.
+            ValueError: If there is no kernel for the device.
+            TypeError: If ``tensors`` is neither a tensor nor a sequence of tensors.
+
+        Example:
+            >>> import torch
+            >>> from kvtrie.layout import KVLayout
+            >>> layers = [torch.zeros(8, 2, 16, 2 * 32) for _ in range(3)]
+            >>> layout = KVLayout.from_tensors(
+            ...     layers,
+            ...     axes="blocks heads tokens (kv dim)",
+            ...     block_size=16,
+            ...     num_kv_heads=2,
+            ...     head_dim=32,
+            ... )
+            >>> pool = KVPool.wrap(layers, layout)
+            >>> pool.v[0].shape
+            torch.Size([8, 16, 2, 32])
+        """
+        found = layout.place(tensors, "KVPool.wrap")
+        for name, mine, want in (
+            ("layers", found.num_layers, layout.num_layers),
+            ("elements of", found.dtype, layout.dtype),
+        ):
+            if mine != want:
+                msg = f"KVPool.wrap: the tensors have {name} {mine}, the layout says {want}"
+                raise LayoutError(msg)
+        _check_device(found.tensors[0].device)
+        _check_rope(layout, rope)
+        pool = cls.__new__(cls)
+        pool._set(layout, rope, found.tensors, found.placement)  # noqa: SLF001 - of its own class
+        return pool
+
+    def _set(
+        self,
+        layout: KVLayout,
+        rope: RopeSpec | None,
+        tensors: tuple[torch.Tensor, ...],
+        placement: Placement,
+    ) -> None:
+        self._layout = layout
+        self._rope = rope
+        self._tensors = tensors
+        self._num_blocks = placement.num_blocks
+        self._dtype = tensors[0].dtype
+        self._device = tensors[0].device
+        windows, self._rotaries = _windows(layout, rope)
+        self._geometry = Geometry(placement, windows).to_ints()
+        shape = (placement.num_blocks, placement.block_size, placement.num_kv_heads)
+        self._k = tuple(reference.views(tensors, placement.k, shape))
+        self._v: tuple[torch.Tensor | None, ...] = (None,) * layout.num_layers
+        if placement.v is not None:
+            self._v = tuple(reference.views(tensors, placement.v, shape))
 
     @property
     def layout(self) -> KVLayout:
         """Geometry and element type."""
         return self._layout
+
+    @property
+    def rope(self) -> RopeSpec | None:
+        """How the model turns its keys."""
+        return self._rope
 
     @property
     def num_blocks(self) -> int:
@@ -105,50 +237,62 @@ class KVPool:
         return self._device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the tensors."""
+        return self._dtype
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of both tensors."""
+        """Bytes of K and V of all blocks."""
         return self._num_blocks * self._layout.bytes_per_block
 
     @property
-    def k(self) -> torch.Tensor:
-        """K: ``[num_layers, num_blocks, block_size, kv_heads, head_dim]``."""
+    def k(self) -> tuple[torch.Tensor, ...]:
+        """K, one view a layer: ``[num_blocks, block_size, kv_heads, head_dim]``."""
         return self._k
 
     @property
-    def v(self) -> torch.Tensor:
-        """V, of the same shape as ``k``."""
+    def v(self) -> tuple[torch.Tensor | None, ...]:
+        """V, one view a layer: ``[num_blocks, block_size, kv_heads, v_head_dim]``, or ``None``."""
         return self._v
 
-    def apply(self, moves: NDArray[Any]) -> torch.cuda.Event | None:
-        """Carry out the copies of a plan.
+    def apply(self, moves: NDArray[Any]) -> CopyEvent:
+        """Carry out the copies of a plan: K is turned by the delta of its move, V is copied.
+
+        All layers are copied in one pass. The call needs no index: a worker process applies what
+        a scheduler's ``plan.moves(table)`` returned.
 
         Args:
-            moves: What ``plan.moves(table)`` returned: a structured array with ``source_slot``,
-                ``dest_slot``, ``num_tokens`` and ``delta``.
+            moves: A structured array with ``source_slot``, ``dest_slot``, ``num_tokens`` and
+                ``delta`` (new position less old), integers.
 
         Returns:
-            On a GPU, an event that is done when the copies are; ``None`` on a CPU, where they are
-            done already.
+            An event that is done when the copies are. Sources may be let go once every later writer
+            comes behind it: on one stream, at once.
 
         Raises:
             TypeError: If ``moves`` is not such an array.
-            ValueError: If a slot lies outside the pool, a destination is named twice, or a slot is
-                source and destination at once (nobody writes a block that is still read).
-            LayoutError: If a move has a delta: this version does not rotate K.
+            ValueError: If a slot lies outside the pool, a move is empty, a delta is 2**31 or more,
+                a destination is named twice, or a slot is source and destination at once (nobody
+                writes a block that is still read).
+            LayoutError: If a move has a delta and the pool no ``rope``.
         """
-        sources, dests = self._expand(moves)
-        if len(sources):
-            source_slots = torch.from_numpy(sources).to(self._device)
-            dest_slots = torch.from_numpy(dests).to(self._device)
-            for rows in self._rows():
-                reference.copy_slots(rows, source_slots, dest_slots)
-        if self._device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        pieces = check_moves(moves, self._num_blocks * self._layout.block_size)
+        if self._rope is None and bool(pieces.delta.any()):
+            msg = (
+                f"KVPool.apply: a move has delta {pieces.delta[pieces.delta != 0][0]}, "
+                "and a pool without rope cannot turn K"
+            )
+            raise LayoutError(msg)
+        if len(pieces.count):
+            slots, deltas = pieces.expand(self._num_blocks * self._layout.block_size)
+            cos, sin = _tables(self._rotaries, deltas)
+            ops.move_rows(self._tensors, torch.from_numpy(slots), cos, sin, self._geometry)
+        return CopyEvent(self._device)
 
-    def gather(self, blocks: BlockIds, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(
+        self, blocks: BlockIds, start: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copy the KV of positions ``[start, end)`` out of a block table.
 
         Args:
@@ -157,22 +301,28 @@ class KVPool:
             end: Position behind the last.
 
         Returns:
-            K and V, each ``[num_layers, end - start, kv_heads, head_dim]``.
+            K ``[num_layers, end - start, kv_heads, head_dim]`` and V, as many rows ``v_head_dim``
+            wide; ``None`` where there is no V.
 
         Raises:
             TypeError: If ``blocks`` does not hold integers.
             ValueError: If a position lies outside the table or a block outside the pool.
         """
         slots = self.slots(blocks, start, end)
-        k_rows, v_rows = self._rows()
-        return reference.gather_slots(k_rows, slots), reference.gather_slots(v_rows, slots)
+        k = torch.stack([reference.gather_rows(view, slots) for view in self._k])
+        views = [view for view in self._v if view is not None]
+        if not views:
+            return k, None
+        return k, torch.stack([reference.gather_rows(view, slots) for view in views])
 
-    def scatter(self, k: torch.Tensor, v: torch.Tensor, blocks: BlockIds, start: int) -> None:
+    def scatter(
+        self, k: torch.Tensor, v: torch.Tensor | None, blocks: BlockIds, start: int
+    ) -> None:
         """Write KV to the positions of a block table from ``start`` on.
 
         Args:
             k: ``[num_layers, tokens, kv_heads, head_dim]``, in the pool's dtype, on its device.
-            v: Of the same shape.
+            v: As many rows, ``v_head_dim`` wide; ``None`` where there is no V.
             blocks: The table: the block of position 0 first.
             start: Position of the first token.
 
@@ -183,26 +333,17 @@ class KVPool:
         """
         layout = self._layout
         num_tokens = k.shape[1] if k.dim() > 1 else 0
-        want = (layout.num_layers, num_tokens, layout.num_kv_heads, layout.head_dim)
-        for name, rows in (("k", k), ("v", v)):
-            if tuple(rows.shape) != want:
-                shown = ("num_layers", "tokens", "kv_heads", "head_dim")
-                expected = (layout.num_layers, "tokens", layout.num_kv_heads, layout.head_dim)
-                msg = (
-                    f"KVPool.scatter: {name} has shape {tuple(rows.shape)}, not {expected} "
-                    f"({', '.join(shown)}; as many tokens as k)"
-                )
-                raise ValueError(msg)
-            if rows.dtype != self._dtype or rows.device != self._device:
-                msg = (
-                    f"KVPool.scatter: {name} is {rows.dtype} on {rows.device}, "
-                    f"the pool is {self._dtype} on {self._device}"
-                )
-                raise ValueError(msg)
+        self._check_given("k", k, num_tokens, layout.head_dim)
+        if (v is None) != (layout.v_head_dim == 0):
+            msg = f"KVPool.scatter: v is {type(v)}, and the pool's v_head_dim {layout.v_head_dim}"
+            raise ValueError(msg)
+        if v is not None:
+            self._check_given("v", v, num_tokens, layout.v_head_dim)
         slots = self.slots(blocks, start, start + num_tokens, unique=True)
-        k_rows, v_rows = self._rows()
-        reference.scatter_slots(k_rows, slots, k)
-        reference.scatter_slots(v_rows, slots, v)
+        for views, rows in ((self._k, k), (self._v, v)):
+            for layer, view in enumerate(views):
+                if view is not None and rows is not None:
+                    reference.scatter_rows(view, slots, rows[layer])
 
     def slots(
         self, blocks: BlockIds, start: int, end: int, *, unique: bool = False
@@ -249,9 +390,21 @@ class KVPool:
         """
         return torch.from_numpy(self._checked_blocks(blocks, 0, end)).to(self._device)
 
-    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V with one row a slot."""
-        return self._k.flatten(1, 2), self._v.flatten(1, 2)
+    def _check_given(self, name: str, rows: torch.Tensor, num_tokens: int, dim: int) -> None:
+        layout = self._layout
+        if tuple(rows.shape) != (layout.num_layers, num_tokens, layout.num_kv_heads, dim):
+            expected = (layout.num_layers, "tokens", layout.num_kv_heads, dim)
+            msg = (
+                f"KVPool.scatter: {name} has shape {tuple(rows.shape)}, not {expected} "
+                "(num_layers, tokens, kv_heads, channels; as many tokens as k)"
+            )
+            raise ValueError(msg)
+        if rows.dtype != self._dtype or rows.device != self._device:
+            msg = (
+                f"KVPool.scatter: {name} is {rows.dtype} on {rows.device}, "
+                f"the pool is {self._dtype} on {self._device}"
+            )
+            raise ValueError(msg)
 
     def _checked_blocks(self, blocks: BlockIds, start: int, end: int) -> NDArray[np.int64]:
         """The ids of the blocks that hold positions ``[start, end)``."""
@@ -282,42 +435,69 @@ class KVPool:
             raise ValueError(msg)
         return used.astype(np.int64)
 
-    def _expand(self, moves: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Check a copy list and name every slot of it: sources and destinations."""
-        names = getattr(getattr(moves, "dtype", None), "names", None)
-        if names is None or any(name not in names for name in _MOVE_FIELDS):
-            msg = f"KVPool.apply: moves must be a structured array with {', '.join(_MOVE_FIELDS)}"
-            raise TypeError(msg)
-        source, dest, count, delta = (moves[name].astype(np.int64) for name in _MOVE_FIELDS)
-        if np.any(delta):
+
+def _check_device(device: torch.device) -> None:
+    if device.type not in ops.DEVICE_TYPES:
+        msg = f"KVPool: no kernel for {device}; a pool lies on {' or '.join(ops.DEVICE_TYPES)}"
+        raise ValueError(msg)
+
+
+def _check_rope(layout: KVLayout, rope: RopeSpec | None) -> None:
+    if rope is None:
+        return
+    if len(rope.layers) != layout.num_layers:
+        msg = f"KVPool: rope has {len(rope.layers)} layers, the layout {layout.num_layers}"
+        raise LayoutError(msg)
+    if rope.head_dim != layout.head_dim:
+        msg = f"KVPool: rope has head_dim {rope.head_dim}, the layout {layout.head_dim}"
+        raise LayoutError(msg)
+    for number, rotary in enumerate(rope.layers):
+        if rotary is not None and rotary.start + rotary.width > layout.head_dim:
             msg = (
-                f"KVPool.apply: a move has delta {delta[delta != 0][0]}; "
-                "this version copies unrotated KV only (delta 0)"
+                f"KVPool: layer {number} turns channels [{rotary.start}, "
+                f"{rotary.start + rotary.width}) of a row of {layout.head_dim}"
             )
             raise LayoutError(msg)
-        if np.any(count < 1):
-            msg = f"KVPool.apply: a move has num_tokens {count[count < 1][0]}, not at least 1"
-            raise ValueError(msg)
-        limit = self._num_blocks * self._layout.block_size
-        for name, first in (("source_slot", source), ("dest_slot", dest)):
-            bad = (first < 0) | (first > limit - count)
-            if np.any(bad):
-                start, size = int(first[bad][0]), int(count[bad][0])
-                msg = (
-                    f"KVPool.apply: {name} [{start}, {start + size}) lies outside the pool of "
-                    f"{limit} slots"
-                )
-                raise ValueError(msg)
-        inside = np.arange(int(count.sum()), dtype=np.int64)
-        inside -= np.repeat(np.cumsum(count) - count, count)
-        sources = np.repeat(source, count) + inside
-        dests = np.repeat(dest, count) + inside
-        ids, counts = np.unique(dests, return_counts=True)
-        if len(ids) != len(dests):
-            msg = f"KVPool.apply: dest_slot {ids[counts > 1][0]} is written twice"
-            raise ValueError(msg)
-        both = np.intersect1d(sources, ids)
-        if len(both):
-            msg = f"KVPool.apply: slot {both[0]} is source and destination at once"
-            raise ValueError(msg)
-        return sources, dests
+
+
+def _stacked(tensor: torch.Tensor, number: int) -> Rows:
+    """Where the rows of ``[layers, blocks, tokens, heads, dim]`` lie."""
+    layer, block, token, head, dim = tensor.stride()
+    layers = range(tensor.shape[0])
+    return Rows(
+        tensor.shape[-1],
+        (block, token, head, dim),
+        (number,) * len(layers),
+        tuple(layer * step for step in layers),
+    )
+
+
+def _windows(
+    layout: KVLayout, rope: RopeSpec | None
+) -> tuple[tuple[Window | None, ...], tuple[Rotary, ...]]:
+    """What turns in each layer, and the Rotary of each table: layers that turn alike share one."""
+    layers: tuple[Rotary | None, ...] = (None,) * layout.num_layers if rope is None else rope.layers
+    tables: dict[Rotary, int] = {}
+    windows: list[Window | None] = []
+    for rotary in layers:
+        if rotary is None or rotary.width == 0:
+            windows.append(None)
+            continue
+        table = tables.setdefault(rotary, len(tables))
+        window = Window(table, rotary.start, len(rotary.inv_freq), rotary.interleaved)
+        windows.append(window)
+    return tuple(windows), tuple(tables)
+
+
+def _tables(
+    rotaries: Sequence[Rotary], deltas: NDArray[np.int64]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines ``[tables, deltas, pairs]``, as many pairs as the widest has."""
+    pairs = max((len(rotary.inv_freq) for rotary in rotaries), default=0)
+    tables = np.zeros((2, len(rotaries), len(deltas), pairs), dtype=np.float32)
+    if len(deltas):
+        for number, rotary in enumerate(rotaries):
+            for side, found in enumerate(rotary.cos_sin(deltas)):
+                tables[side, number, :, : found.shape[1]] = found
+    cos, sin = torch.from_numpy(tables).unbind()
+    return cos, sin

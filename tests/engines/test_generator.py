@@ -295,7 +295,7 @@ def test_other_element_types_answer_the_same_with_reuse(
 ) -> None:
     model: Any = fresh(models)
     generator = Generator(model.to(dtype).eval(), num_blocks=64, block_size=4)
-    assert generator.pool.k.dtype == dtype
+    assert generator.pool.dtype == dtype
     one = generator.generate(ids(22), max_new_tokens=4, return_logits=True)
     two = generator.generate(ids(22), max_new_tokens=4, return_logits=True)
     # 22 + 3 tokens with KV: the sixth block is full too, and its first token is the prompt's.

@@ -352,7 +352,7 @@ def _question(turn: Turn) -> str:
 
 def _tolerance(generator: Generator, num_tokens: int, logits: torch.Tensor) -> float:
     """See ``WHY_TOLERANCE``."""
-    dtype = generator.pool.k.dtype
+    dtype = generator.pool.dtype
     # Half-precision products are summed in float32 and rounded once.
     is_half = dtype in {torch.float16, torch.bfloat16}
     longest_sum = 1 if is_half else max(num_tokens, int(generator.model.config.hidden_size))

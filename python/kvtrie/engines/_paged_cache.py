@@ -54,12 +54,15 @@ class _PagedLayer(CacheLayerMixin):
         window = self._window
         layout = window.pool.layout
         new = window.end - window.start
-        for name, states in (("K", key_states), ("V", value_states)):
-            want = (1, layout.num_kv_heads, new, layout.head_dim)
-            if tuple(states.shape) != want or states.dtype != window.pool.k.dtype:
+        for name, states, dim in (
+            ("K", key_states, layout.head_dim),
+            ("V", value_states, layout.v_head_dim),
+        ):
+            want = (1, layout.num_kv_heads, new, dim)
+            if tuple(states.shape) != want or states.dtype != window.pool.dtype:
                 msg = (
                     f"layer {self._layer} offers {name} of shape {tuple(states.shape)} and "
-                    f"{states.dtype}, the pool holds {want} of {window.pool.k.dtype}"
+                    f"{states.dtype}, the pool holds {want} of {window.pool.dtype}"
                 )
                 raise LayoutError(msg)
         self.was_written = True
@@ -68,9 +71,14 @@ class _PagedLayer(CacheLayerMixin):
             self._store(window.pool.v[self._layer], value_states),
         )
 
-    def _store(self, blocks: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def _store(self, blocks: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor:
         window = self._window
-        blocks.flatten(0, 1).index_copy_(0, window.write_slots, states[0].transpose(0, 1))
+        if blocks is None:
+            msg = f"the pool has no V for layer {self._layer}: it holds latent rows (MLA)"
+            raise LayoutError(msg)
+        # A view: the pool is the engine's own, whose rows of a layer lie slot by slot.
+        rows = blocks.view(-1, *blocks.shape[2:])
+        rows.index_copy_(0, window.write_slots, states[0].transpose(0, 1))
         if window.start == 0:
             return states
         rows = reference.gather_blocks(blocks, window.read_blocks)[: window.end]

@@ -42,7 +42,6 @@ def check_model(model: PreTrainedModel, layout: KVLayout) -> None:
     if len(long) != layout.num_layers:
         msg = f"the model caches {len(long)} layers, its config says {layout.num_layers}"
         raise LayoutError(msg)
-    want = (1, layout.num_kv_heads, 3, layout.head_dim)
     devices = {rows.device for layer in long for rows in layer}
     if len(devices) > 1:
         shown = ", ".join(sorted(map(str, devices)))
@@ -50,7 +49,11 @@ def check_model(model: PreTrainedModel, layout: KVLayout) -> None:
         raise LayoutError(msg)
     tolerance = _TOLERANCE[layout.dtype]
     for number, (before, after) in enumerate(zip(short, long, strict=True)):
-        for name, old, new in (("K", before[0], after[0]), ("V", before[1], after[1])):
+        for name, old, new, dim in (
+            ("K", before[0], after[0], layout.head_dim),
+            ("V", before[1], after[1], layout.v_head_dim),
+        ):
+            want = (1, layout.num_kv_heads, 3, dim)
             if tuple(new.shape) != want or str(new.dtype) != f"torch.{layout.dtype}":
                 msg = (
                     f"layer {number} caches {name} of shape {tuple(new.shape)} and {new.dtype}, "

@@ -1,0 +1,136 @@
+"""Copy lists as plain data: checked against a pool, then one entry a token; numpy alone.
+
+A copy list is what ``plan.moves(table)`` returns. Checks look at pieces, not tokens: sorting a few
+thousand pieces costs less than naming their tokens, and nothing is named before all is checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MOVE_FIELDS: Final = ("source_slot", "dest_slot", "num_tokens", "delta")
+DELTA_LIMIT: Final = 2**31
+
+_CALL: Final = "KVPool.apply"
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The columns of a checked copy list, int64, one entry a piece."""
+
+    source: NDArray[np.int64]
+    dest: NDArray[np.int64]
+    count: NDArray[np.int64]
+    delta: NDArray[np.int64]
+
+    def expand(self, num_slots: int) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
+        """Name every token.
+
+        Args:
+            num_slots: Slots of the pool; int32 holds slots below 2**31.
+
+        Returns:
+            ``[3, tokens]``: source slot, destination slot, and the row of the token's delta among
+            those that the second array lists (-1: not turned), int32 or int64; and the deltas,
+            each once, without 0.
+        """
+        deltas, row = np.unique(self.delta, return_inverse=True)
+        zero = int(np.searchsorted(deltas, 0))
+        if zero < len(deltas) and deltas[zero] == 0:
+            deltas = np.delete(deltas, zero)
+            row = np.where(row == zero, -1, row - (row > zero))
+        kind: type[np.integer[Any]] = np.int32 if num_slots < 2**31 else np.int64
+        firsts = np.cumsum(self.count) - self.count
+        columns = np.stack([self.source - firsts, self.dest - firsts, row]).astype(kind)
+        tokens = np.repeat(columns, self.count, axis=1)
+        tokens[:2] += np.arange(tokens.shape[1], dtype=kind)
+        return tokens, deltas
+
+
+def check_moves(moves: object, num_slots: int) -> Pieces:
+    """Check a copy list against a pool.
+
+    Args:
+        moves: A structured array with ``source_slot``, ``dest_slot``, ``num_tokens``, ``delta``.
+        num_slots: Slots of the pool.
+
+    Returns:
+        Its columns.
+
+    Raises:
+        TypeError: If ``moves`` is no such array.
+        ValueError: If a piece is empty, a delta is 2**31 or more, a slot lies outside the pool, a
+            slot is written twice, or one is source and destination at once.
+    """
+    pieces = Pieces(*_columns(moves))
+    source, dest, count, delta = pieces.source, pieces.dest, pieces.count, pieces.delta
+    if len(count) == 0:
+        return pieces
+    if int(count.min()) < 1:
+        msg = f"{_CALL}: a move has num_tokens {count[count < 1][0]}, not at least 1"
+        raise ValueError(msg)
+    if int(delta.min()) <= -DELTA_LIMIT or int(delta.max()) >= DELTA_LIMIT:
+        far = delta[(delta <= -DELTA_LIMIT) | (delta >= DELTA_LIMIT)][0]
+        msg = f"{_CALL}: a move has delta {far}, not between -{DELTA_LIMIT} and {DELTA_LIMIT}"
+        raise ValueError(msg)
+    for name, first in (("source_slot", source), ("dest_slot", dest)):
+        # The count comes first: a sum could pass 2**63.
+        if int(first.min()) < 0 or bool((count > num_slots - first).any()):
+            bad = np.flatnonzero((first < 0) | (count > num_slots - first))[0]
+            start, end = int(first[bad]), int(first[bad]) + int(count[bad])
+            msg = f"{_CALL}: {name} [{start}, {end}) lies outside the pool of {num_slots} slots"
+            raise ValueError(msg)
+    _check_disjoint(source, dest, count)
+    return pieces
+
+
+def _columns(moves: object) -> tuple[NDArray[np.int64], ...]:
+    names = getattr(getattr(moves, "dtype", None), "names", None)
+    if (
+        not isinstance(moves, np.ndarray)
+        or names is None
+        or any(name not in names for name in MOVE_FIELDS)
+    ):
+        msg = f"{_CALL}: moves must be a structured array with {', '.join(MOVE_FIELDS)}"
+        raise TypeError(msg)
+    if moves.ndim != 1:
+        msg = f"{_CALL}: moves must have one dimension, not shape {moves.shape}"
+        raise TypeError(msg)
+    for name in MOVE_FIELDS:
+        kind = moves.dtype[name]
+        if kind.kind not in "iu":
+            msg = f"{_CALL}: {name} of moves must be an integer, not {kind}"
+            raise TypeError(msg)
+        # What passes 2**63 would come out negative; a slot then is refused, a delta must be here.
+        if kind == np.uint64 and bool((moves[name] >= 2**63).any()):
+            msg = f"{_CALL}: {name} {moves[name].max()} of a move is out of range"
+            raise ValueError(msg)
+    return tuple(np.ascontiguousarray(moves[name], dtype=np.int64) for name in MOVE_FIELDS)
+
+
+def _check_disjoint(
+    source: NDArray[np.int64], dest: NDArray[np.int64], count: NDArray[np.int64]
+) -> None:
+    order = np.argsort(dest, kind="stable")
+    starts = dest[order]
+    ends = starts + count[order]
+    again = starts[1:] < ends[:-1]
+    if bool(again.any()):
+        slot = int(starts[1:][again][0])
+        msg = f"{_CALL}: dest_slot {slot} is written twice"
+        raise ValueError(msg)
+    # The first destination that ends behind a source's start is the only one that can hold its
+    # first shared slot: destinations are disjoint by now.
+    nearest = np.minimum(np.searchsorted(ends, source, side="right"), len(ends) - 1)
+    first_shared = np.maximum(starts[nearest], source)
+    shared = first_shared < np.minimum(ends[nearest], source + count)
+    if bool(shared.any()):
+        slot = int(first_shared[shared].min())
+        msg = f"{_CALL}: slot {slot} is source and destination at once; the order of copies is open"
+        raise ValueError(msg)

@@ -1,0 +1,66 @@
+"""The copy of rows as a torch custom op: ``kvtrie::move_rows``.
+
+Registered with what it mutates, so that ``torch.compile`` orders it among other readers and writers
+of the pool. Tensors on a CPU go to the plain-torch reference, tensors on a CUDA device to the
+Triton kernel; there is no other way, so a CUDA pool never falls back on the reference unseen.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kvtrie.kernels import reference
+from kvtrie.kernels.geometry import Geometry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+DEVICE_TYPES: Final = ("cpu", "cuda")
+
+
+@torch.library.custom_op(
+    "kvtrie::move_rows",
+    mutates_args=("tensors",),
+    device_types="cpu",
+    schema=(
+        "(Tensor(a!)[] tensors, Tensor slots, Tensor cos, Tensor sin, SymInt[] geometry) -> ()"
+    ),
+)
+def move_rows(
+    tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
+) -> None:
+    """Copy rows of all layers from slot to slot, and turn the window of K on the way.
+
+    Nothing is checked here but that the numbers are a geometry: ``KVPool.apply`` checks before it
+    calls. A slot outside the pool reads and writes foreign memory.
+
+    Args:
+        tensors: The tensors of a pool; their destination slots change. No two may overlap.
+        slots: ``[3, tokens]`` int32 or int64, on the CPU: source slot, destination slot (none
+            twice, none a source), and the token's row in the tables, or -1 where its delta is 0.
+        cos: ``[tables, rows, pairs]``, on the CPU.
+        sin: Of the same shape.
+        geometry: ``Geometry.to_ints()`` of the pool.
+    """
+    reference.move_rows(tensors, slots, cos, sin, Geometry.from_ints(geometry))
+
+
+@move_rows.register_kernel("cuda")
+def _on_cuda(
+    tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
+) -> None:
+    # Triton is there where CUDA is; other machines need not have it.
+    from kvtrie.kernels import triton as fused  # noqa: PLC0415
+
+    fused.move_rows(tensors, slots, cos, sin, Geometry.from_ints(geometry))
+
+
+@move_rows.register_fake
+def _on_nothing(
+    tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
+) -> None:
+    """A call without data: it returns nothing, and what it changes is declared."""
