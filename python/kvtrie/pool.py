@@ -286,7 +286,8 @@ class KVPool:
             raise LayoutError(msg)
         if len(pieces.count):
             slots, deltas = pieces.expand(self._num_blocks * self._layout.block_size)
-            cos, sin = _tables(self._rotaries, deltas)
+            precise = np.float64 if self._dtype == torch.float64 else np.float32
+            cos, sin = _tables(self._rotaries, deltas, precise)
             ops.move_rows(self._tensors, torch.from_numpy(slots), cos, sin, self._geometry)
         return CopyEvent(self._device)
 
@@ -490,14 +491,18 @@ def _windows(
 
 
 def _tables(
-    rotaries: Sequence[Rotary], deltas: NDArray[np.int64]
+    rotaries: Sequence[Rotary], deltas: NDArray[np.int64], precise: type[np.floating[Any]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines ``[tables, deltas, pairs]``, as many pairs as the widest has."""
+    """Cosines and sines ``[tables, deltas, pairs]``, as many pairs as the widest has.
+
+    They are computed in float64, and kept so for a pool of float64, or rounded once.
+    """
     pairs = max((len(rotary.inv_freq) for rotary in rotaries), default=0)
-    tables = np.zeros((2, len(rotaries), len(deltas), pairs), dtype=np.float32)
+    tables = np.zeros((2, len(rotaries), len(deltas), pairs), dtype=precise)
     if len(deltas):
         for number, rotary in enumerate(rotaries):
-            for side, found in enumerate(rotary.cos_sin(deltas)):
-                tables[side, number, :, : found.shape[1]] = found
+            angles = rotary.angles(deltas)
+            tables[0, number, :, : angles.shape[1]] = np.cos(angles)
+            tables[1, number, :, : angles.shape[1]] = np.sin(angles)
     cos, sin = torch.from_numpy(tables).unbind()
     return cos, sin

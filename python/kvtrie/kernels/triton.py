@@ -1,0 +1,375 @@
+"""Copies inside KV pools in Triton: one launch for all layers, K turned on the way.
+
+Design, with the cost of each part:
+
+* **A token, not a piece, is the unit.** Pieces of a plan end at block edges and at any alignment, 8
+  tokens long on average in blocks of 16; a tile a piece would leave half its lanes idle. The host
+  names the source slot, the destination slot and the angle of every token, 12 bytes a token (24
+  from 2**31 slots on), and the kernel's tiles are dense whatever the pieces are. Neighbouring
+  tokens of a piece are neighbours in memory, across block edges too where blocks follow each other.
+  A token of Llama-3-8B is 131,072 bytes of KV, read and written once: the table is 0.005 % of that.
+* **One upload.** The slots, the cosines and sines (8 bytes a pair and delta, computed in float64 on
+  the host), the base address and the window of each layer go to the device in one copy from pinned
+  memory, on the same stream. Nothing waits for it on the host.
+* **A tile is rows times channels.** A row is one token of one head; rows count through heads first,
+  then tokens. About 16 KiB of KV a program (32 rows of 2 * 128 bfloat16), all of its loads before
+  its first store, so that 128 bytes a thread are under way at once. The grid is tiles by layers.
+* **Loads are 16 bytes wide** where ``dim`` is the innermost axis: base addresses and strides are
+  told to be multiples of 16 bytes where they are. Both halves of a NeoX window are loaded as such;
+  interleaved pairs are loaded as they lie, and split in registers. Channels outside the window, and
+  V, are moved as integers. Nothing is read twice, nothing is written twice.
+* **Addresses are 64 bits wide.** Slots, and with them all products with strides, are int64 before
+  they are multiplied.
+* **Arithmetic** is float32 (float64 where the pool is), one rounding, no fused multiply-add: the
+  same bits as the reference. Pairs without an angle keep their bits by a select, so NaN and
+  infinity stay in their own pair. Triton's interpreter (3.7) truncates bfloat16 and loses its
+  subnormal numbers, so there, and only there, bfloat16 is widened and rounded on integers.
+
+Layers may turn by different angles (the table's row is looked up a layer). Layers whose windows
+differ in place or width too are served by the same launch, with addresses that are computed a layer
+and therefore loads of one element; no model in use asks for it.
+
+The figures above are counted, not measured. This kernel has run under Triton's interpreter and has
+been compiled for NVIDIA's sm_80 and sm_90; ``benches/gpu.py`` measures it where there is a GPU.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvtrie._placement import Rows
+    from kvtrie.kernels.geometry import Geometry
+
+# Bytes of KV that a program moves, and threads that move them.
+TILE_BYTES: Final = 16_384
+NUM_WARPS: Final = 4
+_MAX_TILE_ROWS: Final = 128
+_ALIGNMENT: Final = 16
+
+_FLOATS: Final = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+_INTS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16}
+
+
+@triton.jit
+def _row_offsets(
+    slots, heads, s_block, s_token, s_head, BLOCK_SIZE: tl.constexpr, LINEAR: tl.constexpr
+):
+    """Offsets of rows in elements, int64: ``slots`` and ``heads`` are int64 already."""
+    if LINEAR:
+        return slots * s_token + heads * s_head
+    blocks = slots // BLOCK_SIZE
+    return blocks * s_block + (slots - blocks * BLOCK_SIZE) * s_token + heads * s_head
+
+
+@triton.jit
+def _widen(bits, FLOAT: tl.constexpr, MATH: tl.constexpr, BY_HAND: tl.constexpr):
+    """Bits of an element as a number to compute with."""
+    if BY_HAND:
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return bits.to(FLOAT, bitcast=True).to(MATH)
+
+
+@triton.jit
+def _narrow(value, FLOAT: tl.constexpr, INT: tl.constexpr, BY_HAND: tl.constexpr):
+    """A number as the bits of an element: the nearest, ties to even; NaN stays NaN."""
+    if BY_HAND:
+        bits = value.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, nearest).to(INT)
+    return value.to(FLOAT).to(INT, bitcast=True)
+
+
+@triton.jit
+def _turn(
+    one,
+    two,
+    cos,
+    sin,
+    FLOAT: tl.constexpr,
+    MATH: tl.constexpr,
+    INT: tl.constexpr,
+    BY_HAND: tl.constexpr,
+):
+    """Turn pairs of bits by angles; where the angle is 0 they are kept as they are."""
+    turns = (cos != 1.0) | (sin != 0.0)
+    first = _widen(one, FLOAT, MATH, BY_HAND)
+    second = _widen(two, FLOAT, MATH, BY_HAND)
+    turned_one = _narrow(first * cos - second * sin, FLOAT, INT, BY_HAND)
+    turned_two = _narrow(second * cos + first * sin, FLOAT, INT, BY_HAND)
+    return tl.where(turns, turned_one, one), tl.where(turns, turned_two, two)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_angles", "num_pairs_stored"])
+def _move_rows(
+    layers,  # int64 [layers, 6]: addresses of K and V; table (-1: none), start, pairs, interleaved
+    slots,  # [3, tokens], int32 or int64: source, destination, row of the tables or -1
+    cos,  # [tables, num_angles, num_pairs_stored]
+    sin,
+    num_tokens,
+    num_angles,
+    num_pairs_stored,
+    k_block, k_token, k_head, k_channel,
+    v_block, v_token, v_head, v_channel,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,  # 0: no V
+    K_LINEAR: tl.constexpr,
+    V_LINEAR: tl.constexpr,
+    FLOAT: tl.constexpr,
+    INT: tl.constexpr,
+    MATH: tl.constexpr,
+    BY_HAND: tl.constexpr,  # bfloat16 is widened and rounded by integer arithmetic
+    ALIGNMENT: tl.constexpr,  # of every row, in bytes
+    TURNS: tl.constexpr,  # some row turns
+    ALIKE: tl.constexpr,  # the window below is that of every layer that turns
+    START: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    REST: tl.constexpr,  # most channels outside a window
+    ROWS: tl.constexpr,
+    PAIRS_TILE: tl.constexpr,
+    REST_TILE: tl.constexpr,
+    K_TILE: tl.constexpr,
+    V_TILE: tl.constexpr,
+):  # fmt: skip
+    layer = layers + tl.program_id(1).to(tl.int64) * 6
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token = row // HEADS
+    head = row - token * HEADS
+    is_row = token < num_tokens
+    tokens = tl.cast(num_tokens, tl.int64)
+    source = tl.load(slots + token, mask=is_row, other=0).to(tl.int64)
+    dest = tl.load(slots + tokens + token, mask=is_row, other=0).to(tl.int64)
+
+    k = tl.multiple_of(tl.load(layer).to(tl.pointer_type(INT)), ALIGNMENT)
+    k_source = _row_offsets(source, head, k_block, k_token, k_head, BLOCK_SIZE, K_LINEAR)[:, None]
+    k_dest = _row_offsets(dest, head, k_block, k_token, k_head, BLOCK_SIZE, K_LINEAR)[:, None]
+
+    # All loads come before the first store: more bytes are under way.
+    if V_DIM > 0:
+        v = tl.multiple_of(tl.load(layer + 1).to(tl.pointer_type(INT)), ALIGNMENT)
+        v_source = _row_offsets(source, head, v_block, v_token, v_head, BLOCK_SIZE, V_LINEAR)
+        v_dest = _row_offsets(dest, head, v_block, v_token, v_head, BLOCK_SIZE, V_LINEAR)
+        v_at = tl.arange(0, V_TILE)[None, :]
+        v_mask = is_row[:, None] & (v_at < V_DIM)
+        v_at = v_at.to(tl.int64) * v_channel
+        v_bits = tl.load(v + v_source[:, None] + v_at, mask=v_mask)
+
+    if TURNS:
+        table = tl.load(layer + 2)
+        if ALIKE:
+            start = START
+            pairs = PAIRS
+        else:
+            start = tl.load(layer + 3)
+            pairs = tl.load(layer + 4)
+        turn = tl.load(slots + 2 * tokens + token, mask=is_row, other=-1).to(tl.int64)
+        turns = ((turn >= 0) & (table >= 0))[:, None]
+        pair = tl.arange(0, PAIRS_TILE)[None, :]
+        is_pair = is_row[:, None] & (pair < pairs)
+        angle_row = (table * num_angles + turn)[:, None] * num_pairs_stored
+        angle = tl.where(turns, angle_row, 0) + pair
+        cosine = tl.load(cos + angle, mask=is_pair & turns, other=1.0)
+        sine = tl.load(sin + angle, mask=is_pair & turns, other=0.0)
+
+        if REST > 0:
+            rest = tl.arange(0, REST_TILE)[None, :]
+            is_rest = is_row[:, None] & (rest < K_DIM - 2 * pairs)
+            if ALIKE and START == 0:
+                rest_at = rest + 2 * PAIRS
+            elif ALIKE and START + 2 * PAIRS == K_DIM:
+                rest_at = rest
+            else:
+                rest_at = tl.where(rest < start, rest, rest + 2 * pairs)
+            rest_at = rest_at.to(tl.int64) * k_channel
+            rest_bits = tl.load(k + k_source + rest_at, mask=is_rest)
+
+        if ALIKE and INTERLEAVED:
+            # Pairs are loaded as they lie, and split in registers.
+            both = tl.arange(0, 2 * PAIRS_TILE)[None, :]
+            is_both = is_row[:, None] & (both < 2 * PAIRS)
+            both_at = (both + START).to(tl.int64) * k_channel
+            bits = tl.load(k + k_source + both_at, mask=is_both)
+            one, two = tl.split(tl.reshape(bits, (ROWS, PAIRS_TILE, 2)))
+            one, two = _turn(one, two, cosine, sine, FLOAT, MATH, INT, BY_HAND)
+            bits = tl.reshape(tl.join(one, two), (ROWS, 2 * PAIRS_TILE))
+            tl.store(k + k_dest + both_at, bits, mask=is_both)
+        else:
+            if ALIKE:
+                one_at = pair + START
+                two_at = pair + (START + PAIRS)
+            else:
+                is_interleaved = tl.load(layer + 5)
+                one_at = start + pair * (1 + is_interleaved)
+                two_at = one_at + tl.where(is_interleaved > 0, 1, pairs)
+            one_at = one_at.to(tl.int64) * k_channel
+            two_at = two_at.to(tl.int64) * k_channel
+            one = tl.load(k + k_source + one_at, mask=is_pair)
+            two = tl.load(k + k_source + two_at, mask=is_pair)
+            one, two = _turn(one, two, cosine, sine, FLOAT, MATH, INT, BY_HAND)
+            tl.store(k + k_dest + one_at, one, mask=is_pair)
+            tl.store(k + k_dest + two_at, two, mask=is_pair)
+        if REST > 0:
+            tl.store(k + k_dest + rest_at, rest_bits, mask=is_rest)
+    else:
+        k_at = tl.arange(0, K_TILE)[None, :]
+        k_mask = is_row[:, None] & (k_at < K_DIM)
+        k_at = k_at.to(tl.int64) * k_channel
+        k_bits = tl.load(k + k_source + k_at, mask=k_mask)
+        tl.store(k + k_dest + k_at, k_bits, mask=k_mask)
+    if V_DIM > 0:
+        tl.store(v + v_dest[:, None] + v_at, v_bits, mask=v_mask)
+
+
+def move_rows(
+    tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Geometry
+) -> None:
+    """Do what ``reference.move_rows`` does, in one launch on the current stream of the device.
+
+    Args:
+        tensors: As there; on a CUDA device, or on a CPU under ``TRITON_INTERPRET=1``.
+        slots: As there, on the CPU.
+        cos: As there, on the CPU.
+        sin: As there, on the CPU.
+        geometry: As there.
+    """
+    num_tokens = slots.shape[1]
+    if num_tokens == 0:
+        return
+    device = tensors[0].device
+    layers = _layers(tensors, geometry)
+    turning = [window for window in geometry.windows if window is not None]
+    on_device = _upload([layers, slots, cos, sin], device)
+    settings = _settings(
+        geometry, tensors[0].dtype, layers, turns=bool(turning) and cos.numel() > 0
+    )
+    v = geometry.placement.v
+    grid = (
+        -(-num_tokens * geometry.placement.num_kv_heads // settings["ROWS"]),
+        len(geometry.windows),
+    )
+    # Triton launches on the current device, which need not be the pool's.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        _move_rows[grid](
+            *on_device,
+            num_tokens,
+            cos.shape[1],
+            cos.shape[2],
+            *geometry.placement.k.strides,
+            *(v.strides if v is not None else (0, 0, 0, 0)),
+            **settings,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+def _layers(tensors: Sequence[Tensor], geometry: Geometry) -> Tensor:
+    """The table of layers that the kernel reads."""
+    k, v = geometry.placement.k, geometry.placement.v
+    starts = [tensor.data_ptr() for tensor in tensors]
+    item_size = tensors[0].element_size()
+    # A layer without RoPE is copied by the same tiles: as if it had the narrowest window.
+    pairs = min((window.num_pairs for window in geometry.windows if window), default=0)
+    rows: list[tuple[int, ...]] = []
+    for layer, window in enumerate(geometry.windows):
+        k_at = starts[k.tensors[layer]] + k.offsets[layer] * item_size
+        v_at = starts[v.tensors[layer]] + v.offsets[layer] * item_size if v is not None else 0
+        turn = (-1, 0, pairs, 0)
+        if window is not None:
+            turn = (window.table, window.start, window.num_pairs, int(window.interleaved))
+        rows.append((k_at, v_at, *turn))
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def _upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Bring CPU tensors to a device in one copy, each 16-byte aligned."""
+    if device.type == "cpu":
+        return list(parts)
+    sizes = [part.numel() * part.element_size() for part in parts]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    staged = torch.empty(max(starts[-1], _ALIGNMENT), dtype=torch.uint8, pin_memory=True)
+    spans = list(zip(starts, sizes, strict=False))
+    for part, (start, size) in zip(parts, spans, strict=True):
+        staged[start : start + size].view(part.dtype).copy_(part.reshape(-1))
+    # The allocator of pinned memory hands it out again only when the copy is done.
+    arrived = staged.to(device, non_blocking=True)
+    return [
+        arrived[start : start + size].view(part.dtype)
+        for part, (start, size) in zip(parts, spans, strict=True)
+    ]
+
+
+def _settings(
+    geometry: Geometry, dtype: torch.dtype, layers: Tensor, *, turns: bool
+) -> dict[str, Any]:
+    """The constants that a kernel is compiled for."""
+    at, k, v = geometry.placement, geometry.placement.k, geometry.placement.v
+    v_dim = v.dim if v is not None else 0
+    shapes = {
+        (window.start, window.num_pairs, window.interleaved)
+        for window in geometry.windows
+        if window is not None
+    }
+    start, pairs, interleaved = next(iter(shapes)) if turns else (0, 0, False)
+    widest = max((shape[1] for shape in shapes), default=0) if turns else 0
+    narrowest = min((shape[1] for shape in shapes), default=0) if turns else 0
+    rest = k.dim - 2 * narrowest
+    per_row = (k.dim + v_dim) * dtype.itemsize
+    rows = min(triton.next_power_of_2(max(TILE_BYTES // per_row, 1)), _MAX_TILE_ROWS)
+    return {
+        "BLOCK_SIZE": at.block_size,
+        "HEADS": at.num_kv_heads,
+        "K_DIM": k.dim,
+        "V_DIM": v_dim,
+        "K_LINEAR": _is_linear(k, at.block_size),
+        "V_LINEAR": v is not None and _is_linear(v, at.block_size),
+        "FLOAT": _FLOATS[dtype],
+        "INT": _INTS[dtype.itemsize],
+        "MATH": tl.float64 if dtype == torch.float64 else tl.float32,
+        "BY_HAND": triton.knobs.runtime.interpret and dtype == torch.bfloat16,
+        "ALIGNMENT": _alignment(layers, dtype.itemsize),
+        "TURNS": turns,
+        "ALIKE": len(shapes) == 1,
+        "START": start,
+        "PAIRS": pairs,
+        "INTERLEAVED": interleaved,
+        "REST": rest,
+        "ROWS": rows,
+        "PAIRS_TILE": triton.next_power_of_2(max(widest, 1)),
+        "REST_TILE": triton.next_power_of_2(max(rest, 1)),
+        "K_TILE": triton.next_power_of_2(k.dim),
+        "V_TILE": triton.next_power_of_2(max(v_dim, 1)),
+    }
+
+
+def _is_linear(rows: Rows, block_size: int) -> bool:
+    """Whether slot n lies n token strides behind slot 0."""
+    block, token, _, _ = rows.strides
+    return block == block_size * token
+
+
+def _alignment(layers: Tensor, item_size: int) -> int:
+    """The power of two, 16 bytes at most, that divides every base address."""
+    found = _ALIGNMENT
+    for address in layers[:, :2].flatten().tolist():
+        while address % found:
+            found //= 2
+    return max(found, item_size)
