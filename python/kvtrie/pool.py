@@ -493,11 +493,13 @@ def _windows(
 def _tables(
     rotaries: Sequence[Rotary], deltas: NDArray[np.int64], precise: type[np.floating[Any]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines ``[tables, deltas, pairs]``, as many pairs as the widest has.
+    """Cosines and sines ``[tables, deltas, pairs]``: the widest's pairs, padded to four.
 
-    They are computed in float64, and kept so for a pool of float64, or rounded once.
+    So rows of a table start at multiples of 16 bytes. The values are computed in float64, and kept
+    so for a pool of float64, or rounded once.
     """
-    pairs = max((len(rotary.inv_freq) for rotary in rotaries), default=0)
+    widest = max((len(rotary.inv_freq) for rotary in rotaries), default=0)
+    pairs = -(-widest // 4) * 4
     tables = np.zeros((2, len(rotaries), len(deltas), pairs), dtype=precise)
     if len(deltas):
         for number, rotary in enumerate(rotaries):

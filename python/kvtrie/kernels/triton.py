@@ -114,15 +114,14 @@ def _turn(
     return tl.where(turns, turned_one, one), tl.where(turns, turned_two, two)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_angles", "num_pairs_stored"])
+@triton.jit(do_not_specialize=["num_tokens", "num_angles"])
 def _move_rows(
     layers,  # int64 [layers, 6]: addresses of K and V; table (-1: none), start, pairs, interleaved
     slots,  # [3, tokens], int32 or int64: source, destination, row of the tables or -1
-    cos,  # [tables, num_angles, num_pairs_stored]
+    cos,  # [tables, num_angles, ANGLES]
     sin,
     num_tokens,
     num_angles,
-    num_pairs_stored,
     k_block, k_token, k_head, k_channel,
     v_block, v_token, v_head, v_channel,
     BLOCK_SIZE: tl.constexpr,
@@ -143,6 +142,7 @@ def _move_rows(
     INTERLEAVED: tl.constexpr,
     REST: tl.constexpr,  # most channels outside a window
     ROWS: tl.constexpr,
+    ANGLES: tl.constexpr,
     PAIRS_TILE: tl.constexpr,
     REST_TILE: tl.constexpr,
     K_TILE: tl.constexpr,
@@ -183,7 +183,7 @@ def _move_rows(
         turns = ((turn >= 0) & (table >= 0))[:, None]
         pair = tl.arange(0, PAIRS_TILE)[None, :]
         is_pair = is_row[:, None] & (pair < pairs)
-        angle_row = (table * num_angles + turn)[:, None] * num_pairs_stored
+        angle_row = (table * num_angles + turn)[:, None] * ANGLES
         angle = tl.where(turns, angle_row, 0) + pair
         cosine = tl.load(cos + angle, mask=is_pair & turns, other=1.0)
         sine = tl.load(sin + angle, mask=is_pair & turns, other=0.0)
@@ -254,11 +254,9 @@ def move_rows(
         return
     device = tensors[0].device
     layers = _layers(tensors, geometry)
-    turning = [window for window in geometry.windows if window is not None]
     on_device = _upload([layers, slots, cos, sin], device)
-    settings = _settings(
-        geometry, tensors[0].dtype, layers, turns=bool(turning) and cos.numel() > 0
-    )
+    angles = cos.shape[2] if cos.numel() else 0
+    settings = _settings(geometry, tensors[0].dtype, layers, angles)
     v = geometry.placement.v
     grid = (
         -(-num_tokens * geometry.placement.num_kv_heads // settings["ROWS"]),
@@ -270,7 +268,6 @@ def move_rows(
             *on_device,
             num_tokens,
             cos.shape[1],
-            cos.shape[2],
             *geometry.placement.k.strides,
             *(v.strides if v is not None else (0, 0, 0, 0)),
             **settings,
@@ -318,20 +315,19 @@ def _upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _settings(
-    geometry: Geometry, dtype: torch.dtype, layers: Tensor, *, turns: bool
+    geometry: Geometry, dtype: torch.dtype, layers: Tensor, angles: int
 ) -> dict[str, Any]:
-    """The constants that a kernel is compiled for."""
+    """The constants that a kernel is compiled for; no ``angles``: nothing turns."""
     at, k, v = geometry.placement, geometry.placement.k, geometry.placement.v
     v_dim = v.dim if v is not None else 0
     shapes = {
         (window.start, window.num_pairs, window.interleaved)
         for window in geometry.windows
-        if window is not None
+        if window is not None and angles
     }
-    start, pairs, interleaved = next(iter(shapes)) if turns else (0, 0, False)
-    widest = max((shape[1] for shape in shapes), default=0) if turns else 0
-    narrowest = min((shape[1] for shape in shapes), default=0) if turns else 0
-    rest = k.dim - 2 * narrowest
+    start, pairs, interleaved = min(shapes, default=(0, 0, False))
+    widths = [shape[1] for shape in shapes]
+    rest = k.dim - 2 * min(widths, default=0)
     per_row = (k.dim + v_dim) * dtype.itemsize
     rows = min(triton.next_power_of_2(max(TILE_BYTES // per_row, 1)), _MAX_TILE_ROWS)
     return {
@@ -346,14 +342,15 @@ def _settings(
         "MATH": tl.float64 if dtype == torch.float64 else tl.float32,
         "BY_HAND": triton.knobs.runtime.interpret and dtype == torch.bfloat16,
         "ALIGNMENT": _alignment(layers, dtype.itemsize),
-        "TURNS": turns,
+        "TURNS": bool(shapes),
         "ALIKE": len(shapes) == 1,
         "START": start,
         "PAIRS": pairs,
         "INTERLEAVED": interleaved,
         "REST": rest,
         "ROWS": rows,
-        "PAIRS_TILE": triton.next_power_of_2(max(widest, 1)),
+        "ANGLES": angles,
+        "PAIRS_TILE": triton.next_power_of_2(max(widths, default=1)),
         "REST_TILE": triton.next_power_of_2(max(rest, 1)),
         "K_TILE": triton.next_power_of_2(k.dim),
         "V_TILE": triton.next_power_of_2(max(v_dim, 1)),
