@@ -21,15 +21,13 @@ if TYPE_CHECKING:
 
 DEVICE_TYPES: Final = ("cpu", "cuda")
 
-
-@torch.library.custom_op(
-    "kvtrie::move_rows",
-    mutates_args=("tensors",),
-    device_types="cpu",
-    schema=(
-        "(Tensor(a!)[] tensors, Tensor slots, Tensor cos, Tensor sin, SymInt[] geometry) -> ()"
-    ),
+# The decorators of torch.library would import the compiler at the first call: seconds, for a copy.
+_LIBRARY: Final = torch.library.Library("kvtrie", "DEF")
+_LIBRARY.define(
+    "move_rows(Tensor(a!)[] tensors, Tensor slots, Tensor cos, Tensor sin, SymInt[] geometry) -> ()"
 )
+
+
 def move_rows(
     tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
 ) -> None:
@@ -46,10 +44,15 @@ def move_rows(
         sin: Of the same shape.
         geometry: ``Geometry.to_ints()`` of the pool.
     """
+    torch.ops.kvtrie.move_rows(tensors, slots, cos, sin, geometry)
+
+
+def _on_cpu(
+    tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
+) -> None:
     reference.move_rows(tensors, slots, cos, sin, Geometry.from_ints(geometry))
 
 
-@move_rows.register_kernel("cuda")
 def _on_cuda(
     tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
 ) -> None:
@@ -59,8 +62,12 @@ def _on_cuda(
     fused.move_rows(tensors, slots, cos, sin, Geometry.from_ints(geometry))
 
 
-@move_rows.register_fake
 def _on_nothing(
     tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
 ) -> None:
     """A call without data: it returns nothing, and what it changes is declared."""
+
+
+_LIBRARY.impl("move_rows", _on_cpu, "CPU")
+_LIBRARY.impl("move_rows", _on_cuda, "CUDA")
+torch.library.register_fake("kvtrie::move_rows", _on_nothing, lib=_LIBRARY)
