@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -38,18 +39,32 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(torch.ops.kvtrie.move_rows.default, arguments(form, held))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+# torch's own compiler of C++ code calls what torch warns of.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        "aot_eager",
+        pytest.param(
+            "inductor",
+            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++"),
+        ),
+    ],
+)
 @pytest.mark.parametrize("name", ["nhd", "sglang"])
 def test_compiled_whole_it_is_ordered_among_its_neighbours(name: str, backend: str) -> None:
     """A reader before it sees the old rows, a reader behind it the new ones."""
     form = BY_NAME[name]
+    # A product is no code that inductor would write, and g++ take a minute to compile.
+    weights = torch.eye(12)
 
     def step(tensors: list[torch.Tensor], *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        before = tensors[0].float() * 2
+        before = tensors[0].view(-1, 12) @ weights
         torch.ops.kvtrie.move_rows(tensors, *rest)
-        return before, tensors[0].float() * 2
+        return before, tensors[0].view(-1, 12) @ weights
 
-    wanted, given = (form.build("bfloat16", form.sizes(), seed=4) for _ in range(2))
+    wanted, given = (form.build("float32", form.sizes(), seed=4) for _ in range(2))
     compiled: Callable[..., Any] = torch.compile(step, fullgraph=True, backend=backend)
     want = step(*arguments(form, wanted))
     got = compiled(*arguments(form, given))

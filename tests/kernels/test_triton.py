@@ -1,0 +1,120 @@
+"""The Triton kernel: its cases in a process of their own, and what it compiles to."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kvtrie._placement import Placement, Rows
+from kvtrie.kernels.geometry import Geometry, Window
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+def run_cases(variables: Mapping[str, str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", str(HERE / "triton_cases.py")]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        env={**os.environ, **variables},
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_cases_under_the_interpreter() -> None:
+    run_cases({"TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.cuda
+def test_cases_on_a_gpu() -> None:
+    run_cases({"TRITON_INTERPRET": "0"})
+
+
+BLOCK_SIZE, BLOCKS = 16, 1000
+
+
+def _rows(number: int, layers: int, heads: int, dim: int) -> Rows:
+    token = heads * dim
+    offsets = tuple(layer * BLOCKS * BLOCK_SIZE * token for layer in range(layers))
+    return Rows(dim, (BLOCK_SIZE * token, token, dim, 1), (number,) * layers, offsets)
+
+
+def _geometry(layers: int, heads: int, dim: int, v_dim: int, window: Window) -> Geometry:
+    v = _rows(1, layers, heads, v_dim) if v_dim else None
+    k = _rows(0, layers, heads, dim)
+    return Geometry(Placement(BLOCKS, BLOCK_SIZE, heads, k, v), (window,) * layers)
+
+
+GEOMETRIES = {
+    "llama-3-8b": _geometry(32, 8, 128, 128, Window(0, 0, 64, interleaved=False)),
+    "deepseek-mla": _geometry(61, 1, 576, 0, Window(0, 512, 32, interleaved=True)),
+}
+
+
+def compiled(geometry: Geometry) -> Any:
+    """The kernel for bfloat16 on sm_90, which needs no GPU."""
+    # Only where triton is installed.
+    from triton import compile as compile_kernel  # noqa: PLC0415
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+    from triton.compiler import ASTSource  # noqa: PLC0415
+
+    from kvtrie.kernels import triton as fused  # noqa: PLC0415
+
+    at = geometry.placement
+    layers = torch.full((1, 6), 4096)
+    angles = next(window.num_pairs for window in geometry.windows if window)
+    constants = fused._settings(geometry, torch.bfloat16, layers, angles)
+    names = [f"{side}_{axis}" for side in "kv" for axis in ("block", "token", "head", "channel")]
+    of_v = at.v.strides if at.v else (0, 0, 0, 0)
+    strides = dict(zip(names, (*at.k.strides, *of_v), strict=True))
+    pointers = {"layers": "*i64", "slots": "*i32", "cos": "*fp32", "sin": "*fp32"}
+    signature: dict[str, str] = {}
+    known: dict[tuple[int, ...], Any] = {}
+    for number, name in enumerate(fused._move_rows.arg_names):
+        if strides.get(name) == 1:
+            constants[name] = 1
+        signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
+        if name in pointers or (name in strides and name not in constants):
+            known[(number,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fused._move_rows, signature, constants, known)
+    options = {"num_warps": fused.NUM_WARPS, "enable_fp_fusion": False}
+    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_compiled_it_moves_16_bytes_at_a_time(name: str) -> None:
+    ptx = compiled(GEOMETRIES[name]).asm["ptx"]
+    stores = set(re.findall(r"st\.global[\w.]*", ptx))
+    assert stores == {"st.global.v4.b32"}
+    # Slots, addresses and windows come one by one, KV and angles do not.
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 10
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_compiled_it_adds_64_bit_offsets_to_pools(name: str) -> None:
+    ir = compiled(GEOMETRIES[name]).asm["ttir"]
+    offsets = re.findall(r"tt\.addptr .* : (?:tensor<[\dx]*)?!tt\.ptr<i16>>?, (.*) loc", ir)
+    assert offsets
+    assert all("i64" in offset for offset in offsets), offsets
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_compiled_it_uses_no_fused_multiply_add(name: str) -> None:
+    assert "fma" not in compiled(GEOMETRIES[name]).asm["ptx"]

@@ -1,0 +1,227 @@
+"""Triton against the reference, bit for bit; ``test_triton.py`` runs this in a process of its own.
+
+Under ``TRITON_INTERPRET=1`` the kernel runs on CPU tensors; without it on a CUDA device. The
+variable must be set before triton is imported, which other tests may have done.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.kernels.forms import (
+    DTYPES,
+    FORMS,
+    MOVES,
+    ROPES,
+    Form,
+    clone_of,
+    geometry_of,
+    random_moves,
+    rotary,
+    same_bits,
+    spec,
+)
+
+from kvtrie._moves import check_moves
+from kvtrie.kernels import reference
+from kvtrie.kernels import triton as fused
+from kvtrie.kernels.geometry import Geometry
+from kvtrie.layout import KVLayout
+from kvtrie.pool import KVPool, _tables
+from kvtrie.rope import RopeSpec, Rotary
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+WAYS = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+
+
+def arguments(
+    pool: KVPool, moves: NDArray[Any], num_slots: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    slots, deltas = check_moves(moves, num_slots).expand(num_slots)
+    precise = np.float64 if pool.dtype == torch.float64 else np.float32
+    cos, sin = _tables(pool._rotaries, deltas, precise)
+    return torch.from_numpy(slots), cos, sin
+
+
+def check_form(form: Form, dtype: str, rope: RopeSpec, seed: int, **changes: int) -> None:
+    sizes = form.sizes(**changes)
+    held = form.build(dtype, sizes, DEVICE, seed)
+    pool = form.pool(held, sizes, rope)
+    given = arguments(pool, random_moves(seed, sizes.slots), sizes.slots)
+    copies, tensors = clone_of(held, pool)
+    reference.move_rows(tensors, *given, geometry_of(pool))
+    fused.move_rows(pool._tensors, *given, geometry_of(pool))
+    for storage, copy in zip(held.storages, copies, strict=True):
+        assert same_bits(storage, copy)
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_form_and_dtype(form: Form, dtype: str) -> None:
+    check_form(form, dtype, spec("some-layers-without"), seed=8)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[-1]], ids=lambda form: form.name)
+def test_every_rope(form: Form, rope: str, dtype: str) -> None:
+    check_form(form, dtype, spec(rope), seed=5)
+
+
+@settings(max_examples=60)
+@given(
+    form=st.sampled_from(FORMS),
+    rope=st.sampled_from(sorted(ROPES)),
+    dtype=st.sampled_from(DTYPES),
+    blocks=st.integers(1, 9),
+    block_size=st.integers(1, 7),
+    seed=st.integers(0, 2**32),
+)
+def test_random_plans(
+    form: Form, rope: str, dtype: str, blocks: int, block_size: int, seed: int
+) -> None:
+    check_form(form, dtype, spec(rope), seed, blocks=blocks, block_size=block_size)
+
+
+@settings(max_examples=30)
+@given(
+    head_dim=st.integers(1, 40),
+    heads=st.integers(1, 5),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+    seed=st.integers(0, 2**32),
+)
+def test_random_windows(
+    head_dim: int, heads: int, dtype: str, data: st.DataObject, seed: int
+) -> None:
+    layers: list[Rotary | None] = []
+    for _ in range(3):
+        pairs = data.draw(st.integers(0, head_dim // 2))
+        start = data.draw(st.integers(0, head_dim - 2 * pairs))
+        turns = rotary(pairs, start=start, interleaved=data.draw(st.booleans())) if pairs else None
+        layers.append(data.draw(st.sampled_from([turns, turns, None])))
+    form = FORMS[0]
+    changes = {"head_dim": head_dim, "v_head_dim": head_dim, "heads": heads}
+    check_form(form, dtype, RopeSpec(tuple(layers), head_dim), seed, **changes)
+
+
+# The interpreter computes in numpy, which warns of what is tested here.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rope", ["neox", "interleaved", "other-windows-by-layer", "none"])
+def test_every_bit_pattern(dtype: str, rope: str) -> None:
+    """NaN with any payload, infinity, subnormal numbers and both zeros, wherever they stand."""
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=12, dtype=dtype, block_size=4)
+    pools = [KVPool(layout, spec(rope), num_blocks=40, device=DEVICE) for _ in range(2)]
+    width = pools[0].dtype.itemsize
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
+    limit = 2 ** (8 * width) - 1
+    infinity = {"float16": 0x7C00, "float64": 0x7FF0}.get(dtype, 0x7F80) << (8 * width - 16)
+    smallest = [0, 1, limit // 2 + 1, limit // 2 + 2]
+    special = np.array([*smallest, infinity, infinity + 1, limit // 2, limit], dtype=f"u{width}")
+    rng = np.random.default_rng(1)
+    for tensor, other in zip(pools[0]._tensors, pools[1]._tensors, strict=True):
+        values = np.frombuffer(rng.bytes(tensor.nbytes), dtype=f"i{width}").copy()
+        spots = rng.random(len(values)) < 0.2
+        values[spots] = rng.choice(special, int(spots.sum())).view(f"i{width}")
+        for each in (tensor, other):
+            each.view(kind).copy_(torch.from_numpy(values).view(each.shape))
+    moves = np.array([(0, 80, 70, 3), (70, 150, 10, 0)], dtype=MOVES)
+    given = arguments(pools[0], moves, 160)
+    reference.move_rows(pools[0]._tensors, *given, geometry_of(pools[0]))
+    fused.move_rows(pools[1]._tensors, *given, geometry_of(pools[1]))
+    for mine, other in zip(pools[1]._tensors, pools[0]._tensors, strict=True):
+        # A NaN that comes out of arithmetic is a NaN; its payload is the machine's.
+        both_nan = mine.isnan() & other.isnan()
+        assert bool(((mine.view(kind) == other.view(kind)) | both_nan).all())
+    if rope == "none":
+        for mine, other in zip(pools[1]._tensors, pools[0]._tensors, strict=True):
+            assert same_bits(mine, other)
+
+
+def test_nothing_to_move() -> None:
+    form = FORMS[0]
+    held = form.build("bfloat16", form.sizes(), DEVICE)
+    bits = held.bits()
+    pool = form.pool(held, form.sizes(), spec("neox"))
+    given = arguments(pool, np.array([], dtype=MOVES), form.sizes().slots)
+    fused.move_rows(pool._tensors, *given, geometry_of(pool))
+    assert all(torch.equal(now, then) for now, then in zip(held.bits(), bits, strict=True))
+
+
+def test_slots_of_64_bits() -> None:
+    """Pools of 2**31 slots and more are told their slots in int64."""
+    form = FORMS[0]
+    sizes = form.sizes()
+    held = form.build("float32", sizes, DEVICE)
+    pool = form.pool(held, sizes, spec("neox"))
+    copies, tensors = clone_of(held, pool)
+    slots, cos, sin = arguments(pool, random_moves(4, sizes.slots), sizes.slots)
+    wide = check_moves(random_moves(4, sizes.slots), sizes.slots).expand(2**31)[0]
+    assert slots.dtype == torch.int32
+    assert wide.dtype == np.int64
+    reference.move_rows(tensors, slots, cos, sin, geometry_of(pool))
+    fused.move_rows(pool._tensors, torch.from_numpy(wide), cos, sin, geometry_of(pool))
+    assert all(same_bits(one, two) for one, two in zip(held.storages, copies, strict=True))
+
+
+@pytest.mark.parametrize("axis", ["blocks", "tokens", "dim"])
+def test_addresses_beyond_two_to_the_31_elements(axis: str) -> None:
+    """Strides so long that their products need 64 bits, though each fits 32; few pages are real."""
+    far = 2**30 + 64
+    near = {"blocks": (far, 8, 1), "tokens": (8, far, 1), "dim": (12, 4, far // 4)}[axis]
+    shape = {"blocks": (3, 4, 8), "tokens": (1, 3, 8), "dim": (3, 3, 12)}[axis]
+    storage = torch.empty(3 * far + 4096, dtype=torch.float16, device=DEVICE)
+    k = storage.as_strided(shape, near)
+    layout = KVLayout.from_tensors(
+        [k],
+        axes="blocks tokens dim",
+        block_size=shape[1],
+        num_kv_heads=1,
+        head_dim=shape[2],
+        v_head_dim=0,
+    )
+    pool = KVPool.wrap([k], layout, RopeSpec((rotary(4),), shape[2]))
+    slots = shape[0] * shape[1]
+    k.copy_(torch.randn(shape))
+    before = k.clone()
+    moves = np.array([(0, slots - 1, 1, 40)], dtype=MOVES)
+    fused.move_rows(pool._tensors, *arguments(pool, moves, slots), geometry_of(pool))
+    row = reference.rotate(before[0, 0].unsqueeze(0), pool.rope, 40)  # type: ignore[arg-type]
+    assert same_bits(k[-1, -1], row[0])
+    k[-1, -1] = before[-1, -1]
+    assert same_bits(k, before)
+
+
+def test_bases_that_are_not_aligned() -> None:
+    """A tensor may start anywhere: loads are only as wide as all addresses allow."""
+    whole = torch.randn(1 + 2 * 6 * 4 * 3 * 16, device=DEVICE).to(torch.bfloat16)
+    assert whole[1:].data_ptr() % 16 == 2
+    k = whole[1:].view(2, 6, 4, 3, 16)
+    layout = KVLayout.from_tensors(
+        [k], axes="kv blocks tokens heads dim", block_size=4, num_kv_heads=3, head_dim=16
+    )
+    pool = KVPool.wrap([k], layout, RopeSpec((rotary(8),), 16))
+    other = whole.clone()
+    given = arguments(pool, random_moves(3, 24), 24)
+    reference.move_rows([other[1:].view(2, 6, 4, 3, 16)], *given, geometry_of(pool))
+    fused.move_rows(pool._tensors, *given, geometry_of(pool))
+    assert same_bits(whole, other)
+
+
+def test_geometry_survives_being_numbers() -> None:
+    for form in FORMS:
+        held = form.build("bfloat16", form.sizes(), DEVICE)
+        pool = form.pool(held, form.sizes(), spec("other-windows-by-layer"))
+        geometry = geometry_of(pool)
+        assert Geometry.from_ints(geometry.to_ints()) == geometry
