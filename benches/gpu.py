@@ -1,0 +1,404 @@
+"""What it costs to apply a plan on a GPU, beside a plain copy and beside separate passes.
+
+`python benches/gpu.py` checks first and times only what is right. Without a CUDA device it checks
+on the CPU, says that nothing was timed, and is done. `--json FILE` writes the figures, with the
+device's name and the date.
+
+* Moves are like those of plans: runs of up to 1,024 tokens, each with a delta of its own, between
+  block tables of 16 tokens a block in random order, from a random offset in the source to a random
+  one in the destination; pieces end at the block edges of both.
+* *apply* is `KVPool.apply`, all layers, bfloat16. *select + copy* is `index_select`, then
+  `index_copy_`, a layer and side, without any turn. *three passes* gathers, turns and scatters a
+  layer at a time, in plain torch.
+* Bytes are those read and those written, so a copy of n bytes counts 2n. The *ceiling* is the best
+  rate of a device-to-device copy of 2 GiB; *copy* is one of as many bytes as the case moves.
+* *device* is the time between two events around the work, with enough queued before it that the
+  device never waits for the host. *call* is the time from the call to the end of its work on an
+  idle device. *host* is the time that `apply` takes to return. Every figure is a median; before
+  each round a buffer of four times the L2 cache, 256 MiB at least, is overwritten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvtrie.kernels import reference
+from kvtrie.layout import KVLayout
+from kvtrie.pool import KVPool
+from kvtrie.rope import RopeSpec, Rotary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+BLOCK_SIZE = 16
+LONGEST_RUN = 1_024
+TOKENS = (256, 1_024, 4_096, 16_384, 32_768)
+ROUNDS = 21
+CEILING_BYTES = 2**31
+MOVE = np.dtype([(name, "i8") for name in ("source_slot", "dest_slot", "num_tokens", "delta")])
+# Pools have room for four times the tokens that are moved, so that blocks lie far apart.
+SPREAD = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The KV of a model."""
+
+    name: str
+    layers: int
+    heads: int
+    head_dim: int
+    v_head_dim: int
+    rotary: Rotary
+
+    def layout(self, layers: int | None = None) -> KVLayout:
+        """Its layout, of fewer layers where a check asks for it."""
+        return KVLayout(
+            num_layers=layers or self.layers,
+            num_kv_heads=self.heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            dtype="bfloat16",
+            block_size=BLOCK_SIZE,
+        )
+
+    def pool(self, num_tokens: int, device: str, layers: int | None = None) -> KVPool:
+        """A pool in which so many tokens are moved, between blocks that lie far apart."""
+        layout = self.layout(layers)
+        rope = RopeSpec((self.rotary,) * layout.num_layers, self.head_dim)
+        num_blocks = SPREAD * -(-num_tokens // BLOCK_SIZE) + 8
+        return KVPool(layout, rope, num_blocks=num_blocks, device=device)
+
+
+def frequencies(theta: float, width: int) -> tuple[float, ...]:
+    """One a pair, as float32 values."""
+    found = theta ** (-np.arange(0, width, 2) / width)
+    return tuple(float(value) for value in found.astype(np.float32))
+
+
+SHAPES = (
+    Shape("Llama-3-8B", 32, 8, 128, 128, Rotary(frequencies(500_000.0, 128))),
+    Shape("QwQ-32B", 64, 8, 128, 128, Rotary(frequencies(1_000_000.0, 128))),
+    Shape(
+        "DeepSeek-MLA",
+        61,
+        1,
+        576,
+        0,
+        Rotary(frequencies(10_000.0, 64), start=512, interleaved=True),
+    ),
+)
+
+
+def random_moves(num_tokens: int, num_blocks: int, seed: int = 0) -> NDArray[np.void]:
+    """Runs between random blocks at random alignments, cut at the block edges of both sides."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(num_blocks).astype(np.int64)
+    half = num_blocks // 2
+    columns: list[NDArray[np.int64]] = []
+    first_source = first_dest = 0
+    left = num_tokens
+    while left:
+        count = min(left, LONGEST_RUN)
+        slots = []
+        for table, first in ((order[:half], first_source), (order[half:], first_dest)):
+            positions = first + int(rng.integers(BLOCK_SIZE)) + np.arange(count)
+            slots.append(table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE)
+        source, dest = slots
+        edges = (source[1:] % BLOCK_SIZE == 0) | (dest[1:] % BLOCK_SIZE == 0)
+        starts = np.concatenate([[0], np.flatnonzero(edges) + 1])
+        lengths = np.diff(np.append(starts, count))
+        delta = int(rng.integers(1, 20_000)) * int(rng.choice([-1, 1]))
+        columns.append(np.stack([source[starts], dest[starts], lengths, lengths * 0 + delta]))
+        # The next run begins in blocks of its own.
+        blocks = -(-count // BLOCK_SIZE) + 1
+        first_source += blocks * BLOCK_SIZE
+        first_dest += blocks * BLOCK_SIZE
+        left -= count
+    moves = np.empty(sum(part.shape[1] for part in columns), dtype=MOVE)
+    for number, name in enumerate(MOVE.names or ()):
+        moves[name] = np.concatenate([part[number] for part in columns])
+    return moves
+
+
+def named_slots(moves: NDArray[np.void], device: str) -> tuple[torch.Tensor, ...]:
+    """Source, destination and delta of every token, int64, on a device."""
+    count = moves["num_tokens"]
+    inside = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    source = np.repeat(moves["source_slot"], count) + inside
+    dest = np.repeat(moves["dest_slot"], count) + inside
+    found = (source, dest, np.repeat(moves["delta"], count))
+    return tuple(torch.from_numpy(column).to(device) for column in found)
+
+
+# --- the same work in other ways ------------------------------------------------------------------
+
+
+def rows_of(pool: KVPool) -> list[torch.Tensor]:
+    """K and V of all layers, one row a slot."""
+    views = [view for side in (pool.k, pool.v) for view in side if view is not None]
+    return [view.view(-1, *view.shape[2:]) for view in views]
+
+
+def select_and_copy(pool: KVPool, slots: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Copies without turning."""
+    source, dest, _ = slots
+    rows = rows_of(pool)
+
+    def run() -> None:
+        for row in rows:
+            row.index_copy_(0, dest, row.index_select(0, source))
+
+    return run
+
+
+def three_passes(shape: Shape, pool: KVPool, slots: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Gathers a layer, turns K, scatters it."""
+    source, dest, delta = slots
+    rows = rows_of(pool)
+    turns = shape.rotary
+    start, end = turns.start, turns.start + turns.width
+    frequency = torch.tensor(turns.inv_freq, dtype=torch.float64, device=delta.device)
+    angles = delta.unsqueeze(1) * frequency
+    cos, sin = angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
+    num_layers = len(pool.k)
+
+    def run() -> None:
+        for number, row in enumerate(rows):
+            gathered = row.index_select(0, source)
+            if number < num_layers:
+                window = gathered[..., start:end]
+                if turns.interleaved:
+                    one, two = window[..., 0::2], window[..., 1::2]
+                else:
+                    one, two = window.chunk(2, dim=-1)
+                first, second = one.float(), two.float()
+                one.copy_(first * cos - second * sin)
+                two.copy_(second * cos + first * sin)
+            row.index_copy_(0, dest, gathered)
+
+    return run
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def check(device: str, num_tokens: int, num_layers: int) -> list[str]:
+    """Apply random plans on a device and compare every byte with the reference on the CPU.
+
+    Returns:
+        What was wrong: nothing, or one line a shape.
+    """
+    wrong = []
+    for shape in SHAPES:
+        pool = shape.pool(num_tokens, device, num_layers)
+        moves = random_moves(num_tokens, pool.num_blocks, seed=num_tokens)
+        generator = torch.Generator().manual_seed(0)
+        for row in rows_of(pool):
+            row.copy_(torch.randn(row.shape, generator=generator))
+        want = [row.cpu().clone() for row in rows_of(pool)]
+        source, dest, delta = named_slots(moves, "cpu")
+        for number, row in enumerate(want):
+            rows = row[source]
+            if number < num_layers and pool.rope is not None:
+                keys = rows.transpose(0, 1)
+                rows = reference.rotate(keys, pool.rope, delta, number).transpose(0, 1)
+            row[dest] = rows
+        pool.apply(moves).synchronize()
+        for number, (row, right) in enumerate(zip(rows_of(pool), want, strict=True)):
+            bad = int((row.cpu().view(torch.int16) != right.view(torch.int16)).sum())
+            if bad:
+                wrong.append(f"{shape.name}: tensor {number} differs in {bad} elements")
+                break
+    return wrong
+
+
+# --- times ----------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Times work on a CUDA device with a cold cache."""
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+        properties = torch.cuda.get_device_properties(0)
+        size = max(4 * int(properties.L2_cache_size), 2**28)
+        self._waste = torch.empty(size, dtype=torch.uint8, device="cuda")
+        self._flush_seconds = self._timed(self._waste.zero_, flushes=4)
+
+    def device(self, work: Callable[[], object]) -> float:
+        """Seconds that the device works, the host's share hidden."""
+        work()
+        host = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = perf_counter()
+            work()
+            host.append(perf_counter() - start)
+        flushes = 2 + int(2 * max(host) / self._flush_seconds)
+        return statistics.median(self._timed(work, flushes) for _ in range(self._rounds))
+
+    def call(self, work: Callable[[], object]) -> tuple[float, float]:
+        """Seconds from the call to the end of its work, and to its return."""
+        ends, returns = [], []
+        for _ in range(self._rounds):
+            self._waste.zero_()
+            torch.cuda.synchronize()
+            start = perf_counter()
+            work()
+            returns.append(perf_counter() - start)
+            torch.cuda.synchronize()
+            ends.append(perf_counter() - start)
+        return statistics.median(ends), statistics.median(returns)
+
+    def _timed(self, work: Callable[[], object], flushes: int) -> float:
+        before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        for _ in range(flushes):
+            self._waste.zero_()
+        before.record()
+        work()
+        behind.record()
+        behind.synchronize()
+        return float(before.elapsed_time(behind)) / 1_000
+
+
+def copy_rate(clock: Clock, num_bytes: int) -> float:
+    """Bytes a second, read and written, of a device-to-device copy."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
+    dest = torch.zeros_like(source)
+    return 2 * num_bytes / clock.device(lambda: dest.copy_(source))
+
+
+def measure(shape: Shape, num_tokens: int, clock: Clock, ceiling: float) -> dict[str, Any]:
+    """One row of the table."""
+    moved = 2 * num_tokens * shape.layout().bytes_per_token
+    found = _work(shape, num_tokens, clock)
+    # The pool is gone by now.
+    torch.cuda.empty_cache()
+    rate = moved / found["apply_us"] * 1e6
+    return {
+        "model": shape.name,
+        "tokens": num_tokens,
+        "moved_bytes": moved,
+        "apply_gb_s": rate / 1e9,
+        "share_of_ceiling": rate / ceiling,
+        "copy_gb_s": copy_rate(clock, moved // 2) / 1e9,
+        **found,
+    }
+
+
+def _work(shape: Shape, num_tokens: int, clock: Clock) -> dict[str, Any]:
+    """The pieces of a case, and the time of each way to move them."""
+    pool = shape.pool(num_tokens, "cuda")
+    for row in rows_of(pool):
+        row.normal_()
+    moves = random_moves(num_tokens, pool.num_blocks)
+    slots = named_slots(moves, "cuda")
+    call, host = clock.call(lambda: pool.apply(moves))
+    seconds = {
+        "apply_us": clock.device(lambda: pool.apply(moves)),
+        "call_us": call,
+        "host_us": host,
+        "select_copy_us": clock.device(select_and_copy(pool, slots)),
+        "three_passes_us": clock.device(three_passes(shape, pool, slots)),
+    }
+    return {"moves": len(moves), **{name: value * 1e6 for name, value in seconds.items()}}
+
+
+COLUMNS = {
+    "model": ("model", "{}"),
+    "tokens": ("tokens", "{:,}"),
+    "moves": ("pieces", "{:,}"),
+    "apply_gb_s": ("apply GB/s", "{:,.0f}"),
+    "share_of_ceiling": ("of ceiling", "{:.0%}"),
+    "copy_gb_s": ("copy GB/s", "{:,.0f}"),
+    "apply_us": ("apply µs", "{:,.0f}"),
+    "call_us": ("call µs", "{:,.0f}"),
+    "host_us": ("host µs", "{:,.0f}"),
+    "select_copy_us": ("select + copy µs", "{:,.0f}"),
+    "three_passes_us": ("three passes µs", "{:,.0f}"),
+}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows in Markdown."""
+    lines = [" | ".join(title for title, _ in COLUMNS.values()), "|".join("---" for _ in COLUMNS)]
+    for row in rows:
+        cells = (shown.format(row[name]) for name, (_, shown) in COLUMNS.items())
+        lines.append(" | ".join(cells))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def timed(tokens: Sequence[int], rounds: int) -> dict[str, Any]:
+    """All figures, printed as they come."""
+    clock = Clock(rounds)
+    properties = torch.cuda.get_device_properties(0)
+    ceiling = copy_rate(clock, CEILING_BYTES)
+    torch.cuda.empty_cache()
+    rows = []
+    for shape in SHAPES:
+        for num_tokens in tokens:
+            needed = (SPREAD + 4) * num_tokens * shape.layout().bytes_per_token
+            free, _ = torch.cuda.mem_get_info()
+            if needed > free:
+                gib = needed / 2**30
+                print(f"{shape.name} with {num_tokens:,} tokens is left out: {gib:.0f} GiB needed")
+                continue
+            rows.append(measure(shape, num_tokens, clock, ceiling))
+    print(table(rows))
+    print(f"ceiling: {ceiling / 1e9:,.0f} GB/s read and written, {properties.name}")
+    return {
+        "device": properties.name,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "rounds": rounds,
+        "ceiling_gb_s": ceiling / 1e9,
+        "rows": rows,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check, then time what is there to be timed."""
+    parser = argparse.ArgumentParser(description="KVPool.apply on a GPU: checks, then times.")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="tokens to move")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds a figure")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    given = parser.parse_args(arguments)
+    if min(given.tokens) < 1 or given.rounds < 1:
+        parser.error("--tokens and --rounds must be at least 1")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = ((1, 2), (77, 2), (3_000, 3)) if device == "cuda" else ((1, 2), (77, 2))
+    wrong = [line for tokens, layers in sizes for line in check(device, tokens, layers)]
+    for line in wrong:
+        print(f"wrong on {device}: {line}")
+    if wrong:
+        print("nothing was timed: the copies are wrong")
+        return 1
+    print(f"checked on {device}: {', '.join(shape.name for shape in SHAPES)}")
+    if device == "cpu":
+        print("nothing was timed: there is no CUDA device")
+        return 0
+    found = timed(given.tokens, given.rounds)
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
