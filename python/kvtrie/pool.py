@@ -286,8 +286,7 @@ class KVPool:
             raise LayoutError(msg)
         if len(pieces.count):
             slots, deltas = pieces.expand(self._num_blocks * self._layout.block_size)
-            precise = np.float64 if self._dtype == torch.float64 else np.float32
-            cos, sin = _tables(self._rotaries, deltas, precise)
+            cos, sin = _tables(self._rotaries, deltas, self._dtype)
             ops.move_rows(self._tensors, torch.from_numpy(slots), cos, sin, self._geometry)
         return CopyEvent(self._device)
 
@@ -491,13 +490,15 @@ def _windows(
 
 
 def _tables(
-    rotaries: Sequence[Rotary], deltas: NDArray[np.int64], precise: type[np.floating[Any]]
+    rotaries: Sequence[Rotary], deltas: NDArray[np.int64], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines ``[tables, deltas, pairs]``: the widest's pairs, padded to four.
 
-    So rows of a table start at multiples of 16 bytes. The values are computed in float64, and kept
-    so for a pool of float64, or rounded once.
+    So rows of a table start at multiples of 16 bytes. The values are computed in float64, and
+    rounded to float32 for pools of two bytes an element: float32 keys that are turned in float32
+    would err by more than one rounding.
     """
+    precise = np.float32 if dtype.itemsize == 2 else np.float64
     widest = max((len(rotary.inv_freq) for rotary in rotaries), default=0)
     pairs = -(-widest // 4) * 4
     tables = np.zeros((2, len(rotaries), len(deltas), pairs), dtype=precise)

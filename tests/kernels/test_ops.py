@@ -8,7 +8,6 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from tests.kernels.forms import FORMS, Form, Held, random_moves, spec
@@ -28,7 +27,7 @@ def arguments(form: Form, held: Held) -> tuple[Any, ...]:
     pool = form.pool(held, form.sizes(), spec("partial"))
     pieces = check_moves(random_moves(11, form.sizes().slots), form.sizes().slots)
     slots, deltas = pieces.expand(form.sizes().slots)
-    cos, sin = _tables(pool._rotaries, deltas, np.float32)
+    cos, sin = _tables(pool._rotaries, deltas, pool.dtype)
     return list(pool._tensors), torch.from_numpy(slots), cos, sin, list(pool._geometry)
 
 

@@ -48,8 +48,7 @@ def arguments(
     pool: KVPool, moves: NDArray[Any], num_slots: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     slots, deltas = check_moves(moves, num_slots).expand(num_slots)
-    precise = np.float64 if pool.dtype == torch.float64 else np.float32
-    cos, sin = _tables(pool._rotaries, deltas, precise)
+    cos, sin = _tables(pool._rotaries, deltas, pool.dtype)
     return torch.from_numpy(slots), cos, sin
 
 

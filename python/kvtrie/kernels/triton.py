@@ -20,10 +20,10 @@ Design, with the cost of each part:
   V, are moved as integers. Nothing is read twice, nothing is written twice.
 * **Addresses are 64 bits wide.** Slots, and with them all products with strides, are int64 before
   they are multiplied.
-* **Arithmetic** is float32 (float64 where the pool is), one rounding, no fused multiply-add: the
-  same bits as the reference. Pairs without an angle keep their bits by a select, so NaN and
-  infinity stay in their own pair. Triton's interpreter (3.7) truncates bfloat16 and loses its
-  subnormal numbers, so there, and only there, bfloat16 is widened and rounded on integers.
+* **Arithmetic** is float32 (float64 for elements wider than two bytes), one rounding, no fused
+  multiply-add: the same bits as the reference. Pairs without an angle keep their bits by a select,
+  so NaN and infinity stay in their own pair. Triton's interpreter (3.7) truncates bfloat16 and
+  loses its subnormal numbers: there, and only there, bfloat16 is widened and rounded on integers.
 
 Layers may turn by different angles (the table's row is looked up a layer). Layers whose windows
 differ in place or width too are served by the same launch, with addresses that are computed a layer
@@ -339,7 +339,7 @@ def _settings(
         "V_LINEAR": v is not None and _is_linear(v, at.block_size),
         "FLOAT": _FLOATS[dtype],
         "INT": _INTS[dtype.itemsize],
-        "MATH": tl.float64 if dtype == torch.float64 else tl.float32,
+        "MATH": tl.float32 if dtype.itemsize == 2 else tl.float64,
         "BY_HAND": triton.knobs.runtime.interpret and dtype == torch.bfloat16,
         "ALIGNMENT": _alignment(layers, dtype.itemsize),
         "TURNS": bool(shapes),
