@@ -202,6 +202,12 @@ BAD_MOVES = [
     ("overlap", [(5, 7, 4, 1)], ValueError, "slot 7 is source and destination"),
     ("overlap-back", [(7, 5, 4, 1)], ValueError, "slot 7 is source and destination"),
     ("chain", [(0, 20, 3, 0), (22, 30, 2, 0)], ValueError, "slot 22 is source and destination"),
+    (
+        "behind-a-touching-one",
+        [(0, 10, 10, 0), (20, 28, 4, 0), (5, 22, 2, 0)],
+        ValueError,
+        "slot 22 is source and destination",
+    ),
     ("touch", [(18, 0, 3, 0), (1, 20, 3, 0)], ValueError, "slot 1 is source and destination"),
 ]
 

@@ -80,6 +80,10 @@ def _told(**changes: Any) -> dict[str, Any]:
     return known | changes
 
 
+def _rows_of_12() -> dict[str, Any]:
+    return _told(axes="(blocks tokens) heads dim", num_kv_heads=1, head_dim=12)
+
+
 def _tensors(count: int = 2, **options: Any) -> list[torch.Tensor]:
     return [torch.zeros(2, 6, 4, 3, 8, **options) for _ in range(count)]
 
@@ -87,6 +91,13 @@ def _tensors(count: int = 2, **options: Any) -> list[torch.Tensor]:
 def _overlapping() -> list[torch.Tensor]:
     whole = torch.zeros(2 * 6 * 4 * 3 * 8 + 8)
     return [whole[start:].as_strided((2, 6, 4, 3, 8), (576, 96, 24, 8, 1)) for start in (0, 8)]
+
+
+def _apart(offset: int, heads_stride: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """K and V in rows of 24, V so far behind K."""
+    whole = torch.zeros(999)
+    shape, strides = (8, 1, 12), (24, heads_stride, 1)
+    return [whole.as_strided(shape, strides)], [whole[offset:].as_strided(shape, strides)]
 
 
 def _same_twice() -> list[torch.Tensor]:
@@ -131,6 +142,8 @@ REFUSED = [
     ("float8", _tensors(1, dtype=torch.float8_e4m3fn), _told(), "float8_e4m3fn"),
     ("int8", _tensors(1, dtype=torch.int8), _told(), "int8"),
     ("overlap", _overlapping(), _told(), "tensors 0 and 1 overlap"),
+    ("next-row", _apart(20, 24), _rows_of_12(), "tensors 0 and 1 overlap"),
+    ("lone-head", _apart(8, 5), _rows_of_12(), "tensors 0 and 1 overlap"),
     ("twice", _same_twice(), _told(), "tensors 0 and 1 overlap"),
     ("expanded", _expanded(), _told(), "share addresses"),
     ("sliding", _sliding(), _told(), "share addresses"),
@@ -245,6 +258,11 @@ def test_pool_refuses_a_device_without_kernel() -> None:
     layout = KVLayout(num_layers=2, num_kv_heads=3, head_dim=8, dtype="float32", block_size=4)
     with pytest.raises(ValueError, match="no kernel for meta"):
         KVPool(layout, num_blocks=4, device="meta")
+
+
+def test_rows_of_k_and_v_that_alternate_do_not_overlap() -> None:
+    for stride in (24, 5, 1, 10_000):
+        assert KVLayout.from_tensors(_apart(12, stride), **_rows_of_12()).num_layers == 1
 
 
 def test_layers_of_one_tensor_are_told_apart_from_overlap() -> None:

@@ -174,32 +174,47 @@ def test_slots_of_64_bits() -> None:
     assert all(same_bits(one, two) for one, two in zip(held.storages, copies, strict=True))
 
 
+@pytest.mark.parametrize("ends", [(0, -1), (-1, 0)], ids=["to-far", "from-far"])
 @pytest.mark.parametrize("axis", ["blocks", "tokens", "dim"])
-def test_addresses_beyond_two_to_the_31_elements(axis: str) -> None:
+@pytest.mark.parametrize(
+    "turns",
+    [
+        pytest.param(rotary(4), id="near-window"),
+        pytest.param(rotary(2, start=8), id="far-window"),
+        pytest.param(rotary(2, start=8, interleaved=True), id="far-pairs"),
+    ],
+)
+def test_addresses_beyond_two_to_the_31_elements(
+    axis: str, turns: Rotary, ends: tuple[int, int]
+) -> None:
     """Strides so long that their products need 64 bits, though each fits 32; few pages are real."""
     far = 2**30 + 64
-    near = {"blocks": (far, 8, 1), "tokens": (8, far, 1), "dim": (12, 4, far // 4)}[axis]
-    shape = {"blocks": (3, 4, 8), "tokens": (1, 3, 8), "dim": (3, 3, 12)}[axis]
-    storage = torch.empty(3 * far + 4096, dtype=torch.float16, device=DEVICE)
-    k = storage.as_strided(shape, near)
-    layout = KVLayout.from_tensors(
-        [k],
-        axes="blocks tokens dim",
-        block_size=shape[1],
-        num_kv_heads=1,
-        head_dim=shape[2],
-        v_head_dim=0,
-    )
-    pool = KVPool.wrap([k], layout, RopeSpec((rotary(4),), shape[2]))
+    strides = {"blocks": (far, 12, 1), "tokens": (12, far, 1), "dim": (12, 4, far // 4)}[axis]
+    shape = (1 if axis == "tokens" else 3, 3, 12)
     slots = shape[0] * shape[1]
-    k.copy_(torch.randn(shape))
-    before = k.clone()
-    moves = np.array([(0, slots - 1, 1, 40)], dtype=MOVES)
+    source, dest = (slot % slots for slot in ends)
+    k, v = (
+        torch.empty(3 * far + 4096, dtype=torch.float16, device=DEVICE).as_strided(shape, strides)
+        for _ in range(2)
+    )
+    for rows in (k, v):
+        rows.copy_(torch.randn(shape))
+    layout = KVLayout.from_tensors(
+        ([k], [v]), axes="blocks tokens dim", block_size=3, num_kv_heads=1, head_dim=12
+    )
+    rope = RopeSpec((turns,), 12)
+    pool = KVPool.wrap(([k], [v]), layout, rope)
+    before = k.clone(), v.clone()
+    moves = np.array([(source, dest, 1, 40)], dtype=MOVES)
     fused.move_rows(pool._tensors, *arguments(pool, moves, slots), geometry_of(pool))
-    row = reference.rotate(before[0, 0].unsqueeze(0), pool.rope, 40)  # type: ignore[arg-type]
-    assert same_bits(k[-1, -1], row[0])
-    k[-1, -1] = before[-1, -1]
-    assert same_bits(k, before)
+    turned = reference.rotate(before[0].view(-1, 12)[source].unsqueeze(0), rope, 40)
+    for rows, old, row in zip(
+        (k, v), before, (turned[0], before[1].view(-1, 12)[source]), strict=True
+    ):
+        now = rows.clone()
+        assert same_bits(now.view(-1, 12)[dest], row)
+        now.view(-1, 12)[dest] = old.view(-1, 12)[dest]
+        assert same_bits(now, old)
 
 
 def test_bases_that_are_not_aligned() -> None:
