@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,12 @@ def compiled(geometry: Geometry) -> Any:
     source = ASTSource(fused._move_rows, signature, constants, known)
     options = {"num_warps": fused.NUM_WARPS, "enable_fp_fusion": False}
     return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def test_windows_that_differ_compile() -> None:
+    windows = (Window(0, 0, 64, interleaved=False), None, Window(1, 4, 20, interleaved=True))
+    geometry = replace(_geometry(3, 8, 128, 128, windows[0]), windows=windows)
+    assert "st.global" in compiled(geometry).asm["ptx"]
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)

@@ -235,6 +235,19 @@ def test_bases_that_are_not_aligned() -> None:
     assert same_bits(whole, other)
 
 
+def test_one_upload_holds_all_tables() -> None:
+    parts = [
+        torch.arange(18).view(3, 6),
+        torch.arange(15, dtype=torch.int32).view(3, 5),
+        torch.empty(2, 0, 4),
+        torch.rand(1, 3, 4, dtype=torch.float64),
+    ]
+    staged = fused._packed(parts, pinned=DEVICE == "cuda")
+    for part, arrived in zip(parts, fused._unpacked(staged, parts), strict=True):
+        assert arrived.data_ptr() % 16 == 0
+        assert torch.equal(part, arrived)
+
+
 def test_geometry_survives_being_numbers() -> None:
     for form in FORMS:
         held = form.build("bfloat16", form.sizes(), DEVICE)

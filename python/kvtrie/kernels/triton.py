@@ -27,7 +27,7 @@ Design, with the cost of each part:
 
 Layers may turn by different angles (the table's row is looked up a layer). Layers whose windows
 differ in place or width too are served by the same launch, with addresses that are computed a layer
-and therefore loads of one element; no model in use asks for it.
+and therefore loads of one element.
 
 The figures above are counted, not measured. This kernel has run under Triton's interpreter and has
 been compiled for NVIDIA's sm_80 and sm_90; ``benches/gpu.py`` measures it where there is a GPU.
@@ -298,20 +298,28 @@ def _upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Bring CPU tensors to a device in one copy, each 16-byte aligned."""
     if device.type == "cpu":
         return list(parts)
-    sizes = [part.numel() * part.element_size() for part in parts]
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-    staged = torch.empty(max(starts[-1], _ALIGNMENT), dtype=torch.uint8, pin_memory=True)
-    spans = list(zip(starts, sizes, strict=False))
-    for part, (start, size) in zip(parts, spans, strict=True):
-        staged[start : start + size].view(part.dtype).copy_(part.reshape(-1))
+    staged = _packed(parts, pinned=True)
     # The allocator of pinned memory hands it out again only when the copy is done.
-    arrived = staged.to(device, non_blocking=True)
-    return [
-        arrived[start : start + size].view(part.dtype)
-        for part, (start, size) in zip(parts, spans, strict=True)
-    ]
+    return _unpacked(staged.to(device, non_blocking=True), parts)
+
+
+def _packed(parts: Sequence[Tensor], *, pinned: bool) -> Tensor:
+    """The bytes of all parts behind each other, each at a multiple of 16."""
+    sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
+    staged = torch.empty(max(sum(sizes), _ALIGNMENT), dtype=torch.uint8, pin_memory=pinned)
+    for part, place in zip(parts, _unpacked(staged, parts), strict=True):
+        place.copy_(part)
+    return staged
+
+
+def _unpacked(staged: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Views of what ``_packed`` packed, in the types and shapes of the parts."""
+    views: list[Tensor] = []
+    start = 0
+    for part in parts:
+        views.append(staged[start : start + part.nbytes].view(part.dtype).view(part.shape))
+        start += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return views
 
 
 def _settings(
