@@ -73,6 +73,21 @@ def _config(architecture: str) -> Any:
             return transformers.MixtralConfig(
                 **gqa, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
             )
+        case "glm":  # pairs side by side, half of each head turns
+            return transformers.GlmConfig(**gqa, head_dim=16, attention_bias=True)
+        case "smollm3":  # every second layer without RoPE
+            return transformers.SmolLM3Config(**gqa, no_rope_layers=[1, 0])
+        case "deepseek-v3":  # MLA: V narrower than K, whose last channels turn
+            return transformers.DeepseekV3Config(
+                **_SIZES,
+                num_key_value_heads=4,
+                first_k_dense_replace=2,
+                kv_lora_rank=16,
+                q_lora_rank=None,
+                qk_nope_head_dim=16,
+                qk_rope_head_dim=8,
+                v_head_dim=12,
+            )
         case _:
             raise ValueError(architecture)
 
@@ -86,6 +101,9 @@ ARCHITECTURES = (
     "bloom",
     "falcon-mqa",
     "mixtral",
+    "glm",
+    "smollm3",
+    "deepseek-v3",
 )
 
 

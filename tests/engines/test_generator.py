@@ -210,7 +210,6 @@ def test_messages_without_chat_template_are_refused(
 @pytest.mark.parametrize(
     ("options", "error", "named"),
     [
-        ({"policy": kvtrie.ReusePolicy(approximate=True)}, ValueError, "EXACT_ONLY"),
         ({"prefill_chunk": 0}, ValueError, "prefill_chunk.*0"),
         ({"num_blocks": 0}, ValueError, "num_blocks"),
         ({"block_size": 0}, ValueError, "block_size.*0"),

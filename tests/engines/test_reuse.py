@@ -37,6 +37,9 @@ ARCHITECTURES = (
     "bloom",
     "falcon-mqa",
     "mixtral",
+    "glm",
+    "smollm3",
+    "deepseek-v3",
 )
 
 

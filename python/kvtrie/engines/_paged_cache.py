@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvtrie._core import LayoutError
@@ -11,10 +12,43 @@ from kvtrie.kernels import reference
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
+    from kvtrie.layout import KVLayout
     from kvtrie.pool import KVPool
+
+
+def pool_rows(layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+    """What a pool keeps of what transformers caches: K and V, or one latent row (MLA).
+
+    Of an MLA model transformers caches the latent as keys and the part of K that turns as values.
+    """
+    return [keys, values] if layout.v_head_dim else [torch.cat([keys, values], dim=-1)]
+
+
+def check_rows(
+    layout: KVLayout, rows: list[torch.Tensor], num_tokens: int, dtype: torch.dtype, layer: int
+) -> None:
+    """Check that rows of one layer fit a pool.
+
+    Args:
+        layout: The pool's.
+        rows: As ``pool_rows`` answers them.
+        num_tokens: How many there must be.
+        dtype: The pool's.
+        layer: Whose rows they are.
+
+    Raises:
+        LayoutError: If shape or element type differ.
+    """
+    for name, states, dim in zip("KV", rows, (layout.head_dim, layout.v_head_dim), strict=False):
+        want = (1, layout.num_kv_heads, num_tokens, dim)
+        if tuple(states.shape) != want or states.dtype != dtype:
+            msg = (
+                f"layer {layer} offers {name} of shape {tuple(states.shape)} and {states.dtype}, "
+                f"the pool holds {want} of {dtype}"
+            )
+            raise LayoutError(msg)
 
 
 class _Window:
@@ -51,31 +85,19 @@ class _PagedLayer(CacheLayerMixin):
         **_kwargs: Any,  # noqa: ANN401 - the signature of transformers
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store ``[1, heads, tokens, dim]`` and return the same for every token so far."""
-        window = self._window
-        layout = window.pool.layout
-        new = window.end - window.start
-        for name, states, dim in (
-            ("K", key_states, layout.head_dim),
-            ("V", value_states, layout.v_head_dim),
-        ):
-            want = (1, layout.num_kv_heads, new, dim)
-            if tuple(states.shape) != want or states.dtype != window.pool.dtype:
-                msg = (
-                    f"layer {self._layer} offers {name} of shape {tuple(states.shape)} and "
-                    f"{states.dtype}, the pool holds {want} of {window.pool.dtype}"
-                )
-                raise LayoutError(msg)
+        window, pool = self._window, self._window.pool
+        rows = pool_rows(pool.layout, key_states, value_states)
+        check_rows(pool.layout, rows, window.end - window.start, pool.dtype, self._layer)
         self.was_written = True
-        return (
-            self._store(window.pool.k[self._layer], key_states),
-            self._store(window.pool.v[self._layer], value_states),
-        )
+        k = self._store(pool.k[self._layer], rows[0])
+        v = pool.v[self._layer]
+        if v is None:
+            keys, values = k.split([key_states.shape[-1], value_states.shape[-1]], dim=-1)
+            return keys, values
+        return k, self._store(v, rows[1])
 
-    def _store(self, blocks: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor:
+    def _store(self, blocks: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         window = self._window
-        if blocks is None:
-            msg = f"the pool has no V for layer {self._layer}: it holds latent rows (MLA)"
-            raise LayoutError(msg)
         # A view: the pool is the engine's own, whose rows of a layer lie slot by slot.
         rows = blocks.view(-1, *blocks.shape[2:])
         rows.index_copy_(0, window.write_slots, states[0].transpose(0, 1))

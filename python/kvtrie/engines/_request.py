@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from kvtrie._core import ReusePolicy
     from kvtrie.engines._namespace import Salt
 
     Messages = Sequence[Mapping[str, Any]]
@@ -38,6 +39,7 @@ class Options(TypedDict, total=False):
         chat_template_kwargs: Further variables for the chat template.
         salt: Tenant of this request (the engine's by default). Requests share KV only under the
             same salt.
+        policy: What this request may reuse (the engine's policy by default).
         return_logits: Put the row that each token was picked from into its event.
     """
 
@@ -51,6 +53,7 @@ class Options(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
     salt: Salt | None
+    policy: ReusePolicy | None
     return_logits: bool
 
 
@@ -60,7 +63,8 @@ class Usage:
 
     Attributes:
         exact: Found under the same whole prefix.
-        moved: Reused from another place or context (0 under ``EXACT_ONLY``).
+        moved: Reused approximately: computed at another place or in another context (0 under
+            ``EXACT_ONLY``).
         computed: Run through the model.
     """
 

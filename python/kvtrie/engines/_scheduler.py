@@ -34,6 +34,7 @@ class Job:
     text: TextStream
     stop_ids: frozenset[int]
     max_len: int
+    policy: ReusePolicy
     return_logits: bool
     lease: Lease | None = None
     was_admitted: bool = False
@@ -46,16 +47,12 @@ class Scheduler:
     Args:
         store: Index, free list and pool.
         runner: Computes.
-        policy: What may be reused.
         prefill_chunk: Prompt tokens that one step computes at most for one job.
     """
 
-    def __init__(
-        self, store: Store, runner: Runner, policy: ReusePolicy, prefill_chunk: int
-    ) -> None:
+    def __init__(self, store: Store, runner: Runner, prefill_chunk: int) -> None:
         self._store = store
         self._runner = runner
-        self._policy = policy
         self._prefill_chunk = prefill_chunk
         self._num_preemptions = 0
         self.waiting: deque[Job] = deque()
@@ -128,9 +125,9 @@ class Scheduler:
     def _lease(self, job: Job) -> Lease:
         if self.running:
             # Each running request may want its next block soon: do not admit to preempt at once.
-            return Lease(self._store, job.seq, self._policy, headroom=len(self.running))
+            return Lease(self._store, job.seq, job.policy, headroom=len(self.running))
         try:
-            return Lease(self._store, job.seq, self._policy)
+            return Lease(self._store, job.seq, job.policy)
         except OutOfBlocksError:
             return Lease(self._store, job.seq, _IN_PLACE_ONLY)
 

@@ -18,6 +18,7 @@ from kvtrie._core import (
     RadixIndex,
     ReusePolicy,
     TokenSequence,
+    UnsupportedRopeError,
 )
 
 try:
@@ -32,7 +33,7 @@ except ImportError as error:
 
 from kvtrie.engines._model_dir import checked_model_dir
 from kvtrie.engines._namespace import model_id, rope_id
-from kvtrie.engines._probe import check_model
+from kvtrie.engines._probe import check_model, checked_rope
 from kvtrie.engines._request import Completion, Event, Options, Request, Usage
 from kvtrie.engines._runner import Runner
 from kvtrie.engines._sampling import Sampling
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from kvtrie.engines._namespace import Salt
     from kvtrie.engines._request import Prompt, TokenIds
+    from kvtrie.rope import RopeSpec
 
     EventStream = collections.abc.Generator[Event, None, None]
 
@@ -76,7 +78,8 @@ class Generator:
         tokenizer: Needed for messages and text; without one, prompts are token ids.
         num_blocks: Blocks of the KV pool.
         block_size: Tokens of a block.
-        policy: What may be reused; this version offers exact reuse only.
+        policy: What requests may reuse that say nothing else. Approximate reuse is for models of
+            which it was measured what it costs.
         salt: Tenant of requests that name none; ``kvtrie.SHARED`` to share on purpose.
         adapter: Content id of the LoRA adapter that the model carries, if any.
         seed: Makes sampling repeatable, and the hashes of the index.
@@ -84,6 +87,7 @@ class Generator:
 
     Raises:
         LayoutError: If the model's KV cannot be held, or is not what its config says.
+        UnsupportedRopeError: If the policy is approximate and the model's KV cannot be moved.
         ValueError: If the model is in training mode, or an argument is out of range.
         MemoryError: If the pool does not fit.
     """
@@ -104,14 +108,18 @@ class Generator:
         if model.training:
             msg = "Generator: the model is in training mode; call model.eval() first"
             raise ValueError(msg)
-        if policy.approximate:
-            msg = "Generator: this version reuses exact KV only; pass policy=kvtrie.EXACT_ONLY"
-            raise ValueError(msg)
         if prefill_chunk < 1:
             msg = f"Generator: prefill_chunk must be at least 1, not {prefill_chunk}"
             raise ValueError(msg)
         layout = KVLayout.from_config(model.config, block_size=block_size, dtype=model.dtype)
         check_model(model, layout)
+        rope: RopeSpec | None = None
+        self._cannot_move: str | None = None
+        try:
+            rope = checked_rope(model, layout)
+        except UnsupportedRopeError as error:
+            self._cannot_move = str(error)
+        self._policy = self._checked(policy)
         self._model = model
         self._tokenizer = tokenizer
         self._seed = seed
@@ -127,13 +135,13 @@ class Generator:
             salt=salt,
         )
         # The pool first: of the three, it is the one that may not fit.
-        pool = KVPool(layout, num_blocks=num_blocks, device=model.device)
+        pool = KVPool(layout, rope, num_blocks=num_blocks, device=model.device)
         self._store = Store(
-            index=RadixIndex(num_blocks, block_size, moved_runs=False, seed=seed),
+            index=RadixIndex(num_blocks, block_size, moved_runs=rope is not None, seed=seed),
             allocator=BlockAllocator(num_blocks),
             pool=pool,
         )
-        self._scheduler = Scheduler(self._store, Runner(model, pool), policy, prefill_chunk)
+        self._scheduler = Scheduler(self._store, Runner(model, pool), prefill_chunk)
         self._num_submitted = 0
 
     @classmethod
@@ -170,6 +178,7 @@ class Generator:
         Raises:
             FileNotFoundError: If there is no such directory, or no ``config.json`` in it.
             LayoutError: If the model's KV cannot be held.
+            UnsupportedRopeError: If the policy is approximate and the model's KV cannot be moved.
         """
         directory = checked_model_dir(path)
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -312,6 +321,7 @@ class Generator:
             OutOfBlocksError: If the pool is too small for this request even when it runs alone.
             ValueError: If the prompt is empty, too long for the model or not of its vocabulary, or
                 an option is out of range.
+            UnsupportedRopeError: If the policy is approximate and the model's KV cannot be moved.
             TypeError: If the prompt is of another type.
         """
         job = self._job(prompt, options)
@@ -335,6 +345,7 @@ class Generator:
         Raises:
             OutOfBlocksError: As for ``submit``.
             ValueError: As for ``submit``.
+            UnsupportedRopeError: As for ``submit``.
             TypeError: As for ``submit``.
         """
         return self._stream(self._job(prompt, options))
@@ -352,6 +363,7 @@ class Generator:
         Raises:
             OutOfBlocksError: As for ``submit``.
             ValueError: As for ``submit``.
+            UnsupportedRopeError: As for ``submit``.
             TypeError: As for ``submit``.
         """
         job = self._job(prompt, options)
@@ -412,6 +424,8 @@ class Generator:
             self.namespace(options.get("salt")),
         )
         prompt_len = len(seq)
+        policy = options.get("policy")
+        policy = self._policy if policy is None else self._checked(policy)
         max_new_tokens = operator.index(options.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS))
         if prompt_len == 0:
             msg = "Generator: the prompt is empty"
@@ -448,10 +462,18 @@ class Generator:
             text=TextStream(self._tokenizer),
             stop_ids=eos_ids | frozenset(options.get("stop_token_ids", ())),
             max_len=max_len,
+            policy=policy,
             return_logits=options.get("return_logits", False),
         )
         self._num_submitted = number + 1
         return job
+
+    def _checked(self, policy: ReusePolicy) -> ReusePolicy:
+        """A policy that the model's KV can follow."""
+        if policy.approximate and self._cannot_move is not None:
+            msg = f"Generator: the policy is approximate, and {self._cannot_move}"
+            raise UnsupportedRopeError(msg)
+        return policy
 
     def _check_fits(self, prompt_len: int, max_len: int) -> None:
         block_size, num_blocks = self.pool.layout.block_size, self.pool.num_blocks

@@ -1,0 +1,198 @@
+"""Approximate reuse: what a plan says is what the model sees, on every kind of RoPE.
+
+The oracle puts a cache together by hand. What is moved comes from a pass of the bare model over the
+cached text *at the position it is moved to*: RoPE tells apart distances alone, so that pass gives
+every layer the keys and values of the first one, turned. No rotation of kvtrie's is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvtrie
+from kvtrie.engines.transformers import Generator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from transformers import PreTrainedModel
+
+    Make = Callable[..., Generator]
+    Ids = Callable[..., np.ndarray]
+    Check = Callable[[Generator], None]
+    Models = Callable[[str], PreTrainedModel]
+
+# As in test_reuse.py; turning adds one rounding of K.
+TOLERANCE = 1e-4
+APPROXIMATE = kvtrie.ReusePolicy(min_run=16)
+ROPE_MODELS = (
+    "llama-gqa",
+    "llama-yarn",
+    "qwen3",
+    "gpt-neox",
+    "falcon-mqa",
+    "mixtral",
+    "glm",
+    "smollm3",
+    "deepseek-v3",
+)
+
+
+def rows_at(
+    model: PreTrainedModel, text: Sequence[int], delta: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """K and V of every layer of a text whose first token stands at position ``delta``."""
+    cache = DynamicCache(config=model.config)
+    positions = torch.arange(len(text)) + delta
+    with torch.inference_mode():
+        model(
+            input_ids=torch.tensor([list(text)]),
+            position_ids=positions.unsqueeze(0),
+            past_key_values=cache,
+            use_cache=True,
+        )
+    layers: list[Any] = cache.layers
+    return [(layer.keys, layer.values) for layer in layers]
+
+
+def assembled(
+    model: PreTrainedModel, text: Sequence[int], prompt: Sequence[int], segments: Any
+) -> torch.Tensor:
+    """The last row of logits of a prompt, with what a plan reuses taken from one cached text."""
+    cache = DynamicCache(config=model.config)
+    logits = torch.empty(0)
+    with torch.inference_mode():
+        for part in segments:
+            start, end = int(part["start"]), int(part["end"])
+            if part["class"] == 2:
+                logits = model(
+                    input_ids=torch.tensor([list(prompt[start:end])]),
+                    position_ids=torch.arange(start, end).unsqueeze(0),
+                    past_key_values=cache,
+                    use_cache=True,
+                ).logits
+                continue
+            old = int(part["old_start"])
+            for number, (k, v) in enumerate(rows_at(model, text, int(part["delta"]))):
+                span = slice(old, old + end - start)
+                cache.update(k[:, :, span], v[:, :, span], number)
+    return logits[0, -1].float()
+
+
+def edits(text: list[int], new: list[int]) -> dict[str, list[int]]:
+    """Prompts that share runs with a text of 120 tokens."""
+    return {
+        "one deletion": text[:30] + text[55:] + new[:5],
+        "three deletions": text[:21] + text[30:52] + text[70:90] + text[99:] + new[:3],
+        "insertions": text[:17] + new[:6] + text[17:60] + new[6:9] + text[60:] + new[9:12],
+        "in another order": new[:2] + text[60:100] + new[2:4] + text[5:45] + new[4:6],
+        "nothing before": text[40:] + new[:2],
+        "twice": text[8:40] + text[8:40] + new[:1],
+    }
+
+
+@pytest.mark.parametrize("architecture", ROPE_MODELS)
+def test_prompts_are_answered_as_if_put_together_by_hand(
+    architecture: str, make: Make, ids: Ids, models: Models, check_drained: Check
+) -> None:
+    text, new = ids(120).tolist(), ids(40, seed=1).tolist()
+    for name, prompt in edits(text, new).items():
+        generator = make(architecture, num_blocks=128)
+        generator.generate(text, max_new_tokens=1)
+        seq = kvtrie.TokenSequence(prompt, generator.namespace())
+        with generator.index.plan(seq, APPROXIMATE, keep_last=1, pin=False) as plan:
+            segments = plan.segments.copy()
+        done = generator.generate(
+            prompt, max_new_tokens=3, ignore_eos=True, return_logits=True, policy=APPROXIMATE
+        )
+        assert done.usage.moved >= 60, name
+        assert done.usage.computed <= len(prompt) // 4, name
+        assert done.logits is not None
+        want = assembled(models(architecture), text, prompt, segments)
+        torch.testing.assert_close(done.logits[0], want, atol=TOLERANCE, rtol=0, msg=name)
+        check_drained(generator)
+
+
+@pytest.mark.parametrize("architecture", ["llama-gqa", "deepseek-v3"])
+def test_unturned_keys_would_be_noticed(
+    architecture: str, make: Make, ids: Ids, models: Models
+) -> None:
+    text, new = ids(120).tolist(), ids(40, seed=1).tolist()
+    prompt = edits(text, new)["one deletion"]
+    generator = make(architecture, num_blocks=128)
+    generator.generate(text, max_new_tokens=1)
+    seq = kvtrie.TokenSequence(prompt, generator.namespace())
+    with generator.index.plan(seq, APPROXIMATE, keep_last=1, pin=False) as plan:
+        segments = plan.segments.copy()
+    want = assembled(models(architecture), text, prompt, segments)
+    segments["delta"] = 0
+    assert (assembled(models(architecture), text, prompt, segments) - want).abs().max() > 0.01
+
+
+def test_a_plain_request_never_sees_approximate_kv(
+    make: Make, ids: Ids, reference: Any, check_drained: Check
+) -> None:
+    generator, plain = make(num_blocks=128), reference()
+    text, new = ids(120).tolist(), ids(40, seed=1).tolist()
+    generator.generate(text, max_new_tokens=1)
+    options: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "return_logits": True}
+    prompt = edits(text, new)["three deletions"]
+    moved = generator.generate(prompt, policy=APPROXIMATE, **options)
+    assert moved.usage.moved > 0
+    # The same prompt again: the exact prefix alone.
+    exact = generator.generate(prompt, **options)
+    assert (exact.usage.exact, exact.usage.moved) == (21, 0)
+    assert exact.tokens == plain.greedy(prompt, 6)
+    want = plain.logits(prompt, exact.tokens)
+    torch.testing.assert_close(exact.logits, want, atol=TOLERANCE, rtol=0)
+    # What it computed has taken the place of the approximate entries.
+    again = generator.generate(prompt, policy=APPROXIMATE, **options)
+    assert again.usage.exact == len(prompt) - 1
+    assert again.tokens == exact.tokens
+    check_drained(generator)
+
+
+def test_what_a_request_moved_is_reused_in_place_by_the_next_turn(
+    make: Make, ids: Ids, check_drained: Check
+) -> None:
+    generator = make(num_blocks=128, policy=APPROXIMATE)
+    text, new = ids(120).tolist(), ids(40, seed=1).tolist()
+    generator.generate(text, max_new_tokens=1)
+    prompt = text[:28] + text[56:]
+    first = generator.generate(prompt, max_new_tokens=8, ignore_eos=True)
+    second = generator.generate([*prompt, *first.tokens, *new[:5]], max_new_tokens=1)
+    # The last token has no KV; what lies in whole blocks is in place.
+    assert second.usage.exact == 28
+    assert second.usage.exact + second.usage.moved >= len(prompt) + 4
+    check_drained(generator)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "bloom"])
+def test_models_whose_kv_cannot_move_are_refused_by_name(
+    architecture: str, make: Make, ids: Ids, check_drained: Check
+) -> None:
+    with pytest.raises(kvtrie.UnsupportedRopeError, match="Generator: the policy is approximate"):
+        make(architecture, policy=APPROXIMATE)
+    generator = make(architecture)
+    with pytest.raises(kvtrie.UnsupportedRopeError, match="Generator: the policy is approximate"):
+        generator.submit(ids(9), policy=APPROXIMATE)
+    assert generator.num_waiting == 0
+    assert generator.generate(ids(9), max_new_tokens=1).usage.computed == 9
+    check_drained(generator)
+
+
+def test_a_config_that_misstates_its_rope_is_refused(models: Models, ids: Ids) -> None:
+    model = models("llama-gqa")
+    theta = model.config.rope_parameters["rope_theta"]
+    model.config.rope_parameters["rope_theta"] = 500.0
+    try:
+        generator = Generator(model, num_blocks=16, block_size=4)
+        with pytest.raises(kvtrie.UnsupportedRopeError, match="K of layer 0 is not what"):
+            generator.submit(ids(9), policy=APPROXIMATE)
+    finally:
+        model.config.rope_parameters["rope_theta"] = theta
