@@ -1,0 +1,33 @@
+"""Where the small models lie that are trained on the recall task."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Final
+
+KINDS: Final = ("gqa", "partial", "mla")
+"""Kinds of attention, each with a model."""
+
+
+def model_path(kind: str) -> Path:
+    """The directory of a shipped model, as transformers loads it.
+
+    Args:
+        kind: One of ``KINDS``.
+
+    Returns:
+        A directory with config, weights, tokenizer, chat template and model card.
+
+    Raises:
+        ValueError: There is no such model.
+
+    Example:
+        >>> from kvtrie.calibrate import shipped
+        >>> (shipped.model_path("gqa") / "config.json").is_file()
+        True
+    """
+    if kind not in KINDS:
+        msg = f"model_path: no model is shipped for {kind!r}, only for {', '.join(KINDS)}"
+        raise ValueError(msg)
+    return Path(str(files("kvtrie.calibrate").joinpath("models", kind)))
