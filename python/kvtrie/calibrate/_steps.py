@@ -1,0 +1,242 @@
+"""Cuts conversations into replies, each with its prompt as the chat template shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+_OPEN: Final = "<think>"
+_CLOSE: Final = "</think>"
+
+Messages = list[dict[str, Any]]
+
+
+class CalibrationError(ValueError):
+    """What is given cannot be measured; the text is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """How much of a conversation is replayed, and what of it is measured.
+
+    Attributes:
+        name: What reports call it.
+        least_edits: Replies are measured once so many earlier thoughts have been left out.
+        most_edits: And while there are no more than so many; None for any number.
+        window: Exchanges (a user message and what follows) that stay behind the system prompt; with
+            one, replies are measured once the oldest exchange has fallen out.
+    """
+
+    name: str
+    least_edits: int = 1
+    most_edits: int | None = None
+    window: int | None = None
+
+
+SCENARIOS: Final = (
+    Scenario("one turn", most_edits=1),
+    Scenario("five turns", most_edits=5),
+    Scenario("window of ten", window=10),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One reply.
+
+    Attributes:
+        prompt: Token ids that it follows.
+        dropped: The same without the answers whose thoughts are left out.
+        reply: Its token ids, thought and final end-of-sequence id included.
+        answer_start: First token of the reply behind its thought.
+        is_scored: Whether its answer is right only to the letter, so that accuracy can be measured.
+        is_measured: Whether the scenario looks at it.
+    """
+
+    prompt: list[int]
+    dropped: list[int]
+    reply: list[int]
+    answer_start: int
+    is_scored: bool
+    is_measured: bool
+
+
+class Renderer:
+    """A tokenizer and its chat template.
+
+    Args:
+        tokenizer: A fast tokenizer with a chat template.
+
+    Raises:
+        CalibrationError: It is no such tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not tokenizer.is_fast:
+            msg = (
+                "the tokenizer is none of the fast ones, so its tokens cannot be found in the text"
+            )
+            raise CalibrationError(msg)
+        if tokenizer.chat_template is None:
+            msg = "the tokenizer has no chat template, so it cannot take messages"
+            raise CalibrationError(msg)
+        self._tokenizer = tokenizer
+
+    def steps(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        scenario: Scenario,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[Step]:
+        """Cut a conversation into its replies.
+
+        An assistant message that follows a user or tool message and calls no tool is a reply; it is
+        scored if it carries ``"scored": true``.
+
+        Args:
+            messages: The conversation, thoughts included: as ``reasoning_content`` or between think
+                marks.
+            scenario: What is replayed and measured.
+            tools: Tool schemas for the chat template.
+
+        Returns:
+            The replies up to the last one that is measured.
+
+        Raises:
+            CalibrationError: The chat template refuses a message, or answers nothing.
+        """
+        head, exchanges = _exchanges(messages)
+        steps: list[Step] = []
+        for number, exchange in enumerate(exchanges):
+            first = 0 if scenario.window is None else max(0, number + 1 - scenario.window)
+            kept: Messages = [*head, *(one for part in exchanges[first:number] for one in part)]
+            edits = sum(_has_thought(one) for one in kept)
+            if scenario.most_edits is not None and edits > scenario.most_edits:
+                break
+            is_measured = edits >= scenario.least_edits and (scenario.window is None or first > 0)
+            for at, message in enumerate(exchange):
+                if _is_reply(exchange, at):
+                    history = [*kept, *exchange[:at]]
+                    steps.append(self._step(history, message, list(tools), is_measured=is_measured))
+        while steps and not steps[-1].is_measured:
+            steps.pop()
+        return steps
+
+    def _step(
+        self, history: Messages, message: dict[str, Any], tools: list[Any], *, is_measured: bool
+    ) -> Step:
+        prompt = self._text(history, tools, opens=True)
+        emptied = [_without_answer(one) if _has_thought(one) else one for one in history]
+        reply = self._reply(prompt, history, message, tools)
+        encoded = self._tokenizer(reply, add_special_tokens=False, return_offsets_mapping=True)
+        ids: list[int] = list(encoded["input_ids"])
+        starts = [int(start) for start, _ in encoded["offset_mapping"]]
+        if not ids:
+            msg = "a reply has no token"
+            raise CalibrationError(msg)
+        thought = reply.rfind(_CLOSE)
+        at = 0 if thought < 0 else thought + len(_CLOSE)
+        while at < len(reply) and reply[at].isspace():
+            at += 1
+        return Step(
+            prompt=self._ids(prompt),
+            dropped=self._ids(self._text(emptied, tools, opens=True)),
+            reply=ids,
+            answer_start=next((n for n, start in enumerate(starts) if start >= at), 0),
+            is_scored=bool(message.get("scored")),
+            is_measured=is_measured,
+        )
+
+    def _reply(
+        self, prompt: str, history: Messages, message: dict[str, Any], tools: list[Any]
+    ) -> str:
+        """The reply as the model would write it, its end included."""
+        whole = self._text([*history, message], tools, opens=False)
+        end = self._tokenizer.eos_token
+        eos = end if isinstance(end, str) else ""
+        if whole.startswith(prompt) and (_CLOSE in whole[len(prompt) :]) == _has_thought(message):
+            text = whole[len(prompt) :]
+            # The template goes on behind the end of the reply; the model does not.
+            return text[: text.rfind(eos) + len(eos)] if eos and eos in text else text
+        thought = message.get("reasoning_content") or message.get("reasoning")
+        text = str(message["content"])
+        if thought:
+            text = f"{_OPEN}\n{str(thought).strip()}\n{_CLOSE}\n\n{text}"
+        if prompt.rstrip().endswith(_OPEN):
+            text = text.lstrip().removeprefix(_OPEN).removeprefix("\n")
+        return text + eos
+
+    def _text(self, messages: Messages, tools: list[Any], *, opens: bool) -> str:
+        shown = [{k: v for k, v in one.items() if k != "scored"} for one in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                shown, tools=tools or None, add_generation_prompt=opens, tokenize=False
+            )
+        except Exception as error:
+            # Templates raise what they like; jinja2's own errors are among it.
+            msg = f"the chat template refuses the conversation: {error}"
+            raise CalibrationError(msg) from error
+        return str(text)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _exchanges(messages: Sequence[Mapping[str, Any]]) -> tuple[Messages, list[Messages]]:
+    """What stands before the first user message, and the exchanges."""
+    head: Messages = []
+    exchanges: list[Messages] = []
+    for message in messages:
+        if message["role"] == "user":
+            exchanges.append([])
+        (exchanges[-1] if exchanges else head).append(dict(message))
+    return head, exchanges
+
+
+def _is_reply(exchange: Messages, at: int) -> bool:
+    message = exchange[at]
+    return (
+        message["role"] == "assistant"
+        and not message.get("tool_calls")
+        and at > 0
+        and exchange[at - 1]["role"] in {"user", "tool"}
+    )
+
+
+def _has_thought(message: Mapping[str, Any]) -> bool:
+    if message["role"] != "assistant":
+        return False
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    return bool(thought) or _CLOSE in str(message.get("content") or "")
+
+
+def _without_answer(message: Mapping[str, Any]) -> dict[str, Any]:
+    hidden = {"reasoning_content", "reasoning"}
+    return {**{k: v for k, v in message.items() if k not in hidden}, "content": ""}
+
+
+def count_measured(steps: Sequence[Step]) -> tuple[int, int]:
+    """Replies that are measured, and how many of them are scored."""
+    measured = [step for step in steps if step.is_measured]
+    return len(measured), sum(step.is_scored for step in measured)
+
+
+def built_in(num_questions: int, scenario: Scenario, first_seed: int) -> Iterator[Messages]:
+    """Conversations of the recall task, as many as the scenario needs for so many questions."""
+    from kvtrie.calibrate import recall  # noqa: PLC0415 - only where it is asked for
+
+    window = scenario.window or 10
+    if scenario.window is not None:
+        exchanges, each = 3 * window, window
+    elif scenario.most_edits is not None:
+        exchanges, each = 2 * scenario.most_edits, scenario.most_edits
+    else:
+        exchanges, each = 2 * window, window
+    for number in range(-(-num_questions // each)):
+        yield recall.conversation(first_seed + number, exchanges, window)

@@ -1,0 +1,322 @@
+"""Measures policies on a model: divergence, agreement, accuracy and savings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from kvtrie import gates
+from kvtrie.calibrate import policies as named
+from kvtrie.calibrate._engine import Model, Replay, Usage, tokens_needed
+from kvtrie.calibrate._steps import (
+    SCENARIOS,
+    CalibrationError,
+    Renderer,
+    Scenario,
+    Step,
+    built_in,
+    count_measured,
+)
+from kvtrie.calibrate.recall import HELD_OUT
+from kvtrie.engines._model_dir import checked_model_dir
+from kvtrie.engines._namespace import model_id, rope_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from os import PathLike
+    from pathlib import Path
+
+    from kvtrie.calibrate.policies import Policy
+    from kvtrie.demo import Conversation
+
+__all__ = ["SCENARIOS", "CalibrationError", "Report", "Result", "Scenario", "calibrate"]
+
+P99: Final = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One policy in one scenario.
+
+    Attributes:
+        policy: The policy.
+        figures: What it did, against full recomputation.
+    """
+
+    policy: Policy
+    figures: gates.Figures
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that was measured on one model.
+
+    Attributes:
+        model: Name and fingerprint.
+        kv_dtype: Element type of its KV.
+        rope: RoPE settings.
+        block_size: Tokens of a block.
+        min_run: Shortest moved run in tokens.
+        data: What was replayed.
+        conversations: Conversations, by scenario.
+        results: One a policy and scenario.
+    """
+
+    model: str
+    kv_dtype: str
+    rope: str
+    block_size: int
+    min_run: int
+    data: str
+    conversations: dict[str, int]
+    results: tuple[Result, ...]
+
+    def gate(self, thresholds: gates.Thresholds) -> gates.Gate:
+        """The verdicts on the policies that requests could ask for.
+
+        Raises:
+            ValueError: None of them was measured.
+        """
+        by_policy: dict[str, list[Result]] = {}
+        for result in self.results:
+            if result.policy.can_be_cleared:
+                by_policy.setdefault(result.policy.name, []).append(result)
+        if not by_policy:
+            msg = "no policy was measured that could be cleared: name a rotated one"
+            raise ValueError(msg)
+        return gates.Gate(
+            model=self.model,
+            kv_dtype=self.kv_dtype,
+            rope=self.rope,
+            thresholds=thresholds,
+            measured=tuple(
+                gates.Measured(name, found[0].policy.reuse, tuple(one.figures for one in found))
+                for name, found in by_policy.items()
+            ),
+            data=self.data,
+        )
+
+    def savings(self, result: Result) -> float | None:
+        """Share of what ``rotated`` saves over ``exact`` in this scenario that a policy saves."""
+        computed = {
+            one.policy.name: one.figures.computed
+            for one in self.results
+            if one.figures.scenario == result.figures.scenario
+        }
+        most = computed.get("exact", 0) - computed.get("rotated", 0)
+        if most <= 0:
+            return None
+        return (computed["exact"] - result.figures.computed) / most
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums of one policy in one scenario."""
+
+    divergences: list[torch.Tensor] = field(default_factory=list)
+    agreeing: int = 0
+    pairs: list[tuple[bool, bool]] = field(default_factory=list)
+    usage: list[Usage] = field(default_factory=list)
+
+    def add(self, step: Step, full: torch.Tensor, rows: torch.Tensor, usage: Usage) -> None:
+        reference, own = (part.double().log_softmax(-1) for part in (full, rows))
+        divergence = (reference.exp() * (reference - own)).sum(-1)
+        self.divergences.append(divergence.clamp_min(0).cpu())
+        best_full, best = full.argmax(-1), rows.argmax(-1)
+        self.agreeing += int((best_full == best).sum())
+        self.usage.append(usage)
+        if step.is_scored:
+            reply = torch.tensor(step.reply, device=best.device)
+            behind = slice(step.answer_start, None)
+            self.pairs.append(
+                (
+                    bool((best_full[behind] == reply[behind]).all()),
+                    bool((best[behind] == reply[behind]).all()),
+                )
+            )
+
+    def result(self, policy: Policy, scenario: Scenario) -> Result:
+        divergences = torch.cat(self.divergences)
+        counts = {(a, b): self.pairs.count((a, b)) for a in (True, False) for b in (True, False)}
+        figures = gates.Figures(
+            scenario=scenario.name,
+            positions=len(divergences),
+            kl_mean=float(divergences.mean()),
+            kl_p99=_quantile(divergences, P99),
+            top1=self.agreeing / len(divergences),
+            questions=len(self.pairs),
+            right_full=counts[True, True] + counts[True, False],
+            lost=counts[True, False],
+            gained=counts[False, True],
+            exact=sum(one.exact for one in self.usage),
+            moved=sum(one.moved for one in self.usage),
+            computed=sum(one.computed for one in self.usage),
+        )
+        return Result(policy, figures)
+
+
+def _quantile(values: torch.Tensor, share: float) -> float:
+    """The smallest value that at least so great a share of the values does not exceed."""
+    ordered = values.sort().values
+    return float(ordered[max(0, math.ceil(share * len(ordered)) - 1)])
+
+
+def set_threads(number: int) -> None:
+    """Let torch use so many threads in this process."""
+    torch.set_num_threads(number)
+
+
+def calibrate(
+    path: str | PathLike[str],
+    *,
+    policies: Sequence[str] = named.DEFAULT,
+    conversations: Sequence[Conversation] | None = None,
+    scenarios: Sequence[Scenario] = SCENARIOS,
+    num_questions: int = 400,
+    seed: int = 0,
+    block_size: int = 1,
+    min_run: int = 16,
+    device: str = "cpu",
+    dtype: str = "auto",
+    data: str = "",
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Report:
+    """Replay conversations under every policy and compare with full recomputation.
+
+    Args:
+        path: A model directory; nothing is downloaded and no code of it runs.
+        policies: Names, see ``kvtrie.calibrate.policies``.
+        conversations: What is replayed; None for the recall task.
+        scenarios: How much of each conversation is replayed.
+        num_questions: Of the recall task, at least, in each scenario.
+        seed: Of the recall task.
+        block_size: Tokens of a block.
+        min_run: Shortest moved run in tokens, where a policy's name says nothing else.
+        device: Where the model lives.
+        dtype: Element type, as torch names it; ``"auto"`` is what the config says.
+        data: What the conversations are, in words.
+        progress: Called after every conversation: done, to do, and the scenario's name.
+
+    Returns:
+        The figures.
+
+    Raises:
+        FileNotFoundError: There is no such directory.
+        ValueError: A policy is not known, or an argument is out of range.
+        CalibrationError: No conversation has anything to measure, or one cannot be replayed.
+        LayoutError: The model's KV cannot be held or moved.
+    """
+    chosen = [named.policy(name, min_run) for name in dict.fromkeys(policies)]
+    if not chosen:
+        msg = "calibrate: no policy is named"
+        raise ValueError(msg)
+    loaded, tokenizer = _load(checked_model_dir(path), device, dtype)
+    renderer = Renderer(tokenizer)
+    model = Model(loaded, block_size)
+    work: list[tuple[Scenario, list[list[Step]]]] = []
+    for scenario in scenarios:
+        found = _replayable(renderer, conversations, scenario, num_questions, seed)
+        if found:
+            work.append((scenario, found))
+    if not work:
+        msg = (
+            "no conversation has anything to measure: a chat template must leave out a thought, or "
+            "a window an exchange, before a reply"
+        )
+        raise CalibrationError(msg)
+    _check_lengths(model, work)
+    total = sum(len(found) for _, found in work)
+    done = 0
+    results: list[Result] = []
+    for scenario, found in work:
+        tallies = [_Tally() for _ in chosen]
+        for steps in found:
+            _replay(model, steps, chosen, tallies)
+            done += 1
+            if progress is not None:
+                progress(done, total, scenario.name)
+        results += [
+            tally.result(policy, scenario) for policy, tally in zip(chosen, tallies, strict=True)
+        ]
+    name = "the recall task" if conversations is None else data or "conversations of the caller"
+    return Report(
+        model=model_id(model.model),
+        kv_dtype=model.layout.dtype,
+        rope=rope_id(model.model.config),
+        block_size=block_size,
+        min_run=min_run,
+        data=name,
+        conversations={scenario.name: len(found) for scenario, found in work},
+        results=tuple(results),
+    )
+
+
+def _load(directory: Path, device: str, dtype: str) -> tuple[Any, Any]:
+    """Model and tokenizer of a directory."""
+    # Its bars and reports are for people who train; what fails is said in one sentence below.
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return loaded.to(device).eval(), tokenizer
+    except Exception as error:  # a directory can be broken in as many ways as there are readers
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        msg = f"cannot load the model in {directory}: {reason}"
+        raise CalibrationError(msg) from error
+
+
+def _replayable(
+    renderer: Renderer,
+    conversations: Sequence[Conversation] | None,
+    scenario: Scenario,
+    num_questions: int,
+    seed: int,
+) -> list[list[Step]]:
+    """The conversations of a scenario that have something to measure, cut into replies."""
+    sources: Iterable[tuple[Any, Any]]
+    if conversations is None:
+        first = HELD_OUT + seed * 1_000_000
+        sources = ((messages, ()) for messages in built_in(num_questions, scenario, first))
+    else:
+        sources = ((one.messages, one.tools) for one in conversations)
+    cut = (renderer.steps(messages, scenario, tools=tools) for messages, tools in sources)
+    return [steps for steps in cut if count_measured(steps)[0]]
+
+
+def _check_lengths(model: Model, work: Sequence[tuple[Scenario, list[list[Step]]]]) -> None:
+    limit = getattr(model.model.config, "max_position_embeddings", None)
+    longest = max(
+        len(step.prompt) + len(step.reply) for _, found in work for steps in found for step in steps
+    )
+    if limit is not None and longest > limit:
+        msg = f"a conversation has {longest} tokens, the model's context is {limit}"
+        raise CalibrationError(msg)
+
+
+def _replay(
+    model: Model,
+    steps: list[Step],
+    chosen: Sequence[Policy],
+    tallies: Sequence[_Tally],
+) -> None:
+    full = [model.whole(step) if step.is_measured else None for step in steps]
+    pool = model.pool(tokens_needed(steps, model.layout.block_size))
+    for policy, tally in zip(chosen, tallies, strict=True):
+        replay = None if policy.mode == "full" else Replay(model, pool, policy)
+        for step, reference in zip(steps, full, strict=True):
+            if replay is None:
+                if reference is not None:
+                    usage = Usage(computed=len(step.prompt))
+                    tally.add(step, reference, reference, usage)
+                continue
+            rows, usage = replay.step(step)
+            if reference is not None:
+                tally.add(step, reference, rows, usage)

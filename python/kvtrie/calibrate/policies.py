@@ -1,0 +1,95 @@
+"""What is compared: ways to build the KV of a prompt, by name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvtrie._core import EXACT_ONLY, ReusePolicy
+
+Mode = Literal["full", "drop", "unrotated", "plan"]
+
+DEFAULT: Final = (
+    "full",
+    "exact",
+    "drop",
+    "unrotated",
+    "rotated",
+    "rotated+first1",
+    "rotated+first4",
+    "rotated+first16",
+    "rotated+last4",
+    "rotated+run8",
+)
+"""The policies that are measured when none are named."""
+
+LEAST_RUN: Final = 8
+"""No index finds shorter runs."""
+
+KNOWN: Final = "full, exact, drop, unrotated, rotated[+firstN][+lastN][+runN]"
+
+_COUNT: Final = r"([1-9]\d{0,8})"
+_ROTATED: Final = re.compile(rf"rotated(?:\+first{_COUNT})?(?:\+last{_COUNT})?(?:\+run{_COUNT})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One way to build the KV of a prompt.
+
+    Attributes:
+        name: What reports call it.
+        mode: ``"full"`` computes everything; ``"drop"`` leaves the answers out of the prompt whose
+            thoughts the chat template leaves out, and reuses the exact prefix of the rest;
+            ``"unrotated"`` carries out a plan with K as it was, so at wrong positions; ``"plan"``
+            carries out a plan.
+        reuse: What the plans may reuse.
+    """
+
+    name: str
+    mode: Mode
+    reuse: ReusePolicy
+
+    @property
+    def can_be_cleared(self) -> bool:
+        """Whether a request could ask for it: the others show what would be lost."""
+        return self.mode == "plan" and self.reuse.approximate
+
+
+def policy(name: str, min_run: int = 16) -> Policy:
+    """The policy of a name.
+
+    Args:
+        name: See ``KNOWN``; ``rotated+first4+run8`` computes the first four tokens of every moved
+            run anew and moves runs of eight tokens and more.
+        min_run: Shortest moved run in tokens, where the name says nothing else.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: There is no such policy, or a run is shorter than any index finds.
+
+    Example:
+        >>> from kvtrie.calibrate import policies
+        >>> policies.policy("rotated+first4").reuse.recompute_first
+        4
+    """
+    found = _ROTATED.fullmatch(name)
+    first, last, run = (int(text or 0) for text in found.groups()) if found else (0, 0, 0)
+    if (run or min_run) < LEAST_RUN:
+        msg = f"policy {name!r}: moved runs have at least {LEAST_RUN} tokens, not {run or min_run}"
+        raise ValueError(msg)
+    moved = ReusePolicy(min_run=run or min_run, recompute_first=first, recompute_last=last)
+    simple = {
+        "full": Policy(name, "full", EXACT_ONLY),
+        "exact": Policy(name, "plan", EXACT_ONLY),
+        "drop": Policy(name, "drop", EXACT_ONLY),
+        "unrotated": Policy(name, "unrotated", moved),
+    }
+    if found is not None:
+        return Policy(name, "plan", moved)
+    if name not in simple:
+        msg = f"unknown policy {name!r} (known: {KNOWN})"
+        raise ValueError(msg)
+    return simple[name]

@@ -1,0 +1,68 @@
+"""The paired interval: closed forms, its own definition, and coverage by simulation."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+
+from kvtrie.gates import paired_interval
+
+Z = 1.959963984540054
+
+
+def test_interval_without_questions_is_everything() -> None:
+    assert paired_interval(0, 0, 0) == (-1.0, 1.0)
+
+
+@pytest.mark.parametrize("asked", [1, 20, 400, 10**6])
+def test_interval_without_a_difference_has_a_closed_form(asked: int) -> None:
+    low, high = paired_interval(0, 0, asked)
+    assert high == pytest.approx(Z * Z / (asked + Z * Z))
+    assert low == pytest.approx(-high)
+
+
+def test_interval_without_a_difference_needs_381_questions_for_a_point() -> None:
+    assert paired_interval(0, 0, 381)[1] < 0.01 < paired_interval(0, 0, 380)[1]
+
+
+def test_interval_of_everything_lost_ends_at_one() -> None:
+    low, high = paired_interval(50, 0, 50)
+    assert high == pytest.approx(1.0)
+    assert 0.8 < low < 1.0
+
+
+def test_interval_mirrors_when_the_sides_are_exchanged() -> None:
+    low, high = paired_interval(9, 3, 100)
+    assert paired_interval(3, 9, 100) == pytest.approx((-high, -low))
+
+
+@pytest.mark.parametrize(("lost", "gained", "asked"), [(9, 3, 100), (1, 0, 420), (40, 20, 160)])
+def test_interval_ends_where_the_constrained_score_is_the_quantile(
+    lost: int, gained: int, asked: int
+) -> None:
+    def likelihood(delta: float, share: float) -> float:
+        # Of the shares of lost (share + delta), gained (share) and equal pairs.
+        rest = asked - lost - gained
+        logs = [(lost, share + delta), (gained, share), (rest, 1 - 2 * share - delta)]
+        return sum(number * math.log(max(p, 1e-300)) for number, p in logs if number)
+
+    for end in paired_interval(lost, gained, asked):
+        grid = (n / 200_000 for n in range(1, 100_000))
+        inside = [p for p in grid if p + end > 0 and 2 * p + end < 1]
+        share = max(inside, key=lambda p: likelihood(end, p))
+        score = (lost - gained - asked * end) / math.sqrt(asked * (2 * share + end * (1 - end)))
+        assert abs(score) == pytest.approx(Z, rel=2e-2)
+
+
+@pytest.mark.parametrize(("lost", "gained"), [(0.03, 0.01), (0.1, 0.0), (0.005, 0.005)])
+def test_interval_covers_the_truth(lost: float, gained: float) -> None:
+    rng, asked, held = Random(5), 200, 0
+    for _ in range(600):
+        draws = [rng.random() for _ in range(asked)]
+        one = sum(draw < lost for draw in draws)
+        other = sum(lost <= draw < lost + gained for draw in draws)
+        low, high = paired_interval(one, other, asked)
+        held += low <= lost - gained <= high
+    assert held / 600 >= 0.93

@@ -1,0 +1,181 @@
+"""Conversations cut into replies: what the chat template shows, and what a window leaves."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from kvtrie.calibrate import recall, shipped
+from kvtrie.calibrate._steps import (
+    SCENARIOS,
+    CalibrationError,
+    Renderer,
+    Scenario,
+    Step,
+    built_in,
+    count_measured,
+)
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from transformers import PreTrainedTokenizerBase
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+ONE, FIVE, WINDOW = SCENARIOS
+THOUGHTS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+)
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+training = tool("train_recall_models")
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(shipped.model_path("gqa"))
+    return loaded
+
+
+@pytest.fixture
+def renderer(tokenizer: PreTrainedTokenizerBase) -> Renderer:
+    return Renderer(tokenizer)
+
+
+def words(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return " ".join(tokenizer.convert_ids_to_tokens(ids))
+
+
+def steps_of(renderer: Renderer, scenario: Scenario, exchanges: int, seed: int = 3) -> list[Step]:
+    return renderer.steps(recall.conversation(seed, exchanges), scenario)
+
+
+def test_conversation_is_a_function_of_its_seed() -> None:
+    assert recall.conversation(5, 8) == recall.conversation(5, 8)
+    assert recall.conversation(5, 8) != recall.conversation(6, 8)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_questions_ask_for_what_stands_in_an_earlier_answer_of_the_window_alone(seed: int) -> None:
+    messages = recall.conversation(seed, 30)
+    exchanges = [messages[at : at + 2] for at in range(1, len(messages), 2)]
+    for number, (asked, reply) in enumerate(exchanges):
+        if not reply.get("scored"):
+            continue
+        kept = exchanges[max(0, number - 9) : number]
+        value = reply["content"].removesuffix(" .")
+        assert any(value in earlier["content"] for _, earlier in kept)
+        assert all(value not in one[0]["content"] for one in kept)
+        assert value not in asked["content"]
+
+
+@pytest.mark.parametrize("kind", shipped.KINDS)
+def test_chat_template_shows_what_the_models_were_trained_on(kind: str) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(shipped.model_path(kind))
+    renderer, writer = Renderer(tokenizer), training.Writer(tokenizer)
+    messages = recall.conversation(11, 7)
+    unlimited = Scenario("all", least_edits=0)
+    for number, step in enumerate(renderer.steps(messages, unlimited)):
+        lesson = writer.lesson(messages[: 3 + 2 * number])
+        assert step.prompt + step.reply == lesson.ids
+        assert tokenizer.unk_token_id not in lesson.ids
+
+
+def test_steps_leave_earlier_thoughts_out_and_keep_the_reply_whole(
+    tokenizer: PreTrainedTokenizerBase, renderer: Renderer
+) -> None:
+    first, second = steps_of(renderer, ONE, 2)
+    assert words(tokenizer, first.reply).startswith("<think> ")
+    assert words(tokenizer, first.reply).endswith(". <|im_end|>")
+    answer = words(tokenizer, first.reply[first.answer_start :])
+    assert "</think>" not in answer
+    assert "</think>" in words(tokenizer, first.reply[: first.answer_start])
+    assert "<think>" not in words(tokenizer, second.prompt)
+    assert answer in words(tokenizer, second.prompt)
+    assert answer not in words(tokenizer, second.dropped)
+    assert (first.is_measured, second.is_measured) == (False, True)
+    assert (first.is_scored, second.is_scored) == (False, True)
+    assert second.answer_start == 0
+
+
+def test_scenarios_measure_what_they_say(renderer: Renderer) -> None:
+    messages = recall.conversation(3, 30)
+    assert count_measured(renderer.steps(messages, ONE)) == (2, 1)
+    assert count_measured(renderer.steps(messages, FIVE)) == (10, 5)
+    assert count_measured(renderer.steps(messages, WINDOW)) == (20, 10)
+
+
+def test_window_keeps_the_system_prompt_and_the_last_exchanges(
+    tokenizer: PreTrainedTokenizerBase, renderer: Renderer
+) -> None:
+    last = steps_of(renderer, WINDOW, 14)[-1]
+    text = words(tokenizer, last.prompt)
+    assert text.startswith("<|im_start|> system")
+    assert text.count("<|im_start|> user") == 10
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_built_in_asks_at_least_as_many_questions(renderer: Renderer, scenario: Scenario) -> None:
+    cut = [renderer.steps(messages, scenario) for messages in built_in(21, scenario, 0)]
+    asked = sum(count_measured(steps)[1] for steps in cut)
+    assert 21 <= asked <= 30
+
+
+def test_thought_between_marks_and_template_that_opens_it(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    tokenizer.chat_template = THOUGHTS
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Draw"},
+        {"role": "assistant", "content": "<think>\nhmm\n</think>\n\nAda 10"},
+        {"role": "user", "content": "Again"},
+        {"role": "assistant", "content": "<think>\nso\n</think>\n\nAda 11", "scored": True},
+    ]
+    first, second = Renderer(tokenizer).steps(messages, ONE)
+    assert words(tokenizer, first.reply).startswith("hmm </think> Ada 10 <|im_end|>")
+    assert words(tokenizer, second.reply[second.answer_start :]) == "Ada 11 <|im_end|>"
+    assert second.is_scored
+    assert second.is_measured
+
+
+def test_conversation_without_thoughts_has_nothing_to_measure(renderer: Renderer) -> None:
+    plain = [
+        {"role": "user", "content": "Draw"},
+        {"role": "assistant", "content": "Ada 10"},
+        {"role": "user", "content": "Again"},
+        {"role": "assistant", "content": "Ada 10"},
+    ]
+    assert renderer.steps(plain, ONE) == []
+    assert renderer.steps(plain, WINDOW) == []
+
+
+def test_template_that_refuses_says_so(renderer: Renderer) -> None:
+    odd: list[dict[str, Any]] = [
+        {"role": "user", "content": "Draw"},
+        {"role": "tool", "content": "x"},
+    ]
+    reply: dict[str, Any] = {"role": "assistant", "content": "Ada", "reasoning_content": "hmm"}
+    with pytest.raises(CalibrationError, match="unknown role: tool"):
+        renderer.steps([*odd, reply, odd[0], reply], Scenario("all", least_edits=0))
+
+
+def test_tokenizer_without_a_chat_template_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(CalibrationError, match="no chat template"):
+        Renderer(tokenizer)
