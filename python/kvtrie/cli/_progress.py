@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
@@ -38,3 +38,30 @@ def progress(total: int, out: TextIO) -> Iterator[Callable[[str], None]]:
         out.flush()
 
     yield line
+
+
+@contextmanager
+def ticks(out: TextIO, most: int = 20) -> Iterator[Callable[[int, int, str], None]]:
+    """Show how far a run is whose length shows when it has begun.
+
+    Args:
+        out: Where to show it.
+        most: Lines at most, where that is no terminal.
+
+    Yields:
+        A function to call after each step, with what is done, what there is, and a name.
+    """
+    with ExitStack() as stack:
+        shown = 0
+        step: Callable[[str], None] | None = None
+
+        def tick(done: int, total: int, text: str) -> None:
+            nonlocal shown, step
+            steps = min(total, most)
+            if step is None:
+                step = stack.enter_context(progress(steps, out))
+            while shown < done * steps // total:
+                shown += 1
+                step(text)
+
+        yield tick

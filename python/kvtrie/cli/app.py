@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvtrie.cli import demo, explain
+from kvtrie.cli import calibrate, demo, explain
 
 app = typer.Typer(
     name="kvtrie",
@@ -17,6 +17,7 @@ app = typer.Typer(
     # A traceback belongs to a bug; it is shown plain, so that it can be pasted into a report.
     pretty_exceptions_enable=False,
 )
+app.command("calibrate")(calibrate.calibrate)
 app.command("demo")(demo.demo)
 app.command("explain")(explain.explain)
 
