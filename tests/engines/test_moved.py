@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 
 import kvtrie
+from kvtrie import gates
 from kvtrie.engines.transformers import Generator
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def test_prompts_are_answered_as_if_put_together_by_hand(
 ) -> None:
     text, new = ids(120).tolist(), ids(40, seed=1).tolist()
     for name, prompt in edits(text, new).items():
-        generator = make(architecture, num_blocks=128)
+        generator = make(architecture, num_blocks=128, gate="unchecked")
         generator.generate(text, max_new_tokens=1)
         seq = kvtrie.TokenSequence(prompt, generator.namespace())
         with generator.index.plan(seq, APPROXIMATE, keep_last=1, pin=False) as plan:
@@ -137,7 +138,7 @@ def test_unturned_keys_would_be_noticed(
 def test_a_plain_request_never_sees_approximate_kv(
     make: Make, ids: Ids, reference: Any, check_drained: Check
 ) -> None:
-    generator, plain = make(num_blocks=128), reference()
+    generator, plain = make(num_blocks=128, gate="unchecked"), reference()
     text, new = ids(120).tolist(), ids(40, seed=1).tolist()
     generator.generate(text, max_new_tokens=1)
     options: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "return_logits": True}
@@ -160,7 +161,7 @@ def test_a_plain_request_never_sees_approximate_kv(
 def test_what_a_request_moved_is_reused_in_place_by_the_next_turn(
     make: Make, ids: Ids, check_drained: Check
 ) -> None:
-    generator = make(num_blocks=128, policy=APPROXIMATE)
+    generator = make(num_blocks=128, policy=APPROXIMATE, gate="unchecked")
     text, new = ids(120).tolist(), ids(40, seed=1).tolist()
     generator.generate(text, max_new_tokens=1)
     prompt = text[:28] + text[56:]
@@ -196,3 +197,70 @@ def test_a_config_that_misstates_its_rope_is_refused(models: Models, ids: Ids) -
             generator.submit(ids(9), policy=APPROXIMATE)
     finally:
         model.config.rope_parameters["rope_theta"] = theta
+
+
+def measured(generator: Generator, lost: int) -> gates.Gate:
+    """A gate of the generator's model, for the policy of these tests."""
+    figures = gates.Figures(
+        scenario="one turn",
+        positions=1000,
+        kl_mean=0.01,
+        kl_p99=0.1,
+        top1=0.99,
+        questions=400,
+        right_full=400,
+        lost=lost,
+        gained=0,
+        exact=100,
+        moved=900,
+        computed=100,
+    )
+    own = generator.namespace()
+    return gates.Gate(
+        model=own.model,
+        kv_dtype=own.kv_dtype,
+        rope=own.rope,
+        thresholds=gates.Thresholds(),
+        measured=(gates.Measured("rotated", APPROXIMATE, (figures,)),),
+    )
+
+
+@pytest.mark.parametrize(("lost", "is_cleared"), [(0, True), (1, False)])
+def test_a_gate_decides_what_a_request_may_reuse(
+    lost: int, is_cleared: bool, make: Make, ids: Ids
+) -> None:
+    gate = measured(make(), lost)
+    generator = make(num_blocks=128, gate=gate)
+    text, new = ids(120).tolist(), ids(40, seed=1).tolist()
+    generator.generate(text, max_new_tokens=1)
+    request = generator.submit(
+        edits(text, new)["one deletion"], max_new_tokens=1, policy=APPROXIMATE
+    )
+    assert request.decision.is_cleared == is_cleared
+    assert request.decision.policy == (APPROXIMATE if is_cleared else kvtrie.EXACT_ONLY)
+    while request.status != "finished":
+        generator.step()
+    assert (request.usage.moved > 0) == is_cleared
+
+
+def test_without_a_gate_nothing_is_moved(make: Make, ids: Ids) -> None:
+    generator = make(num_blocks=128, policy=APPROXIMATE)
+    text, new = ids(120).tolist(), ids(40, seed=1).tolist()
+    generator.generate(text, max_new_tokens=1)
+    prompt = edits(text, new)["one deletion"]
+    assert generator.generate(prompt, max_new_tokens=1).usage.moved == 0
+    request = generator.submit(prompt, max_new_tokens=1)
+    assert not request.decision.is_cleared
+    assert "kvtrie calibrate" in request.decision.reason
+
+
+def test_a_gate_of_another_model_is_refused(make: Make, ids: Ids, check_drained: Check) -> None:
+    gate = measured(make("qwen3"), 0)
+    with pytest.raises(gates.GateMismatchError, match="model"):
+        make(policy=APPROXIMATE, gate=gate)
+    generator = make(gate=gate)
+    with pytest.raises(gates.GateMismatchError, match="model"):
+        generator.submit(ids(9), policy=APPROXIMATE)
+    with pytest.raises(TypeError, match="gate must be a"):
+        make(gate="gate.json")
+    check_drained(generator)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import kvtrie
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -79,3 +81,61 @@ def test_random_life(
     generator.forget()
     assert generator.block_counts().free == num_blocks
     assert num_done > 5
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(4, 44), (1, 160), (7, 24)])
+def test_plain_requests_among_approximate_ones(
+    seed: int,
+    block_size: int,
+    num_blocks: int,
+    make: Make,
+    check_blocks: Check,
+    check_drained: Check,
+) -> None:
+    """Histories are cut in the middle; what moves is never seen by a request that did not ask."""
+    rng = random.Random(seed)
+    oracle = make(num_blocks=600)
+    generator = make(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        prefill_chunk=rng.choice([3, 9]),
+        gate="unchecked",
+    )
+    options: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
+    texts = [[rng.randrange(3, 60) for _ in range(60)] for _ in range(3)]
+    policies = [
+        kvtrie.EXACT_ONLY,
+        kvtrie.ReusePolicy(),
+        kvtrie.ReusePolicy(max_hops=9, recompute_first=2),
+    ]
+    live: list[tuple[Request, list[int], kvtrie.ReusePolicy]] = []
+    num_plain = num_moved = 0
+    for _ in range(400):
+        act = rng.random()
+        if act < 0.15:
+            text = rng.choice(texts)
+            first, last = sorted(rng.sample(range(len(text)), 2))
+            prompt = text[:first] + text[last:] + [rng.randrange(3, 60)]
+            policy = rng.choice(policies)
+            live.append((generator.submit(prompt, policy=policy, **options), prompt, policy))
+        elif act < 0.17 and live:
+            generator.cancel(rng.choice(live)[0])
+        else:
+            generator.step()
+        check_blocks(generator)
+        for request, prompt, policy in [item for item in live if item[0].status == "finished"]:
+            live.remove((request, prompt, policy))
+            num_moved += request.usage.moved
+            if policy.approximate:
+                continue
+            assert request.usage.moved == 0
+            want = oracle.generate(prompt, **options).tokens
+            assert request.tokens == want[: len(request.tokens)], f"seed {seed}: {prompt}"
+            num_plain += request.finish_reason == "length"
+    while generator.num_running or generator.num_waiting:
+        generator.step()
+        check_blocks(generator)
+    check_drained(generator)
+    assert num_plain > 3
+    assert num_moved > 20

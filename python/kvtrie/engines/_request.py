@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from kvtrie._core import ReusePolicy
     from kvtrie.engines._namespace import Salt
+    from kvtrie.gates import Decision
 
     Messages = Sequence[Mapping[str, Any]]
     TokenIds = Sequence[int] | NDArray[np.integer] | torch.Tensor
@@ -112,6 +113,7 @@ class Request:
     Attributes:
         number: Counts up from 0 in the order of submission.
         prompt_len: Tokens of the prompt.
+        decision: What it may reuse, and why.
         status: ``"waiting"``, ``"running"`` or ``"finished"``.
         tokens: Generated ids so far, a final end-of-sequence id included.
         text: Text of ``tokens`` so far.
@@ -123,6 +125,7 @@ class Request:
 
     number: int
     prompt_len: int
+    decision: Decision
     status: Status = "waiting"
     tokens: list[int] = field(default_factory=list)
     text: str = ""

@@ -6,7 +6,7 @@ import collections.abc
 import operator
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Unpack, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Unpack, cast
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from kvtrie.engines._sampling import Sampling
 from kvtrie.engines._scheduler import Job, Scheduler
 from kvtrie.engines._store import BlockCounts, Store
 from kvtrie.engines._text import TextStream
+from kvtrie.gates import Decision, Gate
 from kvtrie.layout import KVLayout
 from kvtrie.pool import KVPool
 
@@ -78,8 +79,10 @@ class Generator:
         tokenizer: Needed for messages and text; without one, prompts are token ids.
         num_blocks: Blocks of the KV pool.
         block_size: Tokens of a block.
-        policy: What requests may reuse that say nothing else. Approximate reuse is for models of
-            which it was measured what it costs.
+        policy: What requests may reuse that say nothing else.
+        gate: What `kvtrie calibrate` measured on this model. Approximate policies that it does not
+            clear, and all of them without a gate, become ``kvtrie.EXACT_ONLY``; the request's
+            ``decision`` says why. ``"unchecked"``: the caller answers for what they cost.
         salt: Tenant of requests that name none; ``kvtrie.SHARED`` to share on purpose.
         adapter: Content id of the LoRA adapter that the model carries, if any.
         seed: Makes sampling repeatable, and the hashes of the index.
@@ -88,6 +91,7 @@ class Generator:
     Raises:
         LayoutError: If the model's KV cannot be held, or is not what its config says.
         UnsupportedRopeError: If the policy is approximate and the model's KV cannot be moved.
+        GateMismatchError: If the policy is approximate and the gate is of another model.
         ValueError: If the model is in training mode, or an argument is out of range.
         MemoryError: If the pool does not fit.
     """
@@ -100,6 +104,7 @@ class Generator:
         num_blocks: int,
         block_size: int = 16,
         policy: ReusePolicy = EXACT_ONLY,
+        gate: Gate | Literal["unchecked"] | None = None,
         salt: Salt = "generator",
         adapter: str | None = None,
         seed: int = 0,
@@ -119,7 +124,6 @@ class Generator:
             rope = checked_rope(model, layout)
         except UnsupportedRopeError as error:
             self._cannot_move = str(error)
-        self._policy = self._checked(policy)
         self._model = model
         self._tokenizer = tokenizer
         self._seed = seed
@@ -134,6 +138,13 @@ class Generator:
             adapter=adapter,
             salt=salt,
         )
+        given: object = gate
+        if not (given is None or given == "unchecked" or isinstance(given, Gate)):
+            msg = f"Generator: gate must be a kvtrie.gates.Gate or 'unchecked', not {gate!r}"
+            raise TypeError(msg)
+        self._gate = gate
+        self._policy = policy
+        self._decide(policy)
         # The pool first: of the three, it is the one that may not fit.
         pool = KVPool(layout, rope, num_blocks=num_blocks, device=model.device)
         self._store = Store(
@@ -152,6 +163,7 @@ class Generator:
         num_blocks: int,
         block_size: int = 16,
         policy: ReusePolicy = EXACT_ONLY,
+        gate: Gate | Literal["unchecked"] | None = None,
         salt: Salt = "generator",
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str = "auto",
@@ -165,7 +177,8 @@ class Generator:
                 writes it.
             num_blocks: Blocks of the KV pool.
             block_size: Tokens of a block.
-            policy: What may be reused.
+            policy: What requests may reuse that say nothing else.
+            gate: What was measured on this model, for approximate policies.
             salt: Tenant of requests that name none.
             device: Where model and pool live.
             dtype: Element type of the weights; ``"auto"`` is what the config says.
@@ -191,6 +204,7 @@ class Generator:
             num_blocks=num_blocks,
             block_size=block_size,
             policy=policy,
+            gate=gate,
             salt=salt,
             seed=seed,
             prefill_chunk=prefill_chunk,
@@ -425,7 +439,7 @@ class Generator:
         )
         prompt_len = len(seq)
         policy = options.get("policy")
-        policy = self._policy if policy is None else self._checked(policy)
+        decision = self._decide(self._policy if policy is None else policy)
         max_new_tokens = operator.index(options.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS))
         if prompt_len == 0:
             msg = "Generator: the prompt is empty"
@@ -451,7 +465,7 @@ class Generator:
         rng.manual_seed(_request_seed(self._seed, number) if seed is None else seed)
         eos_ids = frozenset() if options.get("ignore_eos") else self._eos_ids
         job = Job(
-            request=Request(number=number, prompt_len=prompt_len),
+            request=Request(number=number, prompt_len=prompt_len, decision=decision),
             seq=seq,
             sampling=Sampling(
                 temperature=options.get("temperature", 0.0),
@@ -462,18 +476,26 @@ class Generator:
             text=TextStream(self._tokenizer),
             stop_ids=eos_ids | frozenset(options.get("stop_token_ids", ())),
             max_len=max_len,
-            policy=policy,
+            policy=decision.policy,
             return_logits=options.get("return_logits", False),
         )
         self._num_submitted = number + 1
         return job
 
-    def _checked(self, policy: ReusePolicy) -> ReusePolicy:
-        """A policy that the model's KV can follow."""
-        if policy.approximate and self._cannot_move is not None:
+    def _decide(self, policy: ReusePolicy) -> Decision:
+        """What of a policy a request may do with this model."""
+        if not policy.approximate:
+            return Decision(policy, is_cleared=True, reason="exact reuse needs no clearance")
+        if self._cannot_move is not None:
             msg = f"Generator: the policy is approximate, and {self._cannot_move}"
             raise UnsupportedRopeError(msg)
-        return policy
+        if self._gate is None:
+            reason = "there is no gate: `kvtrie calibrate` measures what the policy costs"
+            return Decision(EXACT_ONLY, is_cleared=False, reason=reason)
+        if self._gate == "unchecked":
+            return Decision(policy, is_cleared=True, reason="the caller answers for what it costs")
+        own = self._namespace
+        return self._gate.policy(policy, model=own.model, kv_dtype=own.kv_dtype, rope=own.rope)
 
     def _check_fits(self, prompt_len: int, max_len: int) -> None:
         block_size, num_blocks = self.pool.layout.block_size, self.pool.num_blocks
