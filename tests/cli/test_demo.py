@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvtrie.cli import _edited
+
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
@@ -79,6 +81,44 @@ def test_json_is_one_document_and_adds_up(run: Run, talk: Path) -> None:
     assert summary["identical"] is True
     assert summary["within_tolerance"] is True
     assert summary["later_turns_least_ratio"] == min(turn["ratio"] for turn in turns[1:])
+
+
+def test_one_reply_has_no_edited_history(run: Run, write: Write) -> None:
+    chat = write({"role": "user", "content": "One and one?"})
+    (conversation,) = document(run(chat, "--json"))["conversations"]
+    assert conversation["edited"] == []
+    assert conversation["why_not_edited"] == "one reply alone edits nothing"
+    assert "not replayed: one reply alone edits nothing" in run(chat).stdout
+
+
+def test_what_goes_on_is_not_measured() -> None:
+    replies = [_edited.Reply([], [7, 8, 9]), _edited.Reply([], [7]), _edited.Reply([], [7])]
+    # The second prompt goes on from the first and its reply, the third leaves the reply out.
+    steps = _edited._steps([[1, 2], [1, 2, 7, 8, 5], [1, 2, 5]], replies)
+    assert [step.is_measured for step in steps] == [False, False, True]
+
+
+def test_edited_histories_of_the_shipped_conversation(run: Run) -> None:
+    (conversation,) = document(run("--json", model=None, max_new_tokens=48))["conversations"]
+    assert conversation["why_not_edited"] is None
+    rows = {(row["shape"], row["policy"]): row for row in conversation["edited"]}
+    names = ("full", "exact", "rotated", "rotated+first4", "rotated+last4")
+    assert list(rows) == [(shape, name) for shape in ("W01", "W11") for name in names]
+    for row in rows.values():
+        assert row["exact"] + row["moved"] + row["computed"] == row["prompt"]
+        assert row["seconds"] > 0
+        assert row["positions"] > 0
+    for shape in ("W01", "W11"):
+        full, exact = rows[shape, "full"], rows[shape, "exact"]
+        assert (full["computed"], full["kl_mean"], full["top1"]) == (full["prompt"], 0, 1)
+        assert exact["moved"] == 0
+        assert exact["kl_mean"] < 1e-9
+        assert exact["top1"] == 1
+        for name in names[2:]:
+            assert rows[shape, name]["moved"] > 0
+            assert rows[shape, name]["computed"] < exact["computed"]
+            assert rows[shape, name]["kl_mean"] > 1e-9
+        assert rows[shape, "rotated"]["computed"] < rows[shape, "rotated+first4"]["computed"]
 
 
 def test_json_leaves_progress_on_stderr(run: Run, talk: Path) -> None:

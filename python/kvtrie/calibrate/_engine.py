@@ -179,3 +179,17 @@ class Replay:
 def tokens_needed(steps: list[Step], block_size: int) -> int:
     """Tokens of a pool in which nothing of a conversation is ever evicted."""
     return sum(len(step.prompt) + len(step.reply) + block_size for step in steps)
+
+
+def divergence(full: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """KL divergence of next-token distributions from those of full recomputation, in nats.
+
+    Args:
+        full: Logits ``[positions, vocabulary]``.
+        rows: As many, of a policy.
+
+    Returns:
+        ``[positions]``, float64, on the CPU.
+    """
+    reference, own = (part.double().log_softmax(-1) for part in (full, rows))
+    return (reference.exp() * (reference - own)).sum(-1).clamp_min(0).cpu()

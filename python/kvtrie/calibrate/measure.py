@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvtrie import gates
 from kvtrie.calibrate import policies as named
-from kvtrie.calibrate._engine import Model, Replay, Usage, tokens_needed
+from kvtrie.calibrate._engine import Model, Replay, Usage, divergence, tokens_needed
 from kvtrie.calibrate._steps import (
     SCENARIOS,
     CalibrationError,
@@ -124,9 +124,7 @@ class _Tally:
     usage: list[Usage] = field(default_factory=list)
 
     def add(self, step: Step, full: torch.Tensor, rows: torch.Tensor, usage: Usage) -> None:
-        reference, own = (part.double().log_softmax(-1) for part in (full, rows))
-        divergence = (reference.exp() * (reference - own)).sum(-1)
-        self.divergences.append(divergence.clamp_min(0).cpu())
+        self.divergences.append(divergence(full, rows))
         best_full, best = full.argmax(-1), rows.argmax(-1)
         self.agreeing += int((best_full == best).sum())
         self.usage.append(usage)

@@ -13,6 +13,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from kvtrie import KvTrieError
+from kvtrie.cli import _edited
 from kvtrie.demo import answer_of, model_path
 from kvtrie.engines.transformers import Generator
 
@@ -83,10 +84,12 @@ class TurnResult:
 
 @dataclass(frozen=True, slots=True)
 class ConversationResult:
-    """The turns of one conversation, and where in the file it begins."""
+    """The turns of one conversation, where in the file it begins, and its edited histories."""
 
     line: int
     turns: tuple[TurnResult, ...]
+    edited: tuple[_edited.Edited, ...]
+    why_not_edited: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +211,7 @@ class _Replay:
         self._history: list[dict[str, Any]] = []
         # Every token that has KV after a turn, turn by turn: what a later turn may find.
         self._computed: list[list[int]] = []
+        self._replies: list[_edited.Reply] = []
 
     def run(self) -> ConversationResult:
         turns = []
@@ -215,7 +219,15 @@ class _Replay:
             turns.append(self._turn(turn))
             found = turns[-1].usage
             self._step(f"turn {number}: {found.exact} of {found.prompt} prompt tokens found")
-        return ConversationResult(line=self._conversation.line, turns=tuple(turns))
+        edited, why_not = _edited.measure(
+            self._live, self._replies, tools=self._tools, repeats=self._settings.repeats
+        )
+        return ConversationResult(
+            line=self._conversation.line,
+            turns=tuple(turns),
+            edited=tuple(edited),
+            why_not_edited=why_not,
+        )
 
     def _turn(self, turn: Turn) -> TurnResult:
         self._history.extend(turn.given)
@@ -231,6 +243,7 @@ class _Replay:
             raise RuntimeError(msg)
         plain = _logits_without_cache(self._live, [*prompt, *done.tokens[:-1]], len(prompt) - 1)
         with_reuse, without_reuse = self._times()
+        self._replies.append(_edited.Reply(list(self._history), done.tokens))
         answer = self._text(done.tokens, done.finish_reason)
         self._history.append({"role": "assistant", "content": answer})
         self._computed.append([*prompt, *done.tokens[:-1]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from kvtrie.cli._replay import ConversationResult, Result, TurnResult
 
 _WIDTH: Final = 100
+_ABOUT_EDITED: Final = (
+    "W01: each prompt leaves out one thought more. W11: all thoughts go before the last prompt. "
+    "Policies but full and exact reuse KV approximately: it still carries the deleted text. "
+    "Divergence and agreement are those of the replies' tokens, against full recomputation."
+)
 _LONGEST_SHOWN: Final = 240
 
 
@@ -39,6 +45,8 @@ def as_json(result: Result) -> str:
                     _turn_document(number, turn)
                     for number, turn in enumerate(conversation.turns, start=1)
                 ],
+                "edited": [asdict(row) for row in conversation.edited],
+                "why_not_edited": conversation.why_not_edited,
             }
             for conversation in result.conversations
         ],
@@ -75,6 +83,8 @@ def show(result: Result) -> None:
         _show_answers(console, conversation)
         console.print(_table(conversation))
     console.print(Text(_summary(result)))
+    for conversation in result.conversations:
+        _show_edited(console, conversation)
 
 
 def _turn_document(number: int, turn: TurnResult) -> dict[str, Any]:
@@ -142,6 +152,42 @@ def _table(conversation: ConversationResult) -> Table:
             f"{turn.tolerance:.1e}",
         )
     return table
+
+
+def _show_edited(console: Console, conversation: ConversationResult) -> None:
+    """What each policy reuses where thoughts of earlier replies are deleted."""
+    head = f"\nconversation of line {conversation.line}, earlier thoughts deleted"
+    console.print(Text(head, style="bold"))
+    if conversation.why_not_edited is not None:
+        console.print(Text(f"not replayed: {conversation.why_not_edited}"))
+        return
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for name, justify in (("\nhistory", "left"), ("\npolicy", "left")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type] # a literal
+    for name in (
+        "prompt\ntokens",
+        "\nexact",
+        "\nmoved",
+        "\ncomputed",
+        "first token\nof the last",
+        "mean KL\n(nats)",
+        "top-1\nagrees",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in conversation.edited:
+        table.add_row(
+            row.shape,
+            row.policy,
+            str(row.prompt),
+            str(row.exact),
+            str(row.moved),
+            f"{row.computed} ({row.computed / row.prompt:.1%})",
+            f"{row.seconds * 1e3:.1f} ms",
+            f"{row.kl_mean:.1e}",
+            f"{row.top1:.1%}",
+        )
+    console.print(table)
+    console.print(Text(_ABOUT_EDITED))
 
 
 def _summary(result: Result) -> str:

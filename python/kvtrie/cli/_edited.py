@@ -1,0 +1,202 @@
+"""What reuse policies compute and cost where a chat template leaves out earlier thoughts.
+
+The answers of a replay are given: every policy writes the same text, so that distributions can be
+compared token by token with full recomputation. Two histories are made of them:
+
+* *W01*: the template leaves out the thought of every reply but the one under way, so each prompt
+  deletes one thought more than the one before.
+* *W11*: thoughts stay while the conversation goes on, and all go at once before the last reply.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from kvtrie._core import UnsupportedRopeError
+from kvtrie.calibrate import policies
+from kvtrie.calibrate._engine import Model, Replay, divergence, tokens_needed
+from kvtrie.calibrate._steps import Step
+from kvtrie.engines.transformers import Generator
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_POLICIES: Final = ("full", "exact", "rotated", "rotated+first4", "rotated+last4")
+_STRIPPED: Final = {"preserve_thinking": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply of the replay: the messages that it follows, and its token ids."""
+
+    messages: list[dict[str, Any]]
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Edited:
+    """One policy on one edited history.
+
+    Attributes:
+        shape: ``"W01"`` or ``"W11"``.
+        policy: Its name, see ``kvtrie.calibrate.policies``.
+        prompt: Tokens of the prompts that delete something.
+        exact: Those reused exactly.
+        moved: Those reused approximately.
+        computed: Those that went through the model.
+        seconds: Median time to first token of the last prompt.
+        kl_mean: Mean divergence of the replies' distributions from full recomputation, in nats.
+        top1: Share of positions with the same likeliest token.
+        positions: How many were compared.
+    """
+
+    shape: str
+    policy: str
+    prompt: int
+    exact: int
+    moved: int
+    computed: int
+    seconds: float
+    kl_mean: float
+    top1: float
+    positions: int
+
+
+def measure(
+    live: Generator,
+    replies: Sequence[Reply],
+    *,
+    tools: list[dict[str, Any]] | None,
+    repeats: int,
+) -> tuple[list[Edited], str | None]:
+    """Build each prompt under each policy, and compare what follows.
+
+    Args:
+        live: The generator that answered.
+        replies: All replies of one conversation.
+        tools: Tool schemas for the chat template.
+        repeats: Times that the last prompt is timed.
+
+    Returns:
+        The figures, a row a history and policy, and why there are none.
+    """
+    if len(replies) < 2:
+        return [], "one reply alone edits nothing"
+    try:
+        model = Model(live.model, live.pool.layout.block_size)
+    except UnsupportedRopeError as error:
+        return [], str(error)
+    rows: list[Edited] = []
+    for shape, steps in _histories(live, replies, tools).items():
+        if not any(step.is_measured for step in steps):
+            return [], "every prompt goes on from all that was written before"
+        full = [model.whole(step) if step.is_measured else None for step in steps]
+        pool = model.pool(tokens_needed(steps, model.layout.block_size))
+        rows += [_row(live, model, pool, shape, steps, full, name, repeats) for name in _POLICIES]
+    return rows, None
+
+
+def _histories(
+    live: Generator, replies: Sequence[Reply], tools: list[dict[str, Any]] | None
+) -> dict[str, list[Step]]:
+    def prompts(options: dict[str, Any] | None) -> list[list[int]]:
+        encoded = (
+            live.encode(reply.messages, tools=tools, chat_template_kwargs=options)
+            for reply in replies
+        )
+        return [[int(token) for token in ids] for ids in encoded]
+
+    kept, stripped = prompts(None), prompts(_STRIPPED)
+    return {
+        "W01": _steps(stripped, replies),
+        "W11": _steps([*kept[:-1], stripped[-1]], replies),
+    }
+
+
+def _steps(prompts: Sequence[list[int]], replies: Sequence[Reply]) -> list[Step]:
+    """Measured are prompts that do not go on from all that was written before."""
+    steps: list[Step] = []
+    written: list[int] = []
+    for prompt, reply in zip(prompts, replies, strict=True):
+        goes_on = prompt[: len(written)] == written
+        steps.append(
+            Step(
+                prompt=prompt,
+                dropped=prompt,
+                reply=reply.tokens,
+                answer_start=0,
+                is_scored=False,
+                is_measured=not goes_on,
+            )
+        )
+        written = [*prompt, *reply.tokens[:-1]]
+    return steps
+
+
+def _row(
+    live: Generator,
+    model: Model,
+    pool: Any,  # noqa: ANN401 - KVPool, which only the annotation would import
+    shape: str,
+    steps: Sequence[Step],
+    full: Sequence[torch.Tensor | None],
+    name: str,
+    repeats: int,
+) -> Edited:
+    policy = policies.policy(name)
+    replay = None if policy.mode == "full" else Replay(model, pool, policy)
+    divergences: list[torch.Tensor] = []
+    agreeing = exact = moved = computed = 0
+    for step, reference in zip(steps, full, strict=True):
+        if replay is None:
+            rows, usage = reference, None
+        else:
+            rows, usage = replay.step(step)
+        if reference is None or rows is None:
+            continue
+        divergences.append(divergence(reference, rows))
+        agreeing += int((reference.argmax(-1) == rows.argmax(-1)).sum())
+        exact += usage.exact if usage else 0
+        moved += usage.moved if usage else 0
+        computed += usage.computed if usage else len(step.prompt)
+    every = torch.cat(divergences)
+    return Edited(
+        shape=shape,
+        policy=name,
+        prompt=exact + moved + computed,
+        exact=exact,
+        moved=moved,
+        computed=computed,
+        seconds=_seconds(live, policy, steps, repeats),
+        kl_mean=float(every.mean()),
+        top1=agreeing / len(every),
+        positions=len(every),
+    )
+
+
+def _seconds(
+    live: Generator, policy: policies.Policy, steps: Sequence[Step], repeats: int
+) -> float:
+    """Median time to the first token of the last prompt, behind the reply before it."""
+    generator = Generator(
+        live.model,
+        num_blocks=live.pool.num_blocks,
+        block_size=live.pool.layout.block_size,
+        gate="unchecked",
+    )
+    before, last = steps[-2], steps[-1]
+    times = []
+    for _ in range(repeats + 1):
+        generator.forget()
+        if policy.mode != "full":
+            generator.generate([*before.prompt, *before.reply], max_new_tokens=1)
+        began = time.perf_counter()
+        generator.generate(last.prompt, max_new_tokens=1, policy=policy.reuse)
+        times.append(time.perf_counter() - began)
+    # The first one allocates.
+    return statistics.median(times[1:])
