@@ -93,6 +93,7 @@ bench: setup workloads ## speed and memory: Rust, Python, peers beside us; write
 	$(PY) benches/python/moved.py
 	$(PY) benches/python/reuse.py
 	$(PY) benches/python/turns.py
+	$(PY) benches/python/generate.py
 	$(MAKE) --no-print-directory bench-peers
 
 # Conversations that the Rust benchmarks read: so many tokens, cached by 200 for each million.

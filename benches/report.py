@@ -26,6 +26,7 @@ COMMANDS = {
     "peers": "make bench-peers",
     "coverage": "make bench",
     "turns": "make bench",
+    "generate": "make bench",
     "moved": "make bench",
     "python": "make bench",
     "rust": "make bench",
@@ -88,6 +89,12 @@ def render(content: dict[str, Any]) -> str:
             "turns",
             "What a turn leaves",
             lambda rows: words["turns"].strip() + "\n\n" + turns(rows),
+        ),
+        _section(
+            sections,
+            "generate",
+            "First tokens of the embedded engine",
+            lambda rows: words["generate"].strip() + "\n\n" + _generate(rows),
         ),
         _section(sections, "moved", "Moved runs", _own),
         _section(sections, "python", "From Python", _own),
@@ -316,6 +323,22 @@ def _own(rows: list[Row]) -> str:
         for row in rows
     ]
     return table(("Work", "Median", "10 %", "90 %", "Each"), cells)
+
+
+def _generate(rows: list[Row]) -> str:
+    cells = [
+        (
+            row["work"],
+            f"{row['computed']:,} of {row['prompt']:,} ({row['computed_share']:.1%})",
+            f"{row['computed_behind_exact_prefix']:,}",
+            f"{number(row['kvtrie'] / 1e3)} ms",
+            f"{number(row['exact_prefix'] / 1e3)} ms",
+            f"{number(row['ratio'])}{TIMES}",
+        )
+        for row in rows
+    ]
+    head = ("Work", "Computed", "Exact prefix alone", "First token", "Exact prefix alone", "Ratio")
+    return table(head, cells)
 
 
 def _coverage(rows: list[Row]) -> str:

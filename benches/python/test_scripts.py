@@ -9,6 +9,7 @@ import tarfile
 from typing import TYPE_CHECKING
 
 import figures
+import generate
 import limits
 import moved
 import pytest
@@ -181,3 +182,11 @@ def test_turns_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
         f"### {name} {WORKLOADS[name].name}" for name in turns.NAMES
     ]
     assert printed.count("| evict_first |") == 2 * len(turns.NAMES)
+
+
+def test_generate_computes_little_of_what_moved() -> None:
+    (row,) = generate.measured(["W11"], scale=0.05, rounds=1)
+    assert row["exact"] + row["moved"] + row["computed"] == row["prompt"]
+    assert row["moved"] > 0
+    assert row["computed"] < row["computed_behind_exact_prefix"]
+    assert row["ratio"] > 0

@@ -1,0 +1,116 @@
+"""What a model computes of an edited prompt, and when its first token comes.
+
+`python benches/python/generate.py` runs the embedded engine with the shipped demo model on the
+workloads' histories: the cached turn is computed, then the next prompt is asked for, once with the
+exact prefix alone and once with all that moved, in turn. Token ids are taken modulo the model's
+vocabulary; what it answers means nothing, how much it computes does. Claimed is the ratio of times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import figures
+from forest import BLOCK_SIZE
+from workloads.registry import WORKLOADS
+
+import kvtrie
+from kvtrie.demo import model_path
+from kvtrie.engines.transformers import Generator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kvtrie.engines.transformers import Usage
+
+NAMES = ("W01", "W03", "W11")
+SCALE = 0.5  # of the workload's lengths: what the model's context of 8,192 tokens holds
+ROUNDS = 7
+APPROXIMATE = kvtrie.ReusePolicy()
+
+
+def measured(
+    names: Iterable[str] = NAMES, scale: float = SCALE, rounds: int = ROUNDS
+) -> Iterator[figures.Row]:
+    """A row a workload.
+
+    Args:
+        names: Ids of workloads.
+        scale: Texts are so many times as long.
+        rounds: Timed pairs.
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
+    for name in names:
+        case = WORKLOADS[name].build(seed=1, scale=scale)
+        cached = (case.cached[: case.num_computed] % model.config.vocab_size).astype(np.int64)
+        prompt = (case.prompt % model.config.vocab_size).astype(np.int64)
+        generator = Generator(
+            model,
+            num_blocks=2 * (len(cached) + len(prompt)) // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+            gate="unchecked",
+        )
+        times: dict[kvtrie.ReusePolicy, list[float]] = {kvtrie.EXACT_ONLY: [], APPROXIMATE: []}
+        usage: dict[kvtrie.ReusePolicy, Usage] = {}
+        # The first round allocates and is not counted.
+        for number in range(rounds + 1):
+            for policy, seconds in times.items():
+                generator.forget()
+                generator.generate(cached, max_new_tokens=1)
+                began = time.perf_counter()
+                usage[policy] = generator.generate(prompt, max_new_tokens=1, policy=policy).usage
+                if number:
+                    seconds.append(time.perf_counter() - began)
+        exact, approximate = usage[kvtrie.EXACT_ONLY], usage[APPROXIMATE]
+        slow, fast = (statistics.median(seconds) for seconds in times.values())
+        yield {
+            "work": f"{name} {WORKLOADS[name].name}, first token of {len(prompt):,} tokens",
+            "unit": "us",
+            "kvtrie": round(fast * 1e6, 1),
+            "exact_prefix": round(slow * 1e6, 1),
+            "ratio": round(
+                statistics.median(a / b for a, b in zip(*times.values(), strict=True)), 2
+            ),
+            "prompt": exact.prompt,
+            "exact": approximate.exact,
+            "moved": approximate.moved,
+            "computed": approximate.computed,
+            "computed_share": round(approximate.computed / exact.prompt, 4),
+            "computed_behind_exact_prefix": exact.computed,
+        }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print, record."""
+    parser = argparse.ArgumentParser(description="First tokens of edited prompts.")
+    parser.add_argument("--dry-run", action="store_true", help="print the figures only")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = []
+    for row in measured():
+        rows.append(row)
+        print(
+            f"{row['work']:<52}{row['kvtrie'] / 1e3:>9,.1f} ms, exact prefix "
+            f"{row['exact_prefix'] / 1e3:>9,.1f} ms, {row['ratio']:>5.1f}x; computed "
+            f"{row['computed']:>5,} ({row['computed_share']:.1%}) of {row['prompt']:,}, else "
+            f"{row['computed_behind_exact_prefix']:,}"
+        )
+    if not options.dry_run:
+        names = ("kvtrie", "numpy", "torch", "transformers")
+        figures.record("generate", rows, {name: version(name) for name in names})
+
+
+if __name__ == "__main__":
+    main()
