@@ -232,7 +232,7 @@ class KVLayout:
             dtype: A torch dtype or its name; without one, the config's own.
             mla: What is kept of an MLA model: ``"latent"``, one row ``[latent | k_pe]`` a token
                 that serves as K and V, as serving engines keep it; or ``"expanded"``, heads of K
-                ``[nope | rope]`` and heads of V, as transformers keeps them. Others ignore it.
+                ``[nope | rope]`` and heads of V, as attention expands them. Others ignore it.
 
         Returns:
             The layout.
