@@ -7,10 +7,12 @@ every layer the keys and values of the first one, turned. No rotation of kvtrie'
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 
 import kvtrie
@@ -197,6 +199,50 @@ def test_a_config_that_misstates_its_rope_is_refused(models: Models, ids: Ids) -
             generator.submit(ids(9), policy=APPROXIMATE)
     finally:
         model.config.rope_parameters["rope_theta"] = theta
+
+
+def test_a_model_that_was_cast_is_refused(ids: Ids) -> None:
+    """Its frequencies are rounded with its weights: far tokens would be turned to other places."""
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        max_position_embeddings=4096,
+    )
+    for dtype in (torch.bfloat16, torch.float16):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        Generator(model, num_blocks=16, block_size=4, policy=APPROXIMATE, gate="unchecked")
+        cast: Any = transformers.AutoModelForCausalLM.from_config(config)
+        generator = Generator(cast.to(dtype).eval(), num_blocks=16, block_size=4)
+        with pytest.raises(kvtrie.UnsupportedRopeError, match="load it with dtype="):
+            generator.submit(ids(9), policy=APPROXIMATE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_large_latents_do_not_hide_the_order_of_pairs(dtype: torch.dtype, models: Models) -> None:
+    config = copy.deepcopy(models("deepseek-v3").config)
+    config.initializer_range = 0.02
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for layer in model.model.layers:
+        layer.self_attn.kv_a_layernorm.weight.data.fill_(32.0)
+    rope = Generator(model, num_blocks=16, block_size=4).pool.rope
+    assert rope is not None
+    assert [layer.interleaved for layer in rope.layers if layer] == [False, False]
+
+
+def test_a_context_shorter_than_the_probe(ids: Ids) -> None:
+    config = transformers.GPT2Config(
+        vocab_size=300, n_embd=64, n_layer=2, n_head=4, n_positions=24, bos_token_id=1
+    )
+    generator = Generator(
+        transformers.AutoModelForCausalLM.from_config(config).eval(), num_blocks=16, block_size=4
+    )
+    assert generator.generate(ids(9), max_new_tokens=1).usage.computed == 9
+    with pytest.raises(kvtrie.UnsupportedRopeError, match="absolute"):
+        generator.submit(ids(9), policy=APPROXIMATE)
 
 
 def measured(generator: Generator, lost: int) -> gates.Gate:

@@ -18,14 +18,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvtrie.layout import KVLayout
+    from kvtrie.rope import Rotary
 
 # K and V of a token may differ in rounding between a pass over two tokens and one over three, but
 # not by more than this share of their largest value; attention to later tokens changes them by all.
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 
 
-# How far a pass is moved to see whether its keys turn as the config says: no multiple of a period.
-_SHIFT: Final = 37
+# How far passes are moved to see whether keys turn as the config says: no multiples of a period.
+# Near, everything but rounding is equal; far, frequencies that differ in their last bits show.
+_SHIFTS: Final = (37, 2000)
+_PROBED: Final = 5
+_TINY: Final = 1e-7
 
 
 def forward_inputs(model: PreTrainedModel) -> frozenset[str]:
@@ -70,7 +74,8 @@ def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
     """How a model turns its keys, compared with what it does.
 
     RoPE tells apart distances alone: a prompt that begins at another position has the same V in
-    every layer, and the same K but for its turn. Three tokens are run at two places.
+    every layer, and the same K but for its turn. A few tokens are run at three places, or at
+    as many as the model's context has room for.
 
     Args:
         model: A causal LM in eval mode, of this layout.
@@ -85,24 +90,44 @@ def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
     if "position_ids" not in forward_inputs(model):
         msg = "the model takes no positions, so its KV cannot be checked at another one"
         raise UnsupportedRopeError(msg)
-    here, there = _cached(model, 3), _cached(model, 3, first=_SHIFT)
+    candidates: list[RopeSpec] = []
     refusal: UnsupportedRopeError | None = None
-    differs = None
     # Which channels make a pair is not in a config, and for MLA it is the engine's choice.
     for interleaved in (None, False, True):
         try:
             rope = RopeSpec.from_config(model.config, interleaved=interleaved)
         except UnsupportedRopeError as error:
             refusal = refusal or error
-            continue
-        found = _moves_otherwise(layout, rope, here, there)
-        if found is None:
-            return rope
-        differs = differs or found
-    if differs is None and refusal is not None:
+        else:
+            candidates.append(rope)
+    # Before any pass: positions that are no RoPE may end where the probe begins.
+    if not candidates and refusal is not None:
         raise refusal
-    msg = f"{differs} is not what its config's RoPE makes of it at another position"
+    here = _cached(model, _PROBED)
+    moved = [(shift, _cached(model, _PROBED, first=shift)) for shift in _shifts(model)]
+    differs = None
+    for rope in candidates:
+        found = (_moves_otherwise(layout, rope, here, there, shift) for shift, there in moved)
+        differing = next((name for name in found if name is not None), None)
+        if differing is None:
+            return rope
+        differs = differs or differing
+    msg = (
+        f"{differs} is not what its config's RoPE makes of it at another position (a model that "
+        "was cast turns by rounded frequencies: load it with dtype= instead)"
+    )
     raise UnsupportedRopeError(msg)
+
+
+def _shifts(model: PreTrainedModel) -> list[int]:
+    """Where the probe's passes begin, within the model's context."""
+    context_len = getattr(model.config, "max_position_embeddings", None)
+    if context_len is None:
+        return [_SHIFTS[0]]
+    if context_len <= _PROBED:
+        msg = f"its context of {context_len} tokens leaves no room to check how its keys turn"
+        raise UnsupportedRopeError(msg)
+    return sorted({min(shift, context_len - _PROBED) for shift in _SHIFTS})
 
 
 def _moves_otherwise(
@@ -110,16 +135,44 @@ def _moves_otherwise(
     rope: RopeSpec,
     here: list[tuple[torch.Tensor, torch.Tensor]],
     there: list[tuple[torch.Tensor, torch.Tensor]],
+    shift: int,
 ) -> str | None:
-    """What a RoPE does not explain of rows that were computed ``_SHIFT`` positions further on."""
+    """What a RoPE does not explain of rows that were computed ``shift`` positions further on."""
     tolerance = _TOLERANCE[layout.dtype]
     for number, (before, after) in enumerate(zip(here, there, strict=True)):
         old, new = pool_rows(layout, *before), pool_rows(layout, *after)
-        old[0] = reference.rotate(old[0], rope, _SHIFT, layer=number)
-        for name, expected, found in zip("KV", old, new, strict=False):
-            if (found - expected).abs().max() > tolerance * found.abs().max():
+        old[0] = reference.rotate(old[0], rope, shift, layer=number)
+        sizes = (_sizes(new[0], rope.layers[number]), new[-1].abs().max())
+        for name, expected, found, size in zip("KV", old, new, sizes, strict=False):
+            # A wrong turn shows in every token, a token that a rounding sends to other experts
+            # in itself alone: most of them count. What is not a number is no match.
+            misses = (found - expected).abs() / (tolerance * size).clamp(min=_TINY)
+            if not float(misses.amax(dim=(0, 1, 3)).median()) <= 1:
                 return f"{name} of layer {number}"
     return None
+
+
+def _sizes(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+    """How large each channel of K is, ``[head_dim]``: what its error is measured by.
+
+    Not by the largest channel: a few that are a hundred times larger than the others (Qwen2), or a
+    latent beside the keys that turn (MLA), would hide how those turn. Both channels of a pair count
+    as the larger one, and those smaller than most as the median.
+    """
+    sizes = keys.abs().amax(dim=(0, 1, 2))
+    if rotary is None:
+        return sizes.clamp(min=sizes.median())
+    end = rotary.start + rotary.width
+    pairs = sizes[rotary.start : end].unflatten(0, (-1, 2) if rotary.interleaved else (2, -1))
+    most = pairs.amax(dim=1 if rotary.interleaved else 0)
+    most = most.clamp(min=most.median())
+    is_rest = torch.ones_like(sizes, dtype=torch.bool)
+    is_rest[rotary.start : end] = False
+    rest = sizes[is_rest]
+    if len(rest):
+        sizes[is_rest] = rest.clamp(min=rest.median())
+    sizes[rotary.start : end] = most.repeat_interleave(2) if rotary.interleaved else most.repeat(2)
+    return sizes
 
 
 def _cached(
