@@ -141,6 +141,10 @@ class Figures:
 
     def failure(self, thresholds: Thresholds) -> str | None:
         """Why these figures are not within the thresholds; None if they are."""
+        for name in _NUMBERS:
+            # No comparison below would notice.
+            if math.isnan(getattr(self, name)):
+                return f"{self.scenario}: {name} is not a number"
         if self.questions == 0:
             return f"{self.scenario}: the data has no answers, so no accuracy was measured"
         if self.loss > thresholds.max_loss:
@@ -195,6 +199,8 @@ class Measured:
 
     def failure(self, thresholds: Thresholds) -> str | None:
         """Why the policy is not cleared; None if it is."""
+        if not self.figures:
+            return "nothing was measured"
         for one in self.figures:
             reason = one.failure(thresholds)
             if reason is not None:
@@ -455,6 +461,7 @@ _POLICY_FIELDS: Final = (
     "forbid_kinds",
     "partial_blocks",
 )
+_NUMBERS: Final = ("kl_mean", "kl_p99", "top1")
 _COUNTS: Final = (
     *("positions", "questions", "right_full", "lost", "gained"),
     *("exact", "moved", "computed"),
@@ -649,7 +656,7 @@ def _figures(value: object, where: str) -> Figures:
     fields = _Reader(value, where)
     scenario = fields.text("scenario")
     counts: dict[str, Any] = {name: fields.count(name) for name in _COUNTS}
-    numbers: dict[str, Any] = {name: fields.number(name) for name in ("kl_mean", "kl_p99", "top1")}
+    numbers: dict[str, Any] = {name: fields.number(name) for name in _NUMBERS}
     fields.close()
     if counts["right_full"] > counts["questions"]:
         fields.refuse(f"more right answers than the {counts['questions']} questions")

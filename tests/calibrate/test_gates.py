@@ -75,6 +75,19 @@ def test_write_that_fails_leaves_the_old_file(path: Path) -> None:
         gate().write(path.parent / "none" / "gate.json")
 
 
+@pytest.mark.parametrize("name", ["kl_mean", "kl_p99", "top1"])
+def test_figures_that_are_not_numbers_clear_nothing(name: str) -> None:
+    broken = replace(GOOD, **{name: float("nan")})  # type: ignore[arg-type] # one float field
+    decision = gate(gates.Measured("a", PLAIN, (GOOD, broken))).policy(PLAIN, model="m@1")
+    assert not decision.is_cleared
+    assert name in decision.reason
+
+
+def test_no_figures_clear_nothing() -> None:
+    decision = gate(gates.Measured("a", PLAIN, ())).policy(PLAIN, model="m@1")
+    assert (decision.is_cleared, decision.reason) == (False, "nothing was measured")
+
+
 def test_gates_need_neither_torch_nor_numpy_themselves() -> None:
     code = "import kvtrie.gates, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -130,6 +130,8 @@ def calibrate(
             report.gate(thresholds).write(out)
         except OSError as error:
             fail(f"{out}: {error.strerror or error}")
+        except gates.GateError as error:
+            fail(f"{out}: {error}")
     if as_json:
         typer.echo(_calibrated.as_json(report, thresholds))
     else:
