@@ -233,6 +233,12 @@ def test_large_latents_do_not_hide_the_order_of_pairs(dtype: torch.dtype, models
     assert [layer.interleaved for layer in rope.layers if layer] == [False, False]
 
 
+def test_a_float64_model_can_be_moved(models: Models) -> None:
+    config = copy.deepcopy(models("llama-gqa").config)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    assert Generator(model, num_blocks=16, block_size=4, policy=APPROXIMATE).pool.rope is not None
+
+
 def test_a_context_shorter_than_the_probe(ids: Ids) -> None:
     config = transformers.GPT2Config(
         vocab_size=300, n_embd=64, n_layer=2, n_head=4, n_positions=24, bos_token_id=1
