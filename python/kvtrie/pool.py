@@ -272,9 +272,9 @@ class KVPool:
 
         Raises:
             TypeError: If ``moves`` is not such an array.
-            ValueError: If a slot lies outside the pool, a move is empty, a delta is 2**31 or more,
-                a destination is named twice, or a slot is source and destination at once (nobody
-                writes a block that is still read).
+            ValueError: If a slot lies outside the pool, a move is empty, a delta is 2**31 or more
+                (beyond 2**27 where K turns), a destination is named twice, or a slot is source and
+                destination at once (nobody writes a block that is still read).
             LayoutError: If a move has a delta and the pool no ``rope``.
         """
         pieces = check_moves(moves, self._num_blocks * self._layout.block_size)

@@ -207,7 +207,8 @@ def calibrate(
         FileNotFoundError: There is no such directory.
         ValueError: A policy is not known, or an argument is out of range.
         CalibrationError: No conversation has anything to measure, or one cannot be replayed.
-        LayoutError: The model's KV cannot be held or moved.
+        LayoutError: The model's KV cannot be held.
+        UnsupportedRopeError: It cannot be moved.
     """
     chosen = [named.policy(name, min_run) for name in dict.fromkeys(policies)]
     if not chosen:
