@@ -133,6 +133,15 @@ def test_policy_that_reuses_less_than_a_cleared_one_is_cleared(wanted: kvtrie.Re
     assert gate().policy(wanted, model="m@1").policy == wanted
 
 
+@pytest.mark.parametrize(
+    "changes", [{"recompute_last": 2}, {"forbid_kinds": ["answer"]}, {"max_approximate_share": 0.2}]
+)
+def test_policy_measured_with_a_limit_clears_none_without(changes: dict[str, Any]) -> None:
+    measured = gates.Measured("a", kvtrie.ReusePolicy(min_run=16, **changes), (GOOD,))
+    assert gate(measured).policy(measured.policy, model="m@1").is_cleared
+    assert not gate(measured).policy(PLAIN, model="m@1").is_cleared
+
+
 def test_policy_with_a_failed_measurement_of_its_own_is_exact() -> None:
     verdicts = gate(gates.Measured("a", PLAIN, (GOOD,)), gates.Measured("b", FIRST4, (GOOD, BAD)))
     decision = verdicts.policy(FIRST4, model="m@1")

@@ -233,6 +233,15 @@ def test_large_latents_do_not_hide_the_order_of_pairs(dtype: torch.dtype, models
     assert [layer.interleaved for layer in rope.layers if layer] == [False, False]
 
 
+def test_keys_that_are_not_numbers_cannot_be_moved(models: Models) -> None:
+    model = copy.deepcopy(models("llama-gqa"))
+    weight: Any = model.get_parameter("model.layers.1.self_attn.k_proj.weight")
+    weight.data.fill_(float("nan"))
+    generator = Generator(model, num_blocks=16, block_size=4)
+    with pytest.raises(kvtrie.UnsupportedRopeError, match="K of layer 1"):
+        generator.submit([5, 6], policy=APPROXIMATE)
+
+
 def test_a_float64_model_can_be_moved(models: Models) -> None:
     config = copy.deepcopy(models("llama-gqa").config)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
