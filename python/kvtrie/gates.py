@@ -640,6 +640,8 @@ def _policy(value: object, where: str) -> ReusePolicy:
     for name in ("approximate", "partial_blocks"):
         if not isinstance(given[name], bool):
             fields.refuse(f"{name!r} must be true or false, not {_short(given[name])}")
+    if given["min_run"] is None:
+        fields.refuse("'min_run' must be a number: the shortest run that was in force")
     kinds = given["forbid_kinds"]
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         fields.refuse(f"'forbid_kinds' must be a list of texts, not {_short(kinds)}")

@@ -248,6 +248,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "cleared a number": put("policies", 0, "cleared", value=1),
     "policy exact": put("policies", 0, "policy", "approximate", value=False),
     "policy a number": put("policies", 0, "policy", "approximate", value=1),
+    "run unsaid": put("policies", 0, "policy", "min_run", value=None),
     "hops negative": put("policies", 0, "policy", "max_hops", value=-1),
     "hops huge": put("policies", 0, "policy", "max_hops", value=10**40),
     "kinds a text": put("policies", 0, "policy", "forbid_kinds", value="answer"),

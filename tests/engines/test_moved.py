@@ -299,6 +299,9 @@ def test_a_gate_decides_what_a_request_may_reuse(
     )
     assert request.decision.is_cleared == is_cleared
     assert request.decision.policy == (APPROXIMATE if is_cleared else kvtrie.EXACT_ONLY)
+    # A policy that takes the index's shortest run means the one that was measured.
+    unsaid = generator.submit(ids(9), max_new_tokens=1, policy=kvtrie.ReusePolicy())
+    assert unsaid.decision.policy == request.decision.policy
     while request.status != "finished":
         generator.step()
     assert (request.usage.moved > 0) == is_cleared

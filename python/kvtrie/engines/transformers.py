@@ -144,7 +144,6 @@ class Generator:
             raise TypeError(msg)
         self._gate = gate
         self._policy = policy
-        self._decide(policy)
         # The pool first: of the three, it is the one that may not fit.
         pool = KVPool(layout, rope, num_blocks=num_blocks, device=model.device)
         self._store = Store(
@@ -152,6 +151,7 @@ class Generator:
             allocator=BlockAllocator(num_blocks),
             pool=pool,
         )
+        self._decide(policy)
         self._scheduler = Scheduler(self._store, Runner(model, pool), prefill_chunk)
         self._num_submitted = 0
 
@@ -495,6 +495,7 @@ class Generator:
         if self._gate == "unchecked":
             return Decision(policy, is_cleared=True, reason="the caller answers for what it costs")
         own = self._namespace
+        policy = _with_min_run(policy, self.index.min_run)
         return self._gate.policy(policy, model=own.model, kv_dtype=own.kv_dtype, rope=own.rope)
 
     def _check_fits(self, prompt_len: int, max_len: int) -> None:
@@ -507,6 +508,22 @@ class Generator:
                 "num_blocks or lower max_new_tokens"
             )
             raise OutOfBlocksError(msg)
+
+
+def _with_min_run(policy: ReusePolicy, min_run: int) -> ReusePolicy:
+    """The policy with the shortest run said, which a gate wants to know."""
+    if policy.min_run is not None:
+        return policy
+    return ReusePolicy(
+        approximate=policy.approximate,
+        min_run=min_run,
+        max_hops=policy.max_hops,
+        max_approximate_share=policy.max_approximate_share,
+        recompute_first=policy.recompute_first,
+        recompute_last=policy.recompute_last,
+        forbid_kinds=policy.forbid_kinds,
+        partial_blocks=policy.partial_blocks,
+    )
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
