@@ -205,9 +205,9 @@ def _goals(sections: dict[str, list[Row]], goals: list[dict[str, Any]]) -> str:
             missing.append(goal["what"])
             continue
         unit = goal["unit"]
+        value *= goal.get("times", 1)
         if "least" in goal:
             wanted = f"{AT_LEAST} {goal['least']:g} {unit}"
-            value *= goal.get("times", 1)
             met = _met(value, at_least=goal["least"])
         else:
             wanted = f"{AT_MOST} {goal['limit']:g} {unit}"
