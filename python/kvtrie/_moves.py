@@ -108,7 +108,7 @@ def _columns(moves: object) -> tuple[NDArray[np.int64], ...]:
             msg = f"{_CALL}: {name} of moves must be an integer, not {kind}"
             raise TypeError(msg)
         # What passes 2**63 would come out negative; a slot then is refused, a delta must be here.
-        if kind == np.uint64 and bool((moves[name] >= 2**63).any()):
+        if kind.kind == "u" and bool((moves[name] > np.iinfo(np.int64).max).any()):
             msg = f"{_CALL}: {name} {moves[name].max()} of a move is out of range"
             raise ValueError(msg)
     return tuple(np.ascontiguousarray(moves[name], dtype=np.int64) for name in MOVE_FIELDS)

@@ -229,11 +229,12 @@ def test_apply_refuses_before_any_byte_moves(
     assert all(torch.equal(now, then) for now, then in zip(held.bits(), bits, strict=True))
 
 
-def test_apply_refuses_unsigned_numbers_that_would_wrap() -> None:
+@pytest.mark.parametrize("kind", ["<u8", ">u8"])
+def test_apply_refuses_unsigned_numbers_that_would_wrap(kind: str) -> None:
     form = FORMS[0]
     held = form.build("bfloat16", form.sizes())
     pool = form.pool(held, form.sizes(), spec("neox"))
-    bad = np.array([(0, 20, 2, 2**64 - 1)], dtype=_fields(delta="u8"))
+    bad = np.array([(0, 20, 2, 2**64 - 1)], dtype=_fields(delta=kind))
     with pytest.raises(ValueError, match="delta 18446744073709551615"):
         pool.apply(bad)
 

@@ -26,6 +26,8 @@ from kvtrie.engines.transformers import Generator
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtrie.pool import KVPool
+
 _POLICIES: Final = ("full", "exact", "rotated", "rotated+first4", "rotated+last4")
 _STRIPPED: Final = {"preserve_thinking": False}
 
@@ -141,7 +143,7 @@ def _steps(prompts: Sequence[list[int]], replies: Sequence[Reply]) -> list[Step]
 def _row(
     live: Generator,
     model: Model,
-    pool: Any,  # noqa: ANN401 - KVPool, which only the annotation would import
+    pool: KVPool,
     shape: str,
     steps: Sequence[Step],
     full: Sequence[torch.Tensor | None],

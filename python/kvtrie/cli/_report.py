@@ -162,8 +162,8 @@ def _show_edited(console: Console, conversation: ConversationResult) -> None:
         console.print(Text(f"not replayed: {conversation.why_not_edited}"))
         return
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for name, justify in (("\nhistory", "left"), ("\npolicy", "left")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type] # a literal
+    for name in ("\nhistory", "\npolicy"):
+        table.add_column(name, no_wrap=True)
     for name in (
         "prompt\ntokens",
         "\nexact",
