@@ -91,7 +91,8 @@ class KVLayout:
     dtype: str
     block_size: int = 16
     # None becomes head_dim, so that equal layouts compare equal.
-    v_head_dim: int = None  # type: ignore[assignment]
+    # None until __post_init__ has read it; readers see a number.
+    v_head_dim: int = None  # type: ignore[assignment] # see above
     axes: str | None = None
 
     def __post_init__(self) -> None:
@@ -190,7 +191,7 @@ class KVLayout:
             head_dim=head_dim,
             dtype="float32",
             block_size=block_size,
-            v_head_dim=v_head_dim,  # type: ignore[arg-type]
+            v_head_dim=v_head_dim,  # type: ignore[arg-type] # None: as head_dim
             axes=axes,
         )
         found = sizes.place(tensors, "KVLayout.from_tensors")

@@ -83,7 +83,10 @@ def test_schema_declares_what_changes() -> None:
 def test_without_data_nothing_is_computed() -> None:
     form = BY_NAME["nhd"]
     tensors, *rest = arguments(form, form.build("bfloat16", form.sizes()))
-    ops.move_rows([tensor.to("meta") for tensor in tensors], *rest)
+    bare = [tensor.to("meta") for tensor in tensors]
+    ops.move_rows(bare, *rest)
+    assert [tensor.shape for tensor in bare] == [tensor.shape for tensor in tensors]
+    assert all(tensor.is_meta for tensor in bare)
 
 
 def test_numbers_that_are_no_geometry_are_refused() -> None:

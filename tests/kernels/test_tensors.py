@@ -306,7 +306,7 @@ def test_from_config_of_mla_refuses_missing_field(name: str) -> None:
 
 def test_from_config_refuses_another_form_of_mla() -> None:
     with pytest.raises(ValueError, match="absorbed"):
-        KVLayout.from_config(MLA, mla="absorbed")  # type: ignore[arg-type]
+        KVLayout.from_config(MLA, mla="absorbed")  # type: ignore[arg-type] # what is refused
 
 
 def test_layout_without_v_is_half_as_large() -> None:

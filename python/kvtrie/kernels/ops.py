@@ -57,7 +57,7 @@ def _on_cuda(
     tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
 ) -> None:
     # Triton is there where CUDA is; other machines need not have it.
-    from kvtrie.kernels import triton as fused  # noqa: PLC0415
+    from kvtrie.kernels import triton as fused  # noqa: PLC0415 - for CUDA alone
 
     fused.move_rows(tensors, slots, cos, sin, Geometry.from_ints(geometry))
 
