@@ -11,9 +11,7 @@ held-out accuracy is reached, all files at once. See ``demo_task.py`` for the ta
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tools import demo_task as task
+from tools.model_files import Score, count, replaced, report, write_model
 from torch.nn import functional
 from transformers import (
-    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -371,9 +369,6 @@ def replay(
     return out
 
 
-Score = dict[str, tuple[int, int]]
-
-
 def evaluate(
     model: Model,
     tokenizer: PreTrainedTokenizerFast,
@@ -387,17 +382,8 @@ def evaluate(
     for seed in range(num):
         draft = task.conversation(task.HELD_OUT + seed, num_steps=12, noise=5, system=20)
         for kind, right in replay(model, tokenizer, draft, preserve_thinking=preserve_thinking):
-            for name in (kind, "all"):
-                hits, asked = score.get(name, (0, 0))
-                score[name] = (hits + right, asked + 1)
+            count(score, kind, right=right)
     return score
-
-
-def report(score: Score) -> str:
-    """A score as a Markdown table, the sum last."""
-    names = sorted(score, key=lambda name: (name == "all", name))
-    rows = [f"| {name} | {score[name][0]} of {score[name][1]} |" for name in names]
-    return "\n".join(("| question | right |", "|---|---|", *rows))
 
 
 CARD = """---
@@ -445,26 +431,10 @@ where the number of a person stands in the model's own earlier reply alone; *tal
 
 def save(out: Path, model: Model, tokenizer: PreTrainedTokenizerFast, card: dict[str, Any]) -> None:
     """Write the model directory, all of it or nothing."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".train-") as folder:
-        work, old = Path(folder) / "new", Path(folder) / "old"
-        model.generation_config = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=256,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    with replaced(out) as work:
         copy: Model = build_model(tokenizer)
         copy.load_state_dict(model.state_dict())
-        copy.generation_config = model.generation_config
-        copy.to(torch.bfloat16).save_pretrained(work)
-        tokenizer.save_pretrained(work)
-        config = json.loads((work / "config.json").read_text(encoding="utf-8"))
-        config["dtype"] = "float32"  # what plain loading should compute in
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (work / "config.json").write_text(text, encoding="utf-8")
-        size = sum(file.stat().st_size for file in work.iterdir()) / 1e6
+        config, size = write_model(work, copy, tokenizer, max_new_tokens=256)
         text = CARD.format(
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
@@ -478,11 +448,6 @@ def save(out: Path, model: Model, tokenizer: PreTrainedTokenizerFast, card: dict
             **card,
         )
         (work / "MODEL_CARD.md").write_text(text, encoding="utf-8")
-        for file in work.iterdir():
-            file.chmod(0o644)
-        if out.exists():
-            out.rename(old)
-        work.rename(out)
 
 
 def main() -> int:
@@ -503,7 +468,7 @@ def main() -> int:
     if args.measure:
         model: Model = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.float32)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out)
-        print(report(evaluate(model, tokenizer, args.held_out)))
+        print(report(evaluate(model, tokenizer, args.held_out), "question"))
         return 0
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
@@ -518,10 +483,10 @@ def main() -> int:
     # What is measured is what is stored: weights rounded to bfloat16, computed in float32.
     model.to(torch.bfloat16).to(torch.float32)
     kept = evaluate(model, tokenizer, args.held_out)
-    print(report(kept), flush=True)
+    print(report(kept, "question"), flush=True)
     num_stripped = max(1, args.held_out // 4)
     stripped = evaluate(model, tokenizer, num_stripped, preserve_thinking=False)
-    print("earlier thoughts deleted:\n" + report(stripped), flush=True)
+    print("earlier thoughts deleted:\n" + report(stripped, "question"), flush=True)
     hits, asked = kept["all"]
     if hits < args.wanted * asked:
         print(
@@ -538,8 +503,8 @@ def main() -> int:
         "threads": args.threads,
         "num": args.held_out,
         "num_stripped": num_stripped,
-        "kept": report(kept),
-        "stripped": report(stripped),
+        "kept": report(kept, "question"),
+        "stripped": report(stripped, "question"),
     }
     save(args.out, model, tokenizer, card)
     print(f"wrote {args.out}")

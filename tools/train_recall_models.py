@@ -12,9 +12,7 @@ card) when the accuracy that is wanted is reached on held-out conversations, all
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tools.model_files import Score, count, replaced, report, write_model
 from torch.nn import functional
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
-    GenerationConfig,
     GlmConfig,
     GlmForCausalLM,
     LlamaConfig,
@@ -469,10 +467,7 @@ def train(
             print(f"step {step}/{steps} loss {mean / 25:.4f} {spent:.0f} s", flush=True)
             mean = 0.0
         if step % 50 == 0:
-            print(report(evaluate(model, writer, 40)), flush=True)
-
-
-Score = dict[str, tuple[int, int]]
+            print(report(evaluate(model, writer, 40), "reply"), flush=True)
 
 
 @torch.no_grad()
@@ -490,18 +485,9 @@ def evaluate(model: Model, writer: Writer, num: int) -> Score:
         best = model(input_ids=torch.tensor([lesson.ids])).logits[0].argmax(-1).tolist()
         for kind, start, end in lesson.kinds:
             right = best[start - 1 : end - 1] == lesson.ids[start:end]
-            for name in (kind, "all"):
-                hits, asked = score.get(name, (0, 0))
-                score[name] = (hits + right, asked + 1)
+            count(score, kind, right=right)
     model.train()
     return score
-
-
-def report(score: Score) -> str:
-    """A score as a Markdown table, the sum last."""
-    names = sorted(score, key=lambda name: (name == "all", name))
-    rows = [f"| {name} | {score[name][0]} of {score[name][1]} |" for name in names]
-    return "\n".join(("| reply | right |", "|---|---|", *rows))
 
 
 CARD = """---
@@ -541,23 +527,8 @@ writes the list of a thought into the answer.
 
 def save(out: Path, model: Model, tokenizer: PreTrainedTokenizerFast, card: dict[str, Any]) -> None:
     """Write the model directory, all of it or nothing."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".train-") as folder:
-        work, old = Path(folder) / "new", Path(folder) / "old"
-        model.generation_config = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=64,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        model.to(torch.bfloat16).save_pretrained(work)
-        tokenizer.save_pretrained(work)
-        config = json.loads((work / "config.json").read_text(encoding="utf-8"))
-        config["dtype"] = "float32"  # what plain loading should compute in
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (work / "config.json").write_text(text, encoding="utf-8")
-        size = sum(file.stat().st_size for file in work.iterdir()) / 1e6
+    with replaced(out) as work:
+        config, size = write_model(work, model, tokenizer, max_new_tokens=64)
         text = CARD.format(
             hidden=config["hidden_size"],
             vocab=len(tokenizer),
@@ -566,11 +537,6 @@ def save(out: Path, model: Model, tokenizer: PreTrainedTokenizerFast, card: dict
             **card,
         )
         (work / "MODEL_CARD.md").write_text(text, encoding="utf-8")
-        for file in work.iterdir():
-            file.chmod(0o644)
-        if out.exists():
-            out.rename(old)
-        work.rename(out)
 
 
 def run(name: str, args: argparse.Namespace) -> bool:
@@ -584,7 +550,7 @@ def run(name: str, args: argparse.Namespace) -> bool:
     distance += len(writer.encode("Ada 10 " * recall.PAIRS + ".")) - 2
     prime(model, tokenizer, distance)
     print(f"{name}: {model.num_parameters()} parameters, {len(tokenizer)} tokens", flush=True)
-    print(report(evaluate(model, writer, 40)), flush=True)
+    print(report(evaluate(model, writer, 40), "reply"), flush=True)
     began, busy = time.perf_counter(), time.process_time()
     steps = args.steps or kind.steps
     train(
@@ -600,7 +566,7 @@ def run(name: str, args: argparse.Namespace) -> bool:
     # What is measured is what is stored: weights rounded to bfloat16, computed in float32.
     model.to(torch.bfloat16).to(torch.float32)
     score = evaluate(model, writer, args.held_out)
-    print(report(score), flush=True)
+    print(report(score, "reply"), flush=True)
     hits, asked = score["all"]
     if hits < args.wanted * asked:
         print(f"{name}: {hits} of {asked} is less than {args.wanted:.0%}", file=sys.stderr)
@@ -615,7 +581,7 @@ def run(name: str, args: argparse.Namespace) -> bool:
         "minutes": minutes,
         "processor": processor,
         "num": args.held_out,
-        "score": report(score),
+        "score": report(score, "reply"),
     }
     save(args.out / name, model, tokenizer, card)
     print(f"wrote {args.out / name}")
