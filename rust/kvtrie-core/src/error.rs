@@ -12,7 +12,7 @@ pub enum ErrorKind {
     BlockInUse,
     /// Fewer blocks can be freed than were asked for.
     OutOfBlocks,
-    /// A released plan was used again.
+    /// A released plan was used again, or a request that its ledger does not know (any more).
     StaleHandle,
     /// Bytes that should be a snapshot are none, are damaged, or exceed a limit.
     Snapshot,

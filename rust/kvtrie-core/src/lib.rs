@@ -14,6 +14,8 @@
 //! - A [`ReusePlan`] says how to build the KV of a prompt: blocks in place, tokens to copy, and tokens to compute. Where a
 //!   [`ReusePolicy`] allows it, the copies are *moved runs* too: tokens that are cached behind another prefix or at another
 //!   position. A plan is a lease: what it uses is pinned until it is released.
+//! - A [`SequenceLedger`] knows what is *computed* for every live request: the one owner of its lengths. It takes final ids and
+//!   the engine's claims, answers the range that is final and computed, and commits exactly that to an index.
 //! - A block is **free** or **held** (the engine's business), **indexed**, or **condemned**: it left the index while
 //!   pinned, and comes back through [`RadixIndex::take_freed`] after its last release.
 //!
@@ -42,6 +44,9 @@
 //! | [`snapshot`](RadixIndex::snapshot), [`restore`](RadixIndex::restore) | O(tokens held + windows), O(bytes · log bytes); 4 · (`block_size` + 1) bytes a block and 17 an edge |
 //! | [`stats`](RadixIndex::stats) | O(edges) |
 //! | [`digest`](RadixIndex::digest), [`check`](RadixIndex::check) | O(tokens held + blocks pinned, once a plan) |
+//!
+//! Of a ledger, [`step`](SequenceLedger::step) costs O(requests + new ids), some tens of ns each; calls on one request cost what
+//! they are given or answer, and a commit what its insert costs.
 //!
 //! Nothing recurses: a chain of 10⁶ edges is walked in any stack. No table is moved as a whole: `cargo run --release -p
 //! kvtrie-benches --bin pauses` prints the longest of 10⁵ single inserts and evictions. The times of all calls are in
@@ -118,7 +123,7 @@
 //! # Threads
 //!
 //! Calls take `&mut RadixIndex` and `&mut TokenSequence`: a caller with threads puts a lock around each (order: sequence,
-//! then index).
+//! then index; a [`SequenceLedger`] before both).
 //!
 //! # What it does not decide
 //!
@@ -143,6 +148,7 @@ mod gone;
 mod hash;
 mod ids;
 mod lease;
+mod ledger;
 mod lru;
 mod namespace;
 mod node;
@@ -165,6 +171,10 @@ pub use allocator::BlockAllocator;
 pub use error::{Error, ErrorKind, Result};
 pub use explain::{Context, ExplainOptions, Explanation, NamespaceDifference, Reason, WouldSave};
 pub use ids::BlockId;
+pub use ledger::{
+    Begin, Forgotten, LabelRun, LedgerSource, PLACEHOLDER, Present, RequestId, RolledBack,
+    SequenceLedger, Step, StepError, StepIds,
+};
 pub use namespace::{Namespace, Salt};
 pub use plan::{Class, Move, PlanOptions, ReusePlan, Segment};
 pub use policy::ReusePolicy;

@@ -4,8 +4,8 @@
 //! from the item's start. [`View`] is a borrowed run of such tokens; everything that confirms a match goes through it.
 
 use std::cmp::Ordering;
-use std::sync::Arc;
 use std::sync::atomic::{self, AtomicU64};
+use std::sync::{Arc, Weak};
 
 use crate::cursor::Cursor;
 use crate::error::{Error, Result};
@@ -116,8 +116,14 @@ pub struct TokenSequence {
     /// Renewed when one of the first `held_len` tokens is cut: whoever knows these tells by the lineage that they stand.
     lineage: u64,
     held_len: usize,
+    /// Lives while a ledger's request has the sequence; nobody else changes it then.
+    owner: Weak<Owner>,
     pub(crate) cursor: Option<Cursor>,
 }
+
+/// What a ledger's request holds as long as a sequence is its own.
+#[derive(Debug)]
+pub(crate) struct Owner;
 
 /// The tokens of a sequence at one moment, kept by a plan.
 #[derive(Clone, Debug)]
@@ -147,6 +153,7 @@ impl TokenSequence {
             items,
             lineage: next_lineage(),
             held_len: 0,
+            owner: Weak::new(),
             cursor: None,
         })
     }
@@ -155,33 +162,48 @@ impl TokenSequence {
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and lie inside
-    /// the new tokens; nothing is appended then.
+    /// the new tokens, or if a request of a [`SequenceLedger`](crate::SequenceLedger) has the sequence; nothing is
+    /// appended then.
     pub fn extend(&mut self, tokens: &[u32], items: Vec<Item>) -> Result<()> {
+        self.check_free("TokenSequence.extend")?;
         let len = self.tokens.len();
         check_items(&items, len, len + tokens.len(), "TokenSequence.extend")?;
+        self.push(tokens);
+        self.items.extend(items);
+        Ok(())
+    }
+
+    /// Appends tokens without items, whoever has the sequence.
+    pub(crate) fn push(&mut self, tokens: &[u32]) {
         if let Some(own) = Arc::get_mut(&mut self.tokens) {
             own.extend_from_slice(tokens);
         } else {
-            let mut own = Vec::with_capacity((len + tokens.len()) * 5 / 4);
+            let mut own = Vec::with_capacity((self.tokens.len() + tokens.len()) * 5 / 4);
             own.extend_from_slice(&self.tokens);
             own.extend_from_slice(tokens);
             self.tokens = Arc::new(own);
         }
-        self.items.extend(items);
-        Ok(())
     }
 
     /// Keeps the first `len` tokens; an item that is cut ends at the cut.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `len` is beyond the sequence.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `len` is beyond the sequence, or a request of a
+    /// [`SequenceLedger`](crate::SequenceLedger) has the sequence.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
+        self.check_free("TokenSequence.truncate")?;
         if len > self.tokens.len() {
             return Err(Error::invalid(format!(
                 "TokenSequence.truncate: {len} tokens asked for, the sequence has {}",
                 self.tokens.len()
             )));
         }
+        self.cut(len);
+        Ok(())
+    }
+
+    /// Keeps the first `len` tokens of at least so many, whoever has the sequence.
+    pub(crate) fn cut(&mut self, len: usize) {
         match Arc::get_mut(&mut self.tokens) {
             Some(own) => own.truncate(len),
             None => self.tokens = Arc::new(self.tokens[..len].to_vec()),
@@ -193,6 +215,33 @@ impl TokenSequence {
         }
         if let Some(cursor) = &mut self.cursor {
             cursor.truncate(len);
+        }
+    }
+
+    /// Whether a request of a [`SequenceLedger`](crate::SequenceLedger) has the sequence: [`extend`](Self::extend) and
+    /// [`truncate`](Self::truncate) are refused then.
+    #[must_use]
+    pub fn is_owned(&self) -> bool {
+        self.owner.strong_count() > 0
+    }
+
+    /// Whether this owner has the sequence.
+    pub(crate) fn is_owned_by(&self, owner: &Arc<Owner>) -> bool {
+        Weak::as_ptr(&self.owner) == Arc::as_ptr(owner)
+    }
+
+    /// Gives the sequence to an owner, for as long as that lives.
+    pub(crate) fn give_to(&mut self, owner: &Arc<Owner>) {
+        self.owner = Arc::downgrade(owner);
+    }
+
+    fn check_free(&self, call: &str) -> Result<()> {
+        if self.is_owned() {
+            return Err(Error::invalid(format!(
+                "{call}: a request of a SequenceLedger has this sequence of {} tokens; append through the ledger, or \
+                 finish or forget the request first",
+                self.tokens.len()
+            )));
         }
         Ok(())
     }

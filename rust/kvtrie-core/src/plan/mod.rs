@@ -191,6 +191,11 @@ impl ReusePlan {
         self.pinned
     }
 
+    /// Token slots of a block, as the plan's index has them.
+    pub(crate) fn block_size(&self) -> usize {
+        self.block_size
+    }
+
     pub(crate) fn snapshot(&self) -> &Snapshot {
         &self.snapshot
     }
@@ -208,7 +213,7 @@ impl ReusePlan {
     }
 
     /// The first token that is approximate.
-    fn first_approximate(&self) -> Option<usize> {
+    pub(crate) fn first_approximate(&self) -> Option<usize> {
         let mut segments = self.segments.iter();
         let first = segments.find(|segment| segment.class == Class::Approximate);
         first.map(|segment| segment.start)

@@ -1,0 +1,175 @@
+//! Taking a request over: its sequence, its table, and what of it is computed already.
+
+use std::sync::Arc;
+
+use super::labels::{Labels, LedgerSource};
+use super::positions::Positions;
+use super::present::{Islands, check_ranges};
+use super::record::{Record, check_ids, check_unique};
+use super::{RequestId, SequenceLedger};
+use crate::error::{Error, Result};
+use crate::ids::BlockId;
+use crate::plan::{Class, ReusePlan};
+use crate::tokens::{Owner, TokenSequence};
+
+const CALL: &str = "SequenceLedger.begin";
+
+/// Which tokens of a sequence have KV in the table when a request begins.
+#[derive(Clone, Copy, Debug)]
+pub enum Present<'a> {
+    /// Those before this position.
+    Below(usize),
+    /// All of the sequence but these ranges, ascending and disjoint.
+    AllBut(&'a [(usize, usize)]),
+}
+
+/// How a request begins.
+#[derive(Clone, Debug)]
+pub struct Begin<'a> {
+    /// Where its KV comes from.
+    pub source: LedgerSource,
+    /// What is there. Without it, what the plan says; and nothing, if there is no plan.
+    pub present: Option<Present<'a>>,
+}
+
+impl Default for Begin<'_> {
+    /// Nothing is there, and all will be computed.
+    fn default() -> Self {
+        Self {
+            source: LedgerSource::Computed,
+            present: None,
+        }
+    }
+}
+
+impl Begin<'_> {
+    /// What this plan says.
+    #[must_use]
+    pub fn planned(plan: Arc<ReusePlan>) -> Self {
+        Self {
+            source: LedgerSource::Plan(plan),
+            present: None,
+        }
+    }
+}
+
+impl SequenceLedger {
+    /// Takes a request over. Until [`finish`](Self::finish) or [`forget`](Self::forget), its sequence is changed by the
+    /// ledger alone.
+    ///
+    /// With a plan, its gaps and what follows its tokens are missing, and its blocks in place count as committed.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): another request has the sequence; more is said to be
+    ///   there than the sequence has tokens, or than the blocks can hold; ranges that do not ascend; a plan of another
+    ///   block size, of other tokens, or whose blocks in place do not lead the table; a plan beside
+    ///   [`present`](Begin::present); an id that no pool can have, or hops above the limit.
+    /// - [`BlockInUse`](crate::ErrorKind::BlockInUse): an id comes twice.
+    ///
+    /// # Complexity
+    /// O(blocks · log blocks + missing ranges), and comparing the plan's tokens, if the sequence is not the one that was
+    /// planned.
+    pub fn begin(
+        &mut self,
+        seq: &mut TokenSequence,
+        blocks: &[BlockId],
+        begin: Begin<'_>,
+    ) -> Result<RequestId> {
+        if seq.is_owned() {
+            return Err(Error::invalid(format!(
+                "{CALL}: another request of a SequenceLedger has this sequence of {} tokens",
+                seq.len()
+            )));
+        }
+        begin.source.check(CALL)?;
+        check_ids(blocks, CALL)?;
+        check_unique(&[], blocks, CALL)?;
+        let mut committed = 0;
+        let (computed, islands) = match (&begin.source, begin.present) {
+            (LedgerSource::Plan(plan), None) => {
+                self.check_plan(plan, seq, blocks)?;
+                committed = plan.blocks().len() * self.block_size;
+                let gaps = plan
+                    .segments()
+                    .iter()
+                    .filter(|segment| segment.class == Class::Compute)
+                    .map(|segment| (segment.start, segment.end));
+                Islands::around(gaps, plan.snapshot().tokens.len())
+            }
+            (LedgerSource::Plan(_), Some(_)) => {
+                return Err(Error::invalid(format!(
+                    "{CALL}: a plan says itself what is computed; num_computed and missing are for other sources"
+                )));
+            }
+            (_, None) => (0, Islands::default()),
+            (_, Some(Present::Below(computed))) => {
+                if computed > seq.len() {
+                    return Err(Error::invalid(format!(
+                        "{CALL}: num_computed is {computed}, the sequence has {} tokens",
+                        seq.len()
+                    )));
+                }
+                (computed, Islands::default())
+            }
+            (_, Some(Present::AllBut(missing))) => {
+                check_ranges(missing, seq.len(), CALL)?;
+                Islands::around(missing.iter().copied(), seq.len())
+            }
+        };
+        let (end, capacity) = (computed.max(islands.end()), blocks.len() * self.block_size);
+        if end > capacity {
+            return Err(Error::invalid(format!(
+                "{CALL}: KV up to position {end} is said to be there, the {} blocks of {} tokens end at {capacity}",
+                blocks.len(),
+                self.block_size
+            )));
+        }
+        let owner = Arc::new(Owner);
+        seq.give_to(&owner);
+        let record = self.records.insert(Record {
+            owner,
+            positions: Positions::new(seq.len(), computed, islands),
+            blocks: blocks.to_vec(),
+            committed,
+            labels: Labels::new(&begin.source, self.block_size),
+            source: begin.source,
+            spans: Vec::new(),
+        });
+        Ok(RequestId(self.records.handle(record)))
+    }
+
+    fn check_plan(&self, plan: &ReusePlan, seq: &TokenSequence, blocks: &[BlockId]) -> Result<()> {
+        if plan.block_size() != self.block_size {
+            return Err(Error::invalid(format!(
+                "{CALL}: the plan is made for blocks of {} tokens, the ledger for {}",
+                plan.block_size(),
+                self.block_size
+            )));
+        }
+        if !seq.starts_with(plan.snapshot()) {
+            return Err(Error::invalid(format!(
+                "{CALL}: the sequence of {} tokens does not start with the {} tokens of the plan in its namespace",
+                seq.len(),
+                plan.snapshot().tokens.len()
+            )));
+        }
+        let in_place = plan.blocks();
+        let differs = in_place
+            .iter()
+            .enumerate()
+            .find(|&(at, id)| blocks.get(at) != Some(id));
+        match differs {
+            Some((at, id)) => Err(Error::invalid(match blocks.get(at) {
+                Some(given) => format!(
+                    "{CALL}: blocks[{at}] is {given}, but the plan has block {id} in place there"
+                ),
+                None => format!(
+                    "{CALL}: {} blocks for a plan that has {} in place",
+                    blocks.len(),
+                    in_place.len()
+                ),
+            })),
+            None => Ok(()),
+        }
+    }
+}

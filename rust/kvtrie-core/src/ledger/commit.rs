@@ -1,0 +1,178 @@
+//! Handing blocks to an index, and letting go of a request.
+
+use std::sync::Arc;
+
+use super::labels::LedgerSource;
+use super::record::Record;
+use super::{RequestId, SequenceLedger};
+use crate::error::{Error, Result};
+use crate::ids::BlockId;
+use crate::plan::ReusePlan;
+use crate::span::Span;
+use crate::tokens::TokenSequence;
+use crate::tree::{InsertOptions, Inserted, RadixIndex};
+
+/// What is left of a request that was forgotten.
+#[derive(Clone, Debug)]
+pub struct Forgotten {
+    /// The blocks of its table that it did not commit.
+    pub blocks: Vec<BlockId>,
+    /// Its plan, which the caller releases, unless it did.
+    pub plan: Option<Arc<ReusePlan>>,
+}
+
+impl SequenceLedger {
+    /// Inserts the whole blocks that are new: of `committed..verified`, exactly. The table has the ids that the index
+    /// answers from here on; those in `duplicates` and `freed` are the caller's. What was not taken stays in the table, so
+    /// `surplus` is empty.
+    ///
+    /// Where nothing is new the index is not asked, unless there are spans to tag.
+    ///
+    /// # Errors
+    /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live, or its plan was released.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): another sequence, an index of another block size, and what
+    ///   [`RadixIndex::insert`] refuses.
+    /// - [`BlockInUse`](crate::ErrorKind::BlockInUse): as for [`RadixIndex::insert`].
+    ///
+    /// # Complexity
+    /// That of the insert.
+    pub fn commit(
+        &mut self,
+        id: RequestId,
+        seq: &mut TokenSequence,
+        index: &mut RadixIndex,
+    ) -> Result<Inserted> {
+        const CALL: &str = "SequenceLedger.commit";
+        let block_size = self.block_size;
+        let record = self.record_mut(id, CALL)?;
+        record.check_owns(seq, CALL)?;
+        check_block_size(index, block_size, CALL)?;
+        let end = record.positions.verified();
+        let end = end - end % block_size;
+        let spans = record.spans_to_give(end);
+        if end == record.committed {
+            if !spans.is_empty() {
+                index.tag(seq, &spans)?;
+                record.gave(end);
+            }
+            return Ok(Inserted {
+                num_exact: record.labels.exact_below(end),
+                ..Inserted::default()
+            });
+        }
+        let offered = record.committed / block_size..end / block_size;
+        let mut done = record.insert(seq, index, end, offered, &spans)?;
+        done.surplus = Vec::new();
+        record.take(&done, block_size);
+        record.gave(record.committed);
+        Ok(done)
+    }
+
+    /// Ends a request: a last commit, with all that is left of the table in `surplus`; then its plan is released and the
+    /// sequence is its owner's again. If the insert is refused, the request stays as it is.
+    ///
+    /// # Errors
+    /// As [`commit`](Self::commit).
+    ///
+    /// # Complexity
+    /// That of the insert and the release.
+    pub fn finish(
+        &mut self,
+        id: RequestId,
+        seq: &mut TokenSequence,
+        index: &mut RadixIndex,
+    ) -> Result<Inserted> {
+        const CALL: &str = "SequenceLedger.finish";
+        let block_size = self.block_size;
+        let record = self.record(id, CALL)?;
+        record.check_owns(seq, CALL)?;
+        check_block_size(index, block_size, CALL)?;
+        let end = record.positions.verified();
+        let spans = record.spans_to_give(end - end % block_size);
+        let offered = record.committed / block_size..record.blocks.len();
+        let done = record.insert(seq, index, end, offered, &spans)?;
+        if let LedgerSource::Plan(plan) = &record.source {
+            // The insert has found it live.
+            index.release(plan)?;
+        }
+        self.records.remove(id.0.index);
+        Ok(done)
+    }
+
+    /// Ends a request without an index. The sequence is its owner's again.
+    ///
+    /// # Errors
+    /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
+    ///
+    /// # Complexity
+    /// O(blocks).
+    pub fn forget(&mut self, id: RequestId) -> Result<Forgotten> {
+        self.record(id, "SequenceLedger.forget")?;
+        let record = self.records.remove(id.0.index);
+        let (mut blocks, mut plan) = (Vec::new(), None);
+        if let Some(record) = record {
+            blocks.extend_from_slice(&record.blocks[record.committed / self.block_size..]);
+            if let LedgerSource::Plan(own) = record.source {
+                plan = Some(own);
+            }
+        }
+        Ok(Forgotten { blocks, plan })
+    }
+}
+
+impl Record {
+    /// Offers the blocks at these places of the table.
+    fn insert(
+        &self,
+        seq: &mut TokenSequence,
+        index: &mut RadixIndex,
+        num_computed: usize,
+        offered: std::ops::Range<usize>,
+        spans: &[Span],
+    ) -> Result<Inserted> {
+        let options = InsertOptions {
+            num_computed,
+            start: self.committed,
+            source: self.source.as_source(),
+            spans,
+        };
+        index.insert(seq, &self.blocks[offered], options)
+    }
+
+    /// Notes what an index took and answered.
+    fn take(&mut self, done: &Inserted, block_size: usize) {
+        let first = self.committed / block_size;
+        self.blocks[first..first + done.blocks.len()].copy_from_slice(&done.blocks);
+        self.committed += done.blocks.len() * block_size;
+        if !done.blocks.is_empty() {
+            self.labels.answer(self.committed, done.num_exact);
+        }
+    }
+
+    /// Spans with tokens below `end` that the index has not been told of.
+    fn spans_to_give(&self, end: usize) -> Vec<Span> {
+        self.spans
+            .iter()
+            .filter(|tagged| tagged.span.start < end)
+            .filter(|tagged| tagged.given_until < end.min(tagged.span.end))
+            .map(|tagged| tagged.span.clone())
+            .collect()
+    }
+
+    /// The index has the tags of all tokens below `end`.
+    fn gave(&mut self, end: usize) {
+        for tagged in &mut self.spans {
+            tagged.given_until = tagged.given_until.max(end);
+        }
+    }
+}
+
+fn check_block_size(index: &RadixIndex, block_size: usize, call: &str) -> Result<()> {
+    let found = index.config().block_size;
+    if found == block_size {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "{call}: the index has blocks of {found} tokens, the ledger of {block_size}"
+    )))
+}

@@ -1,0 +1,158 @@
+//! How exact the blocks of a request are.
+
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+use crate::ids::depth;
+use crate::payload::Label;
+use crate::plan::{Class, ReusePlan};
+use crate::tree::{Imported, Source};
+
+/// Where a request's KV comes from, as [`Source`] for an insert. A plan is shared with whoever made it.
+#[derive(Clone, Debug)]
+pub enum LedgerSource {
+    /// Built by this plan.
+    Plan(Arc<ReusePlan>),
+    /// Computed from scratch.
+    Computed,
+    /// Brought from elsewhere.
+    Imported(Imported),
+}
+
+impl LedgerSource {
+    /// The source as an insert takes it.
+    #[must_use]
+    pub fn as_source(&self) -> Source<'_> {
+        match self {
+            Self::Plan(plan) => Source::Plan(plan),
+            Self::Computed => Source::Computed,
+            Self::Imported(imported) => Source::Imported(*imported),
+        }
+    }
+
+    /// The position at or behind which a block that ends there is approximate.
+    fn exact_until(&self) -> usize {
+        match self {
+            Self::Computed => usize::MAX,
+            Self::Imported(imported) => imported.exact_until,
+            Self::Plan(plan) => plan.first_approximate().unwrap_or(usize::MAX),
+        }
+    }
+
+    pub(super) fn check(&self, call: &str) -> Result<()> {
+        match self {
+            Self::Imported(imported) if imported.hops > Label::MAX_HOPS => {
+                Err(Error::invalid(format!(
+                    "{call}: Imported.hops is {}; the limit is {}",
+                    imported.hops,
+                    Label::MAX_HOPS
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Consecutive tokens of one label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LabelRun {
+    /// First token.
+    pub start: usize,
+    /// One past the last token.
+    pub end: usize,
+    /// [`Class::Exact`] or [`Class::Approximate`].
+    pub class: Class,
+    /// The most hops that KV of its blocks has; 0 for what is exact.
+    pub hops: u16,
+}
+
+/// What is known of the labels of a request's blocks, as an index would give them (D14).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Labels {
+    block_size: usize,
+    /// As the source says.
+    said: usize,
+    /// As the index answered: what backs the sequence there is approximate, wherever it came from.
+    answered: usize,
+}
+
+impl Labels {
+    pub(super) fn new(source: &LedgerSource, block_size: usize) -> Self {
+        Self {
+            block_size,
+            said: source.exact_until(),
+            answered: usize::MAX,
+        }
+    }
+
+    /// The end of the exact ones of the whole blocks below `end`.
+    pub(super) fn exact_below(&self, end: usize) -> usize {
+        let exact = self.said.min(self.answered).min(end);
+        exact - exact % self.block_size
+    }
+
+    /// An index answered that it backs the sequence up to `end`, and exactly up to `num_exact`.
+    pub(super) fn answer(&mut self, end: usize, num_exact: usize) {
+        if num_exact < self.exact_below(end) {
+            self.answered = num_exact;
+        }
+    }
+
+    /// The labels of the tokens `start..end`, in as few runs as there are.
+    pub(super) fn runs(&self, source: &LedgerSource, start: usize, end: usize) -> Vec<LabelRun> {
+        let mut runs: Vec<LabelRun> = Vec::new();
+        let mut push = |start: usize, end: usize, class: Class, hops: u16| match runs.last_mut() {
+            Some(last) if last.class == class && last.hops == hops => last.end = end,
+            _ if start < end => runs.push(LabelRun {
+                start,
+                end,
+                class,
+                hops,
+            }),
+            _ => {}
+        };
+        let size = self.block_size;
+        let mut at = start;
+        while at < end {
+            let block = at / size;
+            let (label, until) = match self.label(source, block) {
+                label if label.is_exact() => (label, self.exact_below(usize::MAX)),
+                label => match source {
+                    // The rest of what this says has one label.
+                    LedgerSource::Imported(_) | LedgerSource::Computed => {
+                        let said = self.said / size * size;
+                        (label, if at < said { said } else { end })
+                    }
+                    LedgerSource::Plan(_) => (label, (block + 1) * size),
+                },
+            };
+            let until = until.min(end);
+            let class = if label.is_exact() {
+                Class::Exact
+            } else {
+                Class::Approximate
+            };
+            push(at, until, class, label.hops());
+            at = until;
+        }
+        runs
+    }
+
+    fn label(&self, source: &LedgerSource, block: usize) -> Label {
+        let end = (block + 1) * self.block_size;
+        if end > self.said {
+            Label::approximate(match source {
+                LedgerSource::Computed => 0,
+                LedgerSource::Imported(imported) => imported.hops,
+                LedgerSource::Plan(plan) => plan.hops_of_block(depth(block)),
+            })
+        } else if end > self.answered {
+            Label::approximate(match source {
+                LedgerSource::Plan(plan) => plan.hops_of_block(depth(block)),
+                _ => 0,
+            })
+        } else {
+            Label::EXACT
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! KV that a request has behind its computed prefix.
+
+use crate::error::{Error, Result};
+
+/// Ranges of tokens whose KV is in the table although something before them is still to be computed: ascending, with
+/// something between any two.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Islands(Vec<(usize, usize)>);
+
+impl Islands {
+    /// What lies between the missing ranges of `0..end`; what follows `end` is missing too. Answers the end of the first
+    /// run, which begins at position 0 and may be empty, and the others.
+    pub(super) fn around(
+        missing: impl IntoIterator<Item = (usize, usize)>,
+        end: usize,
+    ) -> (usize, Self) {
+        let (mut first, mut islands) = (None, Vec::new());
+        let mut at = 0;
+        for (start, behind) in missing {
+            if start == behind {
+                continue;
+            }
+            match first {
+                None => first = Some(start),
+                Some(_) if at < start => islands.push((at, start)),
+                Some(_) => {}
+            }
+            at = behind;
+        }
+        match first {
+            Some(first) => {
+                if at < end {
+                    islands.push((at, end));
+                }
+                (first, Self(islands))
+            }
+            None => (end, Self::default()),
+        }
+    }
+
+    /// One past the last token.
+    pub(super) fn end(&self) -> usize {
+        self.0.last().map_or(0, |island| island.1)
+    }
+
+    /// The end of the island that a position lies in, or the position.
+    pub(super) fn leave(&self, at: usize) -> usize {
+        if self.0.is_empty() {
+            return at;
+        }
+        match self.0.get(self.0.partition_point(|island| island.1 <= at)) {
+            Some(&(start, end)) if start <= at => end,
+            _ => at,
+        }
+    }
+
+    /// The position behind so many tokens from `from` on, islands not counted.
+    pub(super) fn advance(&self, from: usize, tokens: usize) -> usize {
+        let mut at = self.leave(from);
+        let mut left = tokens;
+        if !self.0.is_empty() {
+            let next = self.0.partition_point(|island| island.0 < at);
+            for &(start, end) in &self.0[next..] {
+                let room = start - at;
+                if left < room {
+                    break;
+                }
+                left -= room;
+                at = end;
+            }
+        }
+        at.saturating_add(left)
+    }
+
+    /// What is not an island between two positions.
+    pub(super) fn between(&self, from: usize, to: usize) -> Vec<(usize, usize)> {
+        let (mut found, mut at) = (Vec::new(), from);
+        for &(start, end) in &self.0 {
+            if at < start.min(to) {
+                found.push((at, start.min(to)));
+            }
+            at = at.max(end);
+        }
+        if at < to {
+            found.push((at, to));
+        }
+        found
+    }
+
+    /// The parts that lie at or behind a position.
+    pub(super) fn behind(&self, from: usize) -> impl Iterator<Item = (usize, usize)> {
+        let first = self.0.partition_point(|island| island.1 <= from);
+        self.0[first..]
+            .iter()
+            .map(move |&(start, end)| (start.max(from), end))
+    }
+
+    /// Keeps what lies before a position.
+    pub(super) fn cut(&mut self, to: usize) {
+        let keep = self.0.partition_point(|island| island.0 < to);
+        self.0.truncate(keep);
+        if let Some(last) = self.0.last_mut() {
+            last.1 = last.1.min(to);
+        }
+    }
+
+    /// Forgets what lies wholly below a position, where nobody goes back to.
+    pub(super) fn forget_below(&mut self, at: usize) {
+        if self.0.first().is_some_and(|island| island.1 <= at) {
+            let past = self.0.partition_point(|island| island.1 <= at);
+            self.0.drain(..past);
+        }
+    }
+}
+
+/// Refuses ranges that do not ascend, overlap, or end behind `len` tokens.
+pub(super) fn check_ranges(ranges: &[(usize, usize)], len: usize, call: &str) -> Result<()> {
+    let mut behind = 0;
+    for &(start, end) in ranges {
+        if start > end || end > len {
+            return Err(Error::invalid(format!(
+                "{call}: the missing range {start}..{end} must ascend and lie inside the {len} tokens of the sequence"
+            )));
+        }
+        if start < behind {
+            return Err(Error::invalid(format!(
+                "{call}: the missing range {start}..{end} begins before {behind}, where the one before it ends; ranges \
+                 must ascend and be disjoint"
+            )));
+        }
+        behind = end;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn islands_lie_between_what_is_missing() {
+        let (first, islands) = Islands::around([(3, 5), (8, 10)], 12);
+        assert_eq!((first, &islands.0[..]), (3, &[(5, 8), (10, 12)][..]));
+        let (first, islands) = Islands::around([(0, 2), (2, 4), (4, 4)], 4);
+        assert_eq!((first, &islands.0[..]), (0, &[][..]));
+        assert_eq!(Islands::around([], 7), (7, Islands::default()));
+    }
+
+    #[test]
+    fn advance_counts_only_what_is_missing() {
+        let (_, islands) = Islands::around([(3, 5), (8, 10)], 12);
+        let ends: Vec<usize> = (0..7).map(|tokens| islands.advance(3, tokens)).collect();
+        assert_eq!(ends, [3, 4, 8, 9, 12, 13, 14]);
+        assert_eq!(islands.advance(6, 1), 9);
+    }
+
+    #[test]
+    fn between_leaves_islands_out() {
+        let (_, islands) = Islands::around([(3, 5), (8, 10)], 12);
+        assert_eq!(islands.between(3, 14), [(3, 5), (8, 10), (12, 14)]);
+        assert_eq!(islands.between(6, 9), [(8, 9)]);
+        assert_eq!(islands.behind(6).collect::<Vec<_>>(), [(6, 8), (10, 12)]);
+    }
+}

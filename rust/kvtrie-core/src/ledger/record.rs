@@ -1,0 +1,104 @@
+//! One live request.
+
+use std::sync::Arc;
+
+use super::labels::{Labels, LedgerSource};
+use super::positions::{Contradiction, Positions};
+use crate::error::{Error, Result};
+use crate::ids::BlockId;
+use crate::span::Span;
+use crate::tokens::{Owner, TokenSequence};
+
+/// What a ledger knows of a request.
+#[derive(Debug)]
+pub(super) struct Record {
+    /// The sequence is the request's as long as this lives.
+    pub(super) owner: Arc<Owner>,
+    pub(super) positions: Positions,
+    /// The table, from position 0.
+    pub(super) blocks: Vec<BlockId>,
+    /// Tokens whose blocks are the index's: a multiple of the block size, at most what is final and computed.
+    pub(super) committed: usize,
+    pub(super) source: LedgerSource,
+    pub(super) labels: Labels,
+    pub(super) spans: Vec<Tagged>,
+}
+
+/// A span, and up to where the index has it.
+#[derive(Clone, Debug)]
+pub(super) struct Tagged {
+    pub(super) span: Span,
+    pub(super) given_until: usize,
+}
+
+impl Record {
+    /// Refuses a sequence that is another request's, or nobody's.
+    pub(super) fn check_owns(&self, seq: &TokenSequence, call: &str) -> Result<()> {
+        if seq.is_owned_by(&self.owner) {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "{call}: the sequence of {} tokens is not the one of {} tokens that the request began with",
+            seq.len(),
+            self.positions.num_final
+        )))
+    }
+}
+
+/// Refuses ids that come twice in one table, `old` being in it already.
+pub(super) fn check_unique(old: &[BlockId], new: &[BlockId], call: &str) -> Result<()> {
+    /// So few are looked for one by one.
+    const FEW: usize = 8;
+    let twice = if new.len() <= FEW {
+        let mut known = (0..new.len()).filter(|&at| {
+            let id = new[at];
+            old.contains(&id) || new[..at].contains(&id)
+        });
+        known.next().map(|at| new[at])
+    } else {
+        let mut all: Vec<BlockId> = old.iter().chain(new).copied().collect();
+        all.sort_unstable();
+        all.windows(2)
+            .find(|pair| pair[0] == pair[1])
+            .map(|pair| pair[0])
+    };
+    match twice {
+        Some(id) => Err(Error::block_in_use(format!(
+            "{call}: block {id} comes twice in the table of {} and {} new blocks",
+            old.len(),
+            new.len()
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Refuses ids that no pool can have.
+pub(super) fn check_ids(ids: &[BlockId], call: &str) -> Result<()> {
+    match ids.iter().find(|id| u64::from(id.0) >= BlockId::MAX_BLOCKS) {
+        Some(id) => Err(Error::invalid(format!(
+            "{call}: block id {id} is not in 0..{}, the ids that a pool can have",
+            BlockId::MAX_BLOCKS
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// The error for what cannot be.
+#[cold]
+pub(super) fn refuse(why: Contradiction, blocks: usize, block_size: usize, call: &str) -> Error {
+    Error::invalid(match why {
+        Contradiction::Below { claimed, verified } => format!(
+            "{call}: num_computed is {claimed}, below the {verified} tokens that are final and computed; a rollback \
+             takes them back"
+        ),
+        Contradiction::Behind { claimed, issued } => format!(
+            "{call}: num_computed is {claimed}, but only the positions below {issued} were issued"
+        ),
+        Contradiction::NoRoom { end, capacity } => format!(
+            "{call}: positions up to {end} would be issued, the {blocks} blocks of {block_size} tokens end at {capacity}"
+        ),
+        Contradiction::Drafts { drafts, tokens } => {
+            format!("{call}: {drafts} drafts are more than the {tokens} tokens that are issued")
+        }
+    })
+}

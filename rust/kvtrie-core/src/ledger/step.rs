@@ -1,0 +1,301 @@
+//! One scheduler step of many requests, in one call.
+
+use std::fmt;
+
+use super::ids::{finals, tokens};
+use super::positions::Stepped;
+use super::record::refuse;
+use super::{RequestId, SequenceLedger};
+use crate::error::{Error, Result};
+use crate::tokens::TokenSequence;
+
+const CALL: &str = "SequenceLedger.step";
+
+/// What an engine says once a step, an item a request.
+///
+/// # Examples
+/// See [`SequenceLedger::step`].
+#[derive(Clone, Copy, Debug)]
+pub struct Step<'a, T> {
+    /// Which requests, each once.
+    pub requests: &'a [RequestId],
+    /// Positions that the step issues, from `num_computed` on.
+    pub num_scheduled: &'a [usize],
+    /// The engine's counters before the step; steps under way may be counted.
+    pub num_computed: &'a [usize],
+    /// What became final since the last step: `ids[offsets[i]..offsets[i + 1]]` for the request at `i`. What ends it may be
+    /// [`PLACEHOLDER`](super::PLACEHOLDER)s.
+    pub ids: &'a [T],
+    /// Ascending, one more than there are requests.
+    pub offsets: &'a [usize],
+    /// How many of `num_scheduled`, the last ones, are drafts; none if not given.
+    pub num_drafts: Option<&'a [usize]>,
+}
+
+/// What a step does to the sequence of one request: [`to`](Self::to) does it.
+#[derive(Debug)]
+pub struct StepIds<'a> {
+    change: Change<'a>,
+    owner: &'a std::sync::Arc<crate::tokens::Owner>,
+    num_final: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Change<'a> {
+    Append(&'a [u32]),
+    Cut(usize),
+}
+
+impl StepIds<'_> {
+    /// Does it, if this is the request's sequence.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if it is another one, which is left as it is.
+    pub fn to(self, seq: &mut TokenSequence) -> Result<()> {
+        if !seq.is_owned_by(self.owner) {
+            return Err(Error::invalid(format!(
+                "{CALL}: the sequence of {} tokens is not the one of {} tokens that the request began with",
+                seq.len(),
+                self.num_final
+            )));
+        }
+        match self.change {
+            Change::Append(ids) => seq.push(ids),
+            Change::Cut(len) => seq.cut(len),
+        }
+        Ok(())
+    }
+}
+
+/// Why a step was refused, and for which request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepError<E = Error> {
+    /// The place of the request in the step; none if it is about the step as a whole.
+    pub at: Option<usize>,
+    /// What is wrong.
+    pub error: E,
+}
+
+impl<E: fmt::Display> fmt::Display for StepError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.at {
+            Some(at) => write!(f, "{} (requests[{at}])", self.error),
+            None => self.error.fmt(f),
+        }
+    }
+}
+
+impl<E: std::error::Error> std::error::Error for StepError<E> {}
+
+/// What is kept from step to step to save allocations; it says nothing about any request.
+#[derive(Default)]
+pub(super) struct Scratch {
+    /// The last step that named a request, by its place among all.
+    seen_in: Vec<u64>,
+    steps: u64,
+    stepped: Vec<(u32, Stepped)>,
+    ids: Vec<u32>,
+}
+
+impl fmt::Debug for Scratch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Scratch")
+    }
+}
+
+impl SequenceLedger {
+    /// Notes one scheduler step: for every request its new final ids, the engine's counter, and what it issues. All of it,
+    /// or nothing if anything in it cannot be.
+    ///
+    /// `visit` reaches the sequences: it is called for every request with new ids, and hands what it is given to the
+    /// request's sequence. What it fails with is answered, and everything is as before.
+    ///
+    /// # Errors
+    /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): a request is not live.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): lists of different lengths, offsets that do not ascend, a
+    ///   request that comes twice, an id that is none, and what [`append`](Self::append), [`confirm`](Self::confirm) and
+    ///   [`schedule`](Self::schedule) refuse.
+    ///
+    /// # Complexity
+    /// O(requests + new ids).
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// let mut seqs = [TokenSequence::new(ns, vec![1, 2, 3], vec![])?];
+    /// let mut ledger = SequenceLedger::new(2)?;
+    /// let id = ledger.begin(&mut seqs[0], &[BlockId(5), BlockId(6)], Begin::default())?;
+    /// let mut step = |scheduled, computed, ids: &[u32]| {
+    ///     let step = Step {
+    ///         requests: &[id],
+    ///         num_scheduled: &[scheduled],
+    ///         num_computed: &[computed],
+    ///         ids,
+    ///         offsets: &[0, ids.len()],
+    ///         num_drafts: None,
+    ///     };
+    ///     ledger.step(&step, |at, ids| ids.to(&mut seqs[at]))?;
+    ///     Ok::<_, StepError>(ledger.final_end(id))
+    /// };
+    /// assert_eq!(step(3, 0, &[]), Ok(Ok(0)));
+    /// // The engine goes on before it knows what it sampled; then it does.
+    /// assert_eq!(step(1, 3, &[]), Ok(Ok(3)));
+    /// assert_eq!(step(0, 4, &[4]), Ok(Ok(4)));
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn step<T, E>(
+        &mut self,
+        step: &Step<'_, T>,
+        mut visit: impl FnMut(usize, StepIds<'_>) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), StepError<E>>
+    where
+        T: Copy + Into<i64>,
+        E: From<Error>,
+    {
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let done = match self.check_step(step, &mut scratch) {
+            Ok(()) => self.take_step(step, &mut scratch, &mut visit),
+            Err(StepError { at, error }) => Err(StepError {
+                at,
+                error: E::from(error),
+            }),
+        };
+        self.scratch = scratch;
+        done
+    }
+
+    fn check_step<T: Copy + Into<i64>>(
+        &self,
+        step: &Step<'_, T>,
+        scratch: &mut Scratch,
+    ) -> std::result::Result<(), StepError> {
+        step.check_lengths()
+            .map_err(|error| StepError { at: None, error })?;
+        scratch.steps += 1;
+        scratch.stepped.clear();
+        scratch.stepped.reserve(step.requests.len());
+        if scratch.seen_in.len() < self.records.num_places() {
+            scratch.seen_in.resize(self.records.num_places(), 0);
+        }
+        for at in 0..step.requests.len() {
+            let item = self
+                .check_item(step, at, scratch)
+                .map_err(|error| StepError {
+                    at: Some(at),
+                    error,
+                })?;
+            scratch.stepped.push(item);
+        }
+        Ok(())
+    }
+
+    fn check_item<T: Copy + Into<i64>>(
+        &self,
+        step: &Step<'_, T>,
+        at: usize,
+        scratch: &mut Scratch,
+    ) -> Result<(u32, Stepped)> {
+        let id = step.requests[at];
+        let record = self.record(id, CALL)?;
+        let seen_in = &mut scratch.seen_in[id.0.index as usize];
+        if *seen_in == scratch.steps {
+            return Err(Error::invalid(format!(
+                "{CALL}: the request at {at} came before in this step"
+            )));
+        }
+        *seen_in = scratch.steps;
+        let new = finals(step.ids_of(at)).map_err(|why| {
+            Error::invalid(format!(
+                "{CALL}: of the ids from {} on, {why}",
+                step.offsets[at]
+            ))
+        })?;
+        let capacity = record.blocks.len() * self.block_size;
+        let drafts = step.num_drafts.map_or(0, |drafts| drafts[at]);
+        let (computed, scheduled) = (step.num_computed[at], step.num_scheduled[at]);
+        let stepped = record
+            .positions
+            .check_step(new.len(), computed, scheduled, drafts, capacity);
+        let stepped =
+            stepped.map_err(|why| refuse(why, record.blocks.len(), self.block_size, CALL))?;
+        Ok((id.0.index, stepped))
+    }
+
+    /// Appends the ids, then takes all positions. What was appended is cut off again if a sequence cannot be reached.
+    fn take_step<T: Copy + Into<i64>, E>(
+        &mut self,
+        step: &Step<'_, T>,
+        scratch: &mut Scratch,
+        visit: &mut impl FnMut(usize, StepIds<'_>) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), StepError<E>> {
+        for at in 0..scratch.stepped.len() {
+            let Ok(new @ [_, ..]) = finals(step.ids_of(at)) else {
+                continue;
+            };
+            tokens(new, &mut scratch.ids);
+            let change = Change::Append(&scratch.ids);
+            if let Err(error) = visit(at, self.change(scratch.stepped[at].0, change)) {
+                for before in (0..at).rev() {
+                    let record = scratch.stepped[before].0;
+                    let len = self.records[record].positions.num_final;
+                    // Whoever could be reached a moment ago is reached again; nobody else was changed.
+                    drop(visit(before, self.change(record, Change::Cut(len))));
+                }
+                return Err(StepError {
+                    at: Some(at),
+                    error,
+                });
+            }
+        }
+        for &(record, stepped) in &scratch.stepped {
+            self.records[record].positions.step(stepped);
+        }
+        Ok(())
+    }
+
+    fn change<'a>(&'a self, record: u32, change: Change<'a>) -> StepIds<'a> {
+        let record = &self.records[record];
+        StepIds {
+            change,
+            owner: &record.owner,
+            num_final: record.positions.num_final,
+        }
+    }
+}
+
+impl<T> Step<'_, T> {
+    fn ids_of(&self, at: usize) -> &[T] {
+        &self.ids[self.offsets[at]..self.offsets[at + 1]]
+    }
+
+    fn check_lengths(&self) -> Result<()> {
+        let count = self.requests.len();
+        let lists = [
+            ("num_scheduled", self.num_scheduled.len(), count),
+            ("num_computed", self.num_computed.len(), count),
+            (
+                "num_drafts",
+                self.num_drafts.map_or(count, <[usize]>::len),
+                count,
+            ),
+            ("offsets", self.offsets.len(), count + 1),
+        ];
+        for (name, found, wanted) in lists {
+            if found != wanted {
+                return Err(Error::invalid(format!(
+                    "{CALL}: {name} has {found} items; {count} requests need {wanted}"
+                )));
+            }
+        }
+        let (first, last) = (self.offsets[0], self.offsets[count]);
+        if first != 0 || last != self.ids.len() || !self.offsets.is_sorted() {
+            return Err(Error::invalid(format!(
+                "{CALL}: offsets go from {first} to {last}; they must ascend from 0 to the {} ids",
+                self.ids.len()
+            )));
+        }
+        Ok(())
+    }
+}
