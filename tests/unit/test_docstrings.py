@@ -43,6 +43,7 @@ NO_CONSTRUCTOR = {
     "PlanBatch",
     "Removed",
     "ReusePlan",
+    "RolledBack",
     "SharedSalt",
     "WouldSave",
 }

@@ -1,6 +1,6 @@
 //! What comes in: integers and lists of them, checked and never wrapped.
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 use numpy::{
     Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
@@ -104,6 +104,16 @@ impl Arg {
         PyValueError::new_err(format!(
             "{}: {}[{position}] is {value}; it must lie in 0..{limit}",
             self.call, self.name
+        ))
+    }
+
+    fn limits_error(self, position: usize, value: i128, limits: &RangeInclusive<i64>) -> PyErr {
+        PyValueError::new_err(format!(
+            "{}: {}[{position}] is {value}; it must lie in {}..={}",
+            self.call,
+            self.name,
+            limits.start(),
+            limits.end()
         ))
     }
 
@@ -267,6 +277,71 @@ impl<'py> Integers<'py> {
     }
 }
 
+/// Reads the whole of a list of integers, each within limits that lie inside those of `i64`.
+pub(crate) fn signed_integers(
+    value: &Bound<'_, PyAny>,
+    limits: &RangeInclusive<i64>,
+    arg: Arg,
+) -> PyResult<Vec<i64>> {
+    match Integers::open(value, arg)? {
+        Integers::List(list) => list
+            .iter()
+            .enumerate()
+            .map(|(at, item)| signed_object(&item, at, limits, arg))
+            .collect(),
+        Integers::Tuple(tuple) => tuple
+            .iter()
+            .enumerate()
+            .map(|(at, item)| signed_object(&item, at, limits, arg))
+            .collect(),
+        Integers::I64(array) => signed_array(array.as_slice()?, limits, arg),
+        Integers::I32(array) => signed_array(array.as_slice()?, limits, arg),
+        Integers::U32(array) => signed_array(array.as_slice()?, limits, arg),
+        Integers::U64(array) => signed_array(array.as_slice()?, limits, arg),
+    }
+}
+
+fn signed_array<T: Whole>(
+    values: &[T],
+    limits: &RangeInclusive<i64>,
+    arg: Arg,
+) -> PyResult<Vec<i64>> {
+    let out: Vec<i64> = values.iter().map(|value| value.signed()).collect();
+    match out.iter().position(|value| !limits.contains(value)) {
+        None => Ok(out),
+        Some(at) => Err(arg.limits_error(at, values[at].into(), limits)),
+    }
+}
+
+fn signed_object(
+    value: &Bound<'_, PyAny>,
+    at: usize,
+    limits: &RangeInclusive<i64>,
+    arg: Arg,
+) -> PyResult<i64> {
+    if value.is_exact_instance_of::<PyInt>()
+        && let Ok(number) = value.extract::<i64>()
+        && limits.contains(&number)
+    {
+        return Ok(number);
+    }
+    let number = int(value).map_err(|error| arg.element_error(at, &error, value.py()))?;
+    match i64::try_from(number) {
+        Ok(fitting) if limits.contains(&fitting) => Ok(fitting),
+        _ => Err(arg.limits_error(at, number, limits)),
+    }
+}
+
+/// Reads the whole of a list of lengths or positions.
+pub(crate) fn count_list(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<usize>> {
+    let counts = signed_integers(value, &(0..=i64::MAX), arg)?;
+    // None is negative. The map is free of charge: the numbers stay where they are.
+    Ok(counts
+        .into_iter()
+        .map(|count| usize::try_from(count).unwrap_or(usize::MAX))
+        .collect())
+}
+
 /// Reads the whole of a list of integers, each in `0..limit`; `limit` is at most 2³².
 pub(crate) fn integers(value: &Bound<'_, PyAny>, limit: u64, arg: Arg) -> PyResult<Vec<u32>> {
     let integers = Integers::open(value, arg)?;
@@ -396,6 +471,9 @@ trait Whole: Element + Copy + Into<i128> {
     /// Sign-extended, so that a negative value is a very large one.
     fn wide(self) -> u64;
 
+    /// The value, or the nearest to it.
+    fn signed(self) -> i64;
+
     /// The values as they are, if they need no conversion.
     fn tokens(_values: &[Self]) -> Option<&[u32]> {
         None
@@ -406,16 +484,28 @@ impl Whole for i64 {
     fn wide(self) -> u64 {
         self.cast_unsigned()
     }
+
+    fn signed(self) -> i64 {
+        self
+    }
 }
 
 impl Whole for i32 {
     fn wide(self) -> u64 {
         i64::from(self).cast_unsigned()
     }
+
+    fn signed(self) -> i64 {
+        self.into()
+    }
 }
 
 impl Whole for u32 {
     fn wide(self) -> u64 {
+        self.into()
+    }
+
+    fn signed(self) -> i64 {
         self.into()
     }
 
@@ -427,6 +517,10 @@ impl Whole for u32 {
 impl Whole for u64 {
     fn wide(self) -> u64 {
         self
+    }
+
+    fn signed(self) -> i64 {
+        i64::try_from(self).unwrap_or(i64::MAX)
     }
 }
 

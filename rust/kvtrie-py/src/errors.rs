@@ -27,7 +27,7 @@ create_exception!(
     kvtrie,
     StaleHandleError,
     KvTrieError,
-    "A plan was used after it was released."
+    "A plan was used after it was released, or a request that a ledger does not have (any more)."
 );
 create_exception!(
     kvtrie,

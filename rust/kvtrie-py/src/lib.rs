@@ -1,7 +1,7 @@
 //! The compiled module `kvtrie._core`: what Python sees of `kvtrie-core`.
 //!
-//! Every class is frozen; what changes sits behind a lock. Locks are taken in one order: sequences
-//! (by address), then the block allocator, then the index. While one is held no Python runs and no
+//! Every class is frozen; what changes sits behind a lock. Locks are taken in one order: the ledger,
+//! then sequences (by address), then the block allocator, then the index. While one is held no Python runs and no
 //! Python object is made: a collection of garbage may drop a plan, which takes the index's lock.
 #![expect(
     clippy::doc_markdown,
@@ -18,6 +18,7 @@ mod explain;
 mod hints;
 mod index;
 mod item;
+mod ledger;
 mod namespace;
 mod output;
 mod plan;
@@ -47,6 +48,8 @@ mod _core {
     use crate::index::PyRadixIndex;
     #[pymodule_export]
     use crate::item::PyItem;
+    #[pymodule_export]
+    use crate::ledger::{PyRolledBack, PySequenceLedger};
     #[pymodule_export]
     use crate::namespace::{PyNamespace, PySharedSalt};
     #[pymodule_export]

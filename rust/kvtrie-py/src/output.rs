@@ -1,6 +1,6 @@
 //! What goes out: numpy arrays, always fresh ones that belong to the caller.
 
-use kvtrie_core::{BlockId, Class, Move, Segment};
+use kvtrie_core::{BlockId, Class, LabelRun, Move, Segment};
 use numpy::{PyArray1, PyArrayDescr, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -62,12 +62,7 @@ pub(crate) fn segments<'py>(py: Python<'py>, segments: &[Segment]) -> PyResult<R
         ] {
             bytes.extend(position.to_ne_bytes());
         }
-        let class: u8 = match segment.class {
-            Class::Exact => 0,
-            Class::Approximate => 1,
-            Class::Compute => 2,
-        };
-        bytes.extend([class, 0]);
+        bytes.extend([number(segment.class), 0]);
         bytes.extend(segment.hops.to_ne_bytes());
         bytes.extend([0; 4]);
         bytes.extend(segment.kinds.to_ne_bytes());
@@ -82,6 +77,35 @@ pub(crate) fn segments<'py>(py: Python<'py>, segments: &[Segment]) -> PyResult<R
         ("kinds", "u8"),
     ];
     structured(py, bytes, &DTYPE, &fields)
+}
+
+/// The labels of a request's tokens as a structured array.
+pub(crate) fn labels<'py>(py: Python<'py>, runs: &[LabelRun]) -> PyResult<Records<'py>> {
+    static DTYPE: PyOnceLock<Py<PyArrayDescr>> = PyOnceLock::new();
+    let mut bytes = Vec::with_capacity(runs.len() * 24);
+    for run in runs {
+        bytes.extend(signed(run.start).to_ne_bytes());
+        bytes.extend(signed(run.end).to_ne_bytes());
+        bytes.extend([number(run.class), 0]);
+        bytes.extend(run.hops.to_ne_bytes());
+        bytes.extend([0; 4]);
+    }
+    let fields = [
+        ("start", "i8"),
+        ("end", "i8"),
+        ("class", "u1"),
+        ("hops", "u2"),
+    ];
+    structured(py, bytes, &DTYPE, &fields)
+}
+
+/// A class as arrays hold it.
+pub(crate) fn number(class: Class) -> u8 {
+    match class {
+        Class::Exact => 0,
+        Class::Approximate => 1,
+        Class::Compute => 2,
+    }
 }
 
 /// The copies of a plan as a structured array.

@@ -38,7 +38,7 @@ use crate::shared::{INDEX, SharedIndex};
 ///     True
 #[pyclass(frozen, module = "kvtrie", name = "ReusePlan")]
 pub(crate) struct PyReusePlan {
-    core: ReusePlan,
+    core: Arc<ReusePlan>,
     index: Arc<SharedIndex>,
     num_tokens: usize,
     released: AtomicBool,
@@ -48,7 +48,7 @@ impl PyReusePlan {
     pub(crate) fn new(core: ReusePlan, index: Arc<SharedIndex>) -> Self {
         let num_tokens = core.segments().last().map_or(0, |segment| segment.end);
         Self {
-            core,
+            core: Arc::new(core),
             index,
             num_tokens,
             released: AtomicBool::new(false),
@@ -59,11 +59,21 @@ impl PyReusePlan {
         &self.core
     }
 
+    /// The plan, for somebody who keeps it.
+    pub(crate) fn share(&self) -> Arc<ReusePlan> {
+        Arc::clone(&self.core)
+    }
+
     /// Releases the plan in an index that is locked.
     pub(crate) fn release_in(&self, index: &mut RadixIndex) -> kvtrie_core::Result<()> {
         index.release(&self.core)?;
-        self.released.store(true, Ordering::Relaxed);
+        self.was_released();
         Ok(())
+    }
+
+    /// Notes that the plan was released in an index that is locked.
+    pub(crate) fn was_released(&self) {
+        self.released.store(true, Ordering::Relaxed);
     }
 
     pub(crate) fn is_released(&self) -> bool {
@@ -317,7 +327,7 @@ impl PyReusePlan {
 
 impl PyReusePlan {
     /// Releases the plan unless it was; answers whether it was live.
-    fn release_once(&self, py: Python<'_>) -> PyResult<bool> {
+    pub(crate) fn release_once(&self, py: Python<'_>) -> PyResult<bool> {
         if self.is_released() {
             return Ok(false);
         }

@@ -1,0 +1,1181 @@
+//! `SequenceLedger`.
+
+use std::sync::Mutex;
+
+use kvtrie_core::{
+    Begin, BlockId, LedgerSource, Present, RequestId, RolledBack, SequenceLedger, Step, StepError,
+};
+use pyo3::exceptions::PyValueError;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::buffers::{Arg, block_ids, count_list, int, signed_integers};
+use crate::detach::{Cost, Enter, Failure};
+use crate::errors::{StaleHandleError, exception};
+use crate::hints::{Counts, Ids, Records};
+use crate::index::PyRadixIndex;
+use crate::output::{self, ids};
+use crate::plan::PyReusePlan;
+use crate::results::PyInsertResult;
+use crate::sequence::{PyTokenSequence, SEQUENCE};
+use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
+use crate::source::{PyComputedSource, SourceArg};
+use crate::span::PySpan;
+
+/// What a ledger's lock guards, for messages.
+pub(crate) const LEDGER: &str = "the ledger";
+/// Ids as engines have them: -1 stands for one that is not known yet.
+const IDS: std::ops::RangeInclusive<i64> = kvtrie_core::PLACEHOLDER..=0xFFFF_FFFF;
+
+/// A live request, as the ledger's dictionary has it.
+#[pyclass(frozen, module = "kvtrie", name = "_LiveRequest")]
+pub(crate) struct PyLive {
+    pub(crate) id: RequestId,
+    pub(crate) seq: Py<PyTokenSequence>,
+    plan: Option<Py<PyReusePlan>>,
+    /// As it was given; none stands for `COMPUTED`.
+    source: Option<Py<PyAny>>,
+}
+
+/// What is known to be *computed* for every live request of an engine: the one owner of its lengths.
+///
+/// Engines count tokens that are scheduled, computed, sampled and allocated, and these counters run
+/// ahead of each other. A ledger takes what an engine has at hand, ids and counters, and answers which
+/// tokens are final *and* computed. `commit` inserts exactly these into an index.
+///
+/// Of a request it keeps the sequence, the block table from position 0, where its KV comes from, and
+/// these positions, in tokens:
+///
+/// - the final ids: `len(seq)`. While the ledger has a sequence nobody else changes it: `seq.extend`
+///   and `seq.truncate` raise.
+/// - computed, as the engine claims it. It may run ahead of the ids.
+/// - issued: what the engine has scheduled, never behind the end of the table.
+/// - final *and* computed: below both of the former and below unverified drafts. Only `rollback`
+///   lowers it.
+/// - committed: handed to an index, whole blocks.
+///
+/// A call that contradicts what is known raises, with both numbers in the message, and changes nothing.
+/// A request is named by any hashable. One lock guards a ledger; any thread may call it.
+///
+/// Without a plan nothing is pinned: what was committed can be evicted while the request runs. An
+/// engine that takes blocks from the index's eviction begins with plans, or commits at the end.
+///
+/// Args:
+///     block_size: Token slots in a block, 1 to 4096.
+///
+/// Raises:
+///     TypeError: `block_size` is not an int.
+///     ValueError: `block_size` is not in 1..=4096.
+///
+/// Example:
+///     >>> import kvtrie
+///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+///     >>> ledger.begin("a", seq, [6, 0])
+///     >>> ledger.step(["a"], num_scheduled=[3], num_computed=[0], ids=[], offsets=[0, 0])
+///     >>> ledger.step(["a"], num_scheduled=[1], num_computed=[3], ids=[4], offsets=[0, 1])
+///     >>> len(seq), ledger.final_range("a"), ledger.lookahead("a")
+///     (4, (0, 3), (3, 4))
+///     >>> done = ledger.finish("a", index)
+///     >>> done.blocks, done.surplus
+///     (array([6], dtype=int32), array([0], dtype=int32))
+#[pyclass(frozen, module = "kvtrie", name = "SequenceLedger")]
+pub(crate) struct PySequenceLedger {
+    pub(crate) core: Mutex<SequenceLedger>,
+    block_size: usize,
+    /// Live requests by what the engine calls them. Whoever asks it holds no lock: hashing is Python.
+    requests: Py<PyDict>,
+}
+
+#[pymethods]
+impl PySequenceLedger {
+    #[new]
+    #[pyo3(signature = (block_size: "SupportsIndex" = 16))]
+    fn new(py: Python<'_>, #[pyo3(from_py_with = int)] block_size: i128) -> PyResult<Self> {
+        let block_size = Arg::new("SequenceLedger", "block_size").count(block_size)?;
+        let core = SequenceLedger::new(block_size).map_err(|error| exception(&error))?;
+        Ok(Self {
+            core: Mutex::new(core),
+            block_size,
+            requests: PyDict::new(py).unbind(),
+        })
+    }
+
+    /// Token slots in a block.
+    #[getter]
+    fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        py.enter(Cost::Short, |keys| Ok(keys.lock(&self.core, LEDGER)?.len()))
+    }
+
+    fn __contains__(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let Some(live) = self.find(py, request)? else {
+            return Ok(false);
+        };
+        let id = live.get().id;
+        py.enter(Cost::Short, |keys| {
+            Ok(keys.lock(&self.core, LEDGER)?.is_live(id))
+        })
+    }
+
+    /// Take a request over, until `finish` or `forget`.
+    ///
+    /// With a plan, its gaps and what follows its tokens are missing, and the rest counts as computed:
+    /// apply its copies first. Its blocks in place count as committed.
+    ///
+    /// Args:
+    ///     request: Any hashable.
+    ///     seq: The final ids so far. Only the ledger changes it from here on.
+    ///     blocks: Block ids from position 0, for as many tokens as are computed or more.
+    ///     source: Where its KV comes from, as for `RadixIndex.insert`; None is `kvtrie.COMPUTED`.
+    ///     num_computed: Tokens whose KV is in the blocks; not with a plan, nor with `missing`.
+    ///     missing: Ranges of the sequence whose KV is not in the blocks, in tokens, ascending and
+    ///         disjoint, as a list of pairs or an integer array of shape (n, 2); not with a plan. None:
+    ///         all from `num_computed` on.
+    ///
+    /// Raises:
+    ///     BlockInUseError: A block id comes twice.
+    ///     StaleHandleError: The plan was released.
+    ///     TypeError: An argument has the wrong type, or `request` cannot be hashed.
+    ///     ValueError: The request is live, or another one has the sequence; more is said to be computed
+    ///         than the sequence has tokens or the blocks can hold; a range is not what it must be; the
+    ///         plan has another block size, other tokens, or other blocks in place.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
+    ///     >>> ledger.begin("a", seq, [6, 0, 3], missing=[(2, 3), (5, 6)])
+    ///     >>> ledger.schedule("a", 1)
+    ///     >>> ledger.confirm("a", 3)
+    ///     >>> ledger.final_range("a")
+    ///     (0, 5)
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the arguments of the Python call"
+    )]
+    #[pyo3(signature = (
+        request: "Hashable", seq, blocks: "_Integers", *,
+        source: "ReusePlan | ComputedSource | Imported | None" = None,
+        num_computed: "SupportsIndex" = 0, missing: "_Ranges | None" = None
+    ))]
+    fn begin(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        seq: &Bound<'_, PyTokenSequence>,
+        blocks: &Bound<'_, PyAny>,
+        source: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = int)] num_computed: i128,
+        missing: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        const CALL: &str = "SequenceLedger.begin";
+        let blocks = block_ids(blocks, BlockId::MAX_BLOCKS, Arg::new(CALL, "blocks"))?;
+        let num_computed = Arg::new(CALL, "num_computed").count(num_computed)?;
+        let missing = missing
+            .map(|missing| crate::buffers::ranges(missing, Arg::new(CALL, "missing")))
+            .transpose()?;
+        let (plan, core_source) = read_source(source, Arg::new(CALL, "source"))?;
+        let present = match &missing {
+            Some(_) if num_computed > 0 => {
+                return Err(of_request(request)(PyValueError::new_err(format!(
+                    "{CALL}: num_computed ({num_computed}) and missing exclude each other"
+                ))));
+            }
+            Some(missing) => Some(Present::AllBut(missing)),
+            None if num_computed > 0 => Some(Present::Below(num_computed)),
+            None => None,
+        };
+        if self.find(py, request)?.is_some() {
+            return Err(live_already(request));
+        }
+        let begin = Begin {
+            source: core_source,
+            present,
+        };
+        let cost = Cost::copy(4 * blocks.len());
+        let own = seq.get();
+        let id = py.enter(cost, move |keys| {
+            let mut ledger = keys.lock(&self.core, LEDGER)?;
+            let mut seq = keys.lock(&own.core, SEQUENCE)?;
+            Ok(ledger.begin(&mut seq, &blocks, begin)?)
+        });
+        let id = id.map_err(of_request(request))?;
+        let live = PyLive {
+            id,
+            seq: seq.clone().unbind(),
+            plan,
+            source: source.map(|source| source.clone().unbind()),
+        };
+        self.enlist(py, request, live).inspect_err(|_| {
+            // Another thread was faster, or the request's own methods failed: as if nothing had been.
+            let undone = py.enter(Cost::Short, |keys| {
+                Ok(keys.lock(&self.core, LEDGER)?.forget(id)?)
+            });
+            drop(undone);
+        })
+    }
+
+    /// Note that the engine issues the next positions: a piece of the prompt, a token, look-ahead.
+    ///
+    /// Tokens that have KV already, behind a gap, are passed over.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///     num_tokens: How many.
+    ///     num_drafts: How many of these, the last ones, are unverified drafts. What is claimed of them
+    ///         counts only once ids have arrived behind the first of them and a claim follows.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///     TypeError: An argument has the wrong type.
+    ///     ValueError: The blocks are too few, or the drafts more than the tokens.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+    ///     >>> try:
+    ///     ...     ledger.schedule("a", 5)
+    ///     ... except ValueError:
+    ///     ...     print("too few blocks")
+    ///     too few blocks
+    #[pyo3(signature = (
+        request: "Hashable", num_tokens: "SupportsIndex", *, num_drafts: "SupportsIndex" = 0
+    ))]
+    fn schedule(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = int)] num_tokens: i128,
+        #[pyo3(from_py_with = int)] num_drafts: i128,
+    ) -> PyResult<()> {
+        const CALL: &str = "SequenceLedger.schedule";
+        let num_tokens = Arg::new(CALL, "num_tokens").count(num_tokens)?;
+        let num_drafts = Arg::new(CALL, "num_drafts").count(num_drafts)?;
+        self.on(py, request, CALL, |ledger, id| {
+            ledger.schedule(id, num_tokens, num_drafts)
+        })
+    }
+
+    /// Append ids that are final: sampled ones, or drafts that were accepted.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///     ids: Token ids. -1 at the end stands for tokens whose ids are not known yet; these are left
+    ///         out, and come with a later call.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///     TypeError: The ids are no list of integers.
+    ///     ValueError: An id lies outside 0..2**32, or stands behind a -1; nothing is appended then.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> ledger.begin("a", seq, [6])
+    ///     >>> ledger.append("a", [4, -1])
+    ///     >>> seq[:]
+    ///     array([1, 2, 3, 4], dtype=uint32)
+    #[pyo3(signature = (request: "Hashable", ids: "_Integers"))]
+    fn append(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        ids: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        const CALL: &str = "SequenceLedger.append";
+        let ids = signed_integers(ids, &IDS, Arg::new(CALL, "ids"))?;
+        let live = self.live(py, request, CALL)?;
+        let (live, own) = (live.get(), live.get().seq.get());
+        // A plan may hold the old ids, which are copied then.
+        let cost = Cost::copy(own.len(py)? + ids.len());
+        let done = py.enter(cost, |keys| {
+            let mut ledger = keys.lock(&self.core, LEDGER)?;
+            let mut seq = keys.lock(&own.core, SEQUENCE)?;
+            Ok(ledger.append(live.id, &mut seq, &ids)?)
+        });
+        done.map_err(of_request(request))
+    }
+
+    /// Note a claim of the engine: KV of all positions below is written, or ordered before every reader.
+    ///
+    /// It may be lower than the last one, where drafts were refused, but not below what is final and
+    /// computed.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///     num_computed: A position in tokens.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///     TypeError: `num_computed` is not an int.
+    ///     ValueError: It lies below what is final and computed, which takes a `rollback`, or behind what
+    ///         was issued.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+    ///     >>> ledger.schedule("a", 2)
+    ///     >>> try:
+    ///     ...     ledger.confirm("a", 3)
+    ///     ... except ValueError:
+    ///     ...     print("was not issued")
+    ///     was not issued
+    ///     >>> ledger.confirm("a", 2)
+    ///     >>> ledger.final_range("a")
+    ///     (0, 2)
+    #[pyo3(signature = (request: "Hashable", num_computed: "SupportsIndex"))]
+    fn confirm(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = int)] num_computed: i128,
+    ) -> PyResult<()> {
+        const CALL: &str = "SequenceLedger.confirm";
+        let num_computed = Arg::new(CALL, "num_computed").count(num_computed)?;
+        self.on(py, request, CALL, |ledger, id| {
+            ledger.confirm(id, num_computed)
+        })
+    }
+
+    /// Note one scheduler step of many requests, all of it or nothing.
+    ///
+    /// For each request, in this order: `append` of its new ids, `confirm` of the engine's counter, and
+    /// `schedule` from that counter on. Numpy arrays are read as they are, without an object an item.
+    ///
+    /// Args:
+    ///     requests: Live requests, each once.
+    ///     num_scheduled: Positions that this step issues, one a request.
+    ///     num_computed: The engine's counters before this step, in tokens, one a request. They may count
+    ///         steps under way, run ahead of the ids, and come down where drafts were refused.
+    ///     ids: What became final since the last step, request after request, with -1 at the end of a
+    ///         request's ids for those that are not known yet.
+    ///     offsets: Where each request's ids begin, with the end behind the last.
+    ///     num_drafts: How many of `num_scheduled`, the last ones, are unverified drafts, one a request;
+    ///         None is 0 for all.
+    ///
+    /// Raises:
+    ///     StaleHandleError: A request is not live; the message names it.
+    ///     TypeError: An argument has the wrong type.
+    ///     ValueError: A request comes twice, lists have different lengths, offsets do not ascend from 0
+    ///         to the number of ids, or a request is contradicted; the message names it and both numbers.
+    ///
+    /// Example:
+    ///     >>> import numpy as np, kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
+    ///     >>> for name in "ab":
+    ///     ...     ledger.begin(name, kvtrie.TokenSequence([1, 2, 3], space), [ord(name)])
+    ///     >>> ledger.step(["a", "b"], np.array([3, 2]), np.array([0, 0]), [], [0, 0, 0])
+    ///     >>> ledger.step(["a", "b"], np.array([1, 1]), np.array([3, 2]), [7], [0, 1, 1])
+    ///     >>> ledger.final_range("a"), ledger.final_range("b")
+    ///     ((0, 3), (0, 2))
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the arguments of the Python call"
+    )]
+    #[pyo3(signature = (
+        requests: "Iterable[Hashable]", num_scheduled: "_Integers", num_computed: "_Integers",
+        ids: "_Integers", offsets: "_Integers", *, num_drafts: "_Integers | None" = None
+    ))]
+    fn step(
+        &self,
+        py: Python<'_>,
+        requests: &Bound<'_, PyAny>,
+        num_scheduled: &Bound<'_, PyAny>,
+        num_computed: &Bound<'_, PyAny>,
+        ids: &Bound<'_, PyAny>,
+        offsets: &Bound<'_, PyAny>,
+        num_drafts: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        const CALL: &str = "SequenceLedger.step";
+        let num_scheduled = count_list(num_scheduled, Arg::new(CALL, "num_scheduled"))?;
+        let num_computed = count_list(num_computed, Arg::new(CALL, "num_computed"))?;
+        let ids = signed_integers(ids, &IDS, Arg::new(CALL, "ids"))?;
+        let offsets = count_list(offsets, Arg::new(CALL, "offsets"))?;
+        let num_drafts = num_drafts
+            .map(|drafts| count_list(drafts, Arg::new(CALL, "num_drafts")))
+            .transpose()?;
+        let listed = list_of(requests, Arg::new(CALL, "requests"))?;
+        let known = self.requests.bind(py);
+        let mut live = Vec::with_capacity(listed.len());
+        for request in listed.iter() {
+            live.push(find_in(known, &request)?.ok_or_else(|| not_live(&request, CALL))?);
+        }
+        let names: Vec<RequestId> = live.iter().map(|live| live.get().id).collect();
+        let seqs: Vec<&PyTokenSequence> = live.iter().map(|live| live.get().seq.get()).collect();
+        let done = py.enter(Cost::blocks(names.len()), |keys| {
+            let mut ledger = keys.lock(&self.core, LEDGER)?;
+            let step = Step {
+                requests: &names,
+                num_scheduled: &num_scheduled,
+                num_computed: &num_computed,
+                ids: &ids,
+                offsets: &offsets,
+                num_drafts: num_drafts.as_deref(),
+            };
+            Ok(ledger.step(&step, |at, ids| {
+                let mut seq = keys.lock(&seqs[at].core, SEQUENCE)?;
+                Ok::<_, Failure>(ids.to(&mut seq)?)
+            }))
+        })?;
+        done.map_err(|StepError { at, error }| {
+            let error = PyErr::from(error);
+            match at.map(|at| listed.get_item(at)) {
+                Some(Ok(request)) => of_request(&request)(error),
+                _ => error,
+            }
+        })
+    }
+
+    /// Append blocks to the table of a request.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///     blocks: Block ids for the positions behind the end of the table.
+    ///
+    /// Raises:
+    ///     BlockInUseError: An id is in the table already, or comes twice.
+    ///     StaleHandleError: The request is not live.
+    ///     TypeError: The blocks are no list of integers.
+    ///     ValueError: An id lies outside 0..2**31.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+    ///     >>> ledger.add_blocks("a", [2])
+    ///     >>> ledger.blocks("a")
+    ///     array([6, 2], dtype=int32)
+    #[pyo3(signature = (request: "Hashable", blocks: "_Integers"))]
+    fn add_blocks(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        blocks: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        const CALL: &str = "SequenceLedger.add_blocks";
+        let blocks = block_ids(blocks, BlockId::MAX_BLOCKS, Arg::new(CALL, "blocks"))?;
+        self.on(py, request, CALL, |ledger, id| {
+            ledger.add_blocks(id, &blocks)
+        })
+    }
+
+    /// Take back what was issued or computed at or behind a position: a preemption, or refused drafts.
+    ///
+    /// The ids stay: what is final is computed again.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///     to: A position in tokens; what lies below stays as it is.
+    ///     drop_blocks: Cut blocks wholly behind `to` off the table.
+    ///
+    /// Returns:
+    ///     A `RolledBack`: whose KV does not count as computed any more, and the blocks that were cut.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///     TypeError: `to` is not an int.
+    ///     ValueError: `to` lies below what was committed, or behind what was issued.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3, 4], space), [6, 7], num_computed=4)
+    ///     >>> ledger.rollback("a", to=1, drop_blocks=True)
+    ///     RolledBack(ranges=[[1, 4]], blocks=[7])
+    ///     >>> ledger.final_range("a")
+    ///     (0, 1)
+    #[pyo3(signature = (request: "Hashable", to: "SupportsIndex", *, drop_blocks=false))]
+    fn rollback(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = int)] to: i128,
+        drop_blocks: bool,
+    ) -> PyResult<PyRolledBack> {
+        const CALL: &str = "SequenceLedger.rollback";
+        let to = Arg::new(CALL, "to").count(to)?;
+        let core = self.on(py, request, CALL, |ledger, id| {
+            ledger.rollback(id, to, drop_blocks)
+        })?;
+        Ok(PyRolledBack { core })
+    }
+
+    /// Keep spans of a request; an index gets them with the commits that take their blocks.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///     spans: Ranges of final tokens with their kinds; they may overlap.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///     TypeError: An argument has the wrong type.
+    ///     ValueError: A span ends behind the final ids; nothing is kept then.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+    ///     >>> ledger.tag("a", [kvtrie.Span(1, 3, "reasoning")])
+    ///     >>> ledger.spans("a")
+    ///     [Span(1, 3, 'reasoning')]
+    #[pyo3(signature = (request: "Hashable", spans: "Iterable[Span]"))]
+    fn tag(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        spans: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        const CALL: &str = "SequenceLedger.tag";
+        let spans = crate::span::spans(spans, Arg::new(CALL, "spans"))?;
+        self.on(py, request, CALL, |ledger, id| ledger.tag(id, &spans))
+    }
+
+    /// The spans that a request was tagged with.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///
+    /// Returns:
+    ///     A list, in the order in which they came.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger()
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+    ///     >>> ledger.spans("a")
+    ///     []
+    #[pyo3(signature = (request: "Hashable"))]
+    fn spans(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<Vec<PySpan>> {
+        let found = self.on(py, request, "SequenceLedger.spans", |ledger, id| {
+            ledger.spans(id)
+        })?;
+        Ok(found.into_iter().map(PySpan::from).collect())
+    }
+
+    /// The tokens that are final *and* computed: safe to save, share or send.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///
+    /// Returns:
+    ///     (0, end), in tokens.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger()
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6], num_computed=2)
+    ///     >>> ledger.final_range("a")
+    ///     (0, 2)
+    #[pyo3(signature = (request: "Hashable"))]
+    fn final_range(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
+        let end = self.on(py, request, "SequenceLedger.final_range", |ledger, id| {
+            ledger.final_end(id)
+        })?;
+        Ok((0, end))
+    }
+
+    /// The tokens that are final and computed and that no commit has taken.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///
+    /// Returns:
+    ///     (start, end), in tokens; start is a multiple of the block size.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=3)
+    ///     >>> done = ledger.commit("a", index)
+    ///     >>> ledger.new_range("a")
+    ///     (2, 3)
+    #[pyo3(signature = (request: "Hashable"))]
+    fn new_range(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
+        self.on(py, request, "SequenceLedger.new_range", |ledger, id| {
+            ledger.new_range(id)
+        })
+    }
+
+    /// The positions that were issued behind what is final and computed: look-ahead, drafts, a step that
+    /// is under way.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///
+    /// Returns:
+    ///     (start, end), in tokens.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger()
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6], num_computed=2)
+    ///     >>> ledger.schedule("a", 3, num_drafts=2)
+    ///     >>> ledger.lookahead("a")
+    ///     (2, 5)
+    #[pyo3(signature = (request: "Hashable"))]
+    fn lookahead(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
+        self.on(py, request, "SequenceLedger.lookahead", |ledger, id| {
+            ledger.lookahead(id)
+        })
+    }
+
+    /// The final tokens that have no KV, or none that is known to be theirs.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///
+    /// Returns:
+    ///     Ranges (start, end), int64 of shape (n, 2), ascending.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger()
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6], num_computed=2)
+    ///     >>> ledger.missing("a")
+    ///     array([[2, 3]])
+    #[pyo3(signature = (request: "Hashable"))]
+    fn missing<'py>(&self, py: Python<'py>, request: &Bound<'py, PyAny>) -> PyResult<Counts<'py>> {
+        let found = self.on(py, request, "SequenceLedger.missing", |ledger, id| {
+            ledger.missing(id)
+        })?;
+        output::ranges(py, &found)
+    }
+
+    /// The block table of a request, from position 0.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///
+    /// Returns:
+    ///     Block ids (int32). Its end may hold no final KV: `blocks_for` cuts it by tokens.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger()
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+    ///     >>> ledger.blocks("a")
+    ///     array([6], dtype=int32)
+    #[pyo3(signature = (request: "Hashable"))]
+    fn blocks<'py>(&self, py: Python<'py>, request: &Bound<'py, PyAny>) -> PyResult<Ids<'py>> {
+        let found = self.on(py, request, "SequenceLedger.blocks", |ledger, id| {
+            Ok(ledger.blocks(id)?.to_vec())
+        })?;
+        Ok(ids(py, &found))
+    }
+
+    /// The blocks that hold exactly these tokens, all of them final and computed.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///     start: First position, in tokens.
+    ///     end: One past the last.
+    ///
+    /// Returns:
+    ///     Block ids (int32): the first holds `start`, the last `end - 1`.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///     TypeError: A position is not an int.
+    ///     ValueError: The range is reversed, or ends behind what is final and computed.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> ledger.begin("a", seq, [6, 0, 3], num_computed=3)
+    ///     >>> ledger.blocks_for("a", 1, 3)
+    ///     array([6, 0], dtype=int32)
+    ///     >>> try:
+    ///     ...     ledger.blocks_for("a", 0, 4)
+    ///     ... except ValueError:
+    ///     ...     print("the last token has no KV")
+    ///     the last token has no KV
+    #[pyo3(signature = (request: "Hashable", start: "SupportsIndex", end: "SupportsIndex"))]
+    fn blocks_for<'py>(
+        &self,
+        py: Python<'py>,
+        request: &Bound<'py, PyAny>,
+        #[pyo3(from_py_with = int)] start: i128,
+        #[pyo3(from_py_with = int)] end: i128,
+    ) -> PyResult<Ids<'py>> {
+        const CALL: &str = "SequenceLedger.blocks_for";
+        let start = Arg::new(CALL, "start").count(start)?;
+        let end = Arg::new(CALL, "end").count(end)?;
+        let found = self.on(py, request, CALL, |ledger, id| {
+            Ok(ledger.blocks_for(id, start, end)?.to_vec())
+        })?;
+        Ok(ids(py, &found))
+    }
+
+    /// How exact the KV is that is final and computed, as an index would label its blocks.
+    ///
+    /// A block is approximate as a whole: if it ends behind the plan's first approximate token, or
+    /// behind what `Imported` says is exact, or if a commit answered that what backs the sequence there
+    /// is approximate.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///
+    /// Returns:
+    ///     A structured array that covers `final_range` once, ascending: `start` and `end`, int64 in
+    ///     tokens; `class`, uint8: 0 exact, 1 approximate; `hops`, uint16. Fields are aligned as C aligns
+    ///     them.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> seq, source = kvtrie.TokenSequence([1, 2, 3, 4, 5], space), kvtrie.Imported(3, hops=1)
+    ///     >>> ledger.begin("a", seq, [6, 0, 3], source=source, num_computed=5)
+    ///     >>> ledger.labels("a").tolist()
+    ///     [(0, 2, 0, 0), (2, 5, 1, 1)]
+    #[pyo3(signature = (request: "Hashable"))]
+    fn labels<'py>(&self, py: Python<'py>, request: &Bound<'py, PyAny>) -> PyResult<Records<'py>> {
+        let runs = self.on(py, request, "SequenceLedger.labels", |ledger, id| {
+            ledger.labels(id, 0, ledger.final_end(id)?)
+        })?;
+        output::labels(py, &runs)
+    }
+
+    /// The sequence of a request: the object that it began with.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///
+    /// Returns:
+    ///     The `TokenSequence`.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger()
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> ledger.begin("a", seq, [6])
+    ///     >>> ledger.sequence("a") is seq
+    ///     True
+    #[pyo3(signature = (request: "Hashable"))]
+    fn sequence(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+    ) -> PyResult<Py<PyTokenSequence>> {
+        let live = self.live(py, request, "SequenceLedger.sequence")?;
+        Ok(live.get().seq.clone_ref(py))
+    }
+
+    /// Where the KV of a request comes from, as it began.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///
+    /// Returns:
+    ///     The plan, `kvtrie.COMPUTED`, or the `Imported`.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger()
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+    ///     >>> ledger.source("a")
+    ///     COMPUTED
+    #[pyo3(signature = (request: "Hashable") -> "ReusePlan | ComputedSource | Imported")]
+    fn source<'py>(
+        &self,
+        py: Python<'py>,
+        request: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let live = self.live(py, request, "SequenceLedger.source")?;
+        match &live.get().source {
+            Some(source) => Ok(source.bind(py).clone()),
+            None => Ok(Bound::new(py, PyComputedSource)?.into_any()),
+        }
+    }
+
+    /// Insert the whole blocks that are final and computed and that the index does not have of this
+    /// request yet: exactly these.
+    ///
+    /// The table has `blocks` of the result from here on. Its `duplicates` and `freed` are the caller's;
+    /// what was not taken stays in the table, so `surplus` is empty. Where nothing is new, all of it is
+    /// empty.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///     index: Whose blocks are as large as the ledger's; with a plan, the plan's index.
+    ///
+    /// Returns:
+    ///     The `InsertResult`.
+    ///
+    /// Raises:
+    ///     BlockInUseError: As for `RadixIndex.insert`.
+    ///     StaleHandleError: The request is not live, or its plan was released.
+    ///     TypeError: An argument has the wrong type.
+    ///     ValueError: The index has another block size, or refuses the insert.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=3)
+    ///     >>> ledger.commit("a", index)
+    ///     InsertResult(blocks=[6], num_exact=2, duplicates=[], surplus=[], freed=[])
+    ///     >>> ledger.commit("a", index).blocks
+    ///     array([], dtype=int32)
+    #[pyo3(signature = (request: "Hashable", index))]
+    fn commit(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        index: &Bound<'_, PyRadixIndex>,
+    ) -> PyResult<PyInsertResult> {
+        let live = self.live(py, request, "SequenceLedger.commit")?;
+        let (live, shared) = (live.get(), &*index.get().shared);
+        let cost = self.commit_cost(py, live, shared)?;
+        let done = py.enter(cost, |keys| {
+            let mut ledger = keys.lock(&self.core, LEDGER)?;
+            let mut seq = live.seq.get().lock_and_see(keys)?;
+            let mut index = keys.lock(&shared.core, INDEX)?;
+            Ok(ledger.commit(live.id, &mut seq, &mut index)?)
+        });
+        let core = done.map_err(of_request(request))?;
+        Ok(PyInsertResult { core })
+    }
+
+    /// End a request: a last commit, then its plan is released and its sequence is free again.
+    ///
+    /// If the insert is refused the request stays live.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///     index: As for `commit`.
+    ///
+    /// Returns:
+    ///     The `InsertResult`; `duplicates`, `surplus` (what is left of the table) and `freed` are the
+    ///     caller's.
+    ///
+    /// Raises:
+    ///     BlockInUseError: As for `RadixIndex.insert`.
+    ///     StaleHandleError: The request is not live, or its plan was released.
+    ///     TypeError: An argument has the wrong type.
+    ///     ValueError: The index has another block size, or refuses the insert.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=3)
+    ///     >>> ledger.finish("a", index)
+    ///     InsertResult(blocks=[6], num_exact=2, duplicates=[], surplus=[0], freed=[])
+    ///     >>> "a" in ledger
+    ///     False
+    #[pyo3(signature = (request: "Hashable", index))]
+    fn finish(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        index: &Bound<'_, PyRadixIndex>,
+    ) -> PyResult<PyInsertResult> {
+        let live = self.live(py, request, "SequenceLedger.finish")?;
+        let (live, shared) = (live.get(), &*index.get().shared);
+        let plan = live.plan.as_ref().map(Py::get);
+        let mut cost = self.commit_cost(py, live, shared)?;
+        if plan.is_some_and(|plan| plan.cost() == Cost::Long) {
+            cost = Cost::Long;
+        }
+        let done = py.enter(cost, |keys| {
+            let mut ledger = keys.lock(&self.core, LEDGER)?;
+            let mut seq = live.seq.get().lock_and_see(keys)?;
+            let mut index = keys.lock(&shared.core, INDEX)?;
+            let done = ledger.finish(live.id, &mut seq, &mut index)?;
+            if let Some(plan) = plan {
+                plan.was_released();
+            }
+            Ok(done)
+        });
+        let core = done.map_err(of_request(request))?;
+        self.requests.bind(py).del_item(request)?;
+        Ok(PyInsertResult { core })
+    }
+
+    /// End a request without an index: its plan is released and its sequence is free again.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///
+    /// Returns:
+    ///     The blocks of its table that no commit has taken (int32); they are the caller's.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger()
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> ledger.begin("a", seq, [6])
+    ///     >>> ledger.forget("a")
+    ///     array([6], dtype=int32)
+    ///     >>> seq.extend([4])
+    #[pyo3(signature = (request: "Hashable"))]
+    fn forget<'py>(&self, py: Python<'py>, request: &Bound<'py, PyAny>) -> PyResult<Ids<'py>> {
+        const CALL: &str = "SequenceLedger.forget";
+        let live = self.live(py, request, CALL)?;
+        let left = self.on(py, request, CALL, SequenceLedger::forget)?;
+        self.requests.bind(py).del_item(request)?;
+        if let Some(plan) = &live.get().plan {
+            plan.get().release_once(py)?;
+        }
+        Ok(ids(py, &left.blocks))
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!(
+            "<SequenceLedger of {} requests, block_size={}>",
+            self.__len__(py)?,
+            self.block_size
+        ))
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.requests)
+    }
+}
+
+impl PySequenceLedger {
+    /// The live request of this name.
+    pub(crate) fn live<'py>(
+        &self,
+        py: Python<'py>,
+        request: &Bound<'py, PyAny>,
+        call: &str,
+    ) -> PyResult<Bound<'py, PyLive>> {
+        self.find(py, request)?
+            .ok_or_else(|| not_live(request, call))
+    }
+
+    fn find<'py>(
+        &self,
+        py: Python<'py>,
+        request: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyLive>>> {
+        find_in(self.requests.bind(py), request)
+    }
+
+    /// Puts a request into the dictionary, unless one of its name is there.
+    fn enlist(&self, py: Python<'_>, request: &Bound<'_, PyAny>, live: PyLive) -> PyResult<()> {
+        let live = Bound::new(py, live)?;
+        let there = self
+            .requests
+            .bind(py)
+            .call_method1("setdefault", (request, &live))?;
+        if there.is(&live) {
+            Ok(())
+        } else {
+            Err(live_already(request))
+        }
+    }
+
+    /// Does something on one request that needs neither its sequence nor an index.
+    fn on<R: Send>(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        call: &str,
+        work: impl FnOnce(&mut SequenceLedger, RequestId) -> kvtrie_core::Result<R> + Send,
+    ) -> PyResult<R> {
+        let id = self.live(py, request, call)?.get().id;
+        let done = py.enter(Cost::Short, |keys| {
+            Ok(work(&mut *keys.lock(&self.core, LEDGER)?, id)?)
+        });
+        done.map_err(of_request(request))
+    }
+
+    /// As for an insert.
+    fn commit_cost(&self, py: Python<'_>, live: &PyLive, index: &SharedIndex) -> PyResult<Cost> {
+        let (unseen, _) = live.seq.get().unseen(py)?;
+        let id = live.id;
+        let offered = py.enter(Cost::Short, |keys| {
+            let ledger = keys.lock(&self.core, LEDGER)?;
+            Ok(ledger
+                .new_range(id)
+                .map_or(0, |(start, end)| (end - start) / OFFERS_A_VISIT))
+        })?;
+        Ok(Cost::path(unseen.max(offered), index.block_size))
+    }
+}
+
+fn find_in<'py>(
+    requests: &Bound<'py, PyDict>,
+    request: &Bound<'py, PyAny>,
+) -> PyResult<Option<Bound<'py, PyLive>>> {
+    match requests.get_item(request)? {
+        // Nothing else is put there.
+        Some(live) => Ok(live.cast_into::<PyLive>().ok()),
+        None => Ok(None),
+    }
+}
+
+/// An error with the name of the request that it is about.
+fn of_request(request: &Bound<'_, PyAny>) -> impl FnOnce(PyErr) -> PyErr {
+    move |error| {
+        let py = request.py();
+        let named = request
+            .repr()
+            .map(|name| format!("{} (request {name})", error.value(py)));
+        match named {
+            Ok(message) => PyErr::from_type(error.get_type(py), (message,)),
+            // A request that cannot say its name.
+            Err(_) => error,
+        }
+    }
+}
+
+#[cold]
+fn not_live(request: &Bound<'_, PyAny>, call: &str) -> PyErr {
+    of_request(request)(StaleHandleError::new_err(format!(
+        "{call}: the ledger has no such request: it was finished or forgotten, or never begun"
+    )))
+}
+
+#[cold]
+fn live_already(request: &Bound<'_, PyAny>) -> PyErr {
+    of_request(request)(PyValueError::new_err(
+        "SequenceLedger.begin: the request is live already; finish or forget it first",
+    ))
+}
+
+fn list_of<'py>(value: &Bound<'py, PyAny>, arg: Arg) -> PyResult<Bound<'py, PyList>> {
+    if let Ok(list) = value.cast::<PyList>() {
+        return Ok(list.clone());
+    }
+    let items: PyResult<Vec<Bound<'py, PyAny>>> = value
+        .try_iter()
+        .map_err(|_| arg.wrong_type(value, "a list"))?
+        .collect();
+    PyList::new(value.py(), items?)
+}
+
+/// The source of a request, and its plan if it is one.
+fn read_source(
+    value: Option<&Bound<'_, PyAny>>,
+    arg: Arg,
+) -> PyResult<(Option<Py<PyReusePlan>>, LedgerSource)> {
+    let Some(value) = value else {
+        return Ok((None, LedgerSource::Computed));
+    };
+    match SourceArg::open(value, arg)? {
+        SourceArg::Computed => Ok((None, LedgerSource::Computed)),
+        SourceArg::Imported(imported) => Ok((None, LedgerSource::Imported(imported))),
+        SourceArg::Plan(plan) if plan.is_released() => Err(StaleHandleError::new_err(format!(
+            "{}: the plan was released already",
+            arg.call
+        ))),
+        SourceArg::Plan(plan) => {
+            let kept = value.cast::<PyReusePlan>()?.clone().unbind();
+            Ok((Some(kept), LedgerSource::Plan(plan.share())))
+        }
+    }
+}
+
+/// What `SequenceLedger.rollback` took back.
+///
+/// Array attributes are fresh arrays at every access.
+///
+/// Example:
+///     >>> import kvtrie
+///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3, 4], space), [6, 7], num_computed=4)
+///     >>> back = ledger.rollback("a", to=2, drop_blocks=True)
+///     >>> back.ranges, back.blocks
+///     (array([[2, 4]]), array([7], dtype=int32))
+#[pyclass(frozen, module = "kvtrie", name = "RolledBack")]
+pub(crate) struct PyRolledBack {
+    core: RolledBack,
+}
+
+#[pymethods]
+impl PyRolledBack {
+    /// Tokens whose KV counted as computed and does not any more: ranges (start, end), int64 of shape
+    /// (n, 2), ascending.
+    #[getter]
+    fn ranges<'py>(&self, py: Python<'py>) -> PyResult<Counts<'py>> {
+        output::ranges(py, &self.core.ranges)
+    }
+
+    /// Blocks that were cut off the table, in order of position (int32). They are the caller's.
+    #[getter]
+    fn blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
+        ids(py, &self.core.blocks)
+    }
+
+    fn __repr__(&self) -> String {
+        let ranges = self.core.ranges.iter();
+        let ranges: Vec<String> = ranges
+            .map(|(start, end)| format!("[{start}, {end}]"))
+            .collect();
+        format!(
+            "RolledBack(ranges={}, blocks={})",
+            output::listed(&ranges),
+            output::listed(&self.core.blocks)
+        )
+    }
+}
