@@ -114,8 +114,9 @@ impl PySequenceLedger {
         py.enter(Cost::Short, |keys| Ok(keys.lock(&self.core, LEDGER)?.len()))
     }
 
-    fn __contains__(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let Some(live) = self.find(py, request)? else {
+    fn __contains__(&self, py: Python<'_>, request: Name<'_>) -> PyResult<bool> {
+        let Name(request) = request;
+        let Some(live) = self.find(py, &request)? else {
             return Ok(false);
         };
         let id = live.get().id;
@@ -1059,6 +1060,22 @@ impl PySequenceLedger {
                 .map_or(0, |(start, end)| (end - start) / OFFERS_A_VISIT))
         })?;
         Ok(Cost::path(unseen.max(offered), index.block_size))
+    }
+}
+
+/// What may be asked for.
+struct Name<'py>(Bound<'py, PyAny>);
+
+impl<'py> FromPyObject<'_, 'py> for Name<'py> {
+    type Error = std::convert::Infallible;
+
+    #[cfg(feature = "experimental-inspect")]
+    const INPUT_TYPE: pyo3::inspect::PyStaticExpr = pyo3::inspect::PyStaticExpr::Constant {
+        value: pyo3::inspect::PyStaticConstant::Str("object"),
+    };
+
+    fn extract(name: Borrowed<'_, 'py, PyAny>) -> Result<Self, Self::Error> {
+        Ok(Self(name.to_owned()))
     }
 }
 
