@@ -103,7 +103,9 @@ impl Request {
             // Those that are still under way begin right behind the ids.
             let shift = self.drafts.first().map_or(0, |drafts| drafts[0] - len);
             for drafts in &mut self.drafts {
-                drafts.iter_mut().for_each(|at| *at -= shift);
+                for at in drafts {
+                    *at -= shift;
+                }
             }
         }
         for (at, slot) in self.slots.iter_mut().enumerate() {
