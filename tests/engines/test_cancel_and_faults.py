@@ -140,9 +140,10 @@ class Faulty:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._fuse.burn(name)
+            plain = [arg.real if isinstance(arg, Faulty) else arg for arg in args]
             if "evict_from" in kwargs:
                 kwargs["evict_from"] = kwargs["evict_from"].real
-            return found(*args, **kwargs)
+            return found(*plain, **kwargs)
 
         return call
 
@@ -151,9 +152,15 @@ def faulty(generator: Generator, fuse: Fuse, monkeypatch: pytest.MonkeyPatch) ->
     """Guard every call that the engine makes on behalf of one request."""
     store = generator._store
     generator._store = Store(
-        index=Faulty(store.index, fuse, "plan", "insert"),  # type: ignore[arg-type] # a stand-in
+        index=Faulty(store.index, fuse, "plan"),  # type: ignore[arg-type] # a stand-in
         allocator=Faulty(store.allocator, fuse, "allocate"),  # type: ignore[arg-type] # a stand-in
         pool=store.pool,
+        ledger=Faulty(  # type: ignore[arg-type] # a stand-in
+            store.ledger,
+            fuse,
+            *("begin", "schedule", "confirm", "append", "add_blocks"),
+            *("commit", "finish"),
+        ),
     )
     generator._scheduler._store = generator._store
     for owner, name in (

@@ -1,4 +1,4 @@
-"""Lease: the engine loop over plans with any number of gaps, as later milestones will make them."""
+"""Lease: the engine loop over plans with any number of gaps."""
 
 from __future__ import annotations
 
@@ -8,80 +8,51 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtrie._core import OutOfBlocksError
+import kvtrie
+from kvtrie import OutOfBlocksError, ReusePolicy
 from kvtrie.engines._lease import Lease
 from kvtrie.engines._store import Store
 
 BLOCK = 4
+SPACE = kvtrie.Namespace(model="m", salt="lease")
+# Two whole blocks in place; behind them two runs of a cached text of 12 tokens, with gaps around.
+HEAD = list(range(8))
+RUN = list(range(100, 112))
+NEW = list(range(200, 220))
 
 
-class FakePlan:
-    """Two blocks in place, then copied and computed pieces in turn."""
+class Pool:
+    """Stands for a pool; it writes down what is copied."""
 
-    def __init__(self, gaps: list[tuple[int, int]], length: int) -> None:
-        self.blocks = np.array([7, 8], dtype=np.int32)
-        self.num_new_blocks = -(-length // BLOCK) - 2
-        self.gaps = np.array(gaps, dtype=np.int64).reshape(-1, 2)
-        self.calls: list[str] = []
-
-    def moves(self, table: np.ndarray) -> str:
-        return f"moves of {table.tolist()}"
-
-    def release_sources(self) -> None:
-        self.calls.append("release_sources")
-
-    def release(self) -> None:
-        self.calls.append("release")
-
-
-class FakeStore:
-    """Stands for index, free list and pool at once, and writes down what it is asked."""
-
-    def __init__(self, plan: FakePlan, num_free: int = 20) -> None:
-        self.made_plan = plan
-        self.free_ids = list(range(20, 20 + num_free))
-        self.inserted: list[tuple[list[int], int, int]] = []
-        self.copied: list[str] = []
+    def __init__(self) -> None:
+        self.copied: list[int] = []
         self.layout = SimpleNamespace(block_size=BLOCK)
 
-    def plan(self, _seq: Any, _policy: Any, *, keep_last: int) -> FakePlan:
-        assert keep_last == 1
-        return self.made_plan
+    def apply(self, moves: Any) -> None:
+        self.copied.append(int(moves["num_tokens"].sum()))
 
-    def insert(self, _seq: Any, held: Any, *, num_computed: int, start: int, source: Any) -> Any:
-        assert source is self.made_plan
-        self.inserted.append((held.tolist(), num_computed, start))
-        taken = num_computed // BLOCK - start // BLOCK
-        none = np.array([], dtype=np.int32)
-        return SimpleNamespace(
-            blocks=held[:taken], duplicates=none, freed=none, surplus=held[taken:]
+
+def make(num_blocks: int = 40) -> Store:
+    """A store that has HEAD and RUN cached."""
+    store = Store(
+        index=kvtrie.RadixIndex(num_blocks, BLOCK, min_run=8),
+        allocator=kvtrie.BlockAllocator(num_blocks),
+        pool=Pool(),  # type: ignore[arg-type] # a stand-in
+        ledger=kvtrie.SequenceLedger(BLOCK),
+    )
+    for text in (HEAD, RUN):
+        table = store.allocator.allocate(len(text) // BLOCK)
+        store.index.insert(
+            kvtrie.TokenSequence(text, SPACE),
+            table,
+            num_computed=len(text),
+            source=kvtrie.COMPUTED,
         )
+    return store
 
-    def allocate(self, count: int, evict_from: Any) -> Any:
-        assert evict_from is self
-        if count > len(self.free_ids):
-            raise OutOfBlocksError(f"{count} wanted, {len(self.free_ids)} available")
-        taken, self.free_ids = self.free_ids[:count], self.free_ids[count:]
-        return np.array(taken, dtype=np.int32)
 
-    def free(self, ids: Any) -> None:
-        self.free_ids.extend(ids.tolist())
-
-    def take_freed(self) -> Any:
-        return np.array([], dtype=np.int32)
-
-    def apply(self, moves: str) -> None:
-        self.copied.append(moves)
-
-    @property
-    def num_free(self) -> int:
-        return len(self.free_ids)
-
-    num_evictable = 0
-
-    def as_store(self) -> Store:
-        me: Any = self
-        return Store(index=me, allocator=me, pool=me)
+def sequence(*parts: list[int]) -> kvtrie.TokenSequence:
+    return kvtrie.TokenSequence([token for part in parts for token in part], SPACE)
 
 
 def ranges(lease: Lease, limit: int) -> list[tuple[int, int]]:
@@ -91,94 +62,138 @@ def ranges(lease: Lease, limit: int) -> list[tuple[int, int]]:
         start, end = lease.next_range(limit)
         if start == end:
             return found
-        lease.make_room(end)
+        lease.issue(end)
         lease.advance(end)
         found.append((start, end))
 
 
+def check_empty(store: Store, lease: Lease) -> None:
+    """Nothing is held, and the ledger has nothing left."""
+    assert len(store.ledger) == 0
+    assert lease.num_held == 0
+    stats = store.index.stats()
+    assert store.allocator.num_free + stats.indexed == store.allocator.num_blocks
+
+
 @pytest.mark.parametrize(
-    ("gaps", "limit", "want"),
+    ("parts", "limit", "want"),
     [
-        ([(21, 22)], 100, [(21, 22)]),
-        ([(8, 22)], 100, [(8, 22)]),
-        ([(10, 13), (17, 22)], 100, [(10, 13), (17, 22)]),
-        ([(10, 13), (17, 22)], 2, [(10, 12), (12, 13), (17, 19), (19, 21), (21, 22)]),
-        ([(9, 10), (11, 12), (13, 14), (21, 22)], 1, [(9, 10), (11, 12), (13, 14), (21, 22)]),
+        ([HEAD, NEW[:3]], 100, [(8, 11)]),
+        ([NEW[:3]], 100, [(0, 3)]),
+        ([HEAD, NEW[:3], RUN, NEW[3:5]], 100, [(8, 11), (23, 25)]),
+        ([HEAD, NEW[:3], RUN, NEW[3:6]], 2, [(8, 10), (10, 11), (23, 25), (25, 26)]),
+        ([NEW[:1], RUN, NEW[1:2], RUN, NEW[2:3]], 1, [(0, 1), (13, 14), (26, 27)]),
+        # The last token is computed, whatever is cached.
+        ([HEAD, NEW[:1], RUN], 100, [(8, 9), (20, 21)]),
     ],
 )
 def test_gaps_are_computed_left_to_right(
-    gaps: list[tuple[int, int]], limit: int, want: list[tuple[int, int]]
+    parts: list[list[int]], limit: int, want: list[tuple[int, int]]
 ) -> None:
-    store = FakeStore(FakePlan(gaps, 22))
-    seq: Any = list(range(22))
-    lease = Lease(store.as_store(), seq, policy=None)  # type: ignore[arg-type] # a stand-in takes none
-    assert lease.table.tolist() == [7, 8, 20, 21, 22, 23]
-    assert store.copied == ["moves of [7, 8, 20, 21, 22, 23]"]
-    assert store.made_plan.calls == ["release_sources"]
-    # What lies before the first gap is in place or copied.
-    assert lease.num_computed == gaps[0][0]
+    store = make()
+    seq = sequence(*parts)
+    lease = Lease(store, seq, ReusePolicy())
     assert ranges(lease, limit) == want
-    assert lease.num_computed == 22
-    assert lease.num_indexed == 5
-    assert lease.num_held == 1
+    assert lease.is_computed
+    # What is computed and a whole block is the index's.
+    assert lease.num_held == len(lease.table) - len(seq) // BLOCK
+    lease.close()
+    check_empty(store, lease)
 
 
 def test_only_what_is_computed_is_inserted() -> None:
-    store = FakeStore(FakePlan([(10, 13), (17, 22)], 22))
-    seq: Any = list(range(22))
-    lease = Lease(store.as_store(), seq, policy=None)  # type: ignore[arg-type] # a stand-in takes none
-    lease.advance(13)
-    # Behind 13, the copied piece up to 17 counts: four whole blocks.
-    assert (lease.num_computed, store.inserted) == (17, [([20, 21, 22, 23], 17, 8)])
-    lease.advance(19)
-    assert len(store.inserted) == 1
+    store = make()
+    seq = sequence(HEAD, NEW[:3], RUN, NEW[3:10])
+    lease = Lease(store, seq, ReusePolicy())
+    assert store.pool.copied == [12]  # type: ignore[attr-defined] # a stand-in
+    assert lease.num_held == 6
+    lease.issue(11)
+    lease.advance(11)
+    # Behind 11, the copied run up to 23 counts: three more whole blocks.
+    assert store.ledger.new_range(lease) == (20, 23)
+    assert lease.num_held == 3
+    lease.issue(27)
+    assert lease.num_held == 3
+    lease.advance(25)
+    assert store.ledger.new_range(lease) == (24, 25)
     lease.close()
-    assert store.inserted[1:] == [([22, 23], 19, 16)]
-    assert sorted(store.free_ids) == list(range(22, 40))
-    assert store.made_plan.calls == ["release_sources", "release"]
+    assert store.index.stats().indexed == 5 + 4
+    check_empty(store, lease)
     lease.close()
-    assert len(store.inserted) == 2
+    assert lease.plan.released
 
 
 def test_decode_brings_a_block_when_the_last_is_full() -> None:
-    store = FakeStore(FakePlan([(21, 22)], 22))
-    seq: Any = list(range(22))
-    lease = Lease(store.as_store(), seq, policy=None)  # type: ignore[arg-type] # a stand-in takes none
-    lease.advance(22)
+    store = make()
+    seq = sequence(HEAD, NEW[:14])
+    lease = Lease(store, seq, ReusePolicy())
+    assert ranges(lease, 100) == [(8, 22)]
     lengths = []
     for _ in range(6):
-        seq.append(0)
+        lease.append([0])
+        assert not lease.is_computed
         assert lease.next_range(1) == (len(seq) - 1, len(seq))
-        lease.make_room(len(seq))
+        lease.issue(len(seq))
         lengths.append(len(lease.table))
         lease.advance(len(seq))
     assert lengths == [6, 6, 7, 7, 7, 7]
-    assert lease.num_indexed == 7
+    assert store.ledger.new_range(lease) == (28, 28)
+    lease.close()
+    check_empty(store, lease)
+
+
+def test_sequence_belongs_to_the_ledger_until_the_lease_is_closed() -> None:
+    store = make()
+    seq = sequence(NEW[:5])
+    lease = Lease(store, seq, ReusePolicy())
+    with pytest.raises(ValueError, match="a request of a SequenceLedger has this sequence"):
+        seq.extend([1])
+    lease.close()
+    seq.extend([1])
 
 
 def test_headroom_is_kept_and_nothing_is_taken_without() -> None:
-    plan = FakePlan([(8, 22)], 22)
-    store = FakeStore(plan, num_free=5)
-    seq: Any = list(range(22))
-    with pytest.raises(OutOfBlocksError, match="4 blocks wanted beside 2 to spare, 5 available"):
-        Lease(store.as_store(), seq, policy=None, headroom=2)  # type: ignore[arg-type]
-    assert plan.calls == ["release"]
-    assert store.num_free == 5
-    Lease(store.as_store(), seq, policy=None, headroom=1)  # type: ignore[arg-type]
+    store = make(num_blocks=9)
+    seq = sequence(NEW[:14])
+    others = store.index.plan(sequence(RUN, [0]), kvtrie.EXACT_ONLY)
+    # 4 free, and 2 that only the head has; the run is pinned.
+    with pytest.raises(OutOfBlocksError, match="4 blocks wanted beside 3 to spare, 6 available"):
+        Lease(store, seq, kvtrie.EXACT_ONLY, headroom=3)
+    assert store.allocator.num_free == 4
+    assert len(store.ledger) == 0
+    lease = Lease(store, seq, kvtrie.EXACT_ONLY, headroom=2)
+    lease.close()
+    others.release()
+    check_empty(store, lease)
 
 
 def test_failed_copy_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = FakePlan([(10, 22)], 22)
-    store = FakeStore(plan)
+    store = make()
+    free = store.allocator.num_free
 
-    def fail(_moves: str) -> None:
+    def fail(_moves: object) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(store, "apply", fail)
-    seq: Any = list(range(22))
+    monkeypatch.setattr(store.pool, "apply", fail)
+    seq = sequence(HEAD, NEW[:3], RUN, NEW[3:5])
     with pytest.raises(RuntimeError, match="injected"):
-        Lease(store.as_store(), seq, policy=None)  # type: ignore[arg-type] # a stand-in takes none
+        Lease(store, seq, ReusePolicy())
     # The copied tokens do not count as computed.
-    assert store.inserted == [([20, 21, 22, 23], 8, 8)]
-    assert store.num_free == 20
-    assert plan.calls == ["release"]
+    assert store.allocator.num_free == free
+    assert store.index.lookup(seq).num_tokens == len(HEAD)
+    seq.extend([1])
+
+
+def test_failed_insert_gives_everything_back() -> None:
+    store = make()
+    free = store.allocator.num_free
+    lease = Lease(store, sequence(HEAD, NEW[:9]), ReusePolicy())
+    lease.issue(17)
+    lease.plan.release()
+    with pytest.raises(kvtrie.StaleHandleError):
+        lease.advance(17)
+    with pytest.raises(kvtrie.StaleHandleError):
+        lease.close()
+    assert store.allocator.num_free == free
+    check_empty(store, lease)
+    assert np.array_equal(store.index.take_freed(), [])

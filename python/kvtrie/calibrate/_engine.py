@@ -13,6 +13,7 @@ from kvtrie._core import (
     BlockAllocator,
     Namespace,
     RadixIndex,
+    SequenceLedger,
     TokenSequence,
 )
 from kvtrie.calibrate.policies import LEAST_RUN
@@ -145,6 +146,7 @@ class Replay:
             ),
             allocator=BlockAllocator(num_blocks),
             pool=cast("KVPool", copier),
+            ledger=SequenceLedger(model.layout.block_size),
         )
         self._space = Namespace(model="calibrate", salt="calibrate")
 
@@ -162,17 +164,16 @@ class Replay:
             usage = Usage(plan.num_exact, plan.num_approximate, plan.num_compute)
             start, end = lease.next_range(len(seq))
             while end < len(seq):
+                lease.issue(end)
                 self._model.paged(self._store.pool, seq, lease.table, start, end)
                 lease.advance(end)
                 start, end = lease.next_range(len(seq))
             # The reply is known: one pass for the end of the prompt and all of it.
-            seq.extend(np.array(step.reply[:-1], dtype=np.uint32))
-            lease.make_room(len(seq))
+            lease.append(np.array(step.reply[:-1], dtype=np.uint32))
+            lease.issue(len(seq))
             pool, table = self._store.pool, lease.table
             rows = self._model.paged(pool, seq, table, start, len(seq), len(step.reply))
-            lease.advance(end)
-            if len(seq) > end:
-                lease.advance(len(seq))
+            lease.advance(len(seq))
         return rows, usage
 
 

@@ -9,6 +9,8 @@ import numpy as np
 from kvtrie._core import OutOfBlocksError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from kvtrie._core import ReusePlan, ReusePolicy, TokenSequence
@@ -16,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """A plan, its block table, and how far the table's KV is computed.
+    """A plan, and the request that it became in the store's ledger.
 
-    Every block of the table is the index's (the first ``num_indexed``) or held by the lease; after
-    ``close`` none is held. ``num_computed`` never runs ahead of what the model has finished, so an
-    exception at any point leaves a lease that closes cleanly.
+    The ledger knows the table, the ids and how far KV is computed; the lease asks it. Every block
+    of the table is the index's or held by the lease; after ``close`` none is held. An exception at
+    any point leaves a lease that closes cleanly.
 
     Args:
-        store: Index, free list and pool.
-        seq: The tokens; the lease reads them, its owner extends them.
+        store: Index, free list, pool and ledger.
+        seq: The tokens; until ``close`` the ledger alone changes them.
         policy: What may be reused.
         headroom: Blocks that must stay obtainable for others after this lease took its own.
 
@@ -37,41 +39,50 @@ class Lease:
     ) -> None:
         self._store = store
         self._seq = seq
-        self._block_size = store.pool.layout.block_size
         self._is_closed = False
         self.plan: ReusePlan = store.index.plan(seq, policy, keep_last=1)
+        fresh = np.empty(0, dtype=np.int32)
         try:
             fresh = self._allocate(self.plan.num_new_blocks, headroom)
+            table = np.concatenate([self.plan.blocks, fresh])
+            store.pool.apply(self.plan.moves(table))
+            # Copies and later writes run on one stream, in this order.
+            self.plan.release_sources()
+            store.ledger.begin(self, seq, table, source=self.plan)
         except BaseException:
+            store.allocator.free(fresh)
             self.plan.release()
             store.reclaim()
             raise
-        self.table: NDArray[np.int32] = np.concatenate([self.plan.blocks, fresh])
-        self.num_indexed = len(self.plan.blocks)
-        self.num_computed = self.num_indexed * self._block_size
-        try:
-            store.pool.apply(self.plan.moves(self.table))
-            # Copies and later writes run on one stream, in this order.
-            self.plan.release_sources()
-            self._planned = len(seq)
-            self._gaps = [(int(start), int(end)) for start, end in self.plan.gaps]
-            self.num_computed = self._gap_start()
-        except BaseException:
-            self.close()
-            raise
+
+    @property
+    def table(self) -> NDArray[np.int32]:
+        """Block ids, position 0 first."""
+        return self._store.ledger.blocks(self)
 
     @property
     def num_held(self) -> int:
         """Blocks that are neither free nor the index's."""
-        return 0 if self._is_closed else len(self.table) - self.num_indexed
+        if self._is_closed:
+            return 0
+        ledger = self._store.ledger
+        return len(ledger.blocks(self)) - ledger.new_range(self)[0] // ledger.block_size
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether all tokens have KV, so that the next one can be picked."""
+        return self._store.ledger.final_range(self)[1] == len(self._seq)
 
     def next_range(self, limit: int) -> tuple[int, int]:
         """The next tokens to compute, at most ``limit``: of a gap, or what was sampled since."""
-        end = self._gaps[0][1] if self._gaps else len(self._seq)
-        return self.num_computed, min(end, self.num_computed + limit)
+        missing = self._store.ledger.missing(self)
+        if not len(missing):
+            return len(self._seq), len(self._seq)
+        start, end = missing[0].tolist()
+        return start, min(end, start + limit)
 
-    def make_room(self, end: int) -> None:
-        """Bring the blocks for positions up to ``end``.
+    def issue(self, end: int) -> None:
+        """Bring the blocks for the next positions up to ``end``, which are computed next.
 
         Args:
             end: Position behind the last.
@@ -79,10 +90,16 @@ class Lease:
         Raises:
             OutOfBlocksError: If they cannot be had; nothing was evicted.
         """
-        missing = -(-end // self._block_size) - len(self.table)
-        if missing > 0:
-            fresh = self._allocate(missing, 0)
-            self.table = np.concatenate([self.table, fresh])
+        ledger = self._store.ledger
+        wanted = -(-end // ledger.block_size) - len(ledger.blocks(self))
+        if wanted > 0:
+            fresh = self._allocate(wanted, 0)
+            try:
+                ledger.add_blocks(self, fresh)
+            except BaseException:
+                self._store.allocator.free(fresh)
+                raise
+        ledger.schedule(self, end - ledger.lookahead(self)[1])
 
     def advance(self, end: int) -> None:
         """Note that the range up to ``end`` is computed, and share the blocks that are full.
@@ -90,27 +107,36 @@ class Lease:
         Args:
             end: Position behind the last computed token.
         """
-        self.num_computed = end
-        if self._gaps and end == self._gaps[0][1]:
-            del self._gaps[0]
-            self.num_computed = self._gap_start()
-        if self.num_computed // self._block_size > self.num_indexed:
-            self._insert(is_last=False)
+        ledger = self._store.ledger
+        ledger.confirm(self, end)
+        start, end = ledger.new_range(self)
+        if end - start >= ledger.block_size:
+            done = ledger.commit(self, self._store.index)
+            self._store.allocator.free(done.duplicates)
+            self._store.allocator.free(done.freed)
+
+    def append(self, ids: Sequence[int] | NDArray[np.integer]) -> None:
+        """Append final ids, which have no KV yet."""
+        self._store.ledger.append(self, ids)
 
     def close(self) -> None:
         """Insert what is computed and give up the rest: finish, abort and preemption alike."""
         if self._is_closed:
             return
         self._is_closed = True
+        store = self._store
         try:
-            self._insert(is_last=True)
+            done = store.ledger.finish(self, store.index)
+        except BaseException:
+            # A call that fails has taken nothing: the blocks are still held.
+            store.allocator.free(store.ledger.forget(self))
+            raise
+        else:
+            store.allocator.free(done.duplicates)
+            store.allocator.free(done.freed)
+            store.allocator.free(done.surplus)
         finally:
-            self.plan.release()
-            self._store.reclaim()
-
-    def _gap_start(self) -> int:
-        """All KV below it is in the table, in place, copied or computed."""
-        return self._gaps[0][0] if self._gaps else self._planned
+            store.reclaim()
 
     def _allocate(self, wanted: int, headroom: int) -> NDArray[np.int32]:
         store = self._store
@@ -121,26 +147,3 @@ class Lease:
                 msg = f"{wanted} blocks wanted beside {headroom} to spare, {available} available"
                 raise OutOfBlocksError(msg)
         return store.allocator.allocate(wanted, evict_from=store.index)
-
-    def _insert(self, *, is_last: bool) -> None:
-        store, first = self._store, self.num_indexed
-        held = self.table[first:]
-        try:
-            done = store.index.insert(
-                self._seq,
-                held,
-                num_computed=self.num_computed,
-                start=first * self._block_size,
-                source=self.plan,
-            )
-        except BaseException:
-            # A call that fails has taken nothing: the blocks are still held.
-            if is_last:
-                store.allocator.free(held)
-            raise
-        self.num_indexed = first + len(done.blocks)
-        self.table[first : self.num_indexed] = done.blocks
-        store.allocator.free(done.duplicates)
-        store.allocator.free(done.freed)
-        if is_last:
-            store.allocator.free(done.surplus)

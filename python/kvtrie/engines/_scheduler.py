@@ -138,8 +138,8 @@ class Scheduler:
             if self._make_room(job, lease, end):
                 logits = self._runner.run(job.seq, lease.table, start, end)
                 lease.advance(end)
-                if lease.num_computed == len(job.seq):
-                    self._emit(job, logits, events)
+                if lease.is_computed:
+                    self._emit(job, lease, logits, events)
         except Exception as error:  # noqa: BLE001 - the request ends with it, stream() raises it
             self._fail(job, error, events)
         except BaseException as error:
@@ -150,7 +150,7 @@ class Scheduler:
         """Bring blocks up to ``end``, taking them from younger requests where none is left."""
         while True:
             try:
-                lease.make_room(end)
+                lease.issue(end)
             except OutOfBlocksError:
                 if len(self.running) == 1:
                     raise
@@ -170,11 +170,11 @@ class Scheduler:
         job.request.num_preemptions += 1
         self._close(job)
 
-    def _emit(self, job: Job, logits: torch.Tensor, events: list[Event]) -> None:
+    def _emit(self, job: Job, lease: Lease, logits: torch.Tensor, events: list[Event]) -> None:
         """Pick the next token and say so."""
         request = job.request
         token = pick(logits, job.sampling, job.rng)
-        job.seq.extend([token])
+        lease.append([token])
         reason: FinishReason | None = None
         if token in job.stop_ids:
             reason = "stop"

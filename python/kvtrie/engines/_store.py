@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvtrie._core import BlockAllocator, RadixIndex
+    from kvtrie._core import BlockAllocator, RadixIndex, SequenceLedger
     from kvtrie.pool import KVPool
 
 
@@ -38,11 +38,12 @@ class BlockCounts:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The three owners of a pool's blocks: who finds them, who hands them out, who fills them."""
+    """The owners of a pool's blocks: who finds, hands out and fills them, and knows how far."""
 
     index: RadixIndex
     allocator: BlockAllocator
     pool: KVPool
+    ledger: SequenceLedger
 
     def reclaim(self) -> None:
         """Give the free list what the index let go of meanwhile."""

@@ -17,6 +17,7 @@ from kvtrie._core import (
     OutOfBlocksError,
     RadixIndex,
     ReusePolicy,
+    SequenceLedger,
     TokenSequence,
     UnsupportedRopeError,
 )
@@ -150,6 +151,7 @@ class Generator:
             index=RadixIndex(num_blocks, block_size, moved_runs=rope is not None, seed=seed),
             allocator=BlockAllocator(num_blocks),
             pool=pool,
+            ledger=SequenceLedger(block_size),
         )
         self._decide(policy)
         self._scheduler = Scheduler(self._store, Runner(model, pool), prefill_chunk)
