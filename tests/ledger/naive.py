@@ -1,0 +1,134 @@
+"""The ledger's rules without a counter: a list of slots, each with what is known of it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+
+class RefusedError(Exception):
+    """What cannot be."""
+
+
+@dataclass
+class Slot:
+    """One slot of a table."""
+
+    present: bool = False
+    issued: bool = False
+    claimed: bool = False
+
+
+@dataclass
+class NaiveRequest:
+    """One live request."""
+
+    size: int
+    tokens: list[int]
+    table: list[int]
+    slots: list[Slot] = field(default_factory=list)
+    #: Positions of drafts that nobody verified, one list each time that some were issued.
+    drafts: list[list[int]] = field(default_factory=list)
+    committed: int = 0
+
+    def __post_init__(self) -> None:
+        self.slots = [Slot() for _ in range(len(self.table) * self.size)]
+
+    @property
+    def verified(self) -> int:
+        """The end of what is final and computed."""
+        for at, slot in enumerate(self.slots):
+            is_draft = any(drafts[0] <= at for drafts in self.drafts)
+            if at >= len(self.tokens) or not (slot.present or slot.claimed) or is_draft:
+                return at
+        return len(self.slots)
+
+    @property
+    def issued(self) -> int:
+        """The end of what is issued."""
+        for at, slot in enumerate(self.slots):
+            if not (slot.present or slot.issued):
+                return at
+        return len(self.slots)
+
+    @property
+    def missing(self) -> list[int]:
+        """Final positions without KV."""
+        return [
+            at
+            for at in range(self.verified, len(self.tokens))
+            if at >= len(self.slots) or not self.slots[at].present
+        ]
+
+    def schedule(self, tokens: int, drafts: int) -> None:
+        """Issue the next free slots."""
+        free = [at for at, slot in enumerate(self.slots) if not (slot.present or slot.issued)]
+        free = free[:tokens]
+        if len(free) < tokens or drafts > tokens:
+            raise RefusedError
+        for at in free:
+            self.slots[at].issued = True
+        if drafts:
+            self.drafts.append(free[tokens - drafts :])
+
+    def append(self, ids: list[int]) -> None:
+        """Final ids, then placeholders."""
+        known = list(ids)
+        while known and known[-1] == -1:
+            known.pop()
+        if any(not 0 <= token < 2**32 for token in known):
+            raise RefusedError
+        self.tokens += known
+
+    def confirm(self, computed: int) -> None:
+        """All below is claimed, all else is not."""
+        if not self.verified <= computed <= self.issued:
+            raise RefusedError
+        self._claim(computed)
+
+    def _claim(self, computed: int) -> None:
+        left = [drafts for drafts in self.drafts if drafts[0] >= len(self.tokens)]
+        if len(left) < len(self.drafts) and left:
+            shift = left[0][0] - len(self.tokens)
+            left = [[at - shift for at in drafts] for drafts in left]
+        self.drafts = left
+        for at, slot in enumerate(self.slots):
+            slot.claimed = at < computed
+
+    def step(self, ids: list[int], computed: int, tokens: int, drafts: int) -> None:
+        """One step, or nothing."""
+        after = copy.deepcopy(self)
+        if not after.verified <= computed <= after.issued:
+            raise RefusedError
+        after.append(ids)
+        after._claim(computed)
+        start = computed
+        while start < len(after.slots) and after.slots[start].present:
+            start += 1
+        after.drafts = [drafts for drafts in after.drafts if drafts[0] < start]
+        for at, slot in enumerate(after.slots):
+            slot.issued = at < computed
+        after.schedule(tokens, drafts)
+        self.__dict__.update(after.__dict__)
+
+    def add_blocks(self, blocks: list[int]) -> None:
+        """More slots."""
+        both = self.table + blocks
+        if len(set(both)) < len(both):
+            raise RefusedError
+        self.table = both
+        self.slots += [Slot() for _ in range(len(blocks) * self.size)]
+
+    def rollback(self, to: int, *, drop_blocks: bool) -> tuple[list[int], list[int]]:
+        """Positions whose KV is gone, and blocks that are cut."""
+        if not self.committed <= to <= self.issued:
+            raise RefusedError
+        behind = range(to, len(self.slots))
+        gone = [at for at in behind if self.slots[at].claimed or self.slots[at].present]
+        for at in behind:
+            self.slots[at] = Slot()
+        self.drafts = [drafts for drafts in self.drafts if drafts[0] < to]
+        keep = -(-to // self.size) if drop_blocks else len(self.table)
+        cut, self.table = self.table[keep:], self.table[:keep]
+        del self.slots[keep * self.size :]
+        return gone, cut

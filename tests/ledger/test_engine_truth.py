@@ -1,0 +1,132 @@
+"""Engines whose KV can be looked at: what a ledger calls final and computed is, slot for slot.
+
+Every slot of a fake pool holds the tokens that its KV was computed with. The engine drafts,
+schedules ahead of what it knows, preempts, and takes refused drafts out of its counter late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+
+import pytest
+
+import kvtrie
+
+SIZE = 4
+SPACE = kvtrie.Namespace(model="m", salt="truth")
+
+
+class Engine:
+    """One request of an engine with so many steps under way, and up to so many drafts a step."""
+
+    def __init__(self, rng: Random, depth: int, drafts: int) -> None:
+        self.rng, self.depth, self.drafts = rng, depth, drafts
+        self.ledger = kvtrie.SequenceLedger(SIZE)
+        prompt = [rng.randrange(9) for _ in range(rng.randrange(1, 20))]
+        self.seq = kvtrie.TokenSequence(prompt, SPACE)
+        self.tokens = list(prompt)
+        self.kv: dict[int, tuple[int, ...]] = {}
+        self.ledger.begin(0, self.seq, list(range(60)))
+        #: The engine's counter: optimistic, as vLLM's is.
+        self.counter = 0
+        #: Ids of steps that are done on the device and that the engine was not told of.
+        self.under_way: deque[tuple[list[int], int]] = deque()
+        #: Tokens as the device knows them, and how far it has computed.
+        self.device = list(prompt)
+        self.device_computed = 0
+
+    def compute(self, start: int, end: int, tokens: list[int]) -> None:
+        for at in range(start, end):
+            self.kv[at] = tuple(tokens[: at + 1])
+
+    def run_on_device(self, scheduled: int, drafts: int) -> tuple[list[int], int]:
+        """Compute, sample, and verify drafts; answers the new ids and how many were refused."""
+        start = self.device_computed
+        known = scheduled - drafts
+        if start + known < len(self.device):
+            # A piece of the prompt: nothing is sampled.
+            self.compute(start, start + known, self.device)
+            self.device_computed += known
+            return [], 0
+        guesses = [self.rng.randrange(9) for _ in range(drafts)]
+        self.compute(start, start + scheduled, self.device + guesses)
+        accepted = self.rng.randint(0, drafts)
+        new = [*guesses[:accepted], self.rng.randrange(9)]
+        self.device += new
+        self.device_computed += known + accepted
+        return new, drafts - accepted
+
+    def step(self) -> None:
+        rng = self.rng
+        told: list[int] = []
+        while self.under_way and (len(self.under_way) > self.depth or rng.random() < 0.3):
+            new, refused = self.under_way.popleft()
+            told += new
+            self.counter -= refused
+        self.tokens += told
+        prompt_left = len(self.tokens) - self.counter
+        drafts = 0
+        if prompt_left > 1:
+            scheduled = rng.randint(1, prompt_left)
+            if scheduled < prompt_left and rng.random() < 0.5:
+                scheduled = prompt_left
+        else:
+            drafts = rng.randint(0, self.drafts)
+            scheduled = 1 + drafts
+        if scheduled == prompt_left and rng.random() < 0.5:
+            extra = rng.randint(0, self.drafts)
+            drafts, scheduled = extra, scheduled + extra
+        declared = [drafts]
+        placeholders = [-1] * rng.randrange(3)
+        if rng.random() < 0.5:
+            # The ids come before the next step is made.
+            self.ledger.append(0, told)
+            self.check()
+            told = []
+        ids = told + placeholders
+        self.ledger.step([0], [scheduled], [self.counter], ids, [0, len(ids)], num_drafts=declared)
+        self.check()
+        self.under_way.append(self.run_on_device(scheduled, drafts))
+        self.counter += scheduled
+        self.check()
+
+    def drain(self) -> None:
+        told: list[int] = []
+        for new, refused in self.under_way:
+            told += new
+            self.counter -= refused
+        self.under_way.clear()
+        self.tokens += told
+        self.ledger.step([0], [0], [self.counter], told, [0, len(told)])
+        self.check()
+
+    def preempt(self) -> None:
+        self.drain()
+        to = self.rng.randint(0, self.ledger.lookahead(0)[1])
+        gone = self.ledger.rollback(0, to=to)
+        assert all(end <= len(self.kv) for _, end in gone.ranges.tolist())
+        self.kv = {at: kv for at, kv in self.kv.items() if at < to}
+        self.counter = self.device_computed = min(to, self.counter)
+
+    def check(self) -> None:
+        _, end = self.ledger.final_range(0)
+        assert end <= len(self.tokens)
+        # A step that was just issued is on its way: only what it wrote can be looked at.
+        for at in range(min(end, self.device_computed)):
+            assert self.kv[at] == tuple(self.tokens[: at + 1]), at
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("drafts", [0, 1, 4])
+def test_final_range_holds_the_kv_of_its_tokens(depth: int, drafts: int) -> None:
+    for seed in range(60):
+        engine = Engine(Random(f"{depth} {drafts} {seed}"), depth, drafts)
+        while len(engine.tokens) < 60 and engine.counter < 180:
+            engine.step()
+            if engine.rng.random() < 0.03:
+                engine.preempt()
+        engine.drain()
+        # Nothing is under way: what is computed of the final ids counts, all of it.
+        assert engine.ledger.final_range(0) == (0, min(engine.counter, len(engine.tokens)))
+        assert engine.counter == engine.device_computed
