@@ -15,6 +15,7 @@ from workloads.crowds import Crowd
 from workloads.documents import BLOCK_SIZE, Tokens, document
 from workloads.requests import Requests
 
+import kvtrie
 from peers.harness import Effort, Row, Side, Untyped, compare, expect, report
 from peers.ours import COMPUTED, Ours
 from peers.vllm_cache import SHA256, XXHASH, Theirs
@@ -33,7 +34,7 @@ def rows(effort: Effort) -> Iterator[Row]:
         effort: How long to measure.
     """
     torch.set_num_threads(1)
-    for scenario in (_lookups, _turns, _short_requests, _inserts, _pins, _decode):
+    for scenario in (_lookups, _turns, _short_requests, _inserts, _pins, _decode, _bookkeeping):
         for row in scenario(effort):
             yield report({"engine": ENGINE, "peer": XXHASH} | row)
 
@@ -421,4 +422,86 @@ def _decode(effort: Effort) -> Iterator[Row]:
         "tokens": length,
         "cached": length,
         "goal": None,
+    }
+
+
+def _bookkeeping(effort: Effort) -> Iterator[Row]:
+    """One decode step of many running requests, of lengths at every offset in a block."""
+    requests, length = effort.of(256, 32), 512
+    # A round is one step a side, and the first and the last are checked.
+    steps = effort.rounds + 8
+    lengths = length + np.arange(requests) % BLOCK_SIZE
+    documents = [document(100 + number, int(size)) for number, size in enumerate(lengths)]
+    size = requests * (length + steps + 2 * BLOCK_SIZE)
+    ours, theirs = Ours(size), Theirs(size)
+    index, pool, ledger = ours.index, ours.pool, kvtrie.SequenceLedger(BLOCK_SIZE)
+    names = [f"request-{number}" for number in range(requests)]
+    for name, tokens in zip(names, documents, strict=True):
+        seq = ours.sequence(tokens)
+        plan = index.plan(seq)
+        ledger.begin(name, seq, pool.allocate(plan.num_new_blocks, evict_from=index), source=plan)
+        ledger.schedule(name, len(tokens))
+        ledger.confirm(name, len(tokens))
+        ledger.commit(name, index)
+    running = [theirs.request(tokens.tolist()) for tokens in documents]
+    for request in running:
+        theirs.allocate(request)
+    manager = theirs.manager
+    one, offsets = np.ones(requests, dtype=np.int64), np.arange(requests + 1)
+    our_step, their_step = count(), count()
+
+    def sampled(step: int) -> tuple[int, Untyped]:
+        return step, np.random.default_rng(step).integers(1 << 17, size=requests)
+
+    def our_tokens(step: tuple[int, Untyped]) -> None:
+        number, ids = step
+        computed = lengths + number
+        # The token goes to this position; where a block begins there, the one before is full.
+        full = np.flatnonzero(computed % BLOCK_SIZE == 0).tolist()
+        for at, block in zip(full, pool.allocate(len(full), evict_from=index), strict=True):
+            ledger.add_blocks(names[at], [block])
+        ledger.step(names, one, computed, ids, offsets)
+        for at in full:
+            ledger.commit(names[at], index)
+
+    def our_check(step: tuple[int, Untyped], _done: object) -> None:
+        for at in (0, requests - 1):
+            computed = int(lengths[at]) + step[0]
+            expect(ledger.final_range(names[at]), (0, computed), "kvtrie's final tokens")
+            found = index.lookup(ledger.sequence(names[at])).num_tokens
+            expect(found, computed // BLOCK_SIZE * BLOCK_SIZE, "kvtrie's cached tokens")
+
+    def their_tokens(step: tuple[int, list[int]]) -> None:
+        for request, token in zip(running, step[1], strict=True):
+            request.append_output_token_ids(token)
+            manager.allocate_slots(request, 1)
+            request.num_computed_tokens = request.num_tokens
+
+    def their_check(_step: object, _done: object) -> None:
+        for at in (0, requests - 1):
+            table = manager.get_block_ids(running[at].request_id)[0]
+            expect(len(table), -(-running[at].num_tokens // BLOCK_SIZE), "vLLM's block table")
+
+    def listed(step: tuple[int, Untyped]) -> tuple[int, list[int]]:
+        return step[0], step[1].tolist()
+
+    row = compare(
+        Side(lambda: sampled(next(our_step)), our_tokens, our_check, units=lambda _: requests),
+        Side(
+            lambda: listed(sampled(next(their_step))),
+            their_tokens,
+            their_check,
+            units=lambda _: requests,
+        ),
+        effort,
+    )
+    yield row | {
+        "work": f"decode step bookkeeping, {requests} running requests, per token",
+        "id": "vllm.bookkeeping",
+        "tokens": length,
+        "cached": size,
+        "goal": None,
+        "per": "token",
+        "note": "kvtrie's ledger takes a step in one call and commits the blocks that are full; "
+        "vLLM appends the token, allocates its slot, and hashes and caches the full blocks",
     }

@@ -8,6 +8,7 @@
 
 mod change;
 mod growth;
+mod ledger;
 mod lookup;
 mod moved;
 mod setup;
@@ -29,6 +30,6 @@ criterion_group! {
     name = benches;
     config = settings();
     targets = lookup::edges, lookup::misses, lookup::grown, growth::growth, change::insert, change::evict, change::pin,
-        change::crowd, moved::moved, turn::turn
+        change::crowd, moved::moved, turn::turn, ledger::ledger
 }
 criterion_main!(benches);
