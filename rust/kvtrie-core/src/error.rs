@@ -16,8 +16,43 @@ pub enum ErrorKind {
     StaleHandle,
     /// Bytes that should be a snapshot are none, are damaged, or exceed a limit.
     Snapshot,
+    /// A transfer manifest cannot be read, or is not meant for the one who asks; says why.
+    TransferRefused(Refusal),
     /// An invariant of the index is broken. A bug in this crate, never in the caller.
     Malformed,
+}
+
+/// Why a transfer manifest is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// The bytes are no manifest, or contradict themselves.
+    Malformed,
+    /// The bytes are of another version of the format.
+    Version,
+    /// The manifest exceeds a limit of its reader.
+    Limits,
+    /// A run was not written with this key, or was changed since.
+    Digest,
+    /// The blocks belong to another namespace than the prompt.
+    Namespace,
+    /// The manifest names other groups of blocks than the receiver has.
+    Groups,
+}
+
+impl Refusal {
+    /// The reason in one word, as Python's `TransferRefused.reason` has it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Malformed => "malformed",
+            Self::Version => "version",
+            Self::Limits => "limits",
+            Self::Digest => "digest",
+            Self::Namespace => "namespace",
+            Self::Groups => "groups",
+        }
+    }
 }
 
 /// An error with its kind and one sentence that names the call, the value and the limit.
@@ -59,6 +94,10 @@ impl Error {
             ErrorKind::Snapshot,
             format!("RadixIndex.restore: {message}"),
         )
+    }
+
+    pub(crate) fn refused(reason: Refusal, message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::TransferRefused(reason), message)
     }
 
     pub(crate) fn malformed(message: impl Into<String>) -> Self {

@@ -164,11 +164,12 @@ mod snapshot;
 mod span;
 mod stats;
 mod tokens;
+mod transfer;
 mod tree;
 mod windows;
 
 pub use allocator::BlockAllocator;
-pub use error::{Error, ErrorKind, Result};
+pub use error::{Error, ErrorKind, Refusal, Result};
 pub use explain::{Context, ExplainOptions, Explanation, NamespaceDifference, Reason, WouldSave};
 pub use ids::BlockId;
 pub use ledger::{
@@ -182,6 +183,10 @@ pub use snapshot::RestoreLimits;
 pub use span::{BUILT_IN_KINDS, MAX_KINDS, Span};
 pub use stats::Stats;
 pub use tokens::{Item, TokenSequence};
+pub use transfer::{
+    BlockRun, LocalGroup, Pair, SentGroup, SentLabel, TransferKey, TransferLimits,
+    TransferManifest, TransferOptions, TransferPlan,
+};
 pub use tree::{
     Config, Effort, Imported, InsertOptions, Inserted, LookupOptions, Match, RadixIndex, Removed,
     Source,

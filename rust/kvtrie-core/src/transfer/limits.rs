@@ -1,0 +1,49 @@
+//! What a reader of manifests accepts.
+
+/// The largest manifest that is read. Counts are those of all groups together.
+///
+/// # Examples
+/// ```
+/// use kvtrie_core::TransferLimits;
+/// assert_eq!(TransferLimits::default().max_bytes, 64 << 20);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TransferLimits {
+    /// Bytes of the manifest.
+    pub max_bytes: usize,
+    /// Groups of blocks.
+    pub max_groups: usize,
+    /// Runs of blocks.
+    pub max_runs: usize,
+    /// Block ids.
+    pub max_blocks: usize,
+    /// Position behind the last token that a run may reach.
+    pub max_tokens: usize,
+    /// Tokens of a block.
+    pub max_block_size: usize,
+}
+
+impl TransferLimits {
+    /// No limits but those of the format.
+    pub const NONE: Self = Self {
+        max_bytes: usize::MAX,
+        max_groups: usize::MAX,
+        max_runs: usize::MAX,
+        max_blocks: usize::MAX,
+        max_tokens: usize::MAX,
+        max_block_size: usize::MAX,
+    };
+}
+
+impl Default for TransferLimits {
+    fn default() -> Self {
+        Self {
+            max_bytes: 64 << 20,
+            max_groups: 64,
+            max_runs: 1 << 16,
+            max_blocks: 1 << 22,
+            max_tokens: 1 << 26,
+            max_block_size: 1 << 12,
+        }
+    }
+}

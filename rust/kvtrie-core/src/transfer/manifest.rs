@@ -1,0 +1,710 @@
+//! Runs of blocks with where they stand, what they hold, and how exact that is.
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::error::{Error, Refusal, Result};
+use crate::ids::BlockId;
+use crate::namespace::{Namespace, Salt};
+use crate::plan::Class;
+use crate::tokens::TokenSequence;
+use crate::transfer::digests::{DIGEST, Digest, TransferKey};
+use crate::transfer::limits::TransferLimits;
+use crate::transfer::reader;
+use crate::transfer::wire::{Part, Writer};
+
+pub(super) const MAGIC: &str = "kvtrie.manifest";
+pub(super) const VERSION: usize = 1;
+/// The highest number that a group can have.
+pub(super) const MAX_GROUP: u32 = i32::MAX.cast_unsigned();
+
+pub(super) const EXACT: u8 = 0;
+pub(super) const APPROXIMATE: u8 = 1;
+pub(super) const LOOKAHEAD: u8 = 2;
+
+const WRITE: &str = "TransferManifest";
+
+/// What a sender offers of one request: runs of blocks with where they stand, what they hold, and how exact that is.
+///
+/// It is its own bytes ([`to_bytes`](Self::to_bytes)), and beside them where the parts stand. Nothing in it is to be believed
+/// before [`plan_transfer`](TransferPlan::new) has checked the digests of its runs with the deployment's key.
+///
+/// [`TransferPlan::new`]: crate::TransferPlan::new
+///
+/// # Examples
+/// ```
+/// # use std::sync::Arc;
+/// # use kvtrie_core::*;
+/// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+/// let seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5], vec![])?;
+/// let key = TransferKey::new(&[7; 32])?;
+/// let table = [SentGroup { group: 0, block_size: 2, blocks: &[BlockId(8), BlockId(3), BlockId(5)] }];
+/// let label = SentLabel { start: 0, end: 5, class: Class::Exact, hops: 0 };
+/// let manifest = TransferManifest::new(&seq, &table, &[label], 5, &key)?;
+/// let again = TransferManifest::from_bytes(manifest.to_bytes(), &TransferLimits::default())?;
+/// assert_eq!(again, manifest);
+/// let run = again.runs().next().unwrap();
+/// assert_eq!((run.start(), run.num_tokens(), run.blocks().count()), (0, 5, 3));
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone)]
+pub struct TransferManifest {
+    raw: Vec<u8>,
+    head: Head,
+}
+
+/// Where the parts of a manifest stand in its bytes.
+#[derive(Clone, Debug)]
+pub(super) struct Head {
+    pub(super) namespace: NamespaceHead,
+    pub(super) groups: Vec<GroupHead>,
+    /// Of all groups, one behind the other.
+    pub(super) runs: Vec<RunHead>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NamespaceHead {
+    /// All of it, as it is hashed with every run.
+    pub(super) whole: Part,
+    pub(super) model: Part,
+    pub(super) kv_dtype: Part,
+    pub(super) rope: Part,
+    pub(super) adapter: Option<Part>,
+    pub(super) salt: Option<Part>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GroupHead {
+    pub(super) group: u32,
+    pub(super) block_size: u32,
+    /// One past its last run.
+    pub(super) end: u32,
+}
+
+/// Where the parts of a run stand.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RunHead {
+    pub(super) start: u32,
+    pub(super) num_tokens: u32,
+    pub(super) ids: u32,
+    pub(super) prefix: u32,
+    pub(super) digests: u32,
+    pub(super) digest: u32,
+    /// The first of what its digest is of.
+    pub(super) fields: u32,
+    pub(super) hops: u16,
+    pub(super) flags: u8,
+    /// Bytes between what its digest is of and that.
+    pub(super) tail: u8,
+}
+
+impl RunHead {
+    fn num_blocks(&self, block_size: u32) -> usize {
+        self.num_tokens.div_ceil(block_size) as usize
+    }
+
+    pub(super) fn ids<'a>(
+        &self,
+        raw: &'a [u8],
+        block_size: u32,
+    ) -> impl ExactSizeIterator<Item = BlockId> + Clone + use<'a> {
+        let at = self.ids as usize;
+        ids(&raw[at..at + 4 * self.num_blocks(block_size)])
+    }
+}
+
+/// Block ids as they are written.
+pub(super) fn ids(raw: &[u8]) -> impl ExactSizeIterator<Item = BlockId> + Clone + use<'_> {
+    let (ids, _) = raw.as_chunks();
+    ids.iter().map(|id| BlockId(u32::from_le_bytes(*id)))
+}
+
+/// The blocks of one group that a sender has, in the order of their tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct SentGroup<'a> {
+    /// Which group: the engine's number for layers that share a block table.
+    pub group: u32,
+    /// Tokens of a block.
+    pub block_size: usize,
+    /// The block table, from position 0.
+    pub blocks: &'a [BlockId],
+}
+
+/// Tokens whose KV a sender has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SentLabel {
+    /// First token.
+    pub start: usize,
+    /// One past the last token.
+    pub end: usize,
+    /// [`Class::Exact`] or [`Class::Approximate`].
+    pub class: Class,
+    /// Hops of what is approximate.
+    pub hops: u16,
+}
+
+/// The blocks of a group as runs: (first, end, flags, hops).
+type Runs = Vec<(usize, usize, u8, u16)>;
+
+impl TransferManifest {
+    /// What a sender has of a sequence.
+    ///
+    /// A block is sent if all its tokens have KV, and the last one also if it has KV of its first tokens alone, up to where the last
+    /// label ends. It is exact if all of them are, and has the highest of their hops. `lookahead_end` is the position up to which
+    /// the engine issued tokens: the blocks behind those of the last label, down to there, are named as look-ahead.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the labels ascend, are disjoint, not empty and lie in the
+    /// sequence, `lookahead_end` is not before the last, groups ascend, block sizes are not 0, and each group has blocks for
+    /// all, each of them once; or if a position is 2³² or more.
+    ///
+    /// # Complexity
+    /// O(tokens + runs · items): tokens are hashed once a group, and once more if a run does not begin at position 0.
+    pub fn new(
+        seq: &TokenSequence,
+        groups: &[SentGroup<'_>],
+        labels: &[SentLabel],
+        lookahead_end: usize,
+        key: &TransferKey,
+    ) -> Result<Self> {
+        let end = check(seq, groups, labels, lookahead_end)?;
+        let runs: Vec<Runs> = groups
+            .iter()
+            .map(|group| runs_of(group.block_size, labels, end, lookahead_end))
+            .collect();
+        let starts = starts_of(groups, &runs);
+        let prefixes = key.prefixes(seq.view(), &starts);
+
+        let blocks: usize = groups.iter().map(|group| group.blocks.len()).sum();
+        let mut out = Writer::with_capacity(256 + (4 + DIGEST) * blocks);
+        out.array(4);
+        out.text(MAGIC);
+        out.uint(VERSION);
+        let whole = out.bytes().len();
+        write_namespace(&mut out, seq.namespace(), key);
+        let common = out.bytes()[whole..].to_vec();
+        out.array(groups.len());
+        for (group, runs) in groups.iter().zip(&runs) {
+            out.array(3);
+            out.uint(group.group as usize);
+            out.uint(group.block_size);
+            out.array(runs.len());
+            let hasher = key.runs(&standing_in(&common, group.group, group.block_size));
+            for &(first, last, flags, hops) in runs {
+                let start = first * group.block_size;
+                let stop = if flags == LOOKAHEAD {
+                    last * group.block_size
+                } else {
+                    (last * group.block_size).min(end)
+                };
+                out.array(8);
+                let fields = out.bytes().len();
+                out.uint(start);
+                out.uint(stop - start);
+                out.uint(flags.into());
+                out.uint(hops.into());
+                let ids = &group.blocks[first..last];
+                out.bin_of(4 * ids.len(), ids.iter().map(|id| id.0.to_le_bytes()));
+                if flags == LOOKAHEAD {
+                    out.bin(&[]);
+                    out.bin(&[]);
+                } else {
+                    // Every start of a run is among them.
+                    let prefix = starts.binary_search(&start).map(|at| prefixes[at]);
+                    out.bin(&prefix.unwrap_or_default());
+                    let digests = (first..last).map(|block| {
+                        let from = block * group.block_size;
+                        key.block(seq.view().slice(from, (from + group.block_size).min(stop)))
+                    });
+                    out.bin_of(DIGEST * ids.len(), digests);
+                }
+                let digest = hasher.digest(&out.bytes()[fields..]);
+                out.bin(&digest);
+            }
+        }
+        let raw = out.into_bytes();
+        let head = reader::read(&raw, &TransferLimits::NONE).map_err(|error| {
+            Error::invalid(format!(
+                "{WRITE}: the manifest would not be readable: {error}"
+            ))
+        })?;
+        Ok(Self { raw, head })
+    }
+
+    /// The manifest that these bytes are.
+    ///
+    /// It is read, not believed: who wrote it shows when its digests are checked.
+    ///
+    /// # Errors
+    /// [`TransferRefused`](crate::ErrorKind::TransferRefused), [`Malformed`](Refusal::Malformed), [`Version`](Refusal::Version) or
+    /// [`Limits`](Refusal::Limits).
+    ///
+    /// # Complexity
+    /// O(bytes + blocks · log blocks), and memory of three times the bytes.
+    pub fn from_bytes(raw: &[u8], limits: &TransferLimits) -> Result<Self> {
+        let head = reader::read(raw, limits)?;
+        Ok(Self {
+            raw: raw.to_vec(),
+            head,
+        })
+    }
+
+    /// The manifest as bytes. Two manifests are equal if and only if these are.
+    #[must_use]
+    pub fn to_bytes(&self) -> &[u8] {
+        &self.raw
+    }
+
+    /// Model and revision.
+    #[must_use]
+    pub fn model(&self) -> &str {
+        self.head.namespace.model.text(&self.raw)
+    }
+
+    /// Element type and scales of the KV.
+    #[must_use]
+    pub fn kv_dtype(&self) -> &str {
+        self.head.namespace.kv_dtype.text(&self.raw)
+    }
+
+    /// How positions turn K.
+    #[must_use]
+    pub fn rope(&self) -> &str {
+        self.head.namespace.rope.text(&self.raw)
+    }
+
+    /// Content id of the adapter, if there is one.
+    #[must_use]
+    pub fn adapter(&self) -> Option<&str> {
+        let adapter = self.head.namespace.adapter?;
+        Some(adapter.text(&self.raw))
+    }
+
+    /// Whether the KV is shared with everybody; a tenant's salt is not in a manifest, only its digest.
+    #[must_use]
+    pub fn is_shared(&self) -> bool {
+        self.head.namespace.salt.is_none()
+    }
+
+    /// The groups, ascending, with the tokens of a block.
+    pub fn groups(&self) -> impl ExactSizeIterator<Item = (u32, usize)> {
+        let groups = self.head.groups.iter();
+        groups.map(|group| (group.group, group.block_size as usize))
+    }
+
+    /// The runs of all groups, by group and position.
+    pub fn runs(&self) -> impl Iterator<Item = BlockRun<'_>> {
+        (0..self.head.groups.len()).flat_map(|at| self.runs_of(at))
+    }
+
+    /// One past the last position that a run has KV of.
+    #[must_use]
+    pub fn num_tokens(&self) -> usize {
+        let computed = self.runs().filter(|run| !run.is_lookahead());
+        computed.map(|run| run.end()).max().unwrap_or(0)
+    }
+
+    /// The runs of the group at a place.
+    pub(super) fn runs_of(&self, at: usize) -> impl ExactSizeIterator<Item = BlockRun<'_>> + Clone {
+        let groups = &self.head.groups;
+        let first = at.checked_sub(1).map_or(0, |before| groups[before].end);
+        let group = groups[at];
+        let runs = &self.head.runs[first as usize..group.end as usize];
+        runs.iter().map(move |head| BlockRun {
+            raw: &self.raw,
+            group,
+            head,
+        })
+    }
+
+    /// Checks with the key that nobody without it has written or changed a run.
+    pub(super) fn verify(&self, key: &TransferKey, call: &str) -> Result<()> {
+        let common = self.head.namespace.whole.of(&self.raw);
+        for (at, (group, block_size)) in self.groups().enumerate() {
+            let hasher = key.runs(&standing_in(common, group, block_size));
+            for run in self.runs_of(at) {
+                if !hasher.verifies(run.fields(), run.digest()) {
+                    return Err(Error::refused(
+                        Refusal::Digest,
+                        format!(
+                            "{call}: the digest of the run {}..{} of group {group} is wrong: another key, or a changed manifest",
+                            run.start(),
+                            run.end()
+                        ),
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that this is the namespace that the blocks belong to.
+    pub(super) fn is_of(&self, namespace: &Namespace, key: &TransferKey, call: &str) -> Result<()> {
+        let differs = |field: &str, mine: &str, theirs: &str| {
+            Err(Error::refused(
+                Refusal::Namespace,
+                format!("{call}: {field} is {theirs} in the manifest and {mine} in the sequence"),
+            ))
+        };
+        let fields = [
+            ("model", namespace.model(), self.model()),
+            ("kv_dtype", namespace.kv_dtype(), self.kv_dtype()),
+            ("rope", namespace.rope(), self.rope()),
+        ];
+        for (field, mine, theirs) in fields {
+            if mine != theirs {
+                return differs(field, &format!("{mine:?}"), &format!("{theirs:?}"));
+            }
+        }
+        if namespace.adapter() != self.adapter() {
+            let quoted = |adapter: Option<&str>| {
+                adapter.map_or_else(|| "none".to_owned(), |adapter| format!("{adapter:?}"))
+            };
+            let (mine, theirs) = (quoted(namespace.adapter()), quoted(self.adapter()));
+            return differs("the adapter", &mine, &theirs);
+        }
+        let salt = self.head.namespace.salt.map(|salt| salt.of(&self.raw));
+        match (namespace.salt(), salt) {
+            (Salt::Shared, None) => Ok(()),
+            (Salt::Tenant(mine), Some(theirs)) if key.salt(mine) == *theirs => Ok(()),
+            (Salt::Tenant(_), Some(_)) => differs("the salt", "another", "one"),
+            (Salt::Shared, Some(_)) => differs("the salt", "shared", "a tenant's"),
+            (Salt::Tenant(_), None) => differs("the salt", "a tenant's", "shared"),
+        }
+    }
+}
+
+impl PartialEq for TransferManifest {
+    fn eq(&self, other: &Self) -> bool {
+        self.raw == other.raw
+    }
+}
+
+impl Eq for TransferManifest {}
+
+impl fmt::Debug for TransferManifest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TransferManifest")
+            .field("model", &self.model())
+            .field("groups", &self.head.groups.len())
+            .field("runs", &self.head.runs.len())
+            .field("num_tokens", &self.num_tokens())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Consecutive blocks of one label, as a manifest names them.
+#[derive(Clone, Copy)]
+pub struct BlockRun<'a> {
+    raw: &'a [u8],
+    group: GroupHead,
+    head: &'a RunHead,
+}
+
+impl<'a> BlockRun<'a> {
+    /// The group that its blocks belong to.
+    #[must_use]
+    pub fn group(&self) -> u32 {
+        self.group.group
+    }
+
+    /// Tokens of a block.
+    #[must_use]
+    pub fn block_size(&self) -> usize {
+        self.group.block_size as usize
+    }
+
+    /// Position of the first token, a multiple of the block size.
+    #[must_use]
+    pub fn start(&self) -> usize {
+        self.head.start as usize
+    }
+
+    /// Tokens; the last block holds fewer than `block_size` where this is no multiple of it.
+    #[must_use]
+    pub fn num_tokens(&self) -> usize {
+        self.head.num_tokens as usize
+    }
+
+    /// One past the position of the last token.
+    #[must_use]
+    pub fn end(&self) -> usize {
+        self.start() + self.num_tokens()
+    }
+
+    /// How exact its KV is; [`Class::Compute`] for look-ahead blocks, which hold nothing final.
+    #[must_use]
+    pub fn class(&self) -> Class {
+        match self.head.flags {
+            EXACT => Class::Exact,
+            APPROXIMATE => Class::Approximate,
+            _ => Class::Compute,
+        }
+    }
+
+    /// How often its KV was placed elsewhere.
+    #[must_use]
+    pub fn hops(&self) -> u16 {
+        self.head.hops
+    }
+
+    /// Whether its blocks hold nothing but what was issued ahead of the final tokens.
+    #[must_use]
+    pub fn is_lookahead(&self) -> bool {
+        self.head.flags == LOOKAHEAD
+    }
+
+    /// The ids, in the order of their tokens.
+    pub fn blocks(&self) -> impl ExactSizeIterator<Item = BlockId> + Clone + use<'a> {
+        self.head.ids(self.raw, self.group.block_size)
+    }
+
+    pub(super) fn block(&self, at: usize) -> BlockId {
+        let from = self.head.ids as usize + 4 * at;
+        let id = self.raw[from..].first_chunk().copied();
+        BlockId(u32::from_le_bytes(id.unwrap_or_default()))
+    }
+
+    /// The digest of the tokens before it.
+    pub(super) fn prefix(&self) -> &'a [u8] {
+        let at = self.head.prefix as usize;
+        &self.raw[at..at + DIGEST]
+    }
+
+    /// The digests of its blocks.
+    pub(super) fn digests(&self) -> &'a [Digest] {
+        let at = self.head.digests as usize;
+        let count = if self.is_lookahead() {
+            0
+        } else {
+            self.head.num_blocks(self.group.block_size)
+        };
+        self.raw[at..at + DIGEST * count].as_chunks().0
+    }
+
+    /// What its digest is of.
+    fn fields(&self) -> &'a [u8] {
+        let end = self.head.digest as usize - usize::from(self.head.tail);
+        &self.raw[self.head.fields as usize..end]
+    }
+
+    fn digest(&self) -> &'a [u8] {
+        let at = self.head.digest as usize;
+        &self.raw[at..at + DIGEST]
+    }
+}
+
+impl fmt::Debug for BlockRun<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BlockRun")
+            .field("group", &self.group())
+            .field("start", &self.start())
+            .field("num_tokens", &self.num_tokens())
+            .field("blocks", &self.blocks().map(|id| id.0).collect::<Vec<_>>())
+            .field("class", &self.class())
+            .field("hops", &self.hops())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What every run of a group is hashed behind: the version, the namespace, the group and its block size.
+fn standing_in(namespace: &[u8], group: u32, block_size: usize) -> Vec<u8> {
+    let mut common = Writer::default();
+    common.uint(VERSION);
+    let mut common = common.into_bytes();
+    common.extend_from_slice(namespace);
+    let mut numbers = Writer::default();
+    numbers.uint(group as usize);
+    numbers.uint(block_size);
+    common.extend_from_slice(numbers.bytes());
+    common
+}
+
+fn write_namespace(out: &mut Writer, namespace: &Namespace, key: &TransferKey) {
+    out.array(5);
+    out.text(namespace.model());
+    out.text(namespace.kv_dtype());
+    out.text(namespace.rope());
+    match namespace.adapter() {
+        Some(adapter) => out.text(adapter),
+        None => out.nil(),
+    }
+    match namespace.salt() {
+        Salt::Tenant(salt) => out.bin(&key.salt(salt)),
+        Salt::Shared => out.nil(),
+    }
+}
+
+/// Checks what a manifest is to be made of; answers where its last label ends.
+fn check(
+    seq: &TokenSequence,
+    groups: &[SentGroup<'_>],
+    labels: &[SentLabel],
+    lookahead_end: usize,
+) -> Result<usize> {
+    let mut end = 0;
+    for label in labels {
+        if label.start < end || label.start >= label.end || label.class == Class::Compute {
+            return Err(Error::invalid(format!(
+                "{WRITE}: the label {}..{} ({:?}) behind {end}; labels are not empty, ascend, are disjoint, and are of computed KV",
+                label.start, label.end, label.class
+            )));
+        }
+        end = label.end;
+    }
+    if end > seq.len() {
+        return Err(Error::invalid(format!(
+            "{WRITE}: KV of {end} tokens, the sequence has {}",
+            seq.len()
+        )));
+    }
+    if lookahead_end < end || lookahead_end > u32::MAX as usize {
+        return Err(Error::invalid(format!(
+            "{WRITE}: tokens issued up to {lookahead_end}; it must lie in {end}..={}",
+            u32::MAX
+        )));
+    }
+    let mut before = None;
+    for group in groups {
+        if group.group > MAX_GROUP || before.is_some_and(|before| before >= group.group) {
+            return Err(Error::invalid(format!(
+                "{WRITE}: group {}; groups ascend and lie in 0..={MAX_GROUP}",
+                group.group
+            )));
+        }
+        before = Some(group.group);
+        check_table(
+            WRITE,
+            group.group,
+            group.block_size,
+            group.blocks,
+            lookahead_end,
+        )?;
+    }
+    Ok(end)
+}
+
+/// Checks that a block table has blocks for so many tokens, each once.
+pub(super) fn check_table(
+    call: &str,
+    group: u32,
+    block_size: usize,
+    blocks: &[BlockId],
+    num_tokens: usize,
+) -> Result<()> {
+    if block_size == 0 || block_size > u32::MAX as usize {
+        return Err(Error::invalid(format!(
+            "{call}: the block size of group {group} is {block_size}; it must lie in 1..={}",
+            u32::MAX
+        )));
+    }
+    let needed = num_tokens.div_ceil(block_size);
+    let Some(used) = blocks.get(..needed) else {
+        return Err(Error::invalid(format!(
+            "{call}: group {group} has {} blocks, {num_tokens} tokens need {needed} of {block_size} tokens",
+            blocks.len()
+        )));
+    };
+    if let Some(id) = used
+        .iter()
+        .find(|id| u64::from(id.0) >= BlockId::MAX_BLOCKS)
+    {
+        return Err(Error::invalid(format!(
+            "{call}: block id {id} is not in 0..{}",
+            BlockId::MAX_BLOCKS
+        )));
+    }
+    match reader::first_twice(used.iter().copied()) {
+        Some(id) => Err(Error::invalid(format!(
+            "{call}: block {id} comes twice in the table of group {group}"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// The runs that blocks of a size make of labels, which end at `end`.
+fn runs_of(block_size: usize, labels: &[SentLabel], end: usize, lookahead_end: usize) -> Runs {
+    let mut runs: Runs = Vec::new();
+    let mut first = 0;
+    let mut block = 0;
+    while block * block_size < end {
+        let range = block * block_size..((block + 1) * block_size).min(end);
+        while labels
+            .get(first)
+            .is_some_and(|label| label.end <= range.start)
+        {
+            first += 1;
+        }
+        let Some(label) = labels.get(first) else {
+            break;
+        };
+        if label.start > range.start {
+            // Nothing before the block that holds the label's first token, or the next one.
+            block = label.start.div_ceil(block_size);
+            continue;
+        }
+        // All blocks that lie within the label, or the one that reaches behind it.
+        let whole = if label.end >= end {
+            end.div_ceil(block_size)
+        } else {
+            label.end / block_size
+        };
+        let (until, flags, hops) = if whole > block {
+            let flags = u8::from(label.class == Class::Approximate);
+            (whole, flags, if flags == EXACT { 0 } else { label.hops })
+        } else if let Some((flags, hops)) = mixed(&labels[first..], &range) {
+            (block + 1, flags, hops)
+        } else {
+            block += 1;
+            continue;
+        };
+        match runs.last_mut() {
+            Some((_, last, had_flags, had_hops))
+                if (*last, *had_flags, *had_hops) == (block, flags, hops) =>
+            {
+                *last = until;
+            }
+            _ => runs.push((block, until, flags, hops)),
+        }
+        block = until;
+    }
+    let (held, issued) = (end.div_ceil(block_size), lookahead_end.div_ceil(block_size));
+    if held < issued {
+        runs.push((held, issued, LOOKAHEAD, 0));
+    }
+    runs
+}
+
+/// The label of a block over which several reach, if they leave no token of it out.
+fn mixed(labels: &[SentLabel], range: &Range<usize>) -> Option<(u8, u16)> {
+    let (mut at, mut flags, mut hops) = (range.start, EXACT, 0);
+    for label in labels {
+        if at >= range.end {
+            break;
+        }
+        if label.start > at {
+            return None;
+        }
+        if label.class == Class::Approximate {
+            flags = APPROXIMATE;
+            hops = hops.max(label.hops);
+        }
+        at = label.end;
+    }
+    (at >= range.end).then_some((flags, hops))
+}
+
+/// The positions at which runs begin that are no look-ahead, ascending.
+fn starts_of(groups: &[SentGroup<'_>], runs: &[Runs]) -> Vec<usize> {
+    let mut starts: Vec<usize> = groups
+        .iter()
+        .zip(runs)
+        .flat_map(|(group, runs)| {
+            let computed = runs.iter().filter(|run| run.2 != LOOKAHEAD);
+            computed.map(|run| run.0 * group.block_size)
+        })
+        .collect();
+    starts.sort_unstable();
+    starts.dedup();
+    starts
+}

@@ -1,0 +1,319 @@
+//! Where else in the prompt the blocks of a sender stand: moved runs, each one hop further.
+//!
+//! A *match* is a maximal chain of consecutive blocks of the sender's, whose tokens the prompt has with one and the same distance.
+//! What is to be covered is covered from left to right, at each token by the match that holds it and reaches furthest; ties: fewer
+//! hops, smaller distance, lowest slot of the sender's. A match that holds a token has a block that holds it, or ends in a partial
+//! block behind one, so few windows are looked up for it; windows in between are passed over. Of a window that the sender has more
+//! often than [`MAX_CANDIDATES`] times, the nearest are tried.
+
+use std::ops::Range;
+
+use foldhash::quality::FixedState;
+use hashbrown::HashMap;
+
+use crate::plan::Class;
+use crate::policy::ReusePolicy;
+use crate::tokens::View;
+use crate::transfer::digests::{Digest, TransferKey};
+use crate::transfer::manifest::BlockRun;
+use crate::transfer::pairs::{Piece, distance};
+
+/// Places that one window is tried at: the nearest ones.
+pub(super) const MAX_CANDIDATES: usize = 64;
+/// The shortest run that is moved, where the policy asks for none.
+pub(super) const MIN_RUN: usize = 16;
+
+/// A window that was not hashed yet, and one that the sender does not have.
+const UNKNOWN: u32 = u32::MAX;
+const NOWHERE: u32 = u32::MAX - 1;
+
+/// A block of the sender's that may be moved.
+#[derive(Clone, Copy)]
+struct Block {
+    /// Position of its first token in the sender's sequence.
+    at: usize,
+    len: usize,
+    /// Equal for blocks of equal tokens.
+    content: u32,
+    run: usize,
+    /// The block in its run.
+    place: usize,
+    /// Hops once it is moved.
+    hops: u16,
+}
+
+/// A maximal chain of blocks at one distance: those of `blocks`, the first of which begins at `start` in the prompt.
+#[derive(Clone)]
+struct Match {
+    start: usize,
+    end: usize,
+    blocks: Range<usize>,
+}
+
+/// Looks for the blocks of one group in a prompt.
+pub(super) struct Search<'a> {
+    runs: &'a [BlockRun<'a>],
+    prompt: View<'a>,
+    key: &'a TransferKey,
+    min_run: usize,
+    block_size: usize,
+    blocks: Vec<Block>,
+    /// Tokens of the partial block, and of a whole one.
+    lengths: [usize; 2],
+    contents: HashMap<Digest, u32, FixedState>,
+    /// The blocks of each content, ascending.
+    places: Vec<Vec<u32>>,
+    /// By position, the content of the window of each length.
+    windows: [Vec<u32>; 2],
+    /// By distance, the match that was found last.
+    known: HashMap<i64, Match, FixedState>,
+}
+
+impl<'a> Search<'a> {
+    pub(super) fn new(
+        runs: &'a [BlockRun<'a>],
+        prompt: View<'a>,
+        key: &'a TransferKey,
+        policy: &ReusePolicy,
+    ) -> Self {
+        let mut search = Self {
+            runs,
+            prompt,
+            key,
+            min_run: policy.min_run.unwrap_or(MIN_RUN),
+            block_size: runs.first().map_or(1, BlockRun::block_size),
+            blocks: Vec::new(),
+            lengths: [0, runs.first().map_or(1, BlockRun::block_size)],
+            contents: HashMap::default(),
+            places: Vec::new(),
+            windows: [Vec::new(), Vec::new()],
+            known: HashMap::default(),
+        };
+        for (at, run) in runs.iter().enumerate() {
+            let hops = run.hops() + 1;
+            if run.is_lookahead() || hops > policy.max_hops {
+                continue;
+            }
+            for (place, digest) in run.digests().iter().enumerate() {
+                let from = run.start() + place * search.block_size;
+                search.add(
+                    Block {
+                        at: from,
+                        len: search.block_size.min(run.end() - from),
+                        content: 0,
+                        run: at,
+                        place,
+                        hops,
+                    },
+                    *digest,
+                );
+            }
+        }
+        search
+    }
+
+    fn add(&mut self, block: Block, digest: Digest) {
+        let next = crate::ids::depth(self.places.len());
+        let content = *self.contents.entry(digest).or_insert(next);
+        if content == next {
+            self.places.push(Vec::new());
+        }
+        self.places[content as usize].push(crate::ids::depth(self.blocks.len()));
+        if block.len < self.block_size {
+            self.lengths[0] = block.len;
+        }
+        self.blocks.push(Block { content, ..block });
+    }
+
+    /// Covers what nothing covers yet.
+    pub(super) fn cover(&mut self, gaps: &[Range<usize>], policy: &ReusePolicy) -> Vec<Piece> {
+        let mut pieces = Vec::new();
+        if self.blocks.is_empty() {
+            return pieces;
+        }
+        for gap in gaps {
+            let mut at = gap.start;
+            // Windows that begin before this position hold no match of use at `at`.
+            let mut from = (at + 1).saturating_sub(self.block_size + self.lengths[0]);
+            while at < gap.end {
+                let Some((found, end)) = self.best(from, at, gap.end) else {
+                    at += 1;
+                    from = at;
+                    continue;
+                };
+                let start = (at + policy.recompute_first).min(end);
+                let stop = end.saturating_sub(policy.recompute_last).max(start);
+                self.emit(&found, start..stop, &mut pieces);
+                at = end;
+                from = (at + 1).saturating_sub(self.block_size + self.lengths[0]);
+            }
+        }
+        pieces
+    }
+
+    /// The match that holds the token `at` and reaches furthest, of those that have a window that begins at `from..=at`; and where
+    /// it ends, at `limit` at the latest.
+    fn best(&mut self, from: usize, at: usize, limit: usize) -> Option<(Match, usize)> {
+        // Of the best: how far it reaches, then what is to be small.
+        let mut best: Option<(usize, (u16, u64, u64), Match)> = None;
+        for window in from..=at {
+            for length in [1, 0] {
+                // A partial block alone is a match if it is long enough.
+                if length == 0 && (self.lengths[0] < self.min_run || self.lengths[0] == 0) {
+                    continue;
+                }
+                let content = self.content(window, length);
+                if content == NOWHERE {
+                    continue;
+                }
+                for place in self.nearest(content, window) {
+                    let found = self.follow(window, place);
+                    let is_long = found.end - found.start >= self.min_run;
+                    if !is_long || !(found.start..found.end).contains(&at) {
+                        continue;
+                    }
+                    let end = found.end.min(limit);
+                    if best.as_ref().is_some_and(|best| best.0 > end) {
+                        continue;
+                    }
+                    let rank = self.rank(&found, at, end);
+                    let is_better = best
+                        .as_ref()
+                        .is_none_or(|best| end > best.0 || rank < best.1);
+                    if is_better {
+                        best = Some((end, rank, found));
+                    }
+                }
+            }
+        }
+        best.map(|(end, _, found)| (found, end))
+    }
+
+    /// What decides among matches that reach equally far: the most hops from the token on, the distance, the slot.
+    fn rank(&self, found: &Match, at: usize, end: usize) -> (u16, u64, u64) {
+        let block = |token: usize| found.blocks.start + (token - found.start) / self.block_size;
+        let hops = self.blocks[block(at)..=block(end - 1)]
+            .iter()
+            .map(|block| block.hops);
+        let first = &self.blocks[found.blocks.start];
+        let (source, here) = (first.at + at - found.start, &self.blocks[block(at)]);
+        let id = self.runs[here.run].block(here.place);
+        let slot = u64::from(id.0) * self.block_size as u64 + (source - here.at) as u64;
+        (
+            hops.max().unwrap_or(0),
+            distance(at, source).unsigned_abs(),
+            slot,
+        )
+    }
+
+    /// The places of a content that are nearest to a position; of two as near, the earlier first.
+    fn nearest(&self, content: u32, window: usize) -> Vec<usize> {
+        let places = &self.places[content as usize];
+        let at = |place: u32| self.blocks[place as usize].at;
+        let (mut low, mut high) = (0, 0);
+        if places.len() <= MAX_CANDIDATES {
+            high = places.len();
+        } else {
+            low = places.partition_point(|&place| at(place) < window);
+            high = high.max(low);
+            while high - low < MAX_CANDIDATES {
+                let before = low.checked_sub(1).map(|low| window - at(places[low]));
+                let behind = places.get(high).map(|&place| at(place) - window);
+                match (before, behind) {
+                    (Some(before), Some(behind)) if before > behind => high += 1,
+                    (Some(_), _) => low -= 1,
+                    _ => high += 1,
+                }
+            }
+        }
+        places[low..high]
+            .iter()
+            .map(|&place| place as usize)
+            .collect()
+    }
+
+    /// The match whose block at `place` begins at `window` in the prompt.
+    fn follow(&mut self, window: usize, place: usize) -> Match {
+        let delta = distance(window, self.blocks[place].at);
+        if let Some(known) = self.known.get(&delta)
+            && known.blocks.contains(&place)
+        {
+            return known.clone();
+        }
+        let mut found = Match {
+            start: window,
+            end: window + self.blocks[place].len,
+            blocks: place..place + 1,
+        };
+        while let Some(before) = found.blocks.start.checked_sub(1)
+            && self.adjoin(before, found.blocks.start)
+            && let Some(start) = found.start.checked_sub(self.block_size)
+            && self.content(start, 1) == self.blocks[before].content
+        {
+            (found.start, found.blocks.start) = (start, before);
+        }
+        while found.blocks.end < self.blocks.len()
+            && self.adjoin(found.blocks.end - 1, found.blocks.end)
+        {
+            let next = &self.blocks[found.blocks.end];
+            let (len, content) = (next.len, next.content);
+            let length = usize::from(len == self.block_size);
+            if self.content(found.end, length) != content {
+                break;
+            }
+            found.end += len;
+            found.blocks.end += 1;
+        }
+        self.known.insert(delta, found.clone());
+        found
+    }
+
+    /// Whether the sender has one block directly behind the other.
+    fn adjoin(&self, before: usize, behind: usize) -> bool {
+        self.blocks[before].at + self.block_size == self.blocks[behind].at
+    }
+
+    /// The content of the window that begins at a position, of the partial block's length or of a whole one.
+    fn content(&mut self, window: usize, length: usize) -> u32 {
+        let len = self.lengths[length];
+        let end = window + len;
+        if len == 0 || end > self.prompt.tokens.len() {
+            return NOWHERE;
+        }
+        let known = &mut self.windows[length];
+        if known.is_empty() {
+            known.resize(self.prompt.tokens.len(), UNKNOWN);
+        }
+        if known[window] == UNKNOWN {
+            let digest = self.key.block(self.prompt.slice(window, end));
+            known[window] = self.contents.get(&digest).copied().unwrap_or(NOWHERE);
+        }
+        known[window]
+    }
+
+    /// Adds the tokens of a match in a range, a piece for each run that they lie in.
+    fn emit(&self, found: &Match, range: Range<usize>, pieces: &mut Vec<Piece>) {
+        let source = self.blocks[found.blocks.start].at;
+        let mut at = range.start;
+        while at < range.end {
+            let first = found.blocks.start + (at - found.start) / self.block_size;
+            let run = self.blocks[first].run;
+            let behind = self.blocks[first..found.blocks.end]
+                .iter()
+                .position(|block| block.run != run);
+            let end = behind.map_or(range.end, |blocks| {
+                let token = found.start + (first + blocks - found.blocks.start) * self.block_size;
+                token.min(range.end)
+            });
+            pieces.push(Piece {
+                start: at,
+                end,
+                source: source + at - found.start,
+                class: Class::Approximate,
+                hops: self.blocks[first].hops,
+                run,
+            });
+            at = end;
+        }
+    }
+}

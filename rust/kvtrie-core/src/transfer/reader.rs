@@ -1,0 +1,300 @@
+//! What bytes that may come from an enemy say, checked before anything is kept of them.
+//!
+//! No value is copied while it is read: what is kept of a run are 32 bytes that say where its parts stand. Every count is checked
+//! against its limit and against the bytes that are left before anything is reserved for it.
+
+use crate::error::{Error, Refusal, Result};
+use crate::ids::BlockId;
+use crate::policy::ReusePolicy;
+use crate::transfer::digests::DIGEST;
+use crate::transfer::limits::TransferLimits;
+use crate::transfer::manifest::{
+    EXACT, GroupHead, Head, LOOKAHEAD, MAGIC, MAX_GROUP, NamespaceHead, RunHead, VERSION,
+};
+use crate::transfer::wire::{Cursor, Part, READ};
+
+/// The fewest bytes that a group takes, and a run.
+const LEAST_GROUP: usize = 4;
+const LEAST_RUN: usize = 33;
+
+/// Reads a manifest; what is answered says where its parts stand in the bytes.
+pub(super) fn read(raw: &[u8], limits: &TransferLimits) -> Result<Head> {
+    // Places in the bytes are u32.
+    let max_bytes = limits.max_bytes.min(u32::MAX as usize);
+    within(raw.len(), max_bytes, "bytes", "max_bytes")?;
+    let mut cursor = Cursor::new(raw);
+    let entries = cursor.array("the manifest")?;
+    let magic = cursor.text("the name of the format")?;
+    if &raw[magic] != MAGIC.as_bytes() {
+        return Err(cursor.wrong("these bytes are no transfer manifest"));
+    }
+    let version = cursor.uint("the version")?;
+    if version != VERSION as u64 {
+        return Err(Error::refused(
+            Refusal::Version,
+            format!("{READ}: version {version}; this build reads version {VERSION}"),
+        ));
+    }
+    if entries != 4 {
+        return Err(cursor.wrong(format!(
+            "the manifest has {entries} entries; it must have 4"
+        )));
+    }
+    let namespace = read_namespace(&mut cursor)?;
+    let num_groups = count(
+        &mut cursor,
+        "groups",
+        limits.max_groups,
+        "max_groups",
+        LEAST_GROUP,
+    )?;
+    let mut reading = Reading {
+        raw,
+        limits,
+        head: Head {
+            namespace,
+            groups: Vec::with_capacity(num_groups),
+            runs: Vec::new(),
+        },
+        num_blocks: 0,
+    };
+    for _ in 0..num_groups {
+        reading.group(&mut cursor)?;
+    }
+    if cursor.left() > 0 {
+        return Err(cursor.wrong(format!("{} bytes too many", cursor.left())));
+    }
+    Ok(reading.head)
+}
+
+fn read_namespace(cursor: &mut Cursor<'_>) -> Result<NamespaceHead> {
+    let start = cursor.at();
+    cursor.array_of(5, "the namespace")?;
+    let model = Part::new(&cursor.text("the model")?);
+    let kv_dtype = Part::new(&cursor.text("kv_dtype")?);
+    let rope = Part::new(&cursor.text("rope")?);
+    let adapter = if cursor.nil() {
+        None
+    } else {
+        Some(Part::new(&cursor.text("the adapter")?))
+    };
+    let salt = if cursor.nil() {
+        None
+    } else {
+        Some(Part::new(&cursor.bin_of(DIGEST, "the salt's digest")?))
+    };
+    Ok(NamespaceHead {
+        whole: Part::new(&(start..cursor.at())),
+        model,
+        kv_dtype,
+        rope,
+        adapter,
+        salt,
+    })
+}
+
+/// The length of an array whose entries take so many bytes each at least.
+fn count(
+    cursor: &mut Cursor<'_>,
+    what: &str,
+    limit: usize,
+    name: &str,
+    least: usize,
+) -> Result<usize> {
+    let count = cursor.array(what)?;
+    let count = usize::try_from(count).unwrap_or(usize::MAX);
+    within(count, limit, what, name)?;
+    if count > cursor.left() / least {
+        return Err(cursor.wrong(format!(
+            "{count} {what} of {least} bytes or more announced, {} bytes are left",
+            cursor.left()
+        )));
+    }
+    Ok(count)
+}
+
+fn within(value: usize, limit: usize, what: &str, name: &str) -> Result<()> {
+    if value <= limit {
+        return Ok(());
+    }
+    Err(Error::refused(
+        Refusal::Limits,
+        format!("{READ}: {value} {what}; the limit is {limit} ({name})"),
+    ))
+}
+
+/// A manifest that is being read.
+struct Reading<'a> {
+    raw: &'a [u8],
+    limits: &'a TransferLimits,
+    head: Head,
+    num_blocks: usize,
+}
+
+impl Reading<'_> {
+    fn group(&mut self, cursor: &mut Cursor<'_>) -> Result<()> {
+        cursor.array_of(3, "a group")?;
+        let group = cursor.uint("the group's number")?;
+        let group = u32::try_from(group)
+            .ok()
+            .filter(|&group| group <= MAX_GROUP)
+            .ok_or_else(|| cursor.wrong(format!("group {group} is not in 0..={MAX_GROUP}")))?;
+        if let Some(last) = self.head.groups.last()
+            && group <= last.group
+        {
+            return Err(cursor.wrong(format!(
+                "group {group} behind group {}; groups ascend",
+                last.group
+            )));
+        }
+        let block_size = cursor.uint("block_size")?;
+        let block_size = usize::try_from(block_size).unwrap_or(usize::MAX);
+        // Positions are u32.
+        let limit = self.limits.max_block_size.min(u32::MAX as usize);
+        within(block_size, limit, "tokens a block", "max_block_size")?;
+        if block_size == 0 {
+            return Err(cursor.wrong("block_size is 0"));
+        }
+        let known = self.head.runs.len();
+        let left = self.limits.max_runs.saturating_sub(known);
+        let num_runs = count(cursor, "runs", left, "what max_runs leaves", LEAST_RUN)?;
+        self.head.runs.reserve_exact(num_runs);
+        self.head.groups.push(GroupHead {
+            group,
+            block_size: crate::ids::depth(block_size),
+            end: crate::ids::depth(known + num_runs),
+        });
+        let mut before = Before::default();
+        for _ in 0..num_runs {
+            let run = self.run(cursor, block_size, &mut before)?;
+            self.head.runs.push(run);
+        }
+        self.unique(cursor, known)
+    }
+
+    fn run(
+        &mut self,
+        cursor: &mut Cursor<'_>,
+        block_size: usize,
+        before: &mut Before,
+    ) -> Result<RunHead> {
+        cursor.array_of(8, "a run")?;
+        let fields = cursor.at();
+        let start = self.position(cursor, "start")?;
+        let num_tokens = self.position(cursor, "num_tokens")?;
+        let end = start + num_tokens;
+        self.reaches(end)?;
+        let flags = cursor.uint("flags")?;
+        let hops = cursor.uint("hops")?;
+        let most = if flags == u64::from(EXACT) || flags == u64::from(LOOKAHEAD) {
+            0
+        } else {
+            u64::from(ReusePolicy::MAX_HOPS)
+        };
+        if flags > u64::from(LOOKAHEAD) || hops > most {
+            return Err(cursor.wrong(format!("{hops} hops with flags {flags}")));
+        }
+        let is_lookahead = flags == u64::from(LOOKAHEAD);
+        let is_whole = num_tokens % block_size == 0;
+        let is_aligned = start % block_size == 0 && num_tokens > 0;
+        let is_behind =
+            start >= before.end && !before.lookahead && (is_lookahead || !before.partial);
+        if !is_aligned || !is_behind || is_lookahead && !is_whole {
+            return Err(cursor.wrong(format!(
+                "a run {start}..{end} with flags {flags} in blocks of {block_size} behind {}",
+                before.end
+            )));
+        }
+        *before = Before {
+            end,
+            partial: before.partial || !is_whole,
+            lookahead: is_lookahead,
+        };
+        let blocks = num_tokens.div_ceil(block_size);
+        self.num_blocks = self.num_blocks.saturating_add(blocks);
+        within(
+            self.num_blocks,
+            self.limits.max_blocks,
+            "blocks",
+            "max_blocks",
+        )?;
+        let ids = cursor.bin_of(blocks.saturating_mul(4), "the blocks of a run")?;
+        let ids_at = ids.start;
+        if let Some(id) = crate::transfer::manifest::ids(&self.raw[ids])
+            .find(|id| u64::from(id.0) >= BlockId::MAX_BLOCKS)
+        {
+            return Err(cursor.wrong(format!(
+                "block id {id} is not in 0..{}",
+                BlockId::MAX_BLOCKS
+            )));
+        }
+        let of_digests = |count: usize| if is_lookahead { 0 } else { count * DIGEST };
+        let prefix = cursor.bin_of(of_digests(1), "the prefix digest of a run")?;
+        let digests = cursor.bin_of(of_digests(blocks), "the block digests of a run")?;
+        let fields_end = cursor.at();
+        let digest = cursor.bin_of(DIGEST, "the digest of a run")?;
+        Ok(RunHead {
+            start: crate::ids::depth(start),
+            num_tokens: crate::ids::depth(num_tokens),
+            ids: crate::ids::depth(ids_at),
+            prefix: crate::ids::depth(prefix.start),
+            digests: crate::ids::depth(digests.start),
+            digest: crate::ids::depth(digest.start),
+            fields: crate::ids::depth(fields),
+            // The digest's own marker and length take two bytes, as any of less than 256 bytes.
+            hops: u16::try_from(hops).unwrap_or(ReusePolicy::MAX_HOPS),
+            flags: u8::try_from(flags).unwrap_or(LOOKAHEAD),
+            tail: u8::try_from(digest.start - fields_end).unwrap_or(0),
+        })
+    }
+
+    /// A number of tokens that a position can be.
+    fn position(&self, cursor: &mut Cursor<'_>, what: &str) -> Result<usize> {
+        let value = cursor.uint(what)?;
+        let value = usize::try_from(value).unwrap_or(usize::MAX);
+        self.reaches(value)?;
+        Ok(value)
+    }
+
+    fn reaches(&self, end: usize) -> Result<()> {
+        // Positions are u32.
+        let limit = self.limits.max_tokens.min(u32::MAX as usize);
+        within(end, limit, "tokens", "max_tokens")
+    }
+
+    /// Checks that no block comes twice among the runs of a group, the first of which is `first`.
+    fn unique(&self, cursor: &Cursor<'_>, first: usize) -> Result<()> {
+        let runs = self.head.runs[first..].iter();
+        match first_twice(runs.flat_map(|run| run.ids(self.raw, self.block_size()))) {
+            Some(id) => Err(cursor.wrong(format!("block {id} comes twice in its group"))),
+            None => Ok(()),
+        }
+    }
+
+    /// Tokens of a block of the last group.
+    fn block_size(&self) -> u32 {
+        self.head.groups.last().map_or(1, |group| group.block_size)
+    }
+}
+
+/// What stands before a run in its group.
+#[derive(Default)]
+struct Before {
+    end: usize,
+    /// A run that ended inside a block.
+    partial: bool,
+    lookahead: bool,
+}
+
+/// An id that comes twice.
+pub(super) fn first_twice(ids: impl Iterator<Item = BlockId> + Clone) -> Option<BlockId> {
+    // Most tables ascend, and need no copy.
+    if ids.clone().is_sorted_by(|a, b| a < b) {
+        return None;
+    }
+    let mut all: Vec<BlockId> = Vec::with_capacity(ids.clone().count());
+    all.extend(ids);
+    all.sort_unstable();
+    let pair = all.windows(2).find(|pair| pair[0] == pair[1])?;
+    pair.first().copied()
+}

@@ -1,0 +1,1 @@
+//! Manifests and plans of transfers.
