@@ -101,6 +101,8 @@ def exceptions() -> str:
     for value in found:
         bases = ", ".join(base.__name__ for base in value.__bases__)
         body = f'    """{inspect.cleandoc(value.__doc__)}"""' if value.__doc__ else "    ..."
+        texts = [name for name, known in vars(value).items() if isinstance(known, str)]
+        body += "".join(f"\n    {name}: str" for name in texts if not name.startswith("__"))
         text += f"class {value.__name__}({bases}):\n{body}\n\n"
     return text
 

@@ -14,6 +14,7 @@ from kvtrie._core import (
     SHARED,
     BlockAllocator,
     BlockInUseError,
+    BlockRun,
     ComputedSource,
     Explanation,
     ExplanationContext,
@@ -41,9 +42,14 @@ from kvtrie._core import (
     Span,
     StaleHandleError,
     TokenSequence,
+    TransferLimits,
+    TransferManifest,
+    TransferPlan,
+    TransferRefused,
     UnsupportedRopeError,
     WouldSave,
     __version__,
+    plan_transfer,
 )
 from kvtrie.layout import KVLayout
 from kvtrie.rope import RopeSpec
@@ -57,6 +63,7 @@ __all__ = [
     "SHARED",
     "BlockAllocator",
     "BlockInUseError",
+    "BlockRun",
     "ComputedSource",
     "Explanation",
     "ExplanationContext",
@@ -86,9 +93,14 @@ __all__ = [
     "Span",
     "StaleHandleError",
     "TokenSequence",
+    "TransferLimits",
+    "TransferManifest",
+    "TransferPlan",
+    "TransferRefused",
     "UnsupportedRopeError",
     "WouldSave",
     "__version__",
+    "plan_transfer",
 ]
 
 

@@ -37,6 +37,12 @@ create_exception!(
 );
 create_exception!(
     kvtrie,
+    TransferRefused,
+    KvTrieError,
+    "A transfer manifest cannot be read, or is not meant for the one who asks.\n\n`reason` says why in one word. Bytes: \"malformed\", \"version\", \"limits\". A plan: \"digest\" (another key, or\na changed manifest), \"namespace\", \"groups\"."
+);
+create_exception!(
+    kvtrie,
     LayoutError,
     KvTrieError,
     "Memory does not have the shape, dtype or device that a KV layout describes."
@@ -61,7 +67,16 @@ pub(crate) fn exception(error: &Error) -> PyErr {
         ErrorKind::OutOfBlocks => OutOfBlocksError::new_err(message),
         ErrorKind::StaleHandle => StaleHandleError::new_err(message),
         ErrorKind::Snapshot => SnapshotError::new_err(message),
+        ErrorKind::TransferRefused(reason) => refused(message, reason.as_str()),
         ErrorKind::Malformed => KvTrieError::new_err(message),
         _ => KvTrieError::new_err(message),
     }
+}
+
+fn refused(message: String, reason: &'static str) -> PyErr {
+    let error = TransferRefused::new_err(message);
+    Python::attach(|py| match error.value(py).setattr("reason", reason) {
+        Ok(()) => error,
+        Err(failure) => failure,
+    })
 }

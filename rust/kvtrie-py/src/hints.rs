@@ -58,6 +58,10 @@ hints! {
     Items: "tuple[Item, ...]",
     /// A salt.
     SaltValue: "str | SharedSalt",
+    /// What a sequence's KV is said to come from.
+    SourceValue: "Imported | ComputedSource",
+    /// How a manifest is pickled.
+    ReducedManifest: "tuple[object, tuple[bytes, TransferLimits]]",
     /// Exceptions by item number.
     ErrorsByItem: "dict[int, Exception]",
     /// Plans of a batch.

@@ -30,9 +30,13 @@ mod snapshot;
 mod source;
 mod span;
 mod stats;
+mod transfer;
+mod transfer_plan;
 
 #[pyo3::pymodule]
 mod _core {
+    use pyo3::prelude::*;
+
     #[pymodule_export]
     use crate::allocator::PyBlockAllocator;
     #[pymodule_export]
@@ -40,7 +44,7 @@ mod _core {
     #[pymodule_export]
     use crate::errors::{
         BlockInUseError, KvTrieError, LayoutError, OutOfBlocksError, SnapshotError,
-        StaleHandleError, UnsupportedRopeError,
+        StaleHandleError, TransferRefused, UnsupportedRopeError,
     };
     #[pymodule_export]
     use crate::explain::{PyExplanation, PyExplanationContext, PyNamespaceDifference, PyWouldSave};
@@ -66,6 +70,10 @@ mod _core {
     use crate::span::PySpan;
     #[pymodule_export]
     use crate::stats::PyIndexStats;
+    #[pymodule_export]
+    use crate::transfer::{PyBlockRun, PyTransferLimits, PyTransferManifest};
+    #[pymodule_export]
+    use crate::transfer_plan::{PyTransferPlan, plan_transfer};
 
     /// Share KV with everybody who says so: the salt of a namespace without walls.
     #[pymodule_export]
@@ -78,6 +86,15 @@ mod _core {
     /// The policy that reuses exact KV alone: the default everywhere.
     #[pymodule_export]
     const EXACT_ONLY: PyReusePolicy = PyReusePolicy::EXACT_ONLY;
+
+    /// What a `TransferRefused` that nobody filled in has for a reason.
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module
+            .py()
+            .get_type::<TransferRefused>()
+            .setattr("reason", "")
+    }
 
     /// The version of the extension and of the package.
     #[pymodule_export]

@@ -1,6 +1,6 @@
 //! What goes out: numpy arrays, always fresh ones that belong to the caller.
 
-use kvtrie_core::{BlockId, Class, LabelRun, Move, Segment};
+use kvtrie_core::{BlockId, Class, LabelRun, Move, Pair, Segment};
 use numpy::{PyArray1, PyArrayDescr, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -124,6 +124,39 @@ pub(crate) fn moves<'py>(py: Python<'py>, moves: &[Move]) -> PyResult<Records<'p
         ("dest_slot", "i8"),
         ("num_tokens", "i8"),
         ("delta", "i8"),
+    ];
+    structured(py, bytes, &DTYPE, &fields)
+}
+
+/// What a transfer loads as a structured array.
+pub(crate) fn pairs<'py>(py: Python<'py>, pairs: &[Pair]) -> PyResult<Records<'py>> {
+    static DTYPE: PyOnceLock<Py<PyArrayDescr>> = PyOnceLock::new();
+    let mut bytes = Vec::with_capacity(pairs.len() * 48);
+    for pair in pairs {
+        for number in [
+            pair.group.cast_signed(),
+            raw(pair.remote),
+            raw(pair.local),
+            0,
+        ] {
+            bytes.extend(number.to_ne_bytes());
+        }
+        for position in [signed(pair.start), signed(pair.end), pair.delta] {
+            bytes.extend(position.to_ne_bytes());
+        }
+        bytes.extend([pair.class as u8, 0]);
+        bytes.extend(pair.hops.to_ne_bytes());
+        bytes.extend([0; 4]);
+    }
+    let fields = [
+        ("group", "i4"),
+        ("remote", "i4"),
+        ("local", "i4"),
+        ("start", "i8"),
+        ("end", "i8"),
+        ("delta", "i8"),
+        ("class", "u1"),
+        ("hops", "u2"),
     ];
     structured(py, bytes, &DTYPE, &fields)
 }

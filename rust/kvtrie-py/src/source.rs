@@ -2,6 +2,7 @@
 
 use kvtrie_core::{Imported, Source};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 
 use crate::buffers::{Arg, int};
 use crate::plan::PyReusePlan;
@@ -82,6 +83,24 @@ impl PyImported {
     fn __getnewargs__(&self) -> (usize, u16) {
         (self.exact_until, self.hops)
     }
+}
+
+impl PyImported {
+    /// From numbers that are within their limits.
+    pub(crate) fn from_parts(exact_until: usize, hops: u16) -> Self {
+        Self { exact_until, hops }
+    }
+}
+
+/// `kvtrie.COMPUTED`.
+pub(crate) fn computed(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
+    static COMPUTED: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let found = || {
+        py.import("kvtrie._core")?
+            .getattr("COMPUTED")
+            .map(Bound::unbind)
+    };
+    Ok(COMPUTED.get_or_try_init(py, found)?.bind(py).clone())
 }
 
 /// A source, still Python's.

@@ -7,7 +7,7 @@
 /// use kvtrie_core::TransferLimits;
 /// assert_eq!(TransferLimits::default().max_bytes, 64 << 20);
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TransferLimits {
     /// Bytes of the manifest.
     pub max_bytes: usize,

@@ -1,0 +1,567 @@
+//! `TransferManifest`, `BlockRun` and `TransferLimits`.
+
+use kvtrie_core::{
+    BlockId, Class, Imported, SentGroup, SentLabel, TransferKey, TransferLimits, TransferManifest,
+};
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyTuple};
+
+use crate::buffers::{Arg, block_ids, int, type_name};
+use crate::detach::{Cost, Enter};
+use crate::errors::exception;
+use crate::hints::{Ids, NewArguments, ReducedManifest};
+use crate::output::{self, listed, quoted, truth};
+use crate::sequence::{PyTokenSequence, SEQUENCE};
+use crate::source::SourceArg;
+
+/// Tokens that are hashed in about 50 µs.
+const TOKENS: usize = 1 << 12;
+
+/// What hashing so many tokens costs.
+pub(crate) fn hashing(tokens: usize) -> Cost {
+    if tokens >= TOKENS {
+        Cost::Long
+    } else {
+        Cost::Short
+    }
+}
+
+/// The largest manifest that `TransferManifest.from_bytes` reads. Counts are those of all groups together.
+///
+/// Args:
+///     max_bytes: Bytes of the manifest, 64 MiB.
+///     max_groups: Groups of blocks.
+///     max_runs: Runs of blocks.
+///     max_blocks: Block ids.
+///     max_tokens: Position behind the last token that a run may reach.
+///     max_block_size: Tokens of a block.
+///
+/// Raises:
+///     TypeError: A limit is not an int.
+///     ValueError: A limit is negative.
+///
+/// Example:
+///     >>> import kvtrie
+///     >>> kvtrie.TransferLimits(max_bytes=1 << 20).max_groups
+///     64
+#[pyclass(frozen, eq, hash, module = "kvtrie", name = "TransferLimits")]
+#[derive(PartialEq, Eq, Hash)]
+pub(crate) struct PyTransferLimits {
+    core: TransferLimits,
+}
+
+#[pymethods]
+impl PyTransferLimits {
+    #[new]
+    #[pyo3(signature = (
+        *, max_bytes: "SupportsIndex" = 67_108_864, max_groups: "SupportsIndex" = 64, max_runs: "SupportsIndex" = 65_536, max_blocks: "SupportsIndex" = 4_194_304, max_tokens: "SupportsIndex" = 67_108_864, max_block_size: "SupportsIndex" = 4096
+    ))]
+    fn new(
+        #[pyo3(from_py_with = int)] max_bytes: i128,
+        #[pyo3(from_py_with = int)] max_groups: i128,
+        #[pyo3(from_py_with = int)] max_runs: i128,
+        #[pyo3(from_py_with = int)] max_blocks: i128,
+        #[pyo3(from_py_with = int)] max_tokens: i128,
+        #[pyo3(from_py_with = int)] max_block_size: i128,
+    ) -> PyResult<Self> {
+        let count = |name, value| Arg::new("TransferLimits", name).count(value);
+        let core = TransferLimits {
+            max_bytes: count("max_bytes", max_bytes)?,
+            max_groups: count("max_groups", max_groups)?,
+            max_runs: count("max_runs", max_runs)?,
+            max_blocks: count("max_blocks", max_blocks)?,
+            max_tokens: count("max_tokens", max_tokens)?,
+            max_block_size: count("max_block_size", max_block_size)?,
+        };
+        Ok(Self { core })
+    }
+
+    /// Bytes of the manifest.
+    #[getter]
+    fn max_bytes(&self) -> usize {
+        self.core.max_bytes
+    }
+
+    /// Groups of blocks.
+    #[getter]
+    fn max_groups(&self) -> usize {
+        self.core.max_groups
+    }
+
+    /// Runs of blocks.
+    #[getter]
+    fn max_runs(&self) -> usize {
+        self.core.max_runs
+    }
+
+    /// Block ids.
+    #[getter]
+    fn max_blocks(&self) -> usize {
+        self.core.max_blocks
+    }
+
+    /// Position behind the last token that a run may reach.
+    #[getter]
+    fn max_tokens(&self) -> usize {
+        self.core.max_tokens
+    }
+
+    /// Tokens of a block.
+    #[getter]
+    fn max_block_size(&self) -> usize {
+        self.core.max_block_size
+    }
+
+    fn __repr__(&self) -> String {
+        let fields = self.fields().map(|(name, value)| format!("{name}={value}"));
+        format!("TransferLimits({})", fields.join(", "))
+    }
+
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<NewArguments<'py>> {
+        let fields = PyDict::new(py);
+        for (name, value) in self.fields() {
+            fields.set_item(name, value)?;
+        }
+        Ok((PyTuple::empty(py), fields).into_pyobject(py)?.into())
+    }
+}
+
+impl PyTransferLimits {
+    fn fields(&self) -> [(&'static str, usize); 6] {
+        [
+            ("max_bytes", self.core.max_bytes),
+            ("max_groups", self.core.max_groups),
+            ("max_runs", self.core.max_runs),
+            ("max_blocks", self.core.max_blocks),
+            ("max_tokens", self.core.max_tokens),
+            ("max_block_size", self.core.max_block_size),
+        ]
+    }
+}
+
+/// Consecutive blocks of one label, as a manifest names them. `TransferManifest.runs` lists them.
+///
+/// Example:
+///     >>> import kvtrie
+///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+///     >>> manifest = kvtrie.TransferManifest.from_blocks(
+///     ...     seq, [8, 3, 5, 6], key=b"k" * 32, num_computed=5, block_size=2, num_lookahead=2)
+///     >>> for run in manifest.runs:
+///     ...     run
+///     BlockRun(group=0, start=0, num_tokens=5, blocks=[8, 3, 5], class_=0, hops=0, is_lookahead=False)
+///     BlockRun(group=0, start=6, num_tokens=2, blocks=[6], class_=2, hops=0, is_lookahead=True)
+#[pyclass(frozen, eq, hash, module = "kvtrie", name = "BlockRun")]
+#[derive(PartialEq, Eq, Hash)]
+pub(crate) struct PyBlockRun {
+    /// The group that the blocks belong to.
+    #[pyo3(get)]
+    group: u32,
+    /// Tokens of a block.
+    #[pyo3(get)]
+    block_size: usize,
+    /// Position of the first token, a multiple of `block_size`.
+    #[pyo3(get)]
+    start: usize,
+    /// Tokens; the last block may hold fewer than `block_size`.
+    #[pyo3(get)]
+    num_tokens: usize,
+    /// 0 exact, 1 approximate, 2 look-ahead: nothing to load.
+    #[pyo3(get)]
+    class_: u8,
+    /// How often the KV was placed elsewhere.
+    #[pyo3(get)]
+    hops: u16,
+    /// Whether the blocks hold nothing but what was issued ahead of the final tokens.
+    #[pyo3(get)]
+    is_lookahead: bool,
+    blocks: Vec<BlockId>,
+}
+
+#[pymethods]
+impl PyBlockRun {
+    /// The ids in the order of their tokens, int32[n].
+    #[getter]
+    fn blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
+        output::ids(py, &self.blocks)
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "BlockRun(group={}, start={}, num_tokens={}, blocks={}, class_={}, hops={}, is_lookahead={})",
+            self.group,
+            self.start,
+            self.num_tokens,
+            listed(&self.blocks),
+            self.class_,
+            self.hops,
+            truth(self.is_lookahead)
+        )
+    }
+}
+
+/// What a sender offers of one request: runs of blocks with where they stand, what they hold, and how exact that is.
+///
+/// A manifest is made with `from_blocks` or read with `from_bytes`. It travels beside the KV, never instead of it: which bytes
+/// of a block are whose (layers, heads, ranks) is the engines' business. What it says of its blocks is believed by
+/// `plan_transfer` alone, which checks it with the key.
+///
+/// Example:
+///     >>> import kvtrie
+///     >>> space = kvtrie.Namespace(model="m", salt="tenant-a")
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+///     >>> manifest = kvtrie.TransferManifest.from_blocks(
+///     ...     seq, [8, 3, 5], key=b"k" * 32, num_computed=4, block_size=2)
+///     >>> raw = manifest.to_bytes()
+///     >>> kvtrie.TransferManifest.from_bytes(raw) == manifest
+///     True
+///     >>> manifest
+///     <TransferManifest of 4 tokens of 'm' in 1 run>
+#[pyclass(frozen, eq, hash, module = "kvtrie", name = "TransferManifest")]
+#[derive(PartialEq, Eq)]
+pub(crate) struct PyTransferManifest {
+    core: TransferManifest,
+}
+
+impl std::hash::Hash for PyTransferManifest {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.core.to_bytes().hash(state);
+    }
+}
+
+impl PyTransferManifest {
+    pub(crate) fn core(&self) -> &TransferManifest {
+        &self.core
+    }
+}
+
+#[pymethods]
+impl PyTransferManifest {
+    /// The manifest of a request whose blocks the caller knows.
+    ///
+    /// Args:
+    ///     seq: The request's tokens.
+    ///     blocks: Its block table from position 0: ids, or for engines with several groups of layers a dict from a group's
+    ///         number to its ids. Ids behind the last position named below are not looked at.
+    ///     key: The deployment's key, 16 to 64 bytes.
+    ///     num_computed: How many tokens of `seq` have KV: all below it. The token sampled last has none, nor have drafts.
+    ///     block_size: Tokens of a block, or a dict from a group's number to them.
+    ///     source: Where the KV came from: `kvtrie.COMPUTED`, which None is, or a `kvtrie.Imported`.
+    ///     num_lookahead: Positions issued behind `num_computed`. Blocks that hold nothing else are named as look-ahead.
+    ///
+    /// Returns:
+    ///     A manifest whose last block may hold fewer tokens than its block size.
+    ///
+    /// Raises:
+    ///     TypeError: An argument has the wrong type.
+    ///     ValueError: `num_computed` is beyond the sequence, there are too few blocks (both numbers are named), a block comes
+    ///         twice, groups of blocks and of block sizes differ, or the key has another length.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+    ///     >>> source = kvtrie.Imported(exact_until=2, hops=1)
+    ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
+    ///     ...     seq, [8, 3, 5], key=b"k" * 32, num_computed=5, block_size=2, source=source)
+    ///     >>> [(run.start, run.num_tokens, run.class_, run.hops) for run in manifest.runs]
+    ///     [(0, 2, 0, 0), (2, 3, 1, 1)]
+    #[staticmethod]
+    #[pyo3(signature = (
+        seq, blocks: "_Integers | Mapping[int, _Integers]", *, key: "bytes", num_computed: "SupportsIndex",
+        block_size: "SupportsIndex | Mapping[int, SupportsIndex]", source: "ComputedSource | Imported | None" = None,
+        num_lookahead: "SupportsIndex" = 0
+    ), text_signature = "(seq, blocks, *, key, num_computed, block_size, source=None, num_lookahead=0)")]
+    #[expect(clippy::too_many_arguments, reason = "all but two are keywords")]
+    fn from_blocks(
+        py: Python<'_>,
+        seq: &Bound<'_, PyTokenSequence>,
+        blocks: &Bound<'_, PyAny>,
+        key: &Bound<'_, PyBytes>,
+        #[pyo3(from_py_with = int)] num_computed: i128,
+        block_size: &Bound<'_, PyAny>,
+        source: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = int)] num_lookahead: i128,
+    ) -> PyResult<Self> {
+        const CALL: &str = "TransferManifest.from_blocks";
+        let arg = |name| Arg::new(CALL, name);
+        let key = transfer_key(key)?;
+        let num_computed = arg("num_computed").count(num_computed)?;
+        let num_lookahead = arg("num_lookahead").count(num_lookahead)?;
+        let labels = labels(source, num_computed, arg("source"))?;
+        let tables = tables(blocks, CALL)?;
+        let sizes = block_sizes(Some(block_size), &tables, CALL)?;
+        let tokens = num_computed.saturating_mul(tables.len());
+        let seq = seq.get();
+        let core = py.enter(hashing(tokens), move |keys| {
+            let groups: Vec<SentGroup<'_>> = tables
+                .iter()
+                .zip(sizes)
+                .map(|((group, blocks), block_size)| SentGroup {
+                    group: *group,
+                    block_size: block_size.unwrap_or_default(),
+                    blocks,
+                })
+                .collect();
+            let end = num_computed.saturating_add(num_lookahead);
+            let seq = keys.lock(&seq.core, SEQUENCE)?;
+            Ok(TransferManifest::new(&seq, &groups, &labels, end, &key)?)
+        })?;
+        Ok(Self { core })
+    }
+
+    /// Read a manifest. It is checked to be one, not to be true: `plan_transfer` does that.
+    ///
+    /// Args:
+    ///     raw: Bytes, from anybody.
+    ///     limits: The largest manifest to read; None takes the defaults of `TransferLimits`.
+    ///
+    /// Returns:
+    ///     The manifest whose `to_bytes()` is `raw`. Reading takes at most four times the memory of `raw`.
+    ///
+    /// Raises:
+    ///     TransferRefused: With the reason `"malformed"`, `"version"` or `"limits"`.
+    ///     TypeError: `raw` is no buffer of bytes.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> kvtrie.TransferManifest.from_bytes(b"\x93nonsense")
+    ///     Traceback (most recent call last):
+    ///     kvtrie.TransferRefused: TransferManifest.from_bytes: byte 2: the name of the format is encoded as FixPos(110)
+    #[staticmethod]
+    #[pyo3(signature = (raw: "Buffer", limits=None))]
+    fn from_bytes(
+        py: Python<'_>,
+        raw: &Bound<'_, PyAny>,
+        limits: Option<&Bound<'_, PyTransferLimits>>,
+    ) -> PyResult<Self> {
+        /// Bytes that are read in about 50 µs.
+        const BYTES: usize = 1 << 16;
+        let limits = limits.map_or_else(TransferLimits::default, |limits| limits.get().core);
+        let cost = |len| {
+            if len >= BYTES {
+                Cost::Long
+            } else {
+                Cost::Short
+            }
+        };
+        let core = if let Ok(bytes) = raw.cast::<PyBytes>() {
+            let bytes = bytes.as_bytes();
+            py.enter(cost(bytes.len()), |_| {
+                Ok(TransferManifest::from_bytes(bytes, &limits)?)
+            })?
+        } else {
+            let arg = Arg::new("TransferManifest.from_bytes", "raw");
+            let wanted = "bytes or another buffer of bytes";
+            let buffer = PyBuffer::<u8>::get(raw).map_err(|_| arg.wrong_type(raw, wanted))?;
+            let bytes = buffer.to_vec(py)?;
+            py.enter(cost(bytes.len()), |_| {
+                Ok(TransferManifest::from_bytes(&bytes, &limits)?)
+            })?
+        };
+        Ok(Self { core })
+    }
+
+    /// The manifest as bytes: MessagePack, version 1. Equal manifests have equal bytes.
+    ///
+    /// Returns:
+    ///     Bytes for `from_bytes`. They hold block ids, positions and digests, no token ids and no salt.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, self.core.to_bytes())
+    }
+
+    /// The runs of all groups, by group and position.
+    #[getter]
+    fn runs(&self) -> Vec<PyBlockRun> {
+        let runs = self.core.runs().map(|run| PyBlockRun {
+            group: run.group(),
+            block_size: run.block_size(),
+            start: run.start(),
+            num_tokens: run.num_tokens(),
+            class_: run.class() as u8,
+            hops: run.hops(),
+            is_lookahead: run.is_lookahead(),
+            blocks: run.blocks().collect(),
+        });
+        runs.collect()
+    }
+
+    /// The block size of each group, by the group's number, ascending.
+    #[getter]
+    fn block_sizes(&self) -> std::collections::BTreeMap<u32, usize> {
+        self.core.groups().collect()
+    }
+
+    /// One past the last position that a run has KV of.
+    #[getter]
+    fn num_tokens(&self) -> usize {
+        self.core.num_tokens()
+    }
+
+    /// Model and revision.
+    #[getter]
+    fn model(&self) -> &str {
+        self.core.model()
+    }
+
+    /// Element type and scales of the KV.
+    #[getter]
+    fn kv_dtype(&self) -> &str {
+        self.core.kv_dtype()
+    }
+
+    /// How positions turn K.
+    #[getter]
+    fn rope(&self) -> &str {
+        self.core.rope()
+    }
+
+    /// Content id of the adapter, or None.
+    #[getter]
+    fn adapter(&self) -> Option<&str> {
+        self.core.adapter()
+    }
+
+    /// Whether the KV is shared with everybody. Of a tenant's salt a manifest holds a digest alone.
+    #[getter]
+    fn is_shared(&self) -> bool {
+        self.core.is_shared()
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let runs = self.core.runs().count();
+        Ok(format!(
+            "<TransferManifest of {} tokens of {} in {runs} {}>",
+            self.core.num_tokens(),
+            quoted(py, self.core.model())?,
+            if runs == 1 { "run" } else { "runs" }
+        ))
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<ReducedManifest<'py>> {
+        /// As far as Python's own containers count.
+        const MOST: usize = isize::MAX.unsigned_abs();
+        let reader = py.get_type::<Self>().getattr("from_bytes")?;
+        // What could be made can be unpickled, whatever the limits of readers are.
+        let limits = PyTransferLimits {
+            core: TransferLimits {
+                max_bytes: MOST,
+                max_groups: MOST,
+                max_runs: MOST,
+                max_blocks: MOST,
+                max_tokens: MOST,
+                max_block_size: MOST,
+            },
+        };
+        let arguments = (self.to_bytes(py), limits);
+        Ok((reader, arguments).into_pyobject(py)?.into())
+    }
+}
+
+/// The labels of the first `num_computed` tokens.
+fn labels(
+    source: Option<&Bound<'_, PyAny>>,
+    num_computed: usize,
+    arg: Arg,
+) -> PyResult<Vec<SentLabel>> {
+    let imported = match source {
+        None => None,
+        Some(source) => match SourceArg::open(source, arg) {
+            Ok(SourceArg::Computed) => None,
+            Ok(SourceArg::Imported(imported)) => Some(imported),
+            _ => return Err(arg.wrong_type(source, "kvtrie.COMPUTED or kvtrie.Imported(...)")),
+        },
+    };
+    let Imported { exact_until, hops } = imported.unwrap_or(Imported {
+        exact_until: usize::MAX,
+        hops: 0,
+    });
+    let edge = exact_until.min(num_computed);
+    let label = |start, end, class, hops| SentLabel {
+        start,
+        end,
+        class,
+        hops,
+    };
+    let both = [
+        label(0, edge, Class::Exact, 0),
+        label(edge, num_computed, Class::Approximate, hops),
+    ];
+    Ok(both
+        .into_iter()
+        .filter(|label| label.start < label.end)
+        .collect())
+}
+
+/// The key of a deployment.
+pub(crate) fn transfer_key(key: &Bound<'_, PyBytes>) -> PyResult<TransferKey> {
+    TransferKey::new(key.as_bytes()).map_err(|error| exception(&error))
+}
+
+/// Block tables by group, ascending: a list of ids is group 0.
+pub(crate) fn tables(
+    value: &Bound<'_, PyAny>,
+    call: &'static str,
+) -> PyResult<Vec<(u32, Vec<BlockId>)>> {
+    let arg = Arg::new(call, "blocks");
+    let Ok(groups) = value.cast::<PyDict>() else {
+        return Ok(vec![(0, block_ids(value, BlockId::MAX_BLOCKS, arg)?)]);
+    };
+    let mut tables = Vec::with_capacity(groups.len());
+    for (group, ids) in groups {
+        tables.push((
+            group_number(&group, call)?,
+            block_ids(&ids, BlockId::MAX_BLOCKS, arg)?,
+        ));
+    }
+    tables.sort_by_key(|table| table.0);
+    Ok(tables)
+}
+
+/// The block size of each group, or none for all if there is no value.
+pub(crate) fn block_sizes(
+    value: Option<&Bound<'_, PyAny>>,
+    tables: &[(u32, Vec<BlockId>)],
+    call: &'static str,
+) -> PyResult<Vec<Option<usize>>> {
+    let arg = Arg::new(call, "block_size");
+    let size = |value: &Bound<'_, PyAny>| -> PyResult<usize> {
+        Ok(arg.within(int(value)?, 1, u32::MAX)? as usize)
+    };
+    let Some(value) = value.filter(|value| !value.is_none()) else {
+        return Ok(vec![None; tables.len()]);
+    };
+    let Ok(groups) = value.cast::<PyDict>() else {
+        return Ok(vec![Some(size(value)?); tables.len()]);
+    };
+    let mut sizes = Vec::with_capacity(groups.len());
+    for (group, value) in groups {
+        sizes.push((group_number(&group, call)?, size(&value)?));
+    }
+    sizes.sort_unstable();
+    let groups = |numbers: Vec<u32>| format!("{numbers:?}");
+    let (mine, theirs): (Vec<u32>, Vec<u32>) = (
+        sizes.iter().map(|size| size.0).collect(),
+        tables.iter().map(|table| table.0).collect(),
+    );
+    if mine != theirs {
+        return Err(PyValueError::new_err(format!(
+            "{call}: block_size is of the groups {}, blocks of {}",
+            groups(mine),
+            groups(theirs)
+        )));
+    }
+    Ok(sizes.into_iter().map(|size| Some(size.1)).collect())
+}
+
+fn group_number(value: &Bound<'_, PyAny>, call: &'static str) -> PyResult<u32> {
+    let number = int(value).map_err(|_| {
+        pyo3::exceptions::PyTypeError::new_err(format!(
+            "{call}: a group is of type '{}'; it must be an int",
+            type_name(value)
+        ))
+    })?;
+    Arg::new(call, "a group").within(number, 0, i32::MAX.cast_unsigned())
+}
