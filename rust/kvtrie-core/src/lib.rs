@@ -184,8 +184,8 @@ pub use span::{BUILT_IN_KINDS, MAX_KINDS, Span};
 pub use stats::Stats;
 pub use tokens::{Item, TokenSequence};
 pub use transfer::{
-    BlockRun, LocalGroup, Pair, SentGroup, SentLabel, TransferKey, TransferLimits,
-    TransferManifest, TransferOptions, TransferPlan,
+    BlockRun, LocalGroup, Offer, Pair, SentGroup, TransferKey, TransferLimits, TransferManifest,
+    TransferOptions, TransferPlan,
 };
 pub use tree::{
     Config, Effort, Imported, InsertOptions, Inserted, LookupOptions, Match, RadixIndex, Removed,

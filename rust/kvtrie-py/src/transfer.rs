@@ -1,7 +1,8 @@
 //! `TransferManifest`, `BlockRun` and `TransferLimits`.
 
 use kvtrie_core::{
-    BlockId, Class, Imported, SentGroup, SentLabel, TransferKey, TransferLimits, TransferManifest,
+    BlockId, Class, Imported, LabelRun, Offer, SentGroup, TransferKey, TransferLimits,
+    TransferManifest,
 };
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
@@ -12,6 +13,7 @@ use crate::buffers::{Arg, block_ids, int, type_name};
 use crate::detach::{Cost, Enter};
 use crate::errors::exception;
 use crate::hints::{Ids, NewArguments, ReducedManifest};
+use crate::ledger::{LEDGER, PySequenceLedger};
 use crate::output::{self, listed, quoted, truth};
 use crate::sequence::{PyTokenSequence, SEQUENCE};
 use crate::source::SourceArg;
@@ -204,7 +206,7 @@ impl PyBlockRun {
 
 /// What a sender offers of one request: runs of blocks with where they stand, what they hold, and how exact that is.
 ///
-/// A manifest is made with `from_blocks` or read with `from_bytes`. It travels beside the KV, never instead of it: which bytes
+/// A manifest is made with `from_ledger` or `from_blocks`, or read with `from_bytes`. It travels beside the KV, never instead of it: which bytes
 /// of a block are whose (layers, heads, ranks) is the engines' business. What it says of its blocks is believed by
 /// `plan_transfer` alone, which checks it with the key.
 ///
@@ -308,6 +310,63 @@ impl PyTransferManifest {
             let end = num_computed.saturating_add(num_lookahead);
             let seq = keys.lock(&seq.core, SEQUENCE)?;
             Ok(TransferManifest::new(&seq, &groups, &labels, end, &key)?)
+        })?;
+        Ok(Self { core })
+    }
+
+    /// The manifest of a live request: what of it is final and computed, with its labels, and its look-ahead blocks.
+    ///
+    /// Blocks behind a missing range are offered too. Of a range that ends inside a block, the tokens of that block are
+    /// offered only if nothing computed comes behind.
+    ///
+    /// Args:
+    ///     ledger: The ledger of the engine.
+    ///     request: A live request of it.
+    ///     key: The deployment's key, 16 to 64 bytes.
+    ///     group: The number of the group of layers that the ledger's blocks belong to.
+    ///
+    /// Returns:
+    ///     A manifest of what the ledger knows at this moment.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///     TypeError: An argument has the wrong type.
+    ///     ValueError: `group` is negative, or the key has another length.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+    ///     >>> ledger.begin("a", seq, [8, 3, 5, 6], num_computed=3)
+    ///     >>> ledger.schedule("a", 4)
+    ///     >>> manifest = kvtrie.TransferManifest.from_ledger(ledger, "a", key=b"k" * 32)
+    ///     >>> [(run.start, run.num_tokens, run.is_lookahead) for run in manifest.runs]
+    ///     [(0, 3, False), (4, 4, True)]
+    #[staticmethod]
+    #[pyo3(signature = (
+        ledger, request: "Hashable", *, key: "bytes", group: "SupportsIndex" = 0
+    ))]
+    fn from_ledger(
+        py: Python<'_>,
+        ledger: &Bound<'_, PySequenceLedger>,
+        request: &Bound<'_, PyAny>,
+        key: &Bound<'_, PyBytes>,
+        #[pyo3(from_py_with = int)] group: i128,
+    ) -> PyResult<Self> {
+        const CALL: &str = "TransferManifest.from_ledger";
+        let key = transfer_key(key)?;
+        let group = Arg::new(CALL, "group").within(group, 0, i32::MAX.cast_unsigned())?;
+        let ledger = ledger.get();
+        let live = ledger.live(py, request, CALL)?;
+        let (id, seq) = (live.get().id, live.get().seq.get());
+        let core = py.enter(hashing(seq.len(py)?), |keys| {
+            let known = keys.lock(&ledger.core, LEDGER)?;
+            // Nobody changes the tokens between the question and the hashing, and the ledger is free meanwhile.
+            let seq = keys.lock(&seq.core, SEQUENCE)?;
+            let offer = Offer::of(&known, id, &seq)?;
+            drop(known);
+            Ok(offer.manifest(&seq, group, &key)?)
         })?;
         Ok(Self { core })
     }
@@ -465,7 +524,7 @@ fn labels(
     source: Option<&Bound<'_, PyAny>>,
     num_computed: usize,
     arg: Arg,
-) -> PyResult<Vec<SentLabel>> {
+) -> PyResult<Vec<LabelRun>> {
     let imported = match source {
         None => None,
         Some(source) => match SourceArg::open(source, arg) {
@@ -479,7 +538,7 @@ fn labels(
         hops: 0,
     });
     let edge = exact_until.min(num_computed);
-    let label = |start, end, class, hops| SentLabel {
+    let label = |start, end, class, hops| LabelRun {
         start,
         end,
         class,

@@ -404,6 +404,11 @@ impl SequenceLedger {
         Ok(self.record(id, "SequenceLedger.num_committed")?.committed)
     }
 
+    /// Checks that a request is live and that this is its sequence.
+    pub(crate) fn check_owns(&self, id: RequestId, seq: &TokenSequence, call: &str) -> Result<()> {
+        self.record(id, call)?.check_owns(seq, call)
+    }
+
     fn record(&self, id: RequestId, call: &str) -> Result<&Record> {
         self.records.get(id.0).ok_or_else(|| not_live(call))
     }

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use crate::error::{Error, Refusal, Result};
 use crate::ids::BlockId;
+use crate::ledger::LabelRun;
 use crate::namespace::{Namespace, Salt};
 use crate::plan::Class;
 use crate::tokens::TokenSequence;
@@ -39,7 +40,7 @@ const WRITE: &str = "TransferManifest";
 /// let seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5], vec![])?;
 /// let key = TransferKey::new(&[7; 32])?;
 /// let table = [SentGroup { group: 0, block_size: 2, blocks: &[BlockId(8), BlockId(3), BlockId(5)] }];
-/// let label = SentLabel { start: 0, end: 5, class: Class::Exact, hops: 0 };
+/// let label = LabelRun { start: 0, end: 5, class: Class::Exact, hops: 0 };
 /// let manifest = TransferManifest::new(&seq, &table, &[label], 5, &key)?;
 /// let again = TransferManifest::from_bytes(manifest.to_bytes(), &TransferLimits::default())?;
 /// assert_eq!(again, manifest);
@@ -130,19 +131,6 @@ pub struct SentGroup<'a> {
     pub blocks: &'a [BlockId],
 }
 
-/// Tokens whose KV a sender has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SentLabel {
-    /// First token.
-    pub start: usize,
-    /// One past the last token.
-    pub end: usize,
-    /// [`Class::Exact`] or [`Class::Approximate`].
-    pub class: Class,
-    /// Hops of what is approximate.
-    pub hops: u16,
-}
-
 /// The blocks of a group as runs: (first, end, flags, hops).
 type Runs = Vec<(usize, usize, u8, u16)>;
 
@@ -163,7 +151,7 @@ impl TransferManifest {
     pub fn new(
         seq: &TokenSequence,
         groups: &[SentGroup<'_>],
-        labels: &[SentLabel],
+        labels: &[LabelRun],
         lookahead_end: usize,
         key: &TransferKey,
     ) -> Result<Self> {
@@ -539,7 +527,7 @@ fn write_namespace(out: &mut Writer, namespace: &Namespace, key: &TransferKey) {
 fn check(
     seq: &TokenSequence,
     groups: &[SentGroup<'_>],
-    labels: &[SentLabel],
+    labels: &[LabelRun],
     lookahead_end: usize,
 ) -> Result<usize> {
     let mut end = 0;
@@ -623,7 +611,7 @@ pub(super) fn check_table(
 }
 
 /// The runs that blocks of a size make of labels, which end at `end`.
-fn runs_of(block_size: usize, labels: &[SentLabel], end: usize, lookahead_end: usize) -> Runs {
+fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: usize) -> Runs {
     let mut runs: Runs = Vec::new();
     let mut first = 0;
     let mut block = 0;
@@ -676,7 +664,7 @@ fn runs_of(block_size: usize, labels: &[SentLabel], end: usize, lookahead_end: u
 }
 
 /// The label of a block over which several reach, if they leave no token of it out.
-fn mixed(labels: &[SentLabel], range: &Range<usize>) -> Option<(u8, u16)> {
+fn mixed(labels: &[LabelRun], range: &Range<usize>) -> Option<(u8, u16)> {
     let (mut at, mut flags, mut hops) = (range.start, EXACT, 0);
     for label in labels {
         if at >= range.end {

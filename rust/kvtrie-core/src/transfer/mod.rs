@@ -11,6 +11,7 @@
 //! - `wire`: `MessagePack` values in their shortest form. `reader`: what bytes of unknown origin must be to become a manifest.
 //!   `limits`: how large they may be. `manifest` keeps the bytes as they are, and beside them 32 bytes a run that say where its parts
 //!   stand: reading takes little more memory than the bytes, and writing them again is a copy.
+//!   `live` asks a ledger what a running request has.
 //! - `plan` puts together: `own` finds what stands behind the same whole prefix, block by block from each run's prefix digest on;
 //!   `moved` looks for blocks anywhere else in the prompt, where the policy allows that; `pairs` cuts what was found at block edges
 //!   of both engines.
@@ -23,6 +24,7 @@
 
 mod digests;
 mod limits;
+mod live;
 mod manifest;
 mod moved;
 mod own;
@@ -35,6 +37,7 @@ mod wire;
 
 pub use digests::TransferKey;
 pub use limits::TransferLimits;
-pub use manifest::{BlockRun, SentGroup, SentLabel, TransferManifest};
+pub use live::Offer;
+pub use manifest::{BlockRun, SentGroup, TransferManifest};
 pub use pairs::Pair;
 pub use plan::{LocalGroup, TransferOptions, TransferPlan};

@@ -61,7 +61,7 @@ impl Default for TransferOptions<'_> {
 /// let key = TransferKey::new(&[7; 32])?;
 /// let theirs = TokenSequence::new(ns.clone(), vec![1, 2, 3, 4, 5], vec![])?;
 /// let table = [SentGroup { group: 0, block_size: 2, blocks: &[BlockId(8), BlockId(3), BlockId(5)] }];
-/// let label = SentLabel { start: 0, end: 5, class: Class::Exact, hops: 0 };
+/// let label = LabelRun { start: 0, end: 5, class: Class::Exact, hops: 0 };
 /// let manifest = TransferManifest::new(&theirs, &table, &[label], 5, &key)?;
 ///
 /// let mine = TokenSequence::new(ns, vec![1, 2, 3, 9, 5], vec![])?;
@@ -141,10 +141,7 @@ impl TransferPlan {
             seq,
             key,
             prefixes: own::prefixes(manifest, seq, key),
-            wanted: [0..cached.start.min(until), cached.end.min(until)..until]
-                .into_iter()
-                .filter(|range| !range.is_empty())
-                .collect(),
+            wanted: wanted(cached, until),
         };
         let mut pieces = planning.pieces(policy);
         #[expect(
@@ -228,6 +225,19 @@ impl TransferPlan {
     pub fn num_approximate(&self) -> usize {
         self.num_approximate
     }
+}
+
+/// What may be loaded: all before `until` but what is cached.
+fn wanted(cached: &Range<usize>, until: usize) -> Vec<Range<usize>> {
+    let around = if cached.is_empty() {
+        [0..until, until..until]
+    } else {
+        [0..cached.start.min(until), cached.end.min(until)..until]
+    };
+    around
+        .into_iter()
+        .filter(|range| !range.is_empty())
+        .collect()
 }
 
 /// What does not change with the policy.
@@ -348,6 +358,7 @@ fn compute(
         .map(|piece| (piece.start, piece.end))
         .collect();
     known.push((cached.start.min(until), cached.end.min(until)));
+    known.retain(|(start, end)| start < end);
     known.sort_unstable();
     let (mut found, mut at) = (Vec::new(), 0);
     for (start, end) in known {

@@ -1,0 +1,266 @@
+"""Senders and receivers for property tests: related prompts, tables, labels, and what the extension says of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+
+import kvtrie
+from tests.transfer import naive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KEY = b"the deployment's key"
+SPACES = (naive.Space(), naive.Space(salt="a"), naive.Space(salt="b", adapter="lora"))
+DIGESTS = (b"x", b"y" * 40)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sender's prompt and tables, and a receiver's."""
+
+    theirs: naive.Prompt
+    labels: list[tuple[int, int] | None]
+    num_lookahead: int
+    their_tables: dict[int, tuple[int, list[int]]]
+    mine: naive.Prompt
+    my_tables: dict[int, tuple[int | None, list[int]]]
+    cached: tuple[int, int] = (0, 0)
+    keep_last: int = 0
+    policy: naive.Policy = field(default_factory=naive.Policy)
+
+    def sent(self) -> naive.Manifest:
+        """What the naive writer makes of it."""
+        tables, ahead = self.their_tables, self.num_lookahead
+        return naive.manifest_of(self.theirs, tables, self.labels, ahead, KEY)
+
+    def planned(self, manifest: naive.Manifest, key: bytes = KEY) -> naive.Plan:
+        """What the naive planner says."""
+        return naive.plan(
+            manifest,
+            self.mine,
+            self.my_tables,
+            key,
+            cached=self.cached,
+            keep_last=self.keep_last,
+            policy=self.policy,
+        )
+
+    def asked(self, manifest: kvtrie.TransferManifest, key: bytes = KEY) -> kvtrie.TransferPlan:
+        """What the extension says."""
+        sizes = {
+            group: size or dict(manifest.block_sizes).get(group, 16)
+            for group, (size, _) in self.my_tables.items()
+        }
+        return kvtrie.plan_transfer(
+            manifest,
+            sequence(self.mine),
+            {group: table for group, (_, table) in self.my_tables.items()},
+            self.cached,
+            key=key,
+            policy=policy(self.policy),
+            block_size=sizes,
+            keep_last=self.keep_last,
+        )
+
+
+def replaced(case: Case, **changes: Any) -> Case:
+    """The case with some fields changed."""
+    return replace(case, **changes)
+
+
+def space(of: naive.Space) -> kvtrie.Namespace:
+    """The namespace of the extension."""
+    salt = kvtrie.SHARED if of.salt is None else of.salt
+    return kvtrie.Namespace(
+        model=of.model, kv_dtype=of.kv_dtype, rope=of.rope, adapter=of.adapter, salt=salt
+    )
+
+
+def sequence(prompt: naive.Prompt) -> kvtrie.TokenSequence:
+    """The sequence of the extension."""
+    items = [kvtrie.Item(*item) for item in prompt.items]
+    return kvtrie.TokenSequence(list(prompt.ids), space(prompt.space), items=items)
+
+
+def policy(of: naive.Policy) -> kvtrie.ReusePolicy:
+    """The policy of the extension."""
+    return kvtrie.ReusePolicy(**vars(of))
+
+
+def as_plan(plan: kvtrie.TransferPlan) -> naive.Plan:
+    """A plan of the extension in the naive one's form."""
+    return naive.Plan(
+        plan.pairs.tolist(),
+        [(start, end) for start, end in plan.compute.tolist()],
+        plan.exact_until,
+        plan.hops,
+        plan.num_exact,
+        plan.num_approximate,
+    )
+
+
+def refusal(call: Callable[[], Any]) -> str | None:
+    """The reason that a call is refused with, by the extension or by the naive code."""
+    try:
+        call()
+    except (kvtrie.TransferRefused, naive.Refused) as refused:
+        return refused.reason
+    return None
+
+
+def check_loads(case: Case, plan: naive.Plan) -> None:
+    """Check that every slot that is loaded holds what its label says, from the sender's own tokens.
+
+    Args:
+        case: Who sent what.
+        plan: What is loaded of it.
+    """
+    theirs, mine = values(case.theirs), values(case.mine)
+    loaded: dict[int, set[int]] = {}
+    for group, remote, local, start, end, delta, class_, hops in plan.pairs:
+        size, table = case.their_tables[group]
+        my_size, my_table = case.my_tables[group]
+        my_size = my_size or size
+        assert start < end
+        for at in range(start, end):
+            source = at - delta
+            assert table[source // size] == remote
+            assert my_table[at // my_size] == local
+            assert theirs[source] == mine[at]
+            # A block has the label of the worst of its tokens.
+            block = case.labels[source // size * size : (source // size + 1) * size]
+            known = [label for label in block if label is not None]
+            assert len(known) == len(block)
+            exact = all(label[0] == naive.EXACT for label in known)
+            most = max((h for c, h in known if c == naive.APPROXIMATE), default=0)
+            same_prefix = delta == 0 and theirs[:at] == mine[:at]
+            if class_ == naive.EXACT:
+                assert exact
+                assert same_prefix
+                assert hops == 0
+            else:
+                assert hops in ({most, most + 1} if same_prefix else {most + 1})
+                assert hops <= case.policy.max_hops
+                assert case.policy.approximate
+            assert at not in loaded.setdefault(group, set())
+            loaded[group].add(at)
+    everything = set(range(len(mine)))
+    common = set.intersection(*loaded.values()) if loaded else set()
+    assert all(positions == common for positions in loaded.values())
+    assert not loaded or set(loaded) == set(case.my_tables)
+    computed = {at for start, end in plan.compute for at in range(start, end)}
+    until = max(0, len(mine) - case.keep_last)
+    cached = {at for at in range(*case.cached) if at < until}
+    assert computed | common | cached == everything
+    assert len(computed) + len(common) + len(cached) == len(everything)
+
+
+def values(prompt: naive.Prompt) -> list[tuple[int, bytes, int]]:
+    """What each token compares as: its id, its item's digest and its offset in that."""
+    found = [(token, b"", 0) for token in prompt.ids]
+    for start, end, digest in prompt.items:
+        for at in range(start, end):
+            found[at] = (prompt.ids[at], digest, at - start)
+    return found
+
+
+# Strategies.
+
+
+def tables(sizes: list[int], length: int) -> st.SearchStrategy[list[list[int]]]:
+    """Block tables for groups of these block sizes, with some more blocks than they need."""
+    needed = [-(-length // size) + 1 for size in sizes]
+    most = max(needed, default=0)
+    lists = [
+        st.permutations(range(most + 3)).map(lambda ids, count=count: ids[:count])
+        for count in needed
+    ]
+    return st.tuples(*lists).map(list)
+
+
+@st.composite
+def prompts(draw: st.DrawFn, most: int = 60) -> naive.Prompt:
+    """A prompt of few different tokens, some of them inside items."""
+    ids = draw(st.lists(st.integers(0, 2), max_size=most))
+    return naive.Prompt(tuple(ids), draw(items(len(ids))), draw(st.sampled_from(SPACES)))
+
+
+@st.composite
+def items(draw: st.DrawFn, length: int) -> tuple[tuple[int, int, bytes], ...]:
+    """Items of a prompt."""
+    edges = draw(st.sets(st.integers(0, length), max_size=6).map(sorted))
+    pairs = zip(edges[::2], edges[1::2], strict=False)
+    return tuple((start, end, draw(st.sampled_from(DIGESTS))) for start, end in pairs)
+
+
+@st.composite
+def related(draw: st.DrawFn, prompt: naive.Prompt) -> naive.Prompt:
+    """An edit of a prompt: parts cut out, doubled or put in, perhaps with items of its own."""
+    ids = list(prompt.ids)
+    for _ in range(draw(st.integers(0, 3))):
+        start = draw(st.integers(0, len(ids)))
+        end = draw(st.integers(start, len(ids)))
+        new = draw(st.sampled_from([[], [1] * 3, [2] * 7, ids[start:end] * 2, ids[:9]]))
+        ids[start:end] = new
+    keeps = draw(st.booleans())
+    inside = tuple(item for item in prompt.items if item[1] <= len(ids)) if keeps else ()
+    shared = draw(st.integers(0, 9))
+    where = draw(st.sampled_from(SPACES)) if shared == 0 else prompt.space
+    return naive.Prompt(tuple(ids), inside, where)
+
+
+def policies() -> st.SearchStrategy[naive.Policy]:
+    """Policies that mostly allow something approximate."""
+    return st.one_of(
+        st.just(naive.Policy()),
+        st.builds(
+            naive.Policy,
+            approximate=st.just(True),  # noqa: FBT003 - a value
+            min_run=st.sampled_from([8, 9, 12, None]),
+            max_hops=st.sampled_from([0, 1, 1, 2, 3]),
+            max_approximate_share=st.sampled_from([1.0, 1.0, 1.0, 0.5, 0.0]),
+            recompute_first=st.sampled_from([0, 0, 1, 3]),
+            recompute_last=st.sampled_from([0, 0, 2, 30]),
+            forbid_kinds=st.sampled_from([(), (), (), ("reasoning",)]),
+        ),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A sender and a receiver of related prompts."""
+    theirs = draw(prompts())
+    mine = draw(related(theirs))
+    numbers = draw(st.sampled_from([[0], [0], [0, 1], [3, 7, 2**31 - 1]]))
+    sizes = [draw(st.sampled_from([1, 2, 3, 4, 8])) for _ in numbers]
+    my_sizes = [draw(st.sampled_from([None, 1, 2, 3, 4, 5, 16])) for _ in numbers]
+    labels = draw(labelled(len(theirs.ids)))
+    num_lookahead = draw(st.sampled_from([0, 0, 1, 7]))
+    their_tables = draw(tables(sizes, len(labels) + num_lookahead))
+    concrete = [mine_ or size for mine_, size in zip(my_sizes, sizes, strict=True)]
+    my_tables = draw(tables(concrete, len(mine.ids)))
+    start = draw(st.integers(0, len(mine.ids)))
+    return Case(
+        theirs,
+        labels,
+        num_lookahead,
+        {g: (s, t) for g, s, t in zip(numbers, sizes, their_tables, strict=True)},
+        mine,
+        {g: (s, t) for g, s, t in zip(numbers, my_sizes, my_tables, strict=True)},
+        draw(st.sampled_from([(0, 0), (start, draw(st.integers(start, len(mine.ids))))])),
+        draw(st.sampled_from([0, 0, 1, 5, 1000])),
+        draw(policies()),
+    )
+
+
+@st.composite
+def labelled(draw: st.DrawFn, length: int) -> list[tuple[int, int] | None]:
+    """Labels as `from_blocks` gives them: exact up to a position, then approximate."""
+    num_computed = draw(st.sampled_from([length, length, draw(st.integers(0, length))]))
+    edge = draw(st.sampled_from([num_computed, num_computed, draw(st.integers(0, num_computed))]))
+    hops = draw(st.integers(0, 2))
+    return [(0, 0)] * edge + [(1, hops)] * (num_computed - edge)

@@ -1,0 +1,597 @@
+"""Manifests and plans of transfers again: hashlib, msgpack, and one token after the other.
+
+What is written here follows docs/transfers.md, not the extension. It is slow on purpose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgpack
+
+EXACT, APPROXIMATE, LOOKAHEAD = 0, 1, 2
+MAX_CANDIDATES = 64
+MAX_HOPS = 32767
+
+
+class Refused(Exception):
+    """A refusal with its reason."""
+
+    def __init__(self, reason: str, message: str = "") -> None:
+        """Keep the reason."""
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Space:
+    """A namespace; no salt means shared."""
+
+    model: str = "m"
+    kv_dtype: str = "auto"
+    rope: str = "default"
+    adapter: str | None = None
+    salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids and items (start, end, digest)."""
+
+    ids: tuple[int, ...]
+    items: tuple[tuple[int, int, bytes], ...] = ()
+    space: Space = field(default_factory=Space)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it stands in a manifest."""
+
+    start: int
+    num_tokens: int
+    flags: int
+    hops: int
+    blocks: tuple[int, ...]
+    prefix: bytes
+    digests: tuple[bytes, ...]
+    digest: bytes = b""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group as it stands in a manifest."""
+
+    group: int
+    block_size: int
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest that was read; `namespace` is as it was packed."""
+
+    namespace: tuple[Any, ...]
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a reader accepts."""
+
+    max_bytes: int = 64 << 20
+    max_groups: int = 64
+    max_runs: int = 1 << 16
+    max_blocks: int = 1 << 22
+    max_tokens: int = 1 << 26
+    max_block_size: int = 1 << 12
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What may be loaded."""
+
+    approximate: bool = False
+    min_run: int | None = None
+    max_hops: int = 1
+    max_approximate_share: float = 1.0
+    recompute_first: int = 0
+    recompute_last: int = 0
+    forbid_kinds: tuple[str, ...] = ()
+
+
+Pair = tuple[int, int, int, int, int, int, int, int]
+"""group, remote, local, start, end, delta, class, hops."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is loaded and computed."""
+
+    pairs: list[Pair]
+    compute: list[tuple[int, int]]
+    exact_until: int
+    hops: int
+    num_exact: int
+    num_approximate: int
+
+
+# What is hashed.
+
+
+def keyed(key: bytes, person: bytes, data: bytes) -> bytes:
+    """A digest of 16 bytes for a purpose."""
+    return hashlib.blake2b(data, digest_size=16, key=key, person=person).digest()
+
+
+def encoded(prompt: Prompt, start: int, end: int) -> bytes:
+    """What is hashed of a range of tokens."""
+    data = struct.pack(f"<I{end - start}I", 1, *prompt.ids[start:end])
+    pieces = 0
+    for first, last, digest in prompt.items:
+        begin, stop = max(first, start), min(last, end)
+        if begin < stop:
+            data += struct.pack("<4I", begin - start, stop - start, begin - first, len(digest))
+            data += digest
+            pieces += 1
+    return data + struct.pack("<2I", pieces, end - start)
+
+
+def block_digest(key: bytes, prompt: Prompt, start: int, end: int) -> bytes:
+    """The digest of the tokens of a block."""
+    return keyed(key, b"kvtrie.block", encoded(prompt, start, end))
+
+
+def prefix_digest(key: bytes, prompt: Prompt, start: int) -> bytes:
+    """The digest of all tokens before a run."""
+    return keyed(key, b"kvtrie.prefix", encoded(prompt, 0, start))
+
+
+def packed_space(key: bytes, space: Space) -> tuple[Any, ...]:
+    """A namespace as a manifest has it."""
+    salt = None if space.salt is None else keyed(key, b"kvtrie.salt", space.salt.encode())
+    return (space.model, space.kv_dtype, space.rope, space.adapter, salt)
+
+
+def fields_of(run: Run) -> list[Any]:
+    """The fields of a run before its digest, as they are packed."""
+    ids = struct.pack(f"<{len(run.blocks)}I", *run.blocks)
+    digests = b"".join(run.digests)
+    return [run.start, run.num_tokens, run.flags, run.hops, ids, run.prefix, digests]
+
+
+def run_digest(key: bytes, namespace: tuple[Any, ...], group: int, size: int, run: Run) -> bytes:
+    """The digest of a run and of what it stands in."""
+    values = [1, list(namespace), group, size, *fields_of(run)]
+    return keyed(key, b"kvtrie.run", b"".join(msgpack.packb(value) for value in values))
+
+
+# Writing.
+
+
+def manifest_of(
+    prompt: Prompt,
+    tables: dict[int, tuple[int, list[int]]],
+    labels: list[tuple[int, int] | None],
+    num_lookahead: int,
+    key: bytes,
+) -> Manifest:
+    """What a sender offers.
+
+    Args:
+        prompt: Its tokens.
+        tables: By group, the block size and the block table.
+        labels: For each token up to the last that is computed its (class, hops), or None.
+        num_lookahead: Positions issued behind.
+        key: The key.
+
+    Returns:
+        The manifest.
+    """
+    end = len(labels)
+    namespace = packed_space(key, prompt.space)
+    groups = []
+    for group in sorted(tables):
+        size, table = tables[group]
+        runs: list[tuple[int, int, int, int, list[int]]] = []
+        for block, first in enumerate(range(0, end, size)):
+            inside = labels[first : first + size]
+            known = [label for label in inside if label is not None]
+            if len(known) < len(inside):
+                continue
+            flags = max(label[0] for label in known)
+            hops = max((label[1] for label in known if label[0] == APPROXIMATE), default=0)
+            if runs and runs[-1][:2] == (flags, hops) and runs[-1][3] == first:
+                _, _, start, _, ids = runs.pop()
+            else:
+                start, ids = first, []
+            runs.append((flags, hops, start, first + len(inside), [*ids, table[block]]))
+        made = []
+        for flags, hops, first, stop, ids in runs:
+            digests = [
+                block_digest(key, prompt, at, min(at + size, stop))
+                for at in range(first, stop, size)
+            ]
+            prefix = prefix_digest(key, prompt, first)
+            run = Run(first, stop - first, flags, hops, tuple(ids), prefix, tuple(digests))
+            made.append(signed(key, namespace, group, size, run))
+        held, issued = -(-end // size), -(-(end + num_lookahead) // size)
+        if held < issued:
+            ids = table[held:issued]
+            run = Run(held * size, len(ids) * size, LOOKAHEAD, 0, tuple(ids), b"", ())
+            made.append(signed(key, namespace, group, size, run))
+        groups.append(Group(group, size, tuple(made)))
+    return Manifest(namespace, tuple(groups))
+
+
+def signed(key: bytes, namespace: tuple[Any, ...], group: int, size: int, run: Run) -> Run:
+    """The run with the digest that it must have."""
+    return replace(run, digest=run_digest(key, namespace, group, size, run))
+
+
+def as_value(manifest: Manifest) -> list[Any]:
+    """What is packed of a manifest."""
+    groups = [
+        [group.group, group.block_size, [[*fields_of(run), run.digest] for run in group.runs]]
+        for group in manifest.groups
+    ]
+    return ["kvtrie.manifest", 1, list(manifest.namespace), groups]
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """The bytes of a manifest."""
+    packed: bytes = msgpack.packb(as_value(manifest))
+    return packed
+
+
+# Reading.
+
+
+def from_bytes(raw: bytes, limits: Limits | None = None) -> Manifest:
+    """Read a manifest.
+
+    Args:
+        raw: The bytes.
+        limits: What is accepted.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        Refused: As the extension refuses. Bytes with several faults may be refused for another one.
+    """
+    limits = limits or Limits()
+    if len(raw) > limits.max_bytes:
+        raise Refused("limits", "bytes")
+    try:
+        value = msgpack.unpackb(raw, strict_map_key=False)
+        packed = msgpack.packb(value)
+    except Exception as error:
+        raise Refused("malformed", str(error)) from error
+    if packed != raw:
+        raise Refused("malformed", "another encoding is shorter")
+    if not isinstance(value, list) or len(value) < 2 or value[0] != "kvtrie.manifest":
+        raise Refused("malformed", "no manifest")
+    if not is_count(value[1]):
+        raise Refused("malformed", "version")
+    if value[1] != 1:
+        raise Refused("version")
+    if len(value) != 4:
+        raise Refused("malformed", "entries")
+    namespace = checked_namespace(value[2])
+    found: list[Group] = []
+    for item in listed(value[3], None, "groups", limits.max_groups):
+        group, size, runs = listed(item, 3, "a group")
+        if not is_count(group) or group >= 2**31 or (found and group <= found[-1].group):
+            raise Refused("malformed", "group")
+        if not is_count(size) or size == 0:
+            raise Refused("malformed", "block size")
+        if size > limits.max_block_size:
+            raise Refused("limits", "block size")
+        left = limits.max_runs - sum(len(group.runs) for group in found)
+        blocks = limits.max_blocks - sum(len(r.blocks) for group in found for r in group.runs)
+        made: list[Run] = []
+        for run in listed(runs, None, "runs", left):
+            made.append(checked_run(run, size, made, blocks, limits))
+        ids = [block for run in made for block in run.blocks]
+        if len(set(ids)) < len(ids):
+            raise Refused("malformed", "a block twice")
+        found.append(Group(group, size, tuple(made)))
+    return Manifest(namespace, tuple(found))
+
+
+def is_count(value: object) -> bool:
+    """Whether this is an unsigned integer."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def listed(value: Any, length: int | None, what: str, limit: int | None = None) -> list[Any]:
+    """A list of so many entries."""
+    if not isinstance(value, list) or (length is not None and len(value) != length):
+        raise Refused("malformed", what)
+    if limit is not None and len(value) > limit:
+        raise Refused("limits", what)
+    return value
+
+
+def checked_namespace(value: Any) -> tuple[Any, ...]:
+    """The namespace, if it is one."""
+    model, kv_dtype, rope, adapter, salt = listed(value, 5, "namespace")
+    texts = [model, kv_dtype, rope] + ([] if adapter is None else [adapter])
+    if not all(isinstance(text, str) and text for text in texts):
+        raise Refused("malformed", "a name")
+    if salt is not None and not (isinstance(salt, bytes) and len(salt) == 16):
+        raise Refused("malformed", "salt")
+    return (model, kv_dtype, rope, adapter, salt)
+
+
+def checked_run(value: Any, size: int, made: list[Run], blocks_left: int, limits: Limits) -> Run:
+    """The run, if it is one."""
+    start, tokens, flags, hops, ids, prefix, digests, digest = listed(value, 8, "a run")
+    if not all(is_count(number) for number in (start, tokens, flags, hops)):
+        raise Refused("malformed", "numbers")
+    if start + tokens > min(limits.max_tokens, 2**32 - 1):
+        raise Refused("limits", "tokens")
+    if flags > LOOKAHEAD or hops > (MAX_HOPS if flags == APPROXIMATE else 0):
+        raise Refused("malformed", "label")
+    ahead = flags == LOOKAHEAD
+    if tokens == 0 or start % size or (ahead and tokens % size):
+        raise Refused("malformed", "geometry")
+    if made:
+        last = made[-1]
+        is_partial = any(run.num_tokens % size for run in made)
+        if start < last.start + last.num_tokens or last.flags == LOOKAHEAD:
+            raise Refused("malformed", "order")
+        if is_partial and not ahead:
+            raise Refused("malformed", "order")
+    blocks = -(-tokens // size)
+    if sum(len(run.blocks) for run in made) + blocks > blocks_left:
+        raise Refused("limits", "blocks")
+    lengths = [4 * blocks, 0 if ahead else 16, 0 if ahead else 16 * blocks, 16]
+    for data, length in zip((ids, prefix, digests, digest), lengths, strict=True):
+        if not isinstance(data, bytes) or len(data) != length:
+            raise Refused("malformed", "bytes")
+    numbers = struct.unpack(f"<{blocks}I", ids)
+    if any(number >= 2**31 for number in numbers):
+        raise Refused("malformed", "block id")
+    parts = tuple(digests[at : at + 16] for at in range(0, len(digests), 16))
+    return Run(start, tokens, flags, hops, numbers, prefix, parts, digest)
+
+
+# Planning.
+
+Load = tuple[int, int, int, int]
+"""What one token is loaded from: position there, class, hops, block id."""
+
+
+def plan(
+    manifest: Manifest,
+    prompt: Prompt,
+    tables: dict[int, tuple[int | None, list[int]]],
+    key: bytes,
+    *,
+    cached: tuple[int, int] = (0, 0),
+    keep_last: int = 0,
+    policy: Policy | None = None,
+) -> Plan:
+    """Plan a transfer.
+
+    Args:
+        manifest: What is offered.
+        prompt: The tokens here.
+        tables: By group, the block size (None: the sender's) and the block table.
+        key: The key.
+        cached: What is here already.
+        keep_last: Tokens at the end that are computed anyway.
+        policy: What may be loaded.
+
+    Returns:
+        The plan.
+
+    Raises:
+        Refused: As the extension refuses.
+    """
+    policy = policy or Policy()
+    for group in manifest.groups:
+        for run in group.runs:
+            wanted = run_digest(key, manifest.namespace, group.group, group.block_size, run)
+            if not hmac.compare_digest(wanted, run.digest):
+                raise Refused("digest")
+    if manifest.namespace != packed_space(key, prompt.space):
+        raise Refused("namespace")
+    if [group.group for group in manifest.groups] != sorted(tables):
+        raise Refused("groups")
+    length = len(prompt.ids)
+    until = max(0, length - keep_last)
+    open_ = [at < until and not cached[0] <= at < cached[1] for at in range(length)]
+    loads = loads_of(manifest, prompt, key, open_, policy)
+    count = sum(max(load[1] for load in loads[at]) == APPROXIMATE for at in loads)
+    if length and count / length > policy.max_approximate_share:
+        loads = loads_of(manifest, prompt, key, open_, Policy())
+    pairs: list[Pair] = []
+    for place, group in enumerate(manifest.groups):
+        size, table = tables[group.group]
+        size = size or group.block_size
+        for at in sorted(loads):
+            source, class_, hops, block = loads[at][place]
+            pair = (group.group, block, table[at // size], at, at + 1, at - source, class_, hops)
+            before = pairs[-1] if pairs else None
+            if before and before[4] == at and before[:3] == pair[:3] and before[5:] == pair[5:]:
+                pairs[-1] = (*before[:4], at + 1, *before[5:])
+            else:
+                pairs.append(pair)
+    compute: list[tuple[int, int]] = []
+    for at in range(length):
+        if at in loads or (at < until and cached[0] <= at < cached[1]):
+            continue
+        if compute and compute[-1][1] == at:
+            compute[-1] = (compute[-1][0], at + 1)
+        else:
+            compute.append((at, at + 1))
+    approximate = [at for at in loads if any(load[1] == APPROXIMATE for load in loads[at])]
+    return Plan(
+        pairs,
+        compute,
+        min(approximate, default=length),
+        max((load[2] for at in loads for load in loads[at]), default=0),
+        len(loads) - len(approximate),
+        len(approximate),
+    )
+
+
+def loads_of(
+    manifest: Manifest, prompt: Prompt, key: bytes, open_: list[bool], policy: Policy
+) -> dict[int, list[Load]]:
+    """By position, what it is loaded from in each group; only what all groups have."""
+    groups = [group_loads(group, prompt, key, open_, policy) for group in manifest.groups]
+    if not groups:
+        return {}
+    common = set.intersection(*(set(loads) for loads in groups))
+    return {at: [loads[at] for loads in groups] for at in sorted(common)}
+
+
+def group_loads(
+    group: Group, prompt: Prompt, key: bytes, open_: list[bool], policy: Policy
+) -> dict[int, Load]:
+    """What the tokens of the prompt are loaded from in one group."""
+    size, length = group.block_size, len(prompt.ids)
+    is_approximate = policy.approximate and not policy.forbid_kinds
+    loads: dict[int, Load] = {}
+    for run in group.runs:
+        if run.flags == LOOKAHEAD or run.start >= length:
+            continue
+        if run.flags == APPROXIMATE and (not is_approximate or run.hops > policy.max_hops):
+            continue
+        if run.prefix != prefix_digest(key, prompt, run.start):
+            continue
+        for place, digest in enumerate(run.digests):
+            first = run.start + place * size
+            stop = min(first + size, run.start + run.num_tokens)
+            if stop > length or digest != block_digest(key, prompt, first, stop):
+                break
+            for at in range(first, stop):
+                if open_[at]:
+                    loads[at] = (at, run.flags, run.hops, run.blocks[place])
+    if is_approximate:
+        add_moved(group, prompt, key, open_, policy, loads)
+    return loads
+
+
+@dataclass(frozen=True)
+class Match:
+    """Consecutive blocks at one distance: (position here, there, length, hops, id) of each."""
+
+    blocks: tuple[tuple[int, int, int, int, int], ...]
+
+    @property
+    def start(self) -> int:
+        """First position here."""
+        return self.blocks[0][0]
+
+    @property
+    def end(self) -> int:
+        """One past the last position here."""
+        return self.blocks[-1][0] + self.blocks[-1][2]
+
+    def load(self, at: int) -> Load:
+        """What a token of it is loaded from."""
+        for here, there, length, hops, block in self.blocks:
+            if here <= at < here + length:
+                return (there + at - here, APPROXIMATE, hops, block)
+        raise LookupError(at)
+
+    def rank(self, at: int, stop: int, size: int) -> tuple[int, int, int, int]:
+        """What decides among matches that hold a token: the least is taken."""
+        end = min(self.end, stop)
+        inside = [block for block in self.blocks if block[0] < end and block[0] + block[2] > at]
+        slot = inside[0][4] * size + (at - inside[0][0])
+        return (-end, max(block[3] for block in inside), abs(at - self.load(at)[0]), slot)
+
+
+def matches_of(
+    group: Group, prompt: Prompt, key: bytes, policy: Policy, min_run: int
+) -> tuple[dict[int, list[Match]], int]:
+    """By the position of a window, the matches that it nominates; and the partial block's length."""
+    length, size = len(prompt.ids), group.block_size
+    blocks = {}
+    for run in group.runs:
+        if run.flags == LOOKAHEAD or run.hops + 1 > policy.max_hops:
+            continue
+        for place, digest in enumerate(run.digests):
+            there = run.start + place * size
+            count = min(size, run.start + run.num_tokens - there)
+            blocks[there] = (digest, count, run.hops + 1, run.blocks[place])
+    lengths = {block[1] for block in blocks.values()}
+    digests = {
+        (at, count): block_digest(key, prompt, at, at + count)
+        for count in lengths
+        for at in range(length - count + 1)
+    }
+    places: dict[tuple[bytes, int], list[int]] = {}
+    for there, (digest, count, _, _) in sorted(blocks.items()):
+        places.setdefault((digest, count), []).append(there)
+    matches: dict[tuple[int, int], Match] = {}
+    deltas = {
+        at - there
+        for (at, count), digest in digests.items()
+        for there in places.get((digest, count), [])
+    }
+    for delta in deltas:
+        chains: list[list[tuple[int, int, int, int, int]]] = []
+        for there, (digest, count, hops, block) in sorted(blocks.items()):
+            here = there + delta
+            if digests.get((here, count)) != digest:
+                continue
+            if not chains or chains[-1][-1][1] + size != there:
+                chains.append([])
+            chains[-1].append((here, there, count, hops, block))
+        for chain in chains:
+            for block_at in chain:
+                matches[delta, block_at[0]] = Match(tuple(chain))
+    windows: dict[int, list[Match]] = {}
+    for (at, count), digest in digests.items():
+        near = sorted(places.get((digest, count), []), key=lambda there: (abs(at - there), there))
+        # A partial block is no window of its own unless it is long enough.
+        if count == size or count >= min_run:
+            found = [matches[at - there, at] for there in near[:MAX_CANDIDATES]]
+            windows.setdefault(at, []).extend(found)
+    partial = min(lengths, default=size)
+    return windows, partial if partial < size else 0
+
+
+def add_moved(
+    group: Group,
+    prompt: Prompt,
+    key: bytes,
+    open_: list[bool],
+    policy: Policy,
+    loads: dict[int, Load],
+) -> None:
+    """Cover what is left with moved runs."""
+    length, size = len(prompt.ids), group.block_size
+    min_run = 16 if policy.min_run is None else policy.min_run
+    windows, partial = matches_of(group, prompt, key, policy, min_run)
+    is_left = [open_[at] and at not in loads for at in range(length)]
+    at = 0
+    while at < length:
+        if not is_left[at]:
+            at += 1
+            continue
+        stop = next((token for token in range(at, length) if not is_left[token]), length)
+        found = [
+            match
+            for window in range(max(0, at - size - partial + 1), at + 1)
+            for match in windows.get(window, [])
+            if match.start <= at < match.end and match.end - match.start >= min_run
+        ]
+        if not found:
+            at += 1
+            continue
+        best = min(found, key=lambda match: match.rank(at, stop, size))  # noqa: B023 - used at once
+        end = min(best.end, stop)
+        for token in range(at + policy.recompute_first, end - policy.recompute_last):
+            loads[token] = best.load(token)
+        at = end

@@ -1,0 +1,239 @@
+"""Manifests and plans against the naive ones, and against the tokens that the sender really had."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvtrie
+from tests.transfer import cases, naive
+
+KEY = cases.KEY
+
+
+def _written(case: cases.Case) -> kvtrie.TransferManifest:
+    """What the extension makes of a case whose labels an `Imported` can say."""
+    exact = [label for label in case.labels if label and label[0] == naive.EXACT]
+    hops = max((label[1] for label in case.labels if label), default=0)
+    return kvtrie.TransferManifest.from_blocks(
+        cases.sequence(case.theirs),
+        {group: table for group, (_, table) in case.their_tables.items()},
+        key=KEY,
+        num_computed=len(case.labels),
+        block_size={group: size for group, (size, _) in case.their_tables.items()},
+        source=kvtrie.Imported(exact_until=len(exact), hops=hops),
+        num_lookahead=case.num_lookahead,
+    )
+
+
+@given(cases.cases())
+@settings(max_examples=400)
+def test_manifest_and_plan_equal_the_naive_ones(case: cases.Case) -> None:
+    sent = case.sent()
+    manifest = _written(case)
+    raw = manifest.to_bytes()
+    assert raw == naive.to_bytes(sent)
+    assert naive.from_bytes(raw) == sent
+    again = kvtrie.TransferManifest.from_bytes(raw)
+    assert again == manifest
+    assert again.to_bytes() == raw
+    assert hash(again) == hash(manifest)
+    expected = cases.refusal(lambda: case.planned(sent))
+    assert cases.refusal(lambda: case.asked(manifest)) == expected
+    if expected is None:
+        found = cases.as_plan(case.asked(again))
+        assert found == case.planned(sent)
+        cases.check_loads(case, found)
+
+
+@given(cases.cases(), st.binary(min_size=16, max_size=64))
+@settings(max_examples=30)
+def test_another_key_is_refused(case: cases.Case, key: bytes) -> None:
+    sent = case.sent()
+    manifest = kvtrie.TransferManifest.from_bytes(naive.to_bytes(sent))
+    expected = cases.refusal(lambda: case.planned(sent, key))
+    assert cases.refusal(lambda: case.asked(manifest, key)) == expected
+    if key != KEY and manifest.runs:
+        assert expected == "digest"
+
+
+@given(cases.cases(), st.data())
+@settings(max_examples=200)
+def test_islands_and_mixed_labels_equal_the_naive_ones(case: cases.Case, data: st.DataObject) -> None:
+    """Labels that no `Imported` says come from the naive writer."""
+    label = st.sampled_from([None, (0, 0), (0, 0), (0, 0), (1, 0), (1, 1), (1, 2)])
+    parts = data.draw(st.lists(st.tuples(label, st.integers(1, 12)), max_size=8))
+    labels = [label for label, count in parts for _ in range(count)][: len(case.labels)]
+    while labels and labels[-1] is None:
+        labels.pop()
+    case = cases.replaced(case, labels=labels)
+    sent = case.sent()
+    manifest = kvtrie.TransferManifest.from_bytes(naive.to_bytes(sent))
+    expected = cases.refusal(lambda: case.planned(sent))
+    assert cases.refusal(lambda: case.asked(manifest)) == expected
+    if expected is None:
+        found = cases.as_plan(case.asked(manifest))
+        assert found == case.planned(sent)
+        cases.check_loads(case, found)
+
+
+@given(cases.cases(), st.data())
+@settings(max_examples=100)
+def test_other_groups_are_refused_alike(case: cases.Case, data: st.DataObject) -> None:
+    numbers = data.draw(st.sets(st.integers(0, 3), max_size=3))
+    table = list(range(200))
+    case = cases.replaced(case, my_tables={number: (2, table) for number in numbers})
+    sent = case.sent()
+    manifest = kvtrie.TransferManifest.from_bytes(naive.to_bytes(sent))
+    assert cases.refusal(lambda: case.asked(manifest)) == cases.refusal(lambda: case.planned(sent))
+
+
+def _manifest(num_tokens: int = 40, **options: object) -> kvtrie.TransferManifest:
+    seq = cases.sequence(naive.Prompt(tuple(range(num_tokens))))
+    given_: dict[str, object] = {"key": KEY, "num_computed": num_tokens, "block_size": 16}
+    return kvtrie.TransferManifest.from_blocks(seq, [4, 2, 9, 7], **given_ | options)  # type: ignore[arg-type]
+
+
+def test_manifest_says_what_it_holds() -> None:
+    manifest = _manifest(num_computed=35, num_lookahead=14, source=kvtrie.Imported(20, hops=2))
+    found = [
+        (run.start, run.num_tokens, run.blocks.tolist(), run.class_, run.hops, run.is_lookahead)
+        for run in manifest.runs
+    ]
+    assert found == [
+        (0, 16, [4], 0, 0, False),
+        (16, 19, [2, 9], 1, 2, False),
+        (48, 16, [7], 2, 0, True),
+    ]
+    assert manifest.num_tokens == 35
+    assert manifest.block_sizes == {0: 16}
+    assert (manifest.model, manifest.adapter, manifest.is_shared) == ("m", None, True)
+    assert pickle.loads(pickle.dumps(manifest)) == manifest  # noqa: S301 - our own bytes
+    assert manifest.runs == _manifest(
+        num_computed=35, num_lookahead=14, source=kvtrie.Imported(20, hops=2)
+    ).runs
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_computed": 41}, "KV of 41 tokens, the sequence has 40"),
+        ({"block_size": 8}, "has 4 blocks, 40 tokens need 5 of 8 tokens"),
+        ({"num_lookahead": 30}, "has 4 blocks, 70 tokens need 5 of 16 tokens"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"block_size": {1: 16}}, r"of the groups \[1\], blocks of \[0\]"),
+        ({"key": b"short"}, "the key has 5 bytes"),
+        ({"num_computed": -1}, "num_computed is -1"),
+    ],
+)
+def test_from_blocks_refuses_contradictions(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _manifest(**options)
+
+
+def test_from_blocks_refuses_a_block_twice() -> None:
+    seq = cases.sequence(naive.Prompt(tuple(range(40))))
+    with pytest.raises(ValueError, match="block 4 comes twice in the table of group 0"):
+        kvtrie.TransferManifest.from_blocks(
+            seq, [4, 2, 4], key=KEY, num_computed=40, block_size=16
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cached": (3, 2)}, "cached range 3..2"),
+        ({"cached": (0, 41)}, "within 40 tokens"),
+        ({"keep_last": -1}, "keep_last is -1"),
+        ({"block_size": 8}, "has 3 blocks, 40 tokens need 5 of 8 tokens"),
+        ({"key": b"k" * 65}, "the key has 65 bytes"),
+    ],
+)
+def test_plan_refuses_contradictions(options: dict[str, object], message: str) -> None:
+    seq = cases.sequence(naive.Prompt(tuple(range(40))))
+    with pytest.raises(ValueError, match=message):
+        kvtrie.plan_transfer(_manifest(), seq, [1, 2, 3], **{"key": KEY} | options)  # type: ignore[arg-type]
+
+
+def test_plan_refuses_tables_with_a_block_twice() -> None:
+    seq = cases.sequence(naive.Prompt(tuple(range(40))))
+    with pytest.raises(ValueError, match="block 1 comes twice"):
+        kvtrie.plan_transfer(_manifest(), seq, [1, 2, 1], key=KEY)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (naive.Space(model="n"), 'model is "m" in the manifest and "n" in the sequence'),
+        (naive.Space(kv_dtype="fp8"), 'kv_dtype is "auto" in the manifest and "fp8"'),
+        (naive.Space(rope="yarn:4"), 'rope is "default" in the manifest and "yarn:4"'),
+        (naive.Space(adapter="l"), 'the adapter is none in the manifest and "l"'),
+        (naive.Space(salt="secret"), "the salt is shared in the manifest and a tenant's"),
+    ],
+)
+def test_another_namespace_is_refused_by_its_field(space: naive.Space, message: str) -> None:
+    seq = cases.sequence(naive.Prompt(tuple(range(40)), space=space))
+    with pytest.raises(kvtrie.TransferRefused, match=message) as caught:
+        kvtrie.plan_transfer(_manifest(), seq, [1, 2, 3], key=KEY)
+    assert caught.value.reason == "namespace"
+    assert "secret" not in str(caught.value)
+
+
+def test_another_salt_is_refused_without_naming_either() -> None:
+    prompt = naive.Prompt(tuple(range(16)), space=naive.Space(salt="mine"))
+    manifest = kvtrie.TransferManifest.from_blocks(
+        cases.sequence(prompt), [1], key=KEY, num_computed=16, block_size=16
+    )
+    assert b"mine" not in manifest.to_bytes()
+    other = cases.sequence(naive.Prompt(prompt.ids, space=naive.Space(salt="yours")))
+    with pytest.raises(kvtrie.TransferRefused, match="the salt is one") as caught:
+        kvtrie.plan_transfer(manifest, other, [1], key=KEY)
+    assert caught.value.reason == "namespace"
+    assert "mine" not in str(caught.value)
+    assert "yours" not in str(caught.value)
+
+
+def test_a_refusal_keeps_its_reason_when_it_is_pickled() -> None:
+    with pytest.raises(kvtrie.TransferRefused) as caught:
+        kvtrie.TransferManifest.from_bytes(b"")
+    again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own bytes
+    assert (again.reason, str(again)) == ("malformed", str(caught.value))
+
+
+def test_source_is_computed_while_all_is_exact() -> None:
+    seq = cases.sequence(naive.Prompt(tuple(range(40))))
+    move = kvtrie.plan_transfer(_manifest(), seq, [1, 2, 3], key=KEY, keep_last=1)
+    assert move.source is kvtrie.COMPUTED
+    assert (move.exact_until, move.hops) == (40, 0)
+    assert move.compute.tolist() == move.missing.tolist() == [[39, 40]]
+
+
+def test_a_plan_can_be_begun_with() -> None:
+    """What was loaded is what the ledger counts as computed, with the same labels."""
+    prompt = naive.Prompt((*range(16), *range(32, 64)))
+    manifest = _manifest(64)
+    policy = kvtrie.ReusePolicy(approximate=True)
+    seq = cases.sequence(prompt)
+    move = kvtrie.plan_transfer(manifest, seq, [1, 2, 3], key=KEY, policy=policy, keep_last=1)
+    ledger = kvtrie.SequenceLedger(block_size=16)
+    ledger.begin("a", seq, [1, 2, 3], source=move.source, missing=move.missing)
+    assert ledger.final_range("a") == (0, 47)
+    again = kvtrie.TransferManifest.from_ledger(ledger, "a", key=KEY)
+    assert [(run.start, run.num_tokens, run.class_, run.hops) for run in again.runs] == [
+        (0, 16, 0, 0),
+        (16, 31, 1, 1),
+    ]
+
+
+def test_from_ledger_offers_islands_and_lookahead() -> None:
+    seq = cases.sequence(naive.Prompt(tuple(range(12))))
+    ledger = kvtrie.SequenceLedger(block_size=2)
+    ledger.begin("a", seq, list(range(8)), missing=[(3, 5), (9, 12)])
+    runs = kvtrie.TransferManifest.from_ledger(ledger, "a", key=KEY, group=2).runs
+    # Block 1 lacks a token, block 2 another; block 4 ends the last of what is there.
+    assert [(run.group, run.start, run.num_tokens) for run in runs] == [(2, 0, 2), (2, 6, 3)]
+    with pytest.raises(kvtrie.StaleHandleError, match="from_ledger"):
+        kvtrie.TransferManifest.from_ledger(ledger, "b", key=KEY)
