@@ -12,6 +12,7 @@ from tests.transfer import naive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from random import Random
 
 KEY = b"the deployment's key"
 SPACES = (naive.Space(), naive.Space(salt="a"), naive.Space(salt="b", adapter="lora"))
@@ -264,3 +265,71 @@ def labelled(draw: st.DrawFn, length: int) -> list[tuple[int, int] | None]:
     edge = draw(st.sampled_from([num_computed, num_computed, draw(st.integers(0, num_computed))]))
     hops = draw(st.integers(0, 2))
     return [(0, 0)] * edge + [(1, hops)] * (num_computed - edge)
+
+
+def edited(rng: Random) -> Case:
+    """A case whose prompts share long pieces at odd places: what moved runs are found in.
+
+    Args:
+        rng: Where choices come from.
+
+    Returns:
+        The case; its labels are what no `Imported` may say.
+    """
+    alphabet = rng.choice([2, 3, 50])
+    length = rng.randrange(120)
+    ids = [rng.randrange(alphabet) for _ in range(length)]
+    if rng.random() < 0.2 and length:
+        period = rng.randrange(1, 12)
+        ids = [ids[at % period] for at in range(length)]
+    mine: list[int] = []
+    for _ in range(rng.randrange(1, 6)):
+        kind = rng.random()
+        if kind < 0.2:
+            mine += [rng.randrange(alphabet) for _ in range(rng.randrange(12))]
+        else:
+            start = 0 if not mine and kind < 0.6 else rng.randrange(length + 1)
+            mine += ids[start : start + rng.randrange(60)]
+    where = rng.choice(SPACES)
+    spots = sorted(rng.sample(range(length + 1), 2)) if length and rng.random() < 0.3 else []
+    inside = ((spots[0], spots[1], DIGESTS[0]),) if spots else ()
+    numbers = rng.choice([[0], [0], [0], [0, 1], [3, 7]])
+    sizes = [rng.choice([1, 2, 3, 4, 5, 8, 16]) for _ in numbers]
+    mine_sizes = [rng.choice([None, 1, 3, 4, 5, 16]) for _ in numbers]
+    labels: list[tuple[int, int] | None] = []
+    usual = [(0, 0), (0, 0), (0, 0), (1, 0), (1, 1), None]
+    while len(labels) < length and rng.random() < 0.9:
+        labels += [rng.choice(usual)] * rng.randrange(1, 70)
+    del labels[length:]
+    while labels and labels[-1] is None:
+        labels.pop()
+    num_lookahead = rng.choice([0, 0, 1, 9])
+
+    def table(size: int, tokens: int) -> list[int]:
+        count = -(-tokens // size) + rng.randrange(2)
+        return rng.sample(range(count + 2), count)
+
+    start = rng.randrange(len(mine) + 1)
+    cached = (start, rng.randrange(start, len(mine) + 1)) if rng.random() < 0.4 else (0, 0)
+    policy = naive.Policy(
+        approximate=rng.random() < 0.9,
+        min_run=rng.choice([8, 8, 9, 12, None]),
+        max_hops=rng.choice([1, 1, 1, 2, 3]),
+        max_approximate_share=rng.choice([1.0, 1.0, 1.0, 0.7, 0.3]),
+        recompute_first=rng.choice([0, 0, 1, 3]),
+        recompute_last=rng.choice([0, 0, 2, 30]),
+    )
+    return Case(
+        naive.Prompt(tuple(ids), inside, where),
+        labels,
+        num_lookahead,
+        {g: (s, table(s, len(labels) + num_lookahead)) for g, s in zip(numbers, sizes, strict=True)},
+        naive.Prompt(tuple(mine), inside if spots and spots[1] <= len(mine) else (), where),
+        {
+            g: (s, table(s or size, len(mine)))
+            for g, s, size in zip(numbers, mine_sizes, sizes, strict=True)
+        },
+        cached,
+        rng.choice([0, 0, 1, 4]),
+        policy,
+    )

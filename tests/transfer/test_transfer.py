@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -78,6 +80,25 @@ def test_islands_and_mixed_labels_equal_the_naive_ones(case: cases.Case, data: s
         found = cases.as_plan(case.asked(manifest))
         assert found == case.planned(sent)
         cases.check_loads(case, found)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_moved_runs_equal_the_naive_ones(seed: int) -> None:
+    """Prompts that share long pieces at odd places, which no random list of tokens does."""
+    rng = random.Random(seed)  # noqa: S311 - no secret
+    met: Counter[str] = Counter()
+    for _ in range(150):
+        case = cases.edited(rng)
+        sent = case.sent()
+        manifest = kvtrie.TransferManifest.from_bytes(naive.to_bytes(sent))
+        found = cases.as_plan(case.asked(manifest))
+        assert found == case.planned(sent), case
+        cases.check_loads(case, found)
+        met["exact"] += found.num_exact > 0
+        met["approximate"] += found.num_approximate > 0
+        met["moved"] += any(pair[5] for pair in found.pairs)
+        met["several deltas"] += len({pair[5] for pair in found.pairs}) > 2
+    assert all(met[what] > 0 for what in ("exact", "approximate", "moved", "several deltas")), met
 
 
 @given(cases.cases(), st.data())

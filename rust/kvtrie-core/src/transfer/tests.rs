@@ -1,1 +1,330 @@
-//! Manifests and plans of transfers.
+//! Plans against a model that compares the receiver's tokens with the sender's real ones, one by one.
+
+use std::sync::Arc;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::error::{Error, ErrorKind, Refusal, Result};
+use crate::ids::BlockId;
+use crate::ledger::LabelRun;
+use crate::namespace::{Namespace, Salt};
+use crate::plan::Class;
+use crate::policy::ReusePolicy;
+use crate::tokens::TokenSequence;
+
+fn key() -> TransferKey {
+    TransferKey::new(b"the deployment's key").unwrap()
+}
+
+fn sequence(tokens: &[u32]) -> TokenSequence {
+    let namespace =
+        Arc::new(Namespace::new("m", "auto", "default", None, Salt::Tenant("t".into())).unwrap());
+    TokenSequence::new(namespace, tokens.to_vec(), Vec::new()).unwrap()
+}
+
+fn ids(count: usize, first: u32) -> Vec<BlockId> {
+    (0..u32::try_from(count).unwrap())
+        .map(|id| BlockId((id * 7 + first) % 1009))
+        .collect()
+}
+
+fn refusal(error: &Error) -> Option<Refusal> {
+    match error.kind() {
+        ErrorKind::TransferRefused(reason) => Some(reason),
+        _ => None,
+    }
+}
+
+/// A sender: its tokens, what it has of them, and one group of blocks.
+#[derive(Clone, Debug)]
+struct Sender {
+    tokens: Vec<u32>,
+    labels: Vec<Option<(Class, u16)>>,
+    block_size: usize,
+}
+
+impl Sender {
+    fn runs(&self) -> Vec<LabelRun> {
+        let mut runs: Vec<LabelRun> = Vec::new();
+        for (at, label) in self.labels.iter().enumerate() {
+            let Some((class, hops)) = *label else {
+                continue;
+            };
+            match runs.last_mut() {
+                Some(last) if (last.end, last.class, last.hops) == (at, class, hops) => {
+                    last.end += 1;
+                }
+                _ => runs.push(LabelRun {
+                    start: at,
+                    end: at + 1,
+                    class,
+                    hops,
+                }),
+            }
+        }
+        runs
+    }
+
+    fn blocks(&self) -> Vec<BlockId> {
+        ids(self.tokens.len().div_ceil(self.block_size), 3)
+    }
+
+    fn manifest(&self) -> Result<TransferManifest> {
+        let blocks = self.blocks();
+        let group = SentGroup {
+            group: 0,
+            block_size: self.block_size,
+            blocks: &blocks,
+        };
+        let labels = self.runs();
+        let end = labels.last().map_or(0, |label| label.end);
+        TransferManifest::new(&sequence(&self.tokens), &[group], &labels, end, &key())
+    }
+
+    /// The label of the block of a position: that of its worst token, none if it lacks one.
+    fn label(&self, at: usize) -> Option<(Class, u16)> {
+        let end = self.labels.iter().rposition(Option::is_some)? + 1;
+        if at >= end {
+            return None;
+        }
+        let block = at / self.block_size * self.block_size;
+        let mut worst = (Class::Exact, 0);
+        for label in &self.labels[block..(block + self.block_size).min(end)] {
+            if let (Class::Approximate, hops) = (*label)? {
+                worst = (Class::Approximate, worst.1.max(hops));
+            }
+        }
+        Some(worst)
+    }
+
+    /// Whether the receiver may find the exact token at a position: the same tokens up to the end of its block.
+    fn offers(&self, mine: &[u32], at: usize) -> bool {
+        let last = self
+            .labels
+            .iter()
+            .rposition(Option::is_some)
+            .map_or(0, |at| at + 1);
+        let stop = ((at / self.block_size + 1) * self.block_size).min(last);
+        let is_same = mine
+            .get(..stop)
+            .is_some_and(|mine| *mine == self.tokens[..stop]);
+        self.label(at) == Some((Class::Exact, 0)) && is_same
+    }
+}
+
+/// Tokens of a small alphabet: other lists are cut from them.
+fn tokens() -> impl Strategy<Value = Vec<u32>> {
+    prop::collection::vec(0u32..3, 0..90)
+}
+
+fn edit(tokens: Vec<u32>) -> impl Strategy<Value = (Vec<u32>, Vec<u32>)> {
+    let pieces = prop::collection::vec((0..tokens.len() + 1, 0usize..60, 0u32..4), 0..4);
+    (Just(tokens), pieces).prop_map(|(tokens, pieces)| {
+        let mut mine = Vec::new();
+        for (place, (start, len, noise)) in pieces.into_iter().enumerate() {
+            let start = if place == 0 && noise > 0 { 0 } else { start };
+            mine.extend(&tokens[start..(start + len).min(tokens.len())]);
+            mine.extend(std::iter::repeat_n(7, if noise == 3 { 2 } else { 0 }));
+        }
+        (tokens, mine)
+    })
+}
+
+fn labels() -> impl Strategy<Value = Vec<Option<(Class, u16)>>> {
+    let label = prop_oneof![
+        6 => Just(Some((Class::Exact, 0))),
+        1 => (0u16..3).prop_map(|hops| Some((Class::Approximate, hops))),
+        1 => Just(None),
+    ];
+    let parts = prop::collection::vec((label, 1usize..50), 0..6);
+    parts.prop_map(|parts| {
+        let label = |(label, count)| std::iter::repeat_n(label, count);
+        parts.into_iter().flat_map(label).collect()
+    })
+}
+
+fn policy() -> impl Strategy<Value = ReusePolicy> {
+    (any::<bool>(), 8usize..20, 0u16..3, 0usize..3, 0usize..3).prop_map(
+        |(approximate, min_run, max_hops, recompute_first, recompute_last)| ReusePolicy {
+            approximate,
+            min_run: Some(min_run),
+            max_hops,
+            recompute_first,
+            recompute_last,
+            ..ReusePolicy::EXACT_ONLY
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn what_is_loaded_is_what_its_label_says(
+        ((tokens, mine), labels) in (tokens().prop_flat_map(edit), labels()),
+        block_size in 1usize..18, my_size in 1usize..18, policy in policy(),
+        (from, until) in (0usize..90, 0usize..90), keep_last in 0usize..4,
+    ) {
+        let mut labels = labels;
+        labels.truncate(tokens.len());
+        let sender = Sender { tokens, labels, block_size };
+        let manifest = sender.manifest().unwrap();
+        let again = TransferManifest::from_bytes(manifest.to_bytes(), &TransferLimits::default()).unwrap();
+        prop_assert_eq!(&again, &manifest);
+        let (from, until) = (from.min(until).min(mine.len()), from.max(until).min(mine.len()));
+        let table = ids(mine.len().div_ceil(my_size) + 1, 11);
+        let local = [LocalGroup { group: 0, block_size: Some(my_size), blocks: &table }];
+        let options = TransferOptions { cached: from..until, keep_last, policy: &policy };
+        let plan = TransferPlan::new(&again, &sequence(&mine), &local, &key(), &options).unwrap();
+
+        let kept = mine.len().saturating_sub(keep_last);
+        let mut fate = vec![0; mine.len()];
+        for (at, fate) in fate.iter_mut().enumerate() {
+            *fate += usize::from((from..until).contains(&at) && at < kept);
+        }
+        for &(start, end) in plan.compute() {
+            fate[start..end].iter_mut().for_each(|fate| *fate += 1);
+        }
+        let blocks = sender.blocks();
+        let mut exact = vec![false; mine.len()];
+        for pair in plan.pairs() {
+            for at in pair.start..pair.end {
+                fate[at] += 1;
+                prop_assert!(at < kept && !(from..until).contains(&at));
+                let source = usize::try_from(i64::try_from(at).unwrap() - pair.delta).unwrap();
+                prop_assert_eq!(pair.remote, blocks[source / block_size]);
+                prop_assert_eq!(pair.local, table[at / my_size]);
+                prop_assert_eq!(mine[at], sender.tokens[source]);
+                let (class, hops) = sender.label(source).unwrap();
+                let in_place = pair.delta == 0 && mine[..at] == sender.tokens[..at];
+                if pair.class == Class::Exact {
+                    prop_assert!(in_place && class == Class::Exact && pair.hops == 0);
+                    exact[at] = true;
+                } else {
+                    prop_assert!(policy.approximate && pair.hops <= policy.max_hops);
+                    prop_assert!(pair.hops == hops + 1 || in_place && pair.hops == hops);
+                }
+            }
+        }
+        // Each token has one fate, and nothing that could be had exactly is computed or worse.
+        prop_assert!(fate.iter().all(|&fate| fate == 1));
+        for (at, exact) in exact.into_iter().enumerate() {
+            let is_wanted = at < kept && !(from..until).contains(&at);
+            let is_offered = at < sender.labels.len() && sender.offers(&mine, at);
+            prop_assert_eq!(exact, is_wanted && is_offered, "token {}", at);
+        }
+    }
+}
+
+#[test]
+fn a_changed_byte_is_refused_wherever_it_stands() {
+    let sender = Sender {
+        tokens: (0..40).collect(),
+        labels: vec![Some((Class::Exact, 0)); 40],
+        block_size: 16,
+    };
+    let raw = sender.manifest().unwrap().to_bytes().to_vec();
+    let seq = sequence(&sender.tokens);
+    let table = ids(3, 0);
+    let local = [LocalGroup {
+        group: 0,
+        block_size: None,
+        blocks: &table,
+    }];
+    let plan = |raw: &[u8]| {
+        let manifest = TransferManifest::from_bytes(raw, &TransferLimits::default())?;
+        TransferPlan::new(&manifest, &seq, &local, &key(), &TransferOptions::default())
+    };
+    assert_eq!(plan(&raw).unwrap().num_exact(), 40);
+    for at in 0..raw.len() {
+        for flip in [1, 0x80, 0xff] {
+            let mut changed = raw.clone();
+            changed[at] ^= flip;
+            let error = plan(&changed).unwrap_err();
+            assert!(refusal(&error).is_some(), "byte {at}: {error}");
+        }
+        let error = plan(&raw[..at]).unwrap_err();
+        assert_eq!(refusal(&error), Some(Refusal::Malformed), "{error}");
+    }
+}
+
+#[test]
+fn a_manifest_of_another_version_is_named_so() {
+    let sender = Sender {
+        tokens: vec![],
+        labels: vec![],
+        block_size: 16,
+    };
+    let mut raw = sender.manifest().unwrap().to_bytes().to_vec();
+    let at = 1 + 1 + "kvtrie.manifest".len();
+    assert_eq!(raw[at], 1);
+    raw[at] = 2;
+    let error = TransferManifest::from_bytes(&raw, &TransferLimits::default()).unwrap_err();
+    assert_eq!(refusal(&error), Some(Refusal::Version));
+}
+
+#[test]
+fn limits_are_those_of_the_reader() {
+    let sender = Sender {
+        tokens: (0..40).collect(),
+        labels: vec![Some((Class::Exact, 0)); 40],
+        block_size: 16,
+    };
+    let raw = sender.manifest().unwrap().to_bytes().to_vec();
+    let fits = TransferLimits {
+        max_bytes: raw.len(),
+        max_groups: 1,
+        max_runs: 1,
+        max_blocks: 3,
+        max_tokens: 40,
+        max_block_size: 16,
+    };
+    assert!(TransferManifest::from_bytes(&raw, &fits).is_ok());
+    let shrinks: [fn(&mut TransferLimits); 6] = [
+        |limits| limits.max_bytes -= 1,
+        |limits| limits.max_groups -= 1,
+        |limits| limits.max_runs -= 1,
+        |limits| limits.max_blocks -= 1,
+        |limits| limits.max_tokens -= 1,
+        |limits| limits.max_block_size -= 1,
+    ];
+    for shrink in shrinks {
+        let mut limits = fits;
+        shrink(&mut limits);
+        let error = TransferManifest::from_bytes(&raw, &limits).unwrap_err();
+        assert_eq!(
+            refusal(&error),
+            Some(Refusal::Limits),
+            "{limits:?}: {error}"
+        );
+    }
+}
+
+#[test]
+fn a_crowded_search_tries_the_nearest_places() {
+    // 300 equal blocks: the prompt has them all one token later.
+    let sender = Sender {
+        tokens: vec![5; 600],
+        labels: vec![Some((Class::Exact, 0)); 600],
+        block_size: 2,
+    };
+    let mut mine = vec![9];
+    mine.extend([5; 600]);
+    let table = ids(301, 0);
+    let local = [LocalGroup {
+        group: 0,
+        block_size: None,
+        blocks: &table,
+    }];
+    let policy = ReusePolicy {
+        approximate: true,
+        ..ReusePolicy::EXACT_ONLY
+    };
+    let options = TransferOptions {
+        policy: &policy,
+        ..TransferOptions::default()
+    };
+    let manifest = sender.manifest().unwrap();
+    let plan = TransferPlan::new(&manifest, &sequence(&mine), &local, &key(), &options).unwrap();
+    assert_eq!(plan.compute(), [(0, 1)]);
+    assert!(plan.pairs().iter().all(|pair| pair.delta == 1));
+}
