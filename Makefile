@@ -169,10 +169,11 @@ fuzz: setup ## fuzz every target for FUZZ_SECONDS (60) on the stable toolchain
 	done
 
 .PHONY: soak
-soak: setup ## a million random calls, plans and removals, each checked; prints what they met (half an hour)
+soak: setup ## a million random calls, plans, removals and hostile manifests, each checked; prints what they met (half an hour)
 	$(PY) -m tests.property.soak --operations 1000000
 	$(PY) -m tests.property.any_block_removal --removals 1000000
 	$(PY) -m tests.property.sound_plans --plans 1000000
+	KVTRIE_HOSTILE=1000000 $(CARGO) test --quiet --profile release-checked --test hostile -- --nocapture
 
 # One change at a time in trees and plans, each of which some test should notice. What a mutant does to memory is
 # bounded, and what it fails with is not made smaller; a seed makes two runs alike. Doctests are left out: they link
