@@ -6,6 +6,7 @@
 pub mod bytes;
 pub mod engine;
 pub mod restore;
+pub mod transfer;
 
 /// Runs a harness on each file named on the command line.
 ///

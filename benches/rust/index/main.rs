@@ -12,6 +12,7 @@ mod ledger;
 mod lookup;
 mod moved;
 mod setup;
+mod transfer;
 mod turn;
 
 use std::time::Duration;
@@ -31,5 +32,6 @@ criterion_group! {
     config = settings();
     targets = lookup::edges, lookup::misses, lookup::grown, growth::growth, change::insert, change::evict, change::pin,
         change::crowd, moved::moved, turn::turn, ledger::ledger
+        change::crowd, moved::moved, transfer::transfer, turn::turn
 }
 criterion_main!(benches);

@@ -1,0 +1,164 @@
+//! Bytes that say that they are a transfer manifest.
+//!
+//! The harness takes them as they are, or as changes of a true manifest. Whatever they are, a refusal comes out, or a manifest of
+//! the same bytes; and what is loaded of that holds the tokens that the sender really had.
+
+use std::sync::Arc;
+
+use kvtrie_core::{
+    BlockId, Class, ErrorKind, LabelRun, LocalGroup, Namespace, ReusePolicy, Salt, SentGroup,
+    TokenSequence, TransferKey, TransferLimits, TransferManifest, TransferOptions, TransferPlan,
+};
+
+use crate::bytes::Bytes;
+
+const BLOCK_SIZE: usize = 4;
+
+/// What came out of an input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It was refused, when it was read or when it was planned with.
+    Refused,
+    /// It was true.
+    Planned,
+}
+
+/// Runs one input.
+///
+/// # Panics
+/// When a rule is broken.
+pub fn run(data: &[u8]) -> Outcome {
+    let key = TransferKey::new(&[7; 32]).expect("a valid key");
+    let theirs: Vec<u32> = (0..45).map(|token| token % 11).collect();
+    let table: Vec<BlockId> = (0..14).map(|id| BlockId(id * 5 % 14)).collect();
+    let mut bytes = Bytes::new(data);
+    let raw = if bytes.one_in(4) {
+        data.get(1..).unwrap_or_default().to_vec()
+    } else {
+        changed(
+            &mut bytes,
+            true_manifest(&theirs, &table, &key).to_bytes().to_vec(),
+        )
+    };
+    let manifest = match TransferManifest::from_bytes(&raw, &TransferLimits::default()) {
+        Ok(manifest) => manifest,
+        Err(error) => return refused(error.kind()),
+    };
+    assert_eq!(manifest.to_bytes(), raw, "other bytes come out");
+    let _ = format!("{manifest:?} {:?}", manifest.runs().collect::<Vec<_>>());
+    let mine: Vec<u32> = theirs[..9].iter().chain(&theirs[14..]).copied().collect();
+    let local = [LocalGroup {
+        group: 0,
+        block_size: Some(3),
+        blocks: &table,
+    }];
+    let policy = ReusePolicy {
+        approximate: true,
+        min_run: Some(8),
+        max_hops: 2,
+        ..ReusePolicy::EXACT_ONLY
+    };
+    let options = TransferOptions {
+        policy: &policy,
+        ..TransferOptions::default()
+    };
+    match TransferPlan::new(&manifest, &sequence(&mine), &local, &key, &options) {
+        Ok(plan) => {
+            for pair in plan.pairs() {
+                let source = usize::try_from(pair.start as i64 - pair.delta).expect("a position");
+                let end = source + pair.end - pair.start;
+                assert_eq!(
+                    mine[pair.start..pair.end],
+                    theirs[source..end],
+                    "wrong tokens"
+                );
+                assert_eq!(pair.remote, table[source / BLOCK_SIZE], "a wrong block");
+                assert!((end - 1) / BLOCK_SIZE == source / BLOCK_SIZE, "two blocks");
+            }
+            Outcome::Planned
+        }
+        Err(error) => refused(error.kind()),
+    }
+}
+
+fn refused(kind: ErrorKind) -> Outcome {
+    assert!(matches!(kind, ErrorKind::TransferRefused(_)), "{kind:?}");
+    Outcome::Refused
+}
+
+fn sequence(tokens: &[u32]) -> TokenSequence {
+    let namespace = Namespace::new("m", "auto", "default", None, Salt::Shared);
+    let namespace = Arc::new(namespace.expect("a valid namespace"));
+    TokenSequence::new(namespace, tokens.to_vec(), Vec::new()).expect("a valid sequence")
+}
+
+fn true_manifest(tokens: &[u32], table: &[BlockId], key: &TransferKey) -> TransferManifest {
+    let group = SentGroup {
+        group: 0,
+        block_size: BLOCK_SIZE,
+        blocks: table,
+    };
+    let label = |start, end, class, hops| LabelRun {
+        start,
+        end,
+        class,
+        hops,
+    };
+    let labels = [
+        label(0, 20, Class::Exact, 0),
+        label(20, 30, Class::Approximate, 1),
+        label(36, 45, Class::Exact, 0),
+    ];
+    TransferManifest::new(&sequence(tokens), &[group], &labels, 56, key).expect("a true manifest")
+}
+
+/// Bytes with some of them changed, cut out or doubled.
+fn changed(bytes: &mut Bytes<'_>, mut raw: Vec<u8>) -> Vec<u8> {
+    while !bytes.is_empty() && !raw.is_empty() {
+        let at = (bytes.below(256) << 8 | bytes.below(256)) % raw.len();
+        match bytes.below(4) {
+            0 => {
+                let end = (at + bytes.below(80)).min(raw.len());
+                raw.drain(at..end);
+            }
+            1 => {
+                let end = (at + bytes.below(80)).min(raw.len());
+                let piece = raw[at..end].to_vec();
+                raw.splice(at..at, piece);
+            }
+            2 => {
+                let marker = [0xdd, 0xc6, 0xdb, 0xce][bytes.below(4)];
+                let size = [marker, 0xff, 0xff, 0xff, 0xff];
+                raw.splice(at..at + 1, size);
+            }
+            _ => raw[at] = u8::try_from(bytes.below(256)).unwrap_or_default(),
+        }
+    }
+    raw
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_true_manifest_is_planned_with() {
+        assert_eq!(run(&[0]), Outcome::Planned);
+        assert_eq!(run(&[3]), Outcome::Refused);
+    }
+
+    #[test]
+    fn random_inputs_break_no_rule() {
+        let mut state = 1_u64;
+        let mut next = || {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            (state >> 56) as u8
+        };
+        for len in 0..4_000 {
+            let data: Vec<u8> = (0..len % 40).map(|_| next()).collect();
+            run(&data);
+        }
+    }
+}
