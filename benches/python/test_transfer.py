@@ -1,4 +1,4 @@
-"""Transfers between two engines: a manifest of a request, its bytes, and what a receiver plans to load."""
+"""Transfers between two engines: a manifest, its bytes, and what a receiver plans to load."""
 
 from __future__ import annotations
 

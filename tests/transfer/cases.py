@@ -1,4 +1,4 @@
-"""Senders and receivers for property tests: related prompts, tables, labels, and what the extension says of them."""
+"""Senders and receivers for property tests, and what the extension says of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
+from tests.transfer import naive
 
 import kvtrie
-from tests.transfer import naive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -220,7 +220,7 @@ def policies() -> st.SearchStrategy[naive.Policy]:
         st.just(naive.Policy()),
         st.builds(
             naive.Policy,
-            approximate=st.just(True),  # noqa: FBT003 - a value
+            approximate=st.just(True),
             min_run=st.sampled_from([8, 9, 12, None]),
             max_hops=st.sampled_from([0, 1, 1, 2, 3]),
             max_approximate_share=st.sampled_from([1.0, 1.0, 1.0, 0.5, 0.0]),
@@ -323,7 +323,10 @@ def edited(rng: Random) -> Case:
         naive.Prompt(tuple(ids), inside, where),
         labels,
         num_lookahead,
-        {g: (s, table(s, len(labels) + num_lookahead)) for g, s in zip(numbers, sizes, strict=True)},
+        {
+            g: (s, table(s, len(labels) + num_lookahead))
+            for g, s in zip(numbers, sizes, strict=True)
+        },
         naive.Prompt(tuple(mine), inside if spots and spots[1] <= len(mine) else (), where),
         {
             g: (s, table(s or size, len(mine)))

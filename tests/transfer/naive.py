@@ -18,7 +18,7 @@ MAX_CANDIDATES = 64
 MAX_HOPS = 32767
 
 
-class Refused(Exception):
+class Refused(Exception):  # noqa: N818 - as the extension names it
     """A refusal with its reason."""
 
     def __init__(self, reason: str, message: str = "") -> None:
@@ -250,7 +250,7 @@ def to_bytes(manifest: Manifest) -> bytes:
 # Reading.
 
 
-def from_bytes(raw: bytes, limits: Limits | None = None) -> Manifest:
+def from_bytes(raw: bytes, limits: Limits | None = None) -> Manifest:  # noqa: PLR0912 - in order
     """Read a manifest.
 
     Args:
@@ -367,7 +367,7 @@ Load = tuple[int, int, int, int]
 """What one token is loaded from: position there, class, hops, block id."""
 
 
-def plan(
+def plan(  # noqa: PLR0912 - one step after the other
     manifest: Manifest,
     prompt: Prompt,
     tables: dict[int, tuple[int | None, list[int]]],
@@ -482,7 +482,7 @@ def group_loads(
 
 @dataclass(frozen=True)
 class Match:
-    """Consecutive blocks at one distance: (position here, there, length, hops, id) of each."""
+    """Consecutive blocks at one distance: (here, there, length, hops, id) of each."""
 
     blocks: tuple[tuple[int, int, int, int, int], ...]
 
@@ -590,7 +590,7 @@ def add_moved(
         if not found:
             at += 1
             continue
-        best = min(found, key=lambda match: match.rank(at, stop, size))  # noqa: B023 - used at once
+        best = min(found, key=lambda match: match.rank(at, stop, size))
         end = min(best.end, stop)
         for token in range(at + policy.recompute_first, end - policy.recompute_last):
             loads[token] = best.load(token)

@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.transfer import cases, naive
 
 import kvtrie
-from tests.transfer import cases, naive
 
 KEY = cases.KEY
 
@@ -64,7 +64,9 @@ def test_another_key_is_refused(case: cases.Case, key: bytes) -> None:
 
 @given(cases.cases(), st.data())
 @settings(max_examples=200)
-def test_islands_and_mixed_labels_equal_the_naive_ones(case: cases.Case, data: st.DataObject) -> None:
+def test_islands_and_mixed_labels_equal_the_naive_ones(
+    case: cases.Case, data: st.DataObject
+) -> None:
     """Labels that no `Imported` says come from the naive writer."""
     label = st.sampled_from([None, (0, 0), (0, 0), (0, 0), (1, 0), (1, 1), (1, 2)])
     parts = data.draw(st.lists(st.tuples(label, st.integers(1, 12)), max_size=8))
@@ -85,7 +87,7 @@ def test_islands_and_mixed_labels_equal_the_naive_ones(case: cases.Case, data: s
 @pytest.mark.parametrize("seed", range(8))
 def test_moved_runs_equal_the_naive_ones(seed: int) -> None:
     """Prompts that share long pieces at odd places, which no random list of tokens does."""
-    rng = random.Random(seed)  # noqa: S311 - no secret
+    rng = random.Random(seed)
     met: Counter[str] = Counter()
     for _ in range(150):
         case = cases.edited(rng)
@@ -106,7 +108,7 @@ def test_moved_runs_equal_the_naive_ones(seed: int) -> None:
 def test_other_groups_are_refused_alike(case: cases.Case, data: st.DataObject) -> None:
     numbers = data.draw(st.sets(st.integers(0, 3), max_size=3))
     table = list(range(200))
-    case = cases.replaced(case, my_tables={number: (2, table) for number in numbers})
+    case = cases.replaced(case, my_tables=dict.fromkeys(numbers, (2, table)))
     sent = case.sent()
     manifest = kvtrie.TransferManifest.from_bytes(naive.to_bytes(sent))
     assert cases.refusal(lambda: case.asked(manifest)) == cases.refusal(lambda: case.planned(sent))
@@ -133,9 +135,10 @@ def test_manifest_says_what_it_holds() -> None:
     assert manifest.block_sizes == {0: 16}
     assert (manifest.model, manifest.adapter, manifest.is_shared) == ("m", None, True)
     assert pickle.loads(pickle.dumps(manifest)) == manifest  # noqa: S301 - our own bytes
-    assert manifest.runs == _manifest(
-        num_computed=35, num_lookahead=14, source=kvtrie.Imported(20, hops=2)
-    ).runs
+    assert (
+        manifest.runs
+        == _manifest(num_computed=35, num_lookahead=14, source=kvtrie.Imported(20, hops=2)).runs
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,9 +161,7 @@ def test_from_blocks_refuses_contradictions(options: dict[str, object], message:
 def test_from_blocks_refuses_a_block_twice() -> None:
     seq = cases.sequence(naive.Prompt(tuple(range(40))))
     with pytest.raises(ValueError, match="block 4 comes twice in the table of group 0"):
-        kvtrie.TransferManifest.from_blocks(
-            seq, [4, 2, 4], key=KEY, num_computed=40, block_size=16
-        )
+        kvtrie.TransferManifest.from_blocks(seq, [4, 2, 4], key=KEY, num_computed=40, block_size=16)
 
 
 @pytest.mark.parametrize(
