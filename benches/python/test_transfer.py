@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from meter import QUICK
+from forest import QUICK
 
 import kvtrie
 

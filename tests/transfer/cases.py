@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -177,8 +178,7 @@ def tables(sizes: list[int], length: int) -> st.SearchStrategy[list[list[int]]]:
     needed = [-(-length // size) + 1 for size in sizes]
     most = max(needed, default=0)
     lists = [
-        st.permutations(range(most + 3)).map(lambda ids, count=count: ids[:count])
-        for count in needed
+        st.permutations(range(most + 3)).map(operator.itemgetter(slice(count))) for count in needed
     ]
     return st.tuples(*lists).map(list)
 
@@ -264,7 +264,8 @@ def labelled(draw: st.DrawFn, length: int) -> list[tuple[int, int] | None]:
     num_computed = draw(st.sampled_from([length, length, draw(st.integers(0, length))]))
     edge = draw(st.sampled_from([num_computed, num_computed, draw(st.integers(0, num_computed))]))
     hops = draw(st.integers(0, 2))
-    return [(0, 0)] * edge + [(1, hops)] * (num_computed - edge)
+    labels: list[tuple[int, int] | None] = [(0, 0)] * edge
+    return labels + [(1, hops)] * (num_computed - edge)
 
 
 def edited(rng: Random) -> Case:

@@ -514,7 +514,7 @@ class Match:
 def matches_of(
     group: Group, prompt: Prompt, key: bytes, policy: Policy, min_run: int
 ) -> tuple[dict[int, list[Match]], int]:
-    """By the position of a window, the matches that it nominates; and the partial block's length."""
+    """By the position of a window the matches that it nominates; the partial block's length."""
     length, size = len(prompt.ids), group.block_size
     blocks = {}
     for run in group.runs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -114,10 +115,10 @@ def test_other_groups_are_refused_alike(case: cases.Case, data: st.DataObject) -
     assert cases.refusal(lambda: case.asked(manifest)) == cases.refusal(lambda: case.planned(sent))
 
 
-def _manifest(num_tokens: int = 40, **options: object) -> kvtrie.TransferManifest:
+def _manifest(num_tokens: int = 40, **options: Any) -> kvtrie.TransferManifest:
     seq = cases.sequence(naive.Prompt(tuple(range(num_tokens))))
-    given_: dict[str, object] = {"key": KEY, "num_computed": num_tokens, "block_size": 16}
-    return kvtrie.TransferManifest.from_blocks(seq, [4, 2, 9, 7], **given_ | options)  # type: ignore[arg-type]
+    given_: dict[str, Any] = {"key": KEY, "num_computed": num_tokens, "block_size": 16}
+    return kvtrie.TransferManifest.from_blocks(seq, [4, 2, 9, 7], **given_ | options)
 
 
 def test_manifest_says_what_it_holds() -> None:
@@ -153,7 +154,7 @@ def test_manifest_says_what_it_holds() -> None:
         ({"num_computed": -1}, "num_computed is -1"),
     ],
 )
-def test_from_blocks_refuses_contradictions(options: dict[str, object], message: str) -> None:
+def test_from_blocks_refuses_contradictions(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _manifest(**options)
 
@@ -174,10 +175,10 @@ def test_from_blocks_refuses_a_block_twice() -> None:
         ({"key": b"k" * 65}, "the key has 65 bytes"),
     ],
 )
-def test_plan_refuses_contradictions(options: dict[str, object], message: str) -> None:
+def test_plan_refuses_contradictions(options: dict[str, Any], message: str) -> None:
     seq = cases.sequence(naive.Prompt(tuple(range(40))))
     with pytest.raises(ValueError, match=message):
-        kvtrie.plan_transfer(_manifest(), seq, [1, 2, 3], **{"key": KEY} | options)  # type: ignore[arg-type]
+        kvtrie.plan_transfer(_manifest(), seq, [1, 2, 3], **{"key": KEY} | options)
 
 
 def test_plan_refuses_tables_with_a_block_twice() -> None:
