@@ -84,7 +84,23 @@ class NaiveRequest:
         """All below is claimed, all else is not."""
         if not self.verified <= computed <= self.issued:
             raise RefusedError
+        claimed = next(
+            (at for at, slot in enumerate(self.slots) if not (slot.present or slot.claimed)),
+            len(self.slots),
+        )
+        num_drafts = len(self.drafts)
         self._claim(computed)
+        start = self._behind_present(computed)
+        if start < claimed or len(self.drafts) < num_drafts:
+            # The engine says where it stands: it has counted out what was refused.
+            for at, slot in enumerate(self.slots):
+                slot.issued = at < computed
+            self.drafts = [drafts for drafts in self.drafts if drafts[0] < start]
+
+    def _behind_present(self, at: int) -> int:
+        while at < len(self.slots) and self.slots[at].present:
+            at += 1
+        return at
 
     def _claim(self, computed: int) -> None:
         left = [drafts for drafts in self.drafts if drafts[0] >= len(self.tokens)]
@@ -102,9 +118,7 @@ class NaiveRequest:
             raise RefusedError
         after.append(ids)
         after._claim(computed)
-        start = computed
-        while start < len(after.slots) and after.slots[start].present:
-            start += 1
+        start = after._behind_present(computed)
         after.drafts = [drafts for drafts in after.drafts if drafts[0] < start]
         for at, slot in enumerate(after.slots):
             slot.issued = at < computed
@@ -124,7 +138,8 @@ class NaiveRequest:
         if not self.committed <= to <= self.issued:
             raise RefusedError
         behind = range(to, len(self.slots))
-        gone = [at for at in behind if self.slots[at].claimed or self.slots[at].present]
+        verified = self.verified
+        gone = [at for at in behind if at < verified or self.slots[at].present]
         for at in behind:
             self.slots[at] = Slot()
         self.drafts = [drafts for drafts in self.drafts if drafts[0] < to]

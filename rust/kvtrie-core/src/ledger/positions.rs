@@ -85,10 +85,16 @@ impl Positions {
         self.num_final += count;
     }
 
-    /// KV of everything below `claimed` is written.
+    /// KV of everything below `claimed` is written. A claim that comes down, or that verifies drafts, says where the engine
+    /// stands: nothing behind it counts as issued any more.
     pub(super) fn confirm(&mut self, claimed: usize) -> Result<(), Contradiction> {
         self.check_claim(claimed)?;
-        self.claim(self.islands.leave(claimed));
+        let claimed = self.islands.leave(claimed);
+        let comes_down = claimed < self.computed;
+        if self.claim(claimed) || comes_down {
+            self.issued = claimed;
+            self.give_up_drafts(claimed);
+        }
         Ok(())
     }
 
@@ -117,25 +123,19 @@ impl Positions {
     pub(super) fn step(&mut self, stepped: Stepped) {
         self.num_final = stepped.num_final;
         self.claim(stepped.computed);
-        // The engine counts what is under way: drafts at or behind its counter were given up.
-        while self
-            .drafts
-            .last()
-            .is_some_and(|&first| first >= stepped.computed)
-        {
-            self.drafts.pop();
-        }
+        self.give_up_drafts(stepped.computed);
         self.issued = stepped.issued;
         self.drafts.extend(stepped.draft);
     }
 
     /// Nothing at or behind `to`, which is issued, is computed or issued from here on. Answers the ranges that were.
     pub(super) fn rollback(&mut self, to: usize) -> Vec<(usize, usize)> {
+        let verified = self.verified();
         let mut gone = Vec::new();
-        if to < self.computed {
-            gone.push((to, self.computed));
+        if to < verified {
+            gone.push((to, verified));
         }
-        gone.extend(self.islands.behind(to.max(self.computed)));
+        gone.extend(self.islands.behind(to.max(verified)));
         self.computed = self.computed.min(to);
         self.issued = to;
         self.islands.cut(to);
@@ -154,8 +154,14 @@ impl Positions {
         Ok(())
     }
 
-    /// Notes a claim, and verifies the drafts that ids have arrived for.
-    fn claim(&mut self, computed: usize) {
+    /// The engine counts what is under way: drafts at or behind its counter were given up.
+    fn give_up_drafts(&mut self, counter: usize) {
+        let kept = self.drafts.partition_point(|&first| first < counter);
+        self.drafts.truncate(kept);
+    }
+
+    /// Notes a claim, and verifies the drafts that ids have arrived for; answers whether there are such.
+    fn claim(&mut self, computed: usize) -> bool {
         let verified = self
             .drafts
             .iter()
@@ -177,6 +183,7 @@ impl Positions {
         }
         self.computed = computed;
         self.islands.forget_below(self.verified());
+        verified > 0
     }
 
     /// Where so many tokens from `from` on end, and where the last `drafts` of them begin.

@@ -91,7 +91,20 @@ impl Request {
         if computed < self.verified() || computed > self.issued() {
             return Err(());
         }
+        let claimed = self.until(|_, slot| slot.present || slot.claimed);
+        let drafts = self.drafts.len();
         self.claim(computed);
+        let mut from = computed;
+        while self.slots.get(from).is_some_and(|slot| slot.present) {
+            from += 1;
+        }
+        if from < claimed || self.drafts.len() < drafts {
+            // The engine says where it stands: it has counted out what was refused.
+            for (at, slot) in self.slots.iter_mut().enumerate() {
+                slot.issued = at < computed;
+            }
+            self.drafts.retain(|drafts| drafts[0] < from);
+        }
         Ok(())
     }
 
@@ -175,8 +188,9 @@ impl Request {
         if to < self.committed || to > self.issued() {
             return Err(());
         }
+        let verified = self.verified();
         let gone = (to..self.slots.len())
-            .filter(|&at| self.slots[at].claimed || self.slots[at].present)
+            .filter(|&at| at < verified || self.slots[at].present)
             .collect();
         for slot in &mut self.slots[to..] {
             *slot = Slot::default();
