@@ -1,0 +1,71 @@
+"""Which slots hold something else than the engine believes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtrie.testing.pd.labels import UNWRITTEN, LabelledPool
+
+EXACT, APPROXIMATE = 0, 1
+"""The classes, numbered as in a plan's segments."""
+
+
+def wrong_slots(
+    pool: LabelledPool,
+    slots: Sequence[int],
+    ids: Sequence[int],
+    canon: Sequence[int],
+    classes: Sequence[int],
+    hops: Sequence[int] | None = None,
+    *,
+    root: int = 0,
+    start: int = 0,
+) -> list[tuple[int, str]]:
+    """The positions whose slot has a wrong label, with what is wrong.
+
+    A label is wrong if nothing was written there, if it is the KV of another token, of another
+    namespace, or of another position, if it is called exact and was computed with another context,
+    or if it made more hops than is said.
+
+    Args:
+        pool: Where the slots are.
+        slots: The sequence's slots, from position 0.
+        ids: Its tokens.
+        canon: Their contexts, from `chain`.
+        classes: For each position below the end, what the engine calls it: 0 exact, 1 approximate.
+            Positions behind these are not looked at.
+        hops: How many hops the engine believes in, for each position.
+        root: The namespace's number.
+        start: The first position to look at.
+
+    Returns:
+        Pairs of a position and a word: `unwritten`, `token`, `namespace`, `position`, `context` or
+        `hops`.
+    """
+    end = len(classes)
+    held = slots[start:end]
+    token, position, context = pool.token, pool.position, pool.context
+    # Nearly always all is right, and whole lists compare faster than slots do.
+    if (
+        [token[slot] for slot in held] == ids[start:end]
+        and [context[slot] for slot in held] == canon[start:end]
+        and [position[slot] for slot in held] == list(range(start, end))
+        and not any(pool.hops[slot] for slot in held)
+    ):
+        return []
+    wrong = []
+    for index in range(start, end):
+        slot = slots[index]
+        if token[slot] == UNWRITTEN:
+            wrong.append((index, "unwritten"))
+        elif token[slot] != ids[index]:
+            wrong.append((index, "token"))
+        elif pool.space[slot] != root:
+            wrong.append((index, "namespace"))
+        elif position[slot] != index:
+            wrong.append((index, "position"))
+        elif classes[index] == EXACT and context[slot] != canon[index]:
+            wrong.append((index, "context"))
+        elif hops is not None and pool.hops[slot] > hops[index]:
+            wrong.append((index, "hops"))
+    return wrong

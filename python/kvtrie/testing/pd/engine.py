@@ -1,0 +1,115 @@
+"""An engine that computes prompts and holds their labelled KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import kvtrie
+from kvtrie.testing.pd.labels import LabelledPool, chain
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A request whose KV an engine holds.
+
+    Attributes:
+        engine: Who holds it.
+        ids: Its tokens.
+        blocks: Its table, look-ahead blocks included.
+        num_computed: How many of the tokens have KV.
+        lookahead: How many slots were reserved behind the tokens.
+    """
+
+    engine: Engine
+    ids: list[int]
+    blocks: list[int]
+    num_computed: int
+    lookahead: int
+
+
+class Engine:
+    """One side of a pair: a pool of labelled slots and who holds which block.
+
+    Args:
+        name: What it is called in messages.
+        block_size: Slots a block.
+        num_blocks: Blocks in its pool.
+        namespace: What its KV depends on besides tokens.
+
+    Example:
+        >>> from kvtrie.testing import pd
+        >>> prefill = pd.Engine("P")
+        >>> held = prefill.compute(range(40), lookahead=1)
+        >>> len(held.blocks), held.num_computed
+        (3, 40)
+    """
+
+    def __init__(
+        self,
+        name: str = "P",
+        *,
+        block_size: int = 16,
+        num_blocks: int = 4096,
+        namespace: kvtrie.Namespace | None = None,
+    ) -> None:
+        """Make an engine that has computed nothing."""
+        self.name = name
+        self.block_size = block_size
+        self.namespace = namespace or kvtrie.Namespace(
+            model="model@1", kv_dtype="bfloat16", rope="none", salt=kvtrie.SHARED
+        )
+        self.root = hash(self.namespace)
+        self.pool = LabelledPool(num_blocks, block_size)
+        self.allocator = kvtrie.BlockAllocator(num_blocks)
+
+    def __repr__(self) -> str:
+        """Its name."""
+        return f"Engine({self.name!r})"
+
+    def chain(self, ids: Sequence[int]) -> list[int]:
+        """The context of each token when it is computed from scratch in this namespace."""
+        return chain(ids, self.root)
+
+    def allocate(self, num_tokens: int) -> list[int]:
+        """Blocks for so many tokens, with nothing written in them."""
+        blocks: list[int] = self.allocator.allocate(-(-num_tokens // self.block_size)).tolist()
+        self.pool.clear(blocks)
+        return blocks
+
+    def compute(
+        self,
+        ids: Sequence[int],
+        *,
+        num_computed: int | None = None,
+        lookahead: int = 0,
+        drafts: Sequence[int] = (),
+    ) -> Computed:
+        """Compute a sequence from scratch and keep its KV.
+
+        Args:
+            ids: Its tokens.
+            num_computed: How many of them get KV: all if None; one less where the last was sampled.
+            lookahead: How many more slots to reserve, as engines do for drafts.
+            drafts: Unverified ids whose KV is written to the first reserved slots.
+
+        Returns:
+            What it holds.
+
+        Raises:
+            ValueError: More is computed than there is, or more drafts come than slots.
+        """
+        ids = list(ids)
+        computed = len(ids) if num_computed is None else num_computed
+        if computed > len(ids):
+            message = f"Engine.compute: num_computed is {computed}, of {len(ids)} tokens"
+            raise ValueError(message)
+        if len(drafts) > lookahead:
+            message = f"Engine.compute: {len(drafts)} drafts for {lookahead} reserved slots"
+            raise ValueError(message)
+        blocks = self.allocate(len(ids) + lookahead)
+        written = [*ids, *drafts] if drafts else ids[:computed]
+        canon = self.chain(written)
+        slots = self.pool.slots(blocks)
+        self.pool.compute(slots, written, canon, 0, len(written), root=self.root)
+        return Computed(self, ids, blocks, computed, lookahead)

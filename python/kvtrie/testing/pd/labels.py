@@ -1,0 +1,187 @@
+"""Fake KV that says what it is: the labelled slots of one pool.
+
+A slot holds the label of the KV that a real pool would hold there:
+
+* `token`: the id it was computed for, `UNWRITTEN` where nothing was since the block was handed out;
+* `position`: the position its K stands at, which a load moves by its delta;
+* `context`: a digest of all it was computed with, see `chain`;
+* `place`: the digest of the tokens up to and with its own, in the sequence that it stands in;
+* `space`: its namespace;
+* `hops`: how many times it was placed under another prefix than the one it was computed under.
+
+Slots are plain integers in flat lists, a list for each of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+UNWRITTEN = -1
+"""The token of a slot that nobody wrote since its block was handed out."""
+
+
+def chain(ids: Sequence[int], root: int) -> list[int]:
+    """The context of each token that is computed from scratch: it and all tokens before it.
+
+    Args:
+        ids: Tokens that follow each other.
+        root: The context of the token before them, or the namespace's number.
+
+    Returns:
+        One digest for each token.
+
+    Example:
+        >>> from kvtrie.testing.pd.labels import chain
+        >>> chain([5, 6, 7], 0)[:2] == chain([5, 6, 8], 0)[:2]
+        True
+        >>> chain([5, 6, 7], 0)[2] == chain([6, 5, 7], 0)[2]
+        False
+    """
+    contexts = []
+    for token in ids:
+        root = hash((root, token))
+        contexts.append(root)
+    return contexts
+
+
+class LabelledPool:
+    """The slots of one engine's pool, each with the label of the KV that lies there.
+
+    Args:
+        num_blocks: How many blocks it has.
+        block_size: Slots a block.
+
+    Example:
+        >>> from kvtrie.testing.pd.labels import LabelledPool, chain
+        >>> pool = LabelledPool(num_blocks=2, block_size=4)
+        >>> slots, ids = pool.slots([1, 0]), [7, 8, 9]
+        >>> pool.compute(slots, ids, chain(ids, 0), 0, 3)
+        0
+        >>> pool.token[4:8]
+        [7, 8, 9, -1]
+    """
+
+    __slots__ = ("block_size", "context", "hops", "place", "position", "space", "token")
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """Make a pool in which nothing is written."""
+        num_slots = num_blocks * block_size
+        self.block_size = block_size
+        self.token = [UNWRITTEN] * num_slots
+        self.position = [-1] * num_slots
+        self.context = [0] * num_slots
+        self.place = [0] * num_slots
+        self.space = [0] * num_slots
+        self.hops = [0] * num_slots
+
+    def slots(self, blocks: Iterable[int]) -> list[int]:
+        """The slots of a table of blocks, in order."""
+        size = self.block_size
+        return [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        """Forget what was written to blocks: whoever gets them computes what lies there."""
+        size = self.block_size
+        nothing = [UNWRITTEN] * size
+        for block in blocks:
+            self.token[block * size : (block + 1) * size] = nothing
+
+    def attended(self, slots: Sequence[int], canon: Sequence[int], root: int) -> tuple[int, int]:
+        """What a token computed behind these slots attends to.
+
+        Args:
+            slots: The slots of all tokens before it.
+            canon: The contexts of these tokens if all are exact.
+            root: The namespace's number.
+
+        Returns:
+            The digest that its context is chained to, and how many of the slots are unwritten.
+        """
+        token, position, context = self.token, self.position, self.context
+        if not slots:
+            return root, 0
+        missing = 0
+        state, exact = root, True
+        for index, slot in enumerate(slots):
+            found = context[slot]
+            if token[slot] == UNWRITTEN:
+                missing += 1
+                state, exact = hash((state, UNWRITTEN, index)), False
+            elif exact and found == canon[index] and position[slot] == index:
+                state = found
+            else:
+                state, exact = hash((state, found, token[slot], position[slot])), False
+        return state, missing
+
+    def compute(
+        self,
+        slots: Sequence[int],
+        ids: Sequence[int],
+        canon: Sequence[int],
+        start: int,
+        end: int,
+        *,
+        root: int = 0,
+    ) -> int:
+        """Write the KV of some tokens, computed with what lies in the slots before them.
+
+        Args:
+            slots: The sequence's slots, from position 0.
+            ids: Its tokens.
+            canon: Their contexts, from `chain`.
+            start: The first position to compute.
+            end: Where to stop.
+            root: The namespace's number.
+
+        Returns:
+            How many slots below `start` were unwritten, which is how often it read nothing.
+        """
+        if end <= start:
+            return 0
+        state, missing = self.attended(slots[:start], canon, root)
+        for index in range(start, end):
+            slot, token = slots[index], ids[index]
+            state = hash((state, token))
+            self.token[slot] = token
+            self.position[slot] = index
+            self.context[slot] = state
+            self.place[slot] = canon[index]
+            self.space[slot] = root
+            self.hops[slot] = 0
+        return missing
+
+    def load(
+        self,
+        source: LabelledPool,
+        source_slot: int,
+        slot: int,
+        places: Sequence[int],
+        delta: int,
+    ) -> None:
+        """Copy the KV of consecutive slots, with K moved by a distance.
+
+        Args:
+            source: The pool it comes from; it may be this one.
+            source_slot: Its first slot there.
+            slot: Its first slot here.
+            places: For each token, the digest of the tokens up to and with it in the sequence that
+                it comes to stand in.
+            delta: New position - old position.
+        """
+        end, stop = source_slot + len(places), slot + len(places)
+        came_from = source.place[source_slot:end]
+        hops = source.hops[source_slot:end]
+        if came_from != places:
+            hops = [
+                count + (old != new)
+                for count, old, new in zip(hops, came_from, places, strict=True)
+            ]
+        positions = source.position[source_slot:end]
+        if delta:
+            positions = [position + delta for position in positions]
+        self.token[slot:stop] = source.token[source_slot:end]
+        self.position[slot:stop] = positions
+        self.context[slot:stop] = source.context[source_slot:end]
+        self.space[slot:stop] = source.space[source_slot:end]
+        self.hops[slot:stop] = hops
+        self.place[slot:stop] = places

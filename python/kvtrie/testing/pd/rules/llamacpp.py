@@ -1,0 +1,74 @@
+"""How llama.cpp's server reuses chunks of its one cached sequence: remove and shift, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtrie.testing.pd.engine import Computed
+from kvtrie.testing.pd.exchange import Answer, Piece, Want
+
+
+@dataclass(frozen=True)
+class ShiftReuse:
+    """Remove what the new prompt lacks, and shift what follows: right for the first hole only.
+
+    Two heads walk over the cached tokens and over the prompt. Where both agree for long enough, the cells
+    between them are removed and what follows is shifted. The shift reached to the end of the cache, while the
+    next removal named cells by their index among the cached tokens: behind the first hole these are
+    other cells, and the removal takes KV that the prompt needs and that is counted as present.
+    https://github.com/ggml-org/llama.cpp/pull/12161
+
+    Attributes:
+        min_match: Tokens that must agree.
+        shift_all: Whether a shift moves every cell behind the hole, and not the chunk alone.
+    """
+
+    min_match: int = 1
+    shift_all: bool = True
+
+    def __call__(self, offer: Computed, want: Want, /) -> Answer:
+        """Walk both sequences once, and keep the cells that are left."""
+        old, new = offer.ids[: offer.num_computed], want.ids
+        cells: list[int | None] = list(range(len(old)))
+        present = _common(old, new)
+        # Behind the common prefix nothing is used unless a chunk claims it.
+        head_old = head_new = present
+        while head_old < len(old) and head_new < len(new):
+            match = _common(old[head_old:], new[head_new:])
+            if match < self.min_match:
+                head_old += 1
+                continue
+            shift = head_new - head_old
+            last = len(old) if self.shift_all else head_old + match
+            for index, position in enumerate(cells):
+                if position is not None and head_new <= position < head_old:
+                    cells[index] = None
+                elif position is not None and head_old <= position < last:
+                    cells[index] = position + shift
+            present += match
+            head_old += match
+            head_new += match
+        slots = offer.engine.pool.slots(offer.blocks)
+        targets = want.engine.pool.slots(want.blocks)
+        prefix = _common(old, new)
+        pieces = [
+            Piece(slots[index], targets[position], position, 1, position - index, index < prefix, 1)
+            for index, position in enumerate(cells)
+            if position is not None and position < present
+        ]
+        return Answer(pieces, [(0, present)], exact_until=prefix)
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two sequences share from their fronts."""
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+shift_reuse = ShiftReuse()
+"""The rule of `ShiftReuse` as it was reported."""

@@ -1,0 +1,108 @@
+"""How LMCache follows a request: a list of ids of its own beside the engine's counters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtrie.testing.pd.engine import Computed
+from kvtrie.testing.pd.exchange import Answer, PeerError, Piece, Want
+
+
+@dataclass
+class Tracker:
+    """The ids that LMCache believes to lie in a request's slots, fed by slices of the engine's list.
+
+    Each scheduler step it appends `ids[base : base + scheduled]`. The base was the engine's count of computed
+    tokens, which is a second owner of the same length:
+
+    * With asynchronous scheduling the counter is a step ahead of the ids, so the slice of a decode step is
+      empty, and so are all later ones: nothing that was decoded is ever saved.
+      https://github.com/LMCache/LMCache/pull/2821
+    * `clamped` takes the smaller of the counter and the list's own length instead. After a preemption, or
+      after a failed load, the counter is below the list: ids that are there already are appended again, and
+      each lies in a slot of another position. https://github.com/LMCache/LMCache/pull/2929
+
+    Attributes:
+        ids: What it believes.
+        clamped: Whether the base is clamped.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    clamped: bool = False
+
+    def update(self, num_computed: int, num_scheduled: int, engine_ids: Sequence[int]) -> int:
+        """Follow one scheduler step.
+
+        Args:
+            num_computed: The engine's counter before this step.
+            num_scheduled: Tokens that this step computes.
+            engine_ids: The ids that the engine has by now.
+
+        Returns:
+            How many ids it appended.
+        """
+        base = min(num_computed, len(self.ids)) if self.clamped else num_computed
+        new = engine_ids[base : base + num_scheduled]
+        self.ids.extend(new)
+        return len(new)
+
+    def wrong(self, computed: Computed) -> int:
+        """How many ids stand for a slot that holds another token's KV, or none.
+
+        Args:
+            computed: The request as the engine knows it.
+        """
+        pool = computed.engine.pool
+        slots = pool.slots(computed.blocks)
+        return sum(
+            index >= len(slots) or pool.token[slots[index]] != token
+            for index, token in enumerate(self.ids)
+        )
+
+
+def check_resumed(num_computed: int, num_stored: int, num_cached: int) -> None:
+    """Compare the lengths that a resumed request was given by three owners, as the adapter did.
+
+    On a full hit the scheduler leaves the last token to compute, so that its counter is one below what is
+    stored, and the comparison fails. https://github.com/LMCache/LMCache/pull/2929
+
+    Args:
+        num_computed: The engine's counter.
+        num_stored: Tokens that LMCache has.
+        num_cached: Tokens that the engine's own cache has.
+
+    Raises:
+        PeerError: They do not agree.
+    """
+    expected = max(num_stored, num_cached)
+    if num_computed != expected:
+        message = f"AssertionError: num_computed_tokens is {num_computed}, expected {expected}"
+        raise PeerError(message)
+
+
+@dataclass(frozen=True)
+class CountedHit:
+    """A receiver that takes the length of the prompt for the length of the hit.
+
+    The scheduler says how many tokens to load, the worker retrieves as many as the prompt has, and the two
+    differ by the last token: 894 against 895. Where the sender had computed only the smaller number, the last
+    slot is read though nobody wrote it. https://github.com/vllm-project/vllm/issues/52617
+
+    Attributes:
+        lengths: After a call, what the scheduler and the worker said.
+    """
+
+    lengths: list[tuple[int, int]] = field(default_factory=list)
+
+    def __call__(self, offer: Computed, want: Want, /) -> Answer:
+        """Load every slot that the prompt has."""
+        end = len(want.ids)
+        self.lengths.append((end - 1, end))
+        slots = offer.engine.pool.slots(offer.blocks)
+        targets = want.engine.pool.slots(want.blocks)
+        pieces = [
+            Piece(slots[position], targets[position], position, 1)
+            for position in range(want.cached, end)
+        ]
+        return Answer(pieces, [(want.cached, end)])

@@ -1,0 +1,102 @@
+"""How kvtrie decides: by token ranges, digests and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import kvtrie
+from kvtrie.testing.pd.check import EXACT
+from kvtrie.testing.pd.engine import Computed
+from kvtrie.testing.pd.exchange import Answer, Piece, Want
+
+
+def ledger_of(computed: Computed) -> tuple[kvtrie.SequenceLedger, str]:
+    """A ledger that knows what the sender knows about its request.
+
+    Args:
+        computed: The request.
+
+    Returns:
+        The ledger, and the request's name in it.
+    """
+    engine = computed.engine
+    ledger = kvtrie.SequenceLedger(block_size=engine.block_size)
+    seq = kvtrie.TokenSequence(computed.ids, engine.namespace)
+    ledger.begin("request", seq, computed.blocks, num_computed=computed.num_computed)
+    if computed.lookahead:
+        behind = len(computed.ids) - computed.num_computed + computed.lookahead
+        ledger.schedule("request", behind, num_drafts=computed.lookahead)
+    return ledger, "request"
+
+
+@dataclass(frozen=True)
+class RangePlan:
+    """The sender writes a manifest of its ledger, and the receiver plans with it.
+
+    Attributes:
+        policy: What the receiver allows.
+        key: The deployment's secret.
+        keep_last: Tokens at the end to compute in any case.
+        planner: What plans instead of `kvtrie.plan_transfer`: a broken one shows that the simulator
+            notices.
+        plans: After a call, what was planned.
+    """
+
+    policy: kvtrie.ReusePolicy = kvtrie.EXACT_ONLY
+    key: bytes = b"a secret of the deployment"
+    keep_last: int = 0
+    planner: Callable[..., kvtrie.TransferPlan] | None = None
+    plans: list[kvtrie.TransferPlan] = field(default_factory=list)
+
+    def __call__(self, offer: Computed, want: Want, /) -> Answer:
+        """Send the manifest as bytes, and plan."""
+        ledger, request = ledger_of(offer)
+        raw = kvtrie.TransferManifest.from_ledger(ledger, request, key=self.key).to_bytes()
+        plan = (self.planner or kvtrie.plan_transfer)(
+            kvtrie.TransferManifest.from_bytes(raw),
+            kvtrie.TokenSequence(want.ids, want.engine.namespace),
+            want.blocks,
+            cached=(0, want.cached),
+            key=self.key,
+            policy=self.policy,
+            block_size=want.engine.block_size,
+            keep_last=self.keep_last,
+        )
+        self.plans.append(plan)
+        return answer_of(plan, offer, want)
+
+
+def answer_of(plan: kvtrie.TransferPlan, offer: Computed, want: Want) -> Answer:
+    """What a transfer plan says, as copies of slots.
+
+    Args:
+        plan: The plan.
+        offer: The sender's request, for its pool's geometry.
+        want: The receiver's.
+
+    Returns:
+        The same as pieces and ranges of positions.
+    """
+    theirs, mine = offer.engine.block_size, want.engine.block_size
+    pieces = [
+        Piece(
+            remote * theirs + (start - delta) % theirs,
+            local * mine + start % mine,
+            start,
+            end - start,
+            delta,
+            kind == EXACT,
+            hops,
+        )
+        for _, remote, local, start, end, delta, kind, hops in plan.pairs.tolist()
+    ]
+    # What a receiver with a cached prefix need not compute: everything outside `compute`.
+    claimed, at = [], want.cached
+    for start, end in plan.compute.tolist():
+        if at < start:
+            claimed.append((at, start))
+        at = max(at, end)
+    if at < len(want.ids):
+        claimed.append((at, len(want.ids)))
+    return Answer(pieces, claimed, exact_until=plan.exact_until)

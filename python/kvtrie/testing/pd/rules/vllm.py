@@ -1,0 +1,89 @@
+"""How vLLM's connectors pair the blocks of two engines: by counting them.
+
+Neither side says at which position its list of blocks starts, and nothing compares tokens. So every
+rule here is right as long as both lists end at the same token, and copies wrong KV when they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtrie.testing.pd.engine import Computed
+from kvtrie.testing.pd.exchange import Answer, PeerError, Piece, Want
+
+
+@dataclass(frozen=True)
+class SuffixTrim:
+    """Pull: the receiver's uncached blocks get the last ones of the sender's list.
+
+    A shorter list at the receiver is taken for a cached prefix, so the front of the sender's list is
+    dropped until both are as long. That is wrong as soon as the sender has something in the middle
+    or at the back that the receiver has not:
+
+    * https://github.com/vllm-project/vllm/issues/43094: thoughts were stripped from the history;
+    * https://github.com/vllm-project/vllm/issues/43996: the sender reserved a look-ahead block;
+    * https://github.com/vllm-project/vllm/pull/50558: a receiver with more blocks than the sender
+      fails an assertion, and one that has them behind a cached prefix gets blocks of other positions.
+
+    Attributes:
+        clip: If given, the sender's scheduler first keeps only so many blocks as its computed tokens
+            fill, at so many tokens a block. Under decode-context parallelism a block of the table
+            spans `block_size` tokens on each rank, and the clip counts those of one rank.
+        rounded: Whether the length that the sender reports is rounded up to whole blocks. Wrong when
+            the receiver's prompt ends inside the last block, behind what was computed:
+            https://github.com/vllm-project/vllm/issues/34616.
+    """
+
+    clip: int | None = None
+    rounded: bool = False
+
+    def __call__(self, offer: Computed, want: Want, /) -> Answer:
+        """Pair the two lists from their ends."""
+        remote: Sequence[int] = offer.blocks
+        if self.clip is not None:
+            remote = remote[: -(-offer.num_computed // self.clip)]
+        local = want.uncached_blocks
+        if len(local) > len(remote):
+            message = f"AssertionError: {len(local)} local blocks <= {len(remote)} remote blocks"
+            raise PeerError(message)
+        remote = remote[len(remote) - len(local) :]
+        reported = offer.num_computed
+        if self.rounded:
+            size = offer.engine.block_size
+            reported = -(-reported // size) * size
+        return _whole_blocks(offer, want, remote, min(reported, len(want.ids)))
+
+
+@dataclass(frozen=True)
+class HeadTrim:
+    """Push: the sender writes its first blocks into the receiver's uncached ones.
+
+    The receiver registers only the blocks behind its cached prefix, and the sender cut its own list at
+    the other end: its first blocks land behind the prefix.
+    https://github.com/vllm-project/vllm/pull/48758
+    """
+
+    def __call__(self, offer: Computed, want: Want, /) -> Answer:
+        """Pair the two lists from their fronts."""
+        remote = offer.blocks[: len(want.uncached_blocks)]
+        return _whole_blocks(offer, want, remote, min(offer.num_computed, len(want.ids)))
+
+
+def _whole_blocks(offer: Computed, want: Want, remote: Sequence[int], end: int) -> Answer:
+    """Copy these blocks, one each, into the receiver's uncached ones, and believe in all up to `end`."""
+    size = offer.engine.block_size
+    first = len(want.blocks) - len(want.uncached_blocks)
+    pairs = zip(remote, want.uncached_blocks, strict=False)
+    pieces = [
+        Piece(theirs * size, mine * size, (first + index) * size, size)
+        for index, (theirs, mine) in enumerate(pairs)
+    ]
+    return Answer(pieces, [(want.cached, end)] if end > want.cached else [])
+
+
+suffix_trim = SuffixTrim()
+"""The pull rule of `SuffixTrim`, with nothing clipped."""
+
+head_trim = HeadTrim()
+"""The push rule of `HeadTrim`."""
