@@ -5,11 +5,15 @@ Every number is derived by hand from the report: which blocks land where.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import pytest
 
 import kvtrie
-import pytest
 from kvtrie.testing import pd
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MOVING = kvtrie.ReusePolicy(approximate=True)
 QUESTION, THOUGHT, ANSWER, NEW = range(64), range(100, 260), range(300, 348), range(400, 432)
@@ -30,9 +34,6 @@ def right(outcome: pd.Outcome) -> tuple[int, int]:
     assert outcome.tainted == 0, outcome
     assert outcome.failed is None, outcome
     return outcome.loaded, outcome.computed
-
-
-# --- vLLM #43094: a thought is stripped from the history -------------------------------------------
 
 
 def stripped(rule: pd.Rule) -> pd.Outcome:
@@ -90,9 +91,6 @@ def test_vllm_43094_five_of_seven_blocks_by_ranges(
     assert outcome.exact == exact
 
 
-# --- vLLM #43996: the sender reserved a look-ahead block --------------------------------------------
-
-
 def test_vllm_43996_the_lookahead_block_lands_in_the_first() -> None:
     held = pd.Engine("P").compute(range(16), lookahead=1, drafts=[77])
     outcome = pd.transfer(held, pd.Engine("D"), range(16), rule=pd.vllm.suffix_trim)
@@ -129,9 +127,6 @@ def test_vllm_43996_by_ranges(
     assert outcome.exact == size
 
 
-# --- vLLM #50558: the receiver is one block longer --------------------------------------------------
-
-
 def one_longer(rule: pd.Rule, *, size: int, prompt: int, cached: int) -> pd.Outcome:
     """A proxy appended the first sampled token: the receiver's prompt starts one block more."""
     held = pd.Engine("P", block_size=size).compute(range(prompt))
@@ -160,9 +155,6 @@ def test_vllm_50558_by_ranges(size: int, prompt: int, cached: int) -> None:
     assert right(outcome) == (prompt - cached, 1)
 
 
-# --- vLLM #48758: push mode trims at the head --------------------------------------------------------
-
-
 def test_vllm_48758_push_writes_the_first_blocks_behind_the_cached_prefix() -> None:
     held = pd.Engine("P").compute(range(64))
     outcome = pd.transfer(held, pd.Engine("D"), range(64), cached=32, rule=pd.vllm.head_trim)
@@ -173,9 +165,6 @@ def test_vllm_48758_by_ranges() -> None:
     held = pd.Engine("P").compute(range(64))
     outcome = pd.transfer(held, pd.Engine("D"), range(64), cached=32, rule=pd.RangePlan())
     assert right(outcome) == (32, 0)
-
-
-# --- vLLM #34616, #52617: lengths with two owners ------------------------------------------------------
 
 
 def test_vllm_34616_a_rounded_length_claims_a_token_without_kv() -> None:
@@ -204,9 +193,6 @@ def test_vllm_34616_and_52617_by_ranges(num_computed: int, keep_last: int) -> No
     assert right(outcome) == (loaded, 895 - loaded)
     (plan,) = rule.plans
     assert plan.compute.tolist() == ([[loaded, 895]] if loaded < 895 else [])
-
-
-# --- LMCache #2821, #2929: ids that the tracker keeps for itself -----------------------------------------
 
 
 def decode_steps(tracker: pd.lmcache.Tracker, prompt: int, steps: int) -> int:
@@ -313,9 +299,6 @@ def test_lmcache_2929_the_ledger_has_one_length() -> None:
     ledger.begin("r", seq, engine.allocate(48), source=plan.source, missing=plan.missing)
     assert ledger.final_range("r") == (0, 47)
     assert ledger.missing("r").tolist() == [[47, 48]]
-
-
-# --- llama.cpp #12161: the second hole after a first shift -----------------------------------------------
 
 
 def letters(text: str, size: int) -> list[int]:

@@ -1,18 +1,21 @@
 """A prefill/decode pair in pure Python that moves labelled fake KV, so that a wrong load shows.
 
-An engine's pool holds no numbers here but labels: each slot says which token it was computed for, at which
-position, and with which context. After a transfer the receiver looks at every slot that it takes for
-present, and counts the ones that hold something else. The same transfer can be made under the rules of
-several engines, each written from its description with a link to where it was reported, and under
-kvtrie's own:
+An engine's pool holds no numbers here but labels: each slot says which token it was computed for,
+at which position, and with which context. After a transfer the receiver looks at every slot that it
+takes for present, and counts the ones that hold something else. The same transfer can be made under
+the rules of several engines, each written from its description with a link to where it was
+reported, and under kvtrie's own:
 
-* `vllm.suffix_trim`, `vllm.head_trim`, `vllm.SuffixTrim(clip=…, rounded=…)`: blocks paired by counting;
+* `vllm.suffix_trim`, `vllm.head_trim`, `vllm.SuffixTrim(clip=…, rounded=…)`: blocks paired by
+  counting;
 * `lmcache.CountedHit()`, `lmcache.Tracker`, `lmcache.check_resumed`: lengths with two owners;
 * `llamacpp.shift_reuse`: holes closed by removing and shifting in place;
-* `RangePlan(policy=…)`: a `SequenceLedger`, a `TransferManifest` sent as bytes, and `plan_transfer`.
+* `RangePlan(policy=…)`: a `SequenceLedger`, a `TransferManifest` sent as bytes, and
+  `plan_transfer`.
 
-`Engine.compute` gives an engine a request with its KV; `transfer` moves it to another engine's prompt and
-answers with an `Outcome`. Token ids are any ints from 0 on: ranges that do not overlap are different texts.
+`Engine.compute` gives an engine a request with its KV; `transfer` moves it to another engine's
+prompt and answers with an `Outcome`. Token ids are any ints from 0 on: ranges that do not overlap
+are different texts.
 
 Example:
     A thought is stripped from the history, and the decode engine's blocks are asked for again:
@@ -39,19 +42,24 @@ Example:
     (48, 32, 0)
 """
 
+from kvtrie.testing.pd import faults
 from kvtrie.testing.pd.engine import Computed, Engine
-from kvtrie.testing.pd.exchange import PeerError, Rule
+from kvtrie.testing.pd.exchange import Answer, PeerError, Piece, Rule, Want
 from kvtrie.testing.pd.rules import llamacpp, lmcache, vllm
 from kvtrie.testing.pd.rules.manifest import RangePlan
 from kvtrie.testing.pd.transfer import Outcome, transfer
 
 __all__ = [
+    "Answer",
     "Computed",
     "Engine",
     "Outcome",
     "PeerError",
+    "Piece",
     "RangePlan",
     "Rule",
+    "Want",
+    "faults",
     "llamacpp",
     "lmcache",
     "transfer",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvtrie.testing.pd.labels import UNWRITTEN, LabelledPool
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 EXACT, APPROXIMATE = 0, 1
 """The classes, numbered as in a plan's segments."""

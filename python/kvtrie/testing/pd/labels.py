@@ -14,7 +14,10 @@ Slots are plain integers in flat lists, a list for each of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 UNWRITTEN = -1
 """The token of a slot that nobody wrote since its block was handed out."""

@@ -1,14 +1,18 @@
-"""One transfer from a sender to a receiver under a rule, and what it left in the receiver's slots."""
+"""One transfer under a rule, and what it left in the receiver's slots."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import kvtrie
 from kvtrie.testing.pd.check import APPROXIMATE, EXACT, wrong_slots
-from kvtrie.testing.pd.engine import Computed, Engine
 from kvtrie.testing.pd.exchange import Answer, PeerError, Piece, Rule, Want
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtrie.testing.pd.engine import Computed, Engine
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ def transfer(
 ) -> Outcome:
     """Move KV from a sender to a receiver, compute the rest there, and look at every slot.
 
-    The receiver copies what the rule says, block by block or slot by slot. It computes what the rule
-    does not claim, on top of what was copied.
+    The receiver copies what the rule says, block by block or slot by slot. It computes what the
+    rule does not claim, on top of what was copied.
 
     Args:
         source: What the sender holds.
@@ -72,7 +76,8 @@ def transfer(
     """
     ids = list(ids)
     if not 0 <= cached <= len(ids):
-        raise ValueError(f"transfer: cached is {cached}, of {len(ids)} tokens")
+        message = f"transfer: cached is {cached}, of {len(ids)} tokens"
+        raise ValueError(message)
     pool, root = receiver.pool, receiver.root
     blocks = receiver.allocate(len(ids))
     slots, canon = pool.slots(blocks), receiver.chain(ids)

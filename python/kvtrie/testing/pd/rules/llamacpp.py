@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvtrie.testing.pd.engine import Computed
 from kvtrie.testing.pd.exchange import Answer, Piece, Want
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtrie.testing.pd.engine import Computed
 
 
 @dataclass(frozen=True)
 class ShiftReuse:
     """Remove what the new prompt lacks, and shift what follows: right for the first hole only.
 
-    Two heads walk over the cached tokens and over the prompt. Where both agree for long enough, the cells
-    between them are removed and what follows is shifted. The shift reached to the end of the cache, while the
-    next removal named cells by their index among the cached tokens: behind the first hole these are
-    other cells, and the removal takes KV that the prompt needs and that is counted as present.
-    https://github.com/ggml-org/llama.cpp/pull/12161
+    Two heads walk over the cached tokens and over the prompt. Where both agree for long enough, the
+    cells between them are removed and what follows is shifted. The shift reached to the end of the
+    cache, while the next removal named cells by their index among the cached tokens: behind the
+    first hole these are other cells, and the removal takes KV that the prompt needs and that is
+    counted as present. https://github.com/ggml-org/llama.cpp/pull/12161
 
     Attributes:
         min_match: Tokens that must agree.

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvtrie.testing.pd.engine import Computed
 from kvtrie.testing.pd.exchange import Answer, PeerError, Piece, Want
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtrie.testing.pd.engine import Computed
 
 
 @dataclass
 class Tracker:
-    """The ids that LMCache believes to lie in a request's slots, fed by slices of the engine's list.
+    """The ids that LMCache believes to lie in a request's slots: slices of the engine's list.
 
-    Each scheduler step it appends `ids[base : base + scheduled]`. The base was the engine's count of computed
-    tokens, which is a second owner of the same length:
+    Each scheduler step it appends `ids[base : base + scheduled]`. The base was the engine's count
+    of computed tokens, which is a second owner of the same length:
 
-    * With asynchronous scheduling the counter is a step ahead of the ids, so the slice of a decode step is
-      empty, and so are all later ones: nothing that was decoded is ever saved.
+    * With asynchronous scheduling the counter is a step ahead of the ids, so the slice of a decode
+      step is empty, and so are all later ones: nothing that was decoded is ever saved.
       https://github.com/LMCache/LMCache/pull/2821
-    * `clamped` takes the smaller of the counter and the list's own length instead. After a preemption, or
-      after a failed load, the counter is below the list: ids that are there already are appended again, and
-      each lies in a slot of another position. https://github.com/LMCache/LMCache/pull/2929
+    * `clamped` takes the smaller of the counter and the list's own length instead. After a
+      preemption, or after a failed load, the counter is below the list: ids that are there already
+      are appended again, and each lies in a slot of another position.
+      https://github.com/LMCache/LMCache/pull/2929
 
     Attributes:
         ids: What it believes.
@@ -64,8 +69,8 @@ class Tracker:
 def check_resumed(num_computed: int, num_stored: int, num_cached: int) -> None:
     """Compare the lengths that a resumed request was given by three owners, as the adapter did.
 
-    On a full hit the scheduler leaves the last token to compute, so that its counter is one below what is
-    stored, and the comparison fails. https://github.com/LMCache/LMCache/pull/2929
+    On a full hit the scheduler leaves the last token to compute, so that its counter is one below
+    what is stored, and the comparison fails. https://github.com/LMCache/LMCache/pull/2929
 
     Args:
         num_computed: The engine's counter.
@@ -85,9 +90,10 @@ def check_resumed(num_computed: int, num_stored: int, num_cached: int) -> None:
 class CountedHit:
     """A receiver that takes the length of the prompt for the length of the hit.
 
-    The scheduler says how many tokens to load, the worker retrieves as many as the prompt has, and the two
-    differ by the last token: 894 against 895. Where the sender had computed only the smaller number, the last
-    slot is read though nobody wrote it. https://github.com/vllm-project/vllm/issues/52617
+    The scheduler says how many tokens to load, the worker retrieves as many as the prompt has, and
+    the two differ by the last token: 894 against 895. Where the sender had computed only the
+    smaller number, the last slot is read though nobody wrote it.
+    https://github.com/vllm-project/vllm/issues/52617
 
     Attributes:
         lengths: After a call, what the scheduler and the worker said.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import kvtrie
 from kvtrie.testing.pd.check import EXACT
-from kvtrie.testing.pd.engine import Computed
 from kvtrie.testing.pd.exchange import Answer, Piece, Want
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtrie.testing.pd.engine import Computed
 
 
 def ledger_of(computed: Computed) -> tuple[kvtrie.SequenceLedger, str]:

@@ -1,0 +1,458 @@
+"""A serving engine over labelled KV: prefix cache, ledger, drafts, steps in flight, leases.
+
+It keeps what a real engine keeps, the optimistic counter of its scheduler among it, and tells the
+ledger what a real one could tell. What runs on the device is a queue: steps are scheduled, and run
+later, in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import kvtrie
+from kvtrie.testing.pd.check import wrong_slots
+from kvtrie.testing.pd.engine import Engine
+from kvtrie.testing.pd.labels import chain
+from kvtrie.testing.pd.wire import Envelope, Leases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+    from random import Random
+
+PLACEHOLDER = -1
+JUNK = 2**31
+
+
+@dataclass
+class Live:
+    """A request of a serving engine.
+
+    Attributes:
+        name: What the ledger knows it by.
+        seq: Its ids, which the ledger owns while it is live.
+        table: Its blocks.
+        slots: The slots of its blocks.
+        to_compute: Ranges that the next prefill chunks compute.
+        future: What the model will sample, the last first.
+        num_drafts: Drafts a decode step.
+        guess: How often a draft is right.
+        counter: The scheduler's computed tokens, steps in flight counted.
+        ids: What the device knows to be the sequence.
+        canon: The contexts of these ids.
+        done: What the device has computed, gaps aside.
+        arrived: Sampled ids that the ledger was not told of.
+        in_flight: Steps that have not run.
+        local: The local plan, when it is not the ledger's source.
+        in_place: Blocks at the front of the table that are the index's.
+        broken: What was found wrong when it computed.
+    """
+
+    name: Hashable
+    seq: kvtrie.TokenSequence
+    table: list[int]
+    slots: list[int]
+    ids: list[int]
+    canon: list[int]
+    to_compute: deque[tuple[int, int]]
+    future: list[int]
+    num_drafts: int = 0
+    guess: float = 0.0
+    counter: int = 0
+    done: int = 0
+    arrived: list[int] = field(default_factory=list)
+    in_flight: int = 0
+    local: kvtrie.ReusePlan | None = None
+    in_place: int = 0
+    broken: int = 0
+
+
+class ServingEngine(Engine):
+    """An engine with a prefix cache, which serves requests step by step.
+
+    Args:
+        name: What it is called.
+        rng: Draws chunks, drafts and what runs when.
+        block_size: Slots a block.
+        num_blocks: Blocks in its pool.
+        namespace: What its KV depends on besides tokens.
+        depth: How many steps are in flight before the oldest runs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rng: Random,
+        *,
+        block_size: int,
+        num_blocks: int,
+        namespace: kvtrie.Namespace | None = None,
+        depth: int = 0,
+    ) -> None:
+        """Make an engine that serves nobody."""
+        super().__init__(name, block_size=block_size, num_blocks=num_blocks, namespace=namespace)
+        self.rng = rng
+        self.num_blocks = num_blocks
+        self.depth = depth
+        self.index = kvtrie.RadixIndex(num_blocks=num_blocks, block_size=block_size, min_run=8)
+        self.ledger = kvtrie.SequenceLedger(block_size=block_size)
+        self.live: dict[Hashable, Live] = {}
+        self.leases = Leases()
+        self.device: deque[Callable[[], None]] = deque()
+
+    def drain(self) -> None:
+        """Run everything that was scheduled."""
+        device = self.device
+        while device:
+            device.popleft()()
+
+    def _drop_behind(self) -> None:
+        """Run what is deeper in the queue than this engine lets steps be in flight."""
+        while self.device and sum(live.in_flight for live in self.live.values()) > self.depth:
+            self.device.popleft()()
+
+    def _clear(self, blocks: list[int]) -> None:
+        self.device.append(lambda: self.pool.clear(blocks))
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Blocks from the free list or from the index.
+
+        Raises:
+            kvtrie.OutOfBlocksError: There are not so many.
+        """
+        blocks: list[int] = self.allocator.allocate(num_blocks, evict_from=self.index).tolist()
+        self._clear(blocks)
+        return blocks
+
+    def give_back(self, done: kvtrie.InsertResult) -> None:
+        """Free what an insert left to the engine."""
+        self.allocator.free(done.duplicates)
+        self.allocator.free(done.surplus)
+        self.allocator.free(done.freed)
+        self.allocator.free(self.index.take_freed())
+
+    def prepare(
+        self, name: Hashable, ids: Sequence[int], policy: kvtrie.ReusePolicy, keep_last: int
+    ) -> tuple[Live, kvtrie.ReusePlan]:
+        """Look a prompt up, and bring the blocks that it needs.
+
+        Raises:
+            kvtrie.OutOfBlocksError: They cannot be had; nothing is kept.
+        """
+        seq = kvtrie.TokenSequence(ids, self.namespace)
+        plan = self.index.plan(seq, policy, keep_last=keep_last)
+        try:
+            fresh = self.take(plan.num_new_blocks)
+        except kvtrie.OutOfBlocksError:
+            plan.release()
+            raise
+        table = [*plan.blocks.tolist(), *fresh]
+        live = Live(
+            name,
+            seq,
+            table,
+            self.pool.slots(table),
+            list(ids),
+            self.chain(ids),
+            deque(),
+            [],
+            in_place=len(table) - len(fresh),
+        )
+        moves = plan.moves(np.asarray(table, dtype=np.int32))
+        for source, target, count, delta in moves.tolist():
+            self._move(live, source, target, count, delta)
+        # The copies are ordered before every later writer: it is one queue.
+        plan.release_sources()
+        return live, plan
+
+    def _move(self, live: Live, source: int, target: int, count: int, delta: int) -> None:
+        position = live.slots.index(target)
+        places = live.canon[position : position + count]
+        self.device.append(lambda: self.pool.load(self.pool, source, target, places, delta))
+
+    def begin(self, live: Live, plan: kvtrie.ReusePlan) -> None:
+        """Begin with what the local plan brought."""
+        self.ledger.begin(live.name, live.seq, live.table, source=plan)
+        self._begun(live)
+
+    def begin_imported(
+        self, live: Live, plan: kvtrie.ReusePlan, transfer: kvtrie.TransferPlan
+    ) -> None:
+        """Begin with what a transfer brought behind what the local plan has."""
+        self.ledger.begin(
+            live.name, live.seq, live.table, source=transfer.source, missing=transfer.missing
+        )
+        live.local = plan
+        self._begun(live)
+
+    def begin_computed(self, live: Live, plan: kvtrie.ReusePlan, loaded: int) -> None:
+        """Begin with the local plan, and count exact KV that was loaded behind it as computed."""
+        self.ledger.begin(live.name, live.seq, live.table, source=plan)
+        _, present = self.ledger.final_range(live.name)
+        self.ledger.schedule(live.name, loaded - present)
+        self.ledger.confirm(live.name, loaded)
+        self._begun(live)
+
+    def _begun(self, live: Live) -> None:
+        missing = [tuple(range_) for range_ in self.ledger.missing(live.name).tolist()]
+        live.to_compute.extend(missing)
+        live.counter = missing[0][0] if missing else len(live.ids)
+        self.live[live.name] = live
+
+    def grow(self, live: Live, num_tokens: int) -> bool:
+        """Bring blocks for so many tokens; False if there are none."""
+        needed = -(-num_tokens // self.block_size) - len(live.table)
+        if needed > 0:
+            try:
+                more = self.take(needed)
+            except kvtrie.OutOfBlocksError:
+                return False
+            self.ledger.add_blocks(live.name, more)
+            live.table += more
+            # Steps in flight keep the table that they were scheduled with.
+            live.slots = live.slots + self.pool.slots(more)
+        return True
+
+    def step(self, names: Sequence[Hashable]) -> list[Hashable]:
+        """Schedule a step of these requests, and run what is too deep in the queue.
+
+        Returns:
+            The requests that got no blocks, which were left out.
+        """
+        rng = self.rng
+        starved: list[Hashable] = []
+        requests: list[Hashable] = []
+        scheduled: list[int] = []
+        computed: list[int] = []
+        drafts: list[int] = []
+        ids: list[int] = []
+        offsets = [0]
+        work: list[Callable[[], None]] = []
+        for name in names:
+            live = self.live[name]
+            if live.to_compute:
+                start, end = live.to_compute[0]
+                end = min(end, start + rng.choice((1, 3, 16, 64)))
+                count, num_drafts = end - start, 0
+            elif live.future:
+                count, num_drafts = 1 + live.num_drafts, live.num_drafts
+                start = end = live.counter
+            else:
+                continue
+            at = max(live.counter, start)
+            if not self.grow(live, at + count):
+                starved.append(name)
+                continue
+            requests.append(name)
+            scheduled.append(count)
+            computed.append(live.counter)
+            drafts.append(num_drafts)
+            ids += live.arrived
+            live.arrived = []
+            if live.in_flight and rng.random() < 0.3:
+                ids.append(PLACEHOLDER)
+            offsets.append(len(ids))
+            if live.to_compute:
+                work.append(self._prefill(live, start, end))
+            else:
+                work.append(self._decode(live, num_drafts))
+        if requests:
+            self.ledger.step(requests, scheduled, computed, ids, offsets, num_drafts=drafts)
+            for name in requests:
+                self.live[name].in_flight += 1
+            self.device.extend(work)
+            self._drop_behind()
+        return starved
+
+    def _prefill(self, live: Live, start: int, end: int) -> Callable[[], None]:
+        _, last = live.to_compute.popleft()
+        if end < last:
+            live.to_compute.appendleft((end, last))
+            live.counter = end
+        elif live.to_compute:
+            live.counter = live.to_compute[0][0]
+        else:
+            live.counter = len(live.ids)
+        samples, slots = not live.to_compute, live.slots
+
+        def run() -> None:
+            live.in_flight -= 1
+            live.broken += self.pool.compute(
+                slots, live.ids, live.canon, start, end, root=self.root
+            )
+            if samples:
+                live.done = len(live.ids)
+                self._sample(live, 1)
+
+        return run
+
+    def _decode(self, live: Live, num_drafts: int) -> Callable[[], None]:
+        live.counter += 1 + num_drafts
+        slots = live.slots
+
+        def run() -> None:
+            live.in_flight -= 1
+            base = live.done
+            if not live.future:
+                # The step was scheduled before another one ended the request: it runs, and what it
+                # samples is thrown away. The counter keeps counting it.
+                junk = [JUNK] * (num_drafts + 1 + max(0, base - len(live.ids)))
+                ids = live.ids + junk
+                canon = live.canon + chain(junk, live.canon[-1])
+                live.broken += self.pool.compute(
+                    slots, ids, canon, base, base + 1 + num_drafts, root=self.root
+                )
+                live.done = base + 1
+                return
+            upcoming = live.future[-num_drafts:][::-1] if num_drafts else []
+            upcoming += [7] * (num_drafts - len(upcoming))
+            proposed = [
+                token if self.rng.random() < live.guess else token + 1 for token in upcoming
+            ]
+            accepted = 0
+            while (
+                accepted < min(num_drafts, len(live.future) - 1)
+                and proposed[accepted] == upcoming[accepted]
+            ):
+                accepted += 1
+            ids = live.ids[: base + 1] + proposed
+            canon = live.canon[: base + 1]
+            canon += chain(proposed, canon[-1])
+            live.broken += self.pool.compute(
+                slots, ids, canon, base, base + 1 + num_drafts, root=self.root
+            )
+            live.done = base + 1 + accepted
+            live.counter -= num_drafts - accepted
+            self._sample(live, accepted + 1)
+
+        return run
+
+    def _sample(self, live: Live, count: int) -> None:
+        new = [live.future.pop() for _ in range(min(count, len(live.future)))]
+        live.ids += new
+        live.canon += chain(new, live.canon[-1] if live.canon else self.root)
+        live.arrived += new
+
+    def settle(self, live: Live) -> None:
+        """Wait for the device, and tell the ledger all that there is to tell of a request."""
+        self.drain()
+        if live.arrived:
+            self.ledger.append(live.name, live.arrived)
+            live.arrived = []
+        if not live.to_compute:
+            self.ledger.confirm(live.name, live.counter)
+
+    def commit(self, live: Live) -> None:
+        """Hand what is new to the index while the request runs."""
+        self.give_back(self.ledger.commit(live.name, self.index))
+        live.table = self.ledger.blocks(live.name).tolist()
+        live.slots = self.pool.slots(live.table)
+
+    def preempt(self, live: Live, *, drop_blocks: bool) -> None:
+        """Take back some of what was computed, as engines do when blocks run short."""
+        self.settle(live)
+        committed, verified = self.ledger.new_range(live.name)
+        lowest = max(committed, live.in_place * self.block_size)
+        to = self.rng.randint(min(lowest, verified), verified)
+        gone = self.ledger.rollback(live.name, to, drop_blocks=drop_blocks)
+        self.allocator.free(gone.blocks)
+        live.table = self.ledger.blocks(live.name).tolist()
+        live.slots = self.pool.slots(live.table)
+        missing = [tuple(range_) for range_ in self.ledger.missing(live.name).tolist()]
+        # The last sampled id has no KV, and is not computed again before the next step.
+        live.to_compute = deque(missing)
+        live.counter = to
+        live.done = to
+        self.resampling(live)
+
+    def resampling(self, live: Live) -> None:
+        """A resumed prefill ends by sampling what comes next, as the first one did."""
+        if not live.to_compute:
+            live.counter = live.done = len(live.ids)
+
+    def finish(self, live: Live) -> None:
+        """End a request; what it computed goes to the index."""
+        self.settle(live)
+        self.give_back(self.ledger.finish(live.name, self.index))
+        self._ended(live)
+
+    def forget(self, live: Live) -> None:
+        """End a request whose KV nobody wants."""
+        held = self.ledger.forget(live.name).tolist()
+        if live.local is not None:
+            in_place = set(live.table[: live.in_place])
+            held = [block for block in held if block not in in_place]
+        self.allocator.free(held)
+        self.allocator.free(self.index.take_freed())
+        self._ended(live)
+
+    def _ended(self, live: Live) -> None:
+        del self.live[live.name]
+        if live.local is not None:
+            live.local.release()
+            live.local = None
+            self.allocator.free(self.index.take_freed())
+
+    def export(self, live: Live, key: bytes) -> Envelope:
+        """Write a manifest, and hold its blocks until the lease ends."""
+        raw = kvtrie.TransferManifest.from_ledger(self.ledger, live.name, key=key).to_bytes()
+        lease = self.leases.grant(live.name, self.ledger.blocks(live.name).tolist())
+        return Envelope(self, lease, raw)
+
+    def end_lease(self, number: int) -> None:
+        """A reader is done, or the time is up: the request ends with its last lease."""
+        name = self.leases.end(number)
+        if name is not None and name in self.live:
+            self.finish(self.live[name])
+
+    def load(self, live: Live, envelope: Envelope, transfer: kvtrie.TransferPlan) -> None:
+        """Copy what a plan says out of the sender's blocks.
+
+        Raises:
+            LeaseError: The sender does not hold them for this reader.
+        """
+        sender = envelope.sender
+        pairs = transfer.pairs.tolist()
+        sender.leases.require(envelope.lease, sorted({pair[1] for pair in pairs}))
+        # A reader elsewhere has no place in the sender's queue: it waits for what is in flight.
+        sender.drain()
+        self.drain()
+        theirs, mine = sender.block_size, self.block_size
+        for _, remote, local, start, end, delta, _, _ in pairs:
+            self.pool.load(
+                sender.pool,
+                remote * theirs + (start - delta) % theirs,
+                local * mine + start % mine,
+                live.canon[start:end],
+                delta,
+            )
+
+    def wrong(self, live: Live) -> list[tuple[int, str]]:
+        """The positions of a request that are called computed and hold something else."""
+        self.drain()
+        _, end = self.ledger.final_range(live.name)
+        classes, hops = [0] * end, [0] * end
+        for start, stop, kind, count in self.ledger.labels(live.name).tolist():
+            if kind or count:
+                classes[start:stop] = [kind] * (stop - start)
+                hops[start:stop] = [count] * (stop - start)
+        slots = self.pool.slots(self.ledger.blocks(live.name).tolist())
+        return wrong_slots(self.pool, slots, live.ids, live.canon, classes, hops, root=self.root)
+
+    def leaks(self) -> list[str]:
+        """What is left behind once nobody is served: pins, condemned blocks, blocks of nobody."""
+        self.allocator.free(self.index.take_freed())
+        stats = self.index.stats()
+        total = self.allocator.num_free + stats.indexed
+        found = []
+        if stats.pinned or stats.condemned:
+            found.append(f"{stats.pinned} pinned, {stats.condemned} condemned")
+        if total != self.num_blocks:
+            found.append(f"free + indexed is {total}, of {self.num_blocks}")
+        if len(self.ledger):
+            found.append(f"{len(self.ledger)} requests in the ledger")
+        self.index.check()
+        return found

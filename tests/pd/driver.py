@@ -1,0 +1,402 @@
+"""Random conversations between a prefill and a decode engine, with faults, every label looked at.
+
+An `Episode` is a pair of small engines and some conversations, from empty pools to drained ones.
+Its seed is all that there is to it. What it finds wrong it raises as `WrongError`.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import kvtrie
+from kvtrie.testing.pd import faults
+from kvtrie.testing.pd.serving import Live, ServingEngine
+from kvtrie.testing.pd.wire import Envelope, LeaseError
+
+KEYS = (b"the deployment's secret", b"another deployment's secret")
+SPACES = tuple(
+    kvtrie.Namespace(model="model@1", kv_dtype=dtype, rope="none", salt=salt)
+    for dtype, salt in (("bfloat16", "tenant-a"), ("fp8", "tenant-a"), ("bfloat16", "tenant-b"))
+)
+REASONS = frozenset(("malformed", "version", "limits", "namespace", "digest", "groups"))
+BLOCK_SIZES = (2, 3, 4, 4, 8)
+LONGEST = 150
+
+Counts = collections.Counter[str]
+Planner = Callable[..., kvtrie.TransferPlan]
+
+
+class WrongError(Exception):
+    """A slot with a wrong label, or something left behind."""
+
+
+@dataclass
+class Conversation:
+    """Messages, and what the engines sent about them.
+
+    Attributes:
+        messages: Kinds and tokens, in order.
+        returned: What the decode engine returned last, for the next turn.
+        envelopes: All that was ever sent about it.
+    """
+
+    messages: list[tuple[str, list[int]]] = field(default_factory=list)
+    returned: Envelope | None = None
+    envelopes: list[Envelope] = field(default_factory=list)
+
+    def ids(self) -> list[int]:
+        """Its tokens."""
+        return [token for _, tokens in self.messages for token in tokens]
+
+
+class Episode:
+    """A pair of engines and their conversations.
+
+    Args:
+        rng: Draws everything.
+        planner: What plans instead of `kvtrie.plan_transfer`.
+    """
+
+    def __init__(self, rng: Random, planner: Planner | None = None) -> None:
+        """Make two engines with empty pools."""
+        self.rng = rng
+        self.planner = planner or kvtrie.plan_transfer
+        self.counts: Counts = collections.Counter()
+        size = rng.choice(BLOCK_SIZES)
+        sizes = (size, size if rng.random() < 0.5 else rng.choice(BLOCK_SIZES))
+        self.prefill, self.decode = (
+            ServingEngine(
+                name,
+                rng,
+                block_size=block_size,
+                num_blocks=rng.choice((400, 800, 1600)) // block_size,
+                namespace=SPACES[0],
+                depth=rng.choice((0, 0, 1, 2)),
+            )
+            for name, block_size in zip("PD", sizes, strict=True)
+        )
+        self.phrases = [[rng.randrange(40) for _ in range(rng.randrange(3, 24))] for _ in range(6)]
+        self.conversations = [Conversation() for _ in range(rng.randrange(1, 4))]
+        self.names = 0
+
+    def text(self) -> list[int]:
+        """Some tokens: phrases that come again, and new ones."""
+        rng = self.rng
+        out: list[int] = []
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            if rng.random() < 0.6:
+                out += rng.choice(self.phrases)
+            else:
+                out += [rng.randrange(5000) for _ in range(rng.randrange(1, 20))]
+        return out
+
+    def edit(self, talk: Conversation) -> None:
+        """What clients and templates do to a history: strip thoughts, compact, change something."""
+        rng, messages = self.rng, talk.messages
+        if rng.random() < 0.7:
+            messages[:] = [message for message in messages if message[0] != "thought"]
+        kind = rng.random()
+        if messages and kind < 0.08:
+            at = rng.randrange(len(messages))
+            del messages[at : at + rng.randrange(1, 3)]
+            messages.insert(at, ("summary", self.text()[:8]))
+        elif messages and kind < 0.15:
+            _, tokens = rng.choice(messages)
+            if tokens:
+                tokens[rng.randrange(len(tokens))] = rng.randrange(5000)
+        elif len(messages) > 2 and kind < 0.18:
+            rng.shuffle(messages)
+        if len(talk.ids()) > LONGEST:
+            messages.clear()
+        messages.append(("user", self.text()))
+
+    def policy(self) -> kvtrie.ReusePolicy:
+        """What a receiver allows."""
+        rng = self.rng
+        if rng.random() < 0.4:
+            return kvtrie.EXACT_ONLY
+        return kvtrie.ReusePolicy(
+            approximate=True,
+            min_run=rng.choice((None, 8, 8, 12)),
+            max_hops=rng.choice((1, 1, 2, 3)),
+            max_approximate_share=rng.choice((1.0, 1.0, 0.5)),
+            recompute_first=rng.choice((0, 0, 1, 5)),
+            recompute_last=rng.choice((0, 0, 1, 5)),
+        )
+
+    def turn(self) -> None:
+        """One conversation goes on by a question and an answer."""
+        rng = self.rng
+        talk = rng.choice(self.conversations)
+        self.edit(talk)
+        prompt = talk.ids()
+        first = rng.randrange(5000)
+        sent = self.serve_prefill(talk, prompt, first)
+        ids = [*prompt, first] if rng.random() < 0.5 else prompt
+        future = self.text() if ids is not prompt else [first, *self.text()]
+        thought = rng.randrange(len(future) + 1)
+        for _ in range(2 if rng.random() < 0.05 else 1):
+            self.serve_decode(talk, ids, future, sent)
+        if sent is not None and rng.random() < 0.97:
+            self.prefill.end_lease(sent.lease)
+        answer = [*ids[len(prompt) :], *future]
+        talk.messages += [("thought", answer[:thought]), ("answer", answer[thought:])]
+        self.counts["turns"] += 1
+
+    def serve_prefill(self, talk: Conversation, prompt: list[int], first: int) -> Envelope | None:
+        """The prefill engine computes a prompt, with what the decode engine returned."""
+        rng, engine = self.rng, self.prefill
+        live = self.admit(engine, prompt, talk.returned, talk, keep_last=1)
+        if talk.returned is not None and rng.random() < 0.9:
+            talk.returned.sender.end_lease(talk.returned.lease)
+            talk.returned = None
+        if live is None:
+            return None
+        live.future = [first]
+        self.run(engine, live)
+        if live.name not in engine.live:
+            return None
+        sent = engine.export(live, KEYS[0])
+        talk.envelopes.append(sent)
+        return sent
+
+    def serve_decode(
+        self, talk: Conversation, ids: list[int], future: list[int], sent: Envelope | None
+    ) -> None:
+        """The decode engine takes the prompt over and answers."""
+        rng, engine = self.rng, self.decode
+        live = self.admit(engine, ids, sent, talk, keep_last=1)
+        if live is None:
+            return
+        live.future = future[::-1]
+        live.num_drafts = rng.choice((0, 0, 1, 3))
+        live.guess = rng.choice((0.2, 0.8, 1.0))
+        self.run(engine, live)
+        if live.name not in engine.live:
+            return
+        if rng.random() < 0.7:
+            if talk.returned is not None:
+                engine.end_lease(talk.returned.lease)
+            talk.returned = engine.export(live, KEYS[0])
+            talk.envelopes.append(talk.returned)
+        else:
+            engine.finish(live)
+
+    def admit(
+        self,
+        engine: ServingEngine,
+        ids: list[int],
+        sent: Envelope | None,
+        talk: Conversation,
+        *,
+        keep_last: int,
+    ) -> Live | None:
+        """Begin a request, with what was sent if that can be used."""
+        rng = self.rng
+        self.names += 1
+        fault = rng.choice(faults.FAULTS) if rng.random() < 0.4 else ""
+        if fault == "dropped":
+            sent = None
+        if fault == "stale":
+            sent = rng.choice(talk.envelopes) if talk.envelopes else None
+        if fault == "reordered":
+            others = [envelope for other in self.conversations for envelope in other.envelopes[-2:]]
+            sent = rng.choice(others) if others else None
+        if sent is not None and sent.sender is engine:
+            sent = None
+        local = kvtrie.EXACT_ONLY if sent is not None else self.policy()
+        try:
+            live, plan = engine.prepare(self.names, ids, local, keep_last)
+        except kvtrie.OutOfBlocksError:
+            self.counts["out of blocks"] += 1
+            self.relieve(engine)
+            return None
+        if sent is None:
+            engine.begin(live, plan)
+        else:
+            self.counts["transfers"] += 1
+            if fault:
+                self.counts[f"fault: {fault}"] += 1
+            tries = 2 if fault == "duplicated" else 1
+            for _ in range(tries):
+                transfer = self.plan(engine, live, plan, sent, fault, keep_last)
+            if transfer is None:
+                engine.begin(live, plan)
+            else:
+                self.begin_loaded(engine, live, plan, transfer)
+        self.look(engine, live, "begin")
+        return live
+
+    def plan(
+        self,
+        engine: ServingEngine,
+        live: Live,
+        plan: kvtrie.ReusePlan,
+        sent: Envelope,
+        fault: str,
+        keep_last: int,
+    ) -> kvtrie.TransferPlan | None:
+        """Read a manifest, plan with it, and load; None if nothing came of it."""
+        rng = self.rng
+        raw, key, seq = sent.raw, KEYS[0], live.seq
+        if fault == "truncated":
+            raw = faults.truncated(raw, rng)
+        elif fault == "mutated":
+            raw = faults.mutated(raw, rng)
+        elif fault == "key":
+            key = KEYS[1]
+        elif fault == "namespace":
+            seq = kvtrie.TokenSequence(live.ids, rng.choice(SPACES[1:]))
+        cached = int(plan.gaps[0][0]) if len(plan.gaps) else len(live.ids)
+        policy = self.policy()
+        try:
+            transfer = self.planner(
+                kvtrie.TransferManifest.from_bytes(raw),
+                seq,
+                live.table,
+                cached=(0, cached),
+                key=key,
+                policy=policy,
+                block_size=engine.block_size,
+                keep_last=keep_last,
+            )
+        except kvtrie.TransferRefused as refusal:
+            if refusal.reason not in REASONS or not str(refusal):
+                raise WrongError(f"a refusal without a reason: {refusal!r}") from refusal
+            self.counts[f"refused: {refusal.reason}"] += 1
+            return None
+        if fault in ("truncated", "key", "namespace"):
+            raise WrongError(f"accepted in spite of: {fault}")
+        if fault == "mutated" and raw != sent.raw:
+            # A run that is left out whole is no lie; every label is looked at all the same.
+            self.counts["changed and accepted"] += 1
+        try:
+            if rng.random() < 0.03:
+                message = "the connection broke"
+                raise LeaseError(message)
+            engine.load(live, sent, transfer)
+        except LeaseError:
+            self.counts["refused: lease"] += 1
+            return None
+        moved = sum(int(pair["end"] - pair["start"]) for pair in transfer.pairs if pair["class"])
+        loaded = sum(int(pair["end"] - pair["start"]) for pair in transfer.pairs)
+        self.counts["tokens loaded exact"] += loaded - moved
+        self.counts["tokens loaded approximate"] += moved
+        self.counts["tokens to compute"] += int(
+            sum(end - start for start, end in transfer.compute.tolist())
+        )
+        self.counts["transfers that loaded"] += loaded > 0
+        return transfer
+
+    def begin_loaded(
+        self,
+        engine: ServingEngine,
+        live: Live,
+        plan: kvtrie.ReusePlan,
+        transfer: kvtrie.TransferPlan,
+    ) -> None:
+        """Begin behind a load: as imported, or, where all is exact, as if computed here."""
+        compute, gaps = transfer.compute.tolist(), plan.gaps.tolist()
+        exact = not any(pair["class"] for pair in transfer.pairs)
+        if exact and len(compute) == 1 and len(gaps) == 1 and self.rng.random() < 0.5:
+            engine.begin_computed(live, plan, compute[0][0])
+            self.counts["begun as computed"] += 1
+        else:
+            engine.begin_imported(live, plan, transfer)
+            self.counts["begun as imported"] += 1
+
+    def run(self, engine: ServingEngine, live: Live) -> None:
+        """Step until a request has nothing left to do, while things happen to it."""
+        rng = self.rng
+        while live.to_compute or live.future:
+            starved = engine.step([live.name])
+            happens = rng.random()
+            if starved or happens < 0.015:
+                self.counts["preemptions"] += 1
+                engine.preempt(live, drop_blocks=bool(starved) or rng.random() < 0.7)
+                self.look(engine, live, "preemption")
+                if starved:
+                    self.relieve(engine)
+                    if not engine.grow(live, len(live.ids) + 8):
+                        self.abort(engine, live)
+                        return
+            elif happens < 0.02:
+                self.abort(engine, live)
+                return
+            elif happens < 0.07 and live.local is None:
+                engine.commit(live)
+                self.counts["commits"] += 1
+            elif happens < 0.12:
+                self.look(engine, live, "step")
+        engine.settle(live)
+        self.look(engine, live, "end")
+        _, verified = engine.ledger.final_range(live.name)
+        if verified != min(live.done, len(live.ids)):
+            raise WrongError(f"{verified} verified, {live.done} computed, of {len(live.ids)}")
+
+    def abort(self, engine: ServingEngine, live: Live) -> None:
+        """End a request in the middle."""
+        self.counts["aborts"] += 1
+        if self.rng.random() < 0.5:
+            engine.finish(live)
+        else:
+            engine.forget(live)
+
+    def relieve(self, engine: ServingEngine) -> None:
+        """Leases end early where blocks run short."""
+        for number in list(engine.leases.requests):
+            engine.end_lease(number)
+        self.counts["leases ended early"] += 1
+
+    def look(self, engine: ServingEngine, live: Live, when: str) -> None:
+        """Look at every label of a request."""
+        wrong = engine.wrong(live)
+        self.counts["looks"] += 1
+        if wrong or live.broken:
+            raise WrongError(
+                f"{engine.name} {when}: {len(wrong)} wrong, {live.broken} read before written:"
+                f" {wrong[:5]}"
+            )
+
+    def finish(self) -> Counts:
+        """End all leases, drain both engines, and look for what is left behind."""
+        for engine in (self.prefill, self.decode):
+            for number in list(engine.leases.requests):
+                engine.end_lease(number)
+            for live in list(engine.live.values()):
+                engine.finish(live)
+            engine.drain()
+            leaks = engine.leaks()
+            if leaks:
+                raise WrongError(f"{engine.name}: {'; '.join(leaks)}")
+            for talk in self.conversations:
+                self.look_up(engine, talk.ids())
+        self.counts["episodes"] += 1
+        return self.counts
+
+    def look_up(self, engine: ServingEngine, ids: list[int]) -> None:
+        """What the index calls exact is exact."""
+        match = engine.index.lookup(kvtrie.TokenSequence(ids, engine.namespace))
+        slots = engine.pool.slots(match.blocks.tolist())
+        end = match.num_tokens
+        if [engine.pool.context[slot] for slot in slots[:end]] != engine.chain(ids)[:end]:
+            raise WrongError(f"{engine.name}: the index calls exact what is not")
+
+
+def play(seed: int, turns: int, planner: Planner | None = None) -> Counts:
+    """One episode.
+
+    Raises:
+        WrongError: It found something, and says how to see it again.
+    """
+    episode = Episode(Random(seed), planner)
+    try:
+        for _ in range(turns):
+            episode.turn()
+        return episode.finish()
+    except Exception as error:
+        error.add_note(f"tests.pd.driver.play({seed}, {turns})")
+        raise
