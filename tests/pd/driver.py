@@ -23,7 +23,6 @@ SPACES = tuple(
 )
 REASONS = frozenset(("malformed", "version", "limits", "namespace", "digest", "groups"))
 BLOCK_SIZES = (2, 3, 4, 4, 8)
-LONGEST = 150
 
 Counts = collections.Counter[str]
 Planner = Callable[..., kvtrie.TransferPlan]
@@ -80,7 +79,9 @@ class Episode:
         )
         self.phrases = [[rng.randrange(40) for _ in range(rng.randrange(3, 24))] for _ in range(6)]
         self.conversations = [Conversation() for _ in range(rng.randrange(1, 4))]
+        self.longest = rng.choice((60, 150, 150))
         self.names = 0
+        self.background: dict[str, list[Live]] = {"P": [], "D": []}
 
     def text(self) -> list[int]:
         """Some tokens: phrases that come again, and new ones."""
@@ -97,6 +98,9 @@ class Episode:
         """What clients and templates do to a history: strip thoughts, compact, change something."""
         rng, messages = self.rng, talk.messages
         if rng.random() < 0.7:
+            for engine in (self.prefill, self.decode):
+                if rng.random() < 0.3:
+                    self.strip(engine, messages)
             messages[:] = [message for message in messages if message[0] != "thought"]
         kind = rng.random()
         if messages and kind < 0.08:
@@ -109,9 +113,18 @@ class Episode:
                 tokens[rng.randrange(len(tokens))] = rng.randrange(5000)
         elif len(messages) > 2 and kind < 0.18:
             rng.shuffle(messages)
-        if len(talk.ids()) > LONGEST:
+        if len(talk.ids()) > self.longest:
             messages.clear()
         messages.append(("user", self.text()))
+
+    def strip(self, engine: ServingEngine, messages: list[tuple[str, list[int]]]) -> None:
+        """Tell an index that the thoughts of a history are dead."""
+        ids = [token for _, tokens in messages for token in tokens]
+        at = 0
+        for kind, tokens in messages:
+            if kind == "thought":
+                engine.strip(ids, at, at + len(tokens), remove=self.rng.random() < 0.5)
+            at += len(tokens)
 
     def policy(self) -> kvtrie.ReusePolicy:
         """What a receiver allows."""
@@ -174,10 +187,12 @@ class Episode:
         live.future = future[::-1]
         live.num_drafts = rng.choice((0, 0, 1, 3))
         live.guess = rng.choice((0.2, 0.8, 1.0))
-        self.run(engine, live)
+        # Now and then it is asked for what it has while drafts are in flight.
+        stop = rng.randrange(12) if rng.random() < 0.15 else None
+        self.run(engine, live, stop)
         if live.name not in engine.live:
             return
-        if rng.random() < 0.7:
+        if stop is not None or rng.random() < 0.7:
             if talk.returned is not None:
                 engine.end_lease(talk.returned.lease)
             talk.returned = engine.export(live, KEYS[0])
@@ -197,7 +212,7 @@ class Episode:
         """Begin a request, with what was sent if that can be used."""
         rng = self.rng
         self.names += 1
-        fault = rng.choice(faults.FAULTS) if rng.random() < 0.4 else ""
+        fault = rng.choice(faults.FAULTS) if sent is not None and rng.random() < 0.4 else ""
         if fault == "dropped":
             sent = None
         if fault == "stale":
@@ -214,21 +229,36 @@ class Episode:
             self.counts["out of blocks"] += 1
             self.relieve(engine)
             return None
-        if sent is None:
-            engine.begin(live, plan)
-        else:
+        try:
+            self.begin(engine, live, plan, sent, fault, keep_last)
+        except BaseException:
+            if live.name not in engine.live:
+                plan.release()
+            raise
+        self.look(engine, live, "begin")
+        return live
+
+    def begin(
+        self,
+        engine: ServingEngine,
+        live: Live,
+        plan: kvtrie.ReusePlan,
+        sent: Envelope | None,
+        fault: str,
+        keep_last: int,
+    ) -> None:
+        """Begin with what the plan brought, and what can be loaded behind it."""
+        transfer = None
+        if sent is not None:
             self.counts["transfers"] += 1
             if fault:
                 self.counts[f"fault: {fault}"] += 1
-            tries = 2 if fault == "duplicated" else 1
-            for _ in range(tries):
+            for _ in range(2 if fault == "duplicated" else 1):
                 transfer = self.plan(engine, live, plan, sent, fault, keep_last)
-            if transfer is None:
-                engine.begin(live, plan)
-            else:
-                self.begin_loaded(engine, live, plan, transfer)
-        self.look(engine, live, "begin")
-        return live
+        if transfer is None:
+            engine.begin(live, plan)
+        else:
+            self.begin_loaded(engine, live, plan, transfer)
 
     def plan(
         self,
@@ -273,13 +303,12 @@ class Episode:
         if fault == "mutated" and raw != sent.raw:
             # A run that is left out whole is no lie; every label is looked at all the same.
             self.counts["changed and accepted"] += 1
+        self.check_plan(engine, live, sent, transfer, cached, keep_last)
+        breaks = rng.randrange(len(transfer.pairs) + 1) if rng.random() < 0.03 else None
         try:
-            if rng.random() < 0.03:
-                message = "the connection broke"
-                raise LeaseError(message)
-            engine.load(live, sent, transfer)
+            engine.load(live, sent, transfer, breaks_after=breaks)
         except LeaseError:
-            self.counts["refused: lease"] += 1
+            self.counts["lease ended" if breaks is None else "connection broke"] += 1
             return None
         moved = sum(int(pair["end"] - pair["start"]) for pair in transfer.pairs if pair["class"])
         loaded = sum(int(pair["end"] - pair["start"]) for pair in transfer.pairs)
@@ -290,6 +319,35 @@ class Episode:
         )
         self.counts["transfers that loaded"] += loaded > 0
         return transfer
+
+    def check_plan(
+        self,
+        engine: ServingEngine,
+        live: Live,
+        sent: Envelope,
+        transfer: kvtrie.TransferPlan,
+        cached: int,
+        keep_last: int,
+    ) -> None:
+        """Pairs lie inside blocks, and beside what is cached or computed they are all there is."""
+        theirs, mine, length = sent.sender.block_size, engine.block_size, len(live.ids)
+        covered = [(start, end) for start, end in transfer.compute.tolist()]
+        if length and (not covered or covered[-1][1] != length):
+            raise WrongError(f"the last {keep_last} of {length} tokens are not computed: {covered}")
+        for _, _, local, start, end, delta, _, _ in transfer.pairs.tolist():
+            last = end - 1
+            if (start - delta) // theirs != (
+                last - delta
+            ) // theirs or start // mine != last // mine:
+                raise WrongError(f"a pair crosses blocks: {start}..{end}, delta {delta}")
+            if local != live.table[start // mine]:
+                raise WrongError(f"position {start} is in {live.table[start // mine]}, not {local}")
+            covered.append((start, end))
+        at = min(cached, length - keep_last)
+        for start, end in sorted(covered):
+            if start != at:
+                raise WrongError(f"{at}..{start} is nobody's, or twice: {sorted(covered)}")
+            at = end
 
     def begin_loaded(
         self,
@@ -308,11 +366,22 @@ class Episode:
             engine.begin_imported(live, plan, transfer)
             self.counts["begun as imported"] += 1
 
-    def run(self, engine: ServingEngine, live: Live) -> None:
-        """Step until a request has nothing left to do, while things happen to it."""
+    def run(self, engine: ServingEngine, live: Live, stop: int | None = None) -> None:
+        """Step until a request has nothing left to do, while things happen to it.
+
+        With `stop`, it stays as it is after so many decode steps, with what is in flight.
+        """
         rng = self.rng
+        self.join(engine)
         while live.to_compute or live.future:
-            starved = engine.step([live.name])
+            others = [other.name for other in self.background[engine.name]]
+            starved = live.name in engine.step([live.name, *others])
+            self.leave(engine)
+            if stop is not None and not live.to_compute:
+                if not stop:
+                    self.counts["exported in flight"] += 1
+                    return
+                stop -= 1
             happens = rng.random()
             if starved or happens < 0.015:
                 self.counts["preemptions"] += 1
@@ -320,6 +389,7 @@ class Episode:
                 self.look(engine, live, "preemption")
                 if starved:
                     self.relieve(engine)
+                    engine.drain()
                     if not engine.grow(live, len(live.ids) + 8):
                         self.abort(engine, live)
                         return
@@ -337,6 +407,31 @@ class Episode:
         if verified != min(live.done, len(live.ids)):
             raise WrongError(f"{verified} verified, {live.done} computed, of {len(live.ids)}")
 
+    def join(self, engine: ServingEngine) -> None:
+        """Now and then another request runs beside the one that is looked at."""
+        rng = self.rng
+        others = self.background[engine.name]
+        if len(others) > 2 or rng.random() > 0.2:
+            return
+        talk = rng.choice(self.conversations)
+        live = self.admit(engine, [*talk.ids(), *self.text()], None, talk, keep_last=1)
+        if live is not None:
+            live.future = self.text()
+            live.num_drafts = rng.choice((0, 2))
+            live.guess = 0.5
+            others.append(live)
+            self.counts["beside another"] += 1
+
+    def leave(self, engine: ServingEngine) -> None:
+        """End what runs beside and is done, or gets no blocks."""
+        others = self.background[engine.name]
+        for live in list(others):
+            if not (live.to_compute or live.future):
+                engine.settle(live)
+                self.look(engine, live, "end beside another")
+                engine.finish(live)
+                others.remove(live)
+
     def abort(self, engine: ServingEngine, live: Live) -> None:
         """End a request in the middle."""
         self.counts["aborts"] += 1
@@ -349,6 +444,9 @@ class Episode:
         """Leases end early where blocks run short."""
         for number in list(engine.leases.requests):
             engine.end_lease(number)
+        for live in self.background[engine.name]:
+            self.abort(engine, live)
+        self.background[engine.name].clear()
         self.counts["leases ended early"] += 1
 
     def look(self, engine: ServingEngine, live: Live, when: str) -> None:
@@ -399,4 +497,7 @@ def play(seed: int, turns: int, planner: Planner | None = None) -> Counts:
         return episode.finish()
     except Exception as error:
         error.add_note(f"tests.pd.driver.play({seed}, {turns})")
+        for engine in (episode.prefill, episode.decode):
+            for live in list(engine.live.values()):
+                engine.forget(live)
         raise

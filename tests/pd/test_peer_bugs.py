@@ -295,7 +295,7 @@ def test_lmcache_2929_the_ledger_has_one_length() -> None:
     assert right(outcome) == (47, 1)
     engine, (plan,) = pd.Engine("D"), rule.plans
     ledger = kvtrie.SequenceLedger(block_size=16)
-    seq = kvtrie.TokenSequence(range(48), engine.namespace)
+    seq = kvtrie.TokenSequence(list(range(48)), engine.namespace)
     ledger.begin("r", seq, engine.allocate(48), source=plan.source, missing=plan.missing)
     assert ledger.final_range("r") == (0, 47)
     assert ledger.missing("r").tolist() == [[47, 48]]
@@ -308,7 +308,7 @@ def letters(text: str, size: int) -> list[int]:
 
 @pytest.mark.parametrize("size", [1, 16])
 def test_llamacpp_12161_the_second_removal_takes_what_is_needed(size: int) -> None:
-    # c and d go, g goes: h and j, two chunks, were shifted already and are removed by their old index.
+    # c and d go, then g: h and j, two chunks, were shifted and are removed by their old index.
     engine = pd.Engine()
     held = engine.compute(letters("abcdefghj", size))
     prompt = letters("abefhj", size)

@@ -17,7 +17,7 @@ import kvtrie
 from kvtrie.testing.pd.check import wrong_slots
 from kvtrie.testing.pd.engine import Engine
 from kvtrie.testing.pd.labels import chain
-from kvtrie.testing.pd.wire import Envelope, Leases
+from kvtrie.testing.pd.wire import Envelope, LeaseError, Leases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -351,6 +351,15 @@ class ServingEngine(Engine):
         live.table = self.ledger.blocks(live.name).tolist()
         live.slots = self.pool.slots(live.table)
 
+    def strip(self, ids: Sequence[int], start: int, end: int, *, remove: bool) -> None:
+        """A span is dead: its blocks go first when room is needed, or leave the index at once."""
+        seq = kvtrie.TokenSequence(ids, self.namespace)
+        if remove:
+            self.allocator.free(self.index.remove_spans(seq, [(start, end)]).freed)
+            self.allocator.free(self.index.take_freed())
+        else:
+            self.index.mark_dead(seq, [(start, end)])
+
     def preempt(self, live: Live, *, drop_blocks: bool) -> None:
         """Take back some of what was computed, as engines do when blocks run short."""
         self.settle(live)
@@ -408,11 +417,24 @@ class ServingEngine(Engine):
         if name is not None and name in self.live:
             self.finish(self.live[name])
 
-    def load(self, live: Live, envelope: Envelope, transfer: kvtrie.TransferPlan) -> None:
+    def load(
+        self,
+        live: Live,
+        envelope: Envelope,
+        transfer: kvtrie.TransferPlan,
+        *,
+        breaks_after: int | None = None,
+    ) -> None:
         """Copy what a plan says out of the sender's blocks.
 
+        Args:
+            live: Who gets it; it has not begun.
+            envelope: What was sent.
+            transfer: What was planned with it.
+            breaks_after: After so many pairs the connection breaks.
+
         Raises:
-            LeaseError: The sender does not hold them for this reader.
+            LeaseError: The sender does not hold the blocks for this reader, or it broke.
         """
         sender = envelope.sender
         pairs = transfer.pairs.tolist()
@@ -421,7 +443,7 @@ class ServingEngine(Engine):
         sender.drain()
         self.drain()
         theirs, mine = sender.block_size, self.block_size
-        for _, remote, local, start, end, delta, _, _ in pairs:
+        for _, remote, local, start, end, delta, _, _ in pairs[:breaks_after]:
             self.pool.load(
                 sender.pool,
                 remote * theirs + (start - delta) % theirs,
@@ -429,6 +451,9 @@ class ServingEngine(Engine):
                 live.canon[start:end],
                 delta,
             )
+        if breaks_after is not None:
+            message = f"the connection broke after {breaks_after} of {len(pairs)} pairs"
+            raise LeaseError(message)
 
     def wrong(self, live: Live) -> list[tuple[int, str]]:
         """The positions of a request that are called computed and hold something else."""
