@@ -401,11 +401,62 @@ class Episode:
                 self.counts["commits"] += 1
             elif happens < 0.12:
                 self.look(engine, live, "step")
+            elif happens < 0.14:
+                self.contradict(engine, live)
         engine.settle(live)
         self.look(engine, live, "end")
         _, verified = engine.ledger.final_range(live.name)
         if verified != min(live.done, len(live.ids)):
             raise WrongError(f"{verified} verified, {live.done} computed, of {len(live.ids)}")
+
+    def contradict(self, engine: ServingEngine, live: Live) -> None:
+        """Tell a ledger what cannot be: an error, and all as it was."""
+        ledger, name = engine.ledger, live.name
+        verified, issued = ledger.lookahead(name)
+        committed, _ = ledger.new_range(name)
+        room = len(live.table) * engine.block_size
+        end = len(live.seq)
+        calls: list[Callable[[], object]] = [
+            lambda: ledger.confirm(name, issued + 1),
+            lambda: ledger.confirm(name, verified - 1),
+            lambda: ledger.rollback(name, issued + 1),
+            lambda: ledger.rollback(name, committed - 1),
+            lambda: ledger.schedule(name, room - issued + 1),
+            lambda: ledger.schedule(name, 1, num_drafts=2),
+            lambda: ledger.append(name, [1, -1, 2]),
+            lambda: ledger.append(name, [2**32]),
+            lambda: ledger.blocks_for(name, 0, verified + 1),
+            lambda: ledger.add_blocks(name, live.table[-1:]),
+            lambda: ledger.begin(name, kvtrie.TokenSequence([1], engine.namespace), []),
+            lambda: ledger.begin(-1, live.seq, live.table),
+            lambda: ledger.step([name, name], [0, 0], [issued] * 2, [], [0, 0, 0]),
+            lambda: ledger.step([name], [room], [issued], [5], [0, 1]),
+            lambda: ledger.step([name, -1], [0, 0], [issued, 0], [5], [0, 1, 1]),
+            lambda: live.seq.extend([1]),
+            lambda: live.seq.truncate(max(0, end - 1)),
+        ]
+        before = self.state(engine, live)
+        try:
+            self.rng.choice(calls)()
+        except (ValueError, kvtrie.KvTrieError):
+            self.counts["contradictions"] += 1
+        else:
+            raise WrongError(f"a contradiction was taken: {before}")
+        if self.state(engine, live) != before:
+            raise WrongError(f"an error changed {before} to {self.state(engine, live)}")
+
+    def state(self, engine: ServingEngine, live: Live) -> tuple[object, ...]:
+        """All that a ledger says of a request."""
+        ledger, name = engine.ledger, live.name
+        return (
+            len(live.seq),
+            ledger.new_range(name),
+            ledger.lookahead(name),
+            ledger.missing(name).tolist(),
+            ledger.blocks(name).tolist(),
+            ledger.labels(name).tolist(),
+            len(ledger),
+        )
 
     def join(self, engine: ServingEngine) -> None:
         """Now and then another request runs beside the one that is looked at."""

@@ -14,11 +14,13 @@ from tests.pd.driver import KEYS, REASONS, SPACES, Counts, Planner, WrongError
 
 import kvtrie
 from kvtrie.testing.pd import faults
-from kvtrie.testing.pd.check import wrong_slots
+from kvtrie.testing.pd.check import APPROXIMATE, EXACT, is_loaded_right, wrong_slots
 from kvtrie.testing.pd.labels import LabelledPool, chain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+Unit = int | tuple[int, int]
 
 NUM_BLOCKS = 256
 SIZES = (1, 2, 3, 4, 8)
@@ -33,6 +35,7 @@ class Side:
         tables: The request's blocks in each group.
         exact_until: Where its KV stops being exact.
         hops: The most hops of what is not.
+        lookahead: Slots reserved behind its tokens.
     """
 
     def __init__(self, sizes: dict[int, int], num_tokens: int, rng: Random) -> None:
@@ -45,6 +48,7 @@ class Side:
         }
         self.exact_until = num_tokens
         self.hops = 0
+        self.lookahead = 0
 
     def slots(self, group: int) -> list[int]:
         """The slots of one group's table."""
@@ -60,59 +64,92 @@ class Side:
         )
 
 
-def edited(ids: list[int], rng: Random) -> list[int]:
+class Text:
+    """Tokens, some of which stand for images.
+
+    Attributes:
+        units: Token ids, and images as a number and a length.
+        ids: The token ids; all images have the same ones.
+        items: Where the images are.
+        labels: What the KV of each token is of: its id, or the image and the place in it.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        """Spell units out."""
+        self.units = list(units)
+        self.ids: list[int] = []
+        self.labels: list[int] = []
+        self.items: list[kvtrie.Item] = []
+        for unit in units:
+            if isinstance(unit, int):
+                self.ids.append(unit)
+                self.labels.append(unit)
+            else:
+                number, length = unit
+                start = len(self.ids)
+                self.items.append(kvtrie.Item(start, start + length, bytes((number,))))
+                self.ids += [3] * length
+                self.labels += [10**6 * (1 + number) + offset for offset in range(length)]
+
+    def sequence(self, space: kvtrie.Namespace) -> kvtrie.TokenSequence:
+        """The same as kvtrie knows it."""
+        return kvtrie.TokenSequence(self.ids, space, items=self.items)
+
+
+def edited(text: Text, rng: Random) -> Text:
     """Another prompt with much of the same text: holes, insertions, a longer or shorter end."""
-    out = list(ids)
+    out = list(text.units)
     for _ in range(rng.choice((0, 1, 1, 2))):
         at = rng.randrange(len(out) + 1)
         if rng.random() < 0.6:
             del out[at : at + rng.randrange(1, 30)]
         else:
-            out[at:at] = [rng.randrange(5000) for _ in range(rng.randrange(1, 12))]
+            out[at:at] = _units(rng, rng.randrange(1, 12))
+    for at, unit in enumerate(out):
+        if not isinstance(unit, int) and rng.random() < 0.2:
+            out[at] = (rng.randrange(3), unit[1])
     if rng.random() < 0.5:
-        out += [rng.randrange(5000) for _ in range(rng.randrange(1, 12))]
-    return out or [1]
+        out += _units(rng, rng.randrange(1, 12))
+    return Text(out or [1])
 
 
-def text(rng: Random) -> list[int]:
-    """Some tokens, now and then few ids again and again."""
+def written(rng: Random) -> Text:
+    """Some tokens, now and then few ids again and again, or images among them."""
     length = rng.randrange(1, 110)
     if rng.random() < 0.25:
         phrase = [rng.randrange(9) for _ in range(rng.randrange(1, 9))]
-        return (phrase * length)[:length]
+        return Text((phrase * length)[:length])
+    units = _units(rng, length)
+    for _ in range(rng.choice((0, 0, 1, 3))):
+        units.insert(rng.randrange(len(units) + 1), (rng.randrange(3), rng.randrange(1, 25)))
+    return Text(units)
+
+
+def _units(rng: Random, length: int) -> list[Unit]:
     return [rng.randrange(5000) for _ in range(length)]
 
 
 def hop(
     sender: Side,
-    sent: list[int],
+    sent: Text,
     computed: int,
-    wanted: list[int],
+    wanted: Text,
     rng: Random,
     counts: Counts,
     planner: Planner,
 ) -> Side:
     """Send what one side holds to another one, and look at every slot there."""
     root = hash(SPACES[0])
-    key, policy = KEYS[0], _policy(rng)
     sizes = sender.sizes
     if rng.random() < 0.5:
         sizes = {group: rng.choice(SIZES) for group in sizes}
-    receiver = Side(sizes, len(wanted), rng)
-    canon = chain(wanted, root)
-    cached = rng.choice((0, 0, rng.randrange(len(wanted) + 1)))
-    receiver.compute(wanted, canon, 0, cached, root)
-    source: kvtrie.ComputedSource | kvtrie.Imported = kvtrie.COMPUTED
-    if sender.exact_until < computed or sender.hops:
-        source = kvtrie.Imported(exact_until=sender.exact_until, hops=sender.hops)
-    raw = kvtrie.TransferManifest.from_blocks(
-        kvtrie.TokenSequence(sent, SPACES[0]),
-        sender.tables,
-        key=key,
-        num_computed=computed,
-        block_size=sender.sizes,
-        source=source,
-    ).to_bytes()
+    labels = wanted.labels
+    length = len(labels)
+    receiver = Side(sizes, length, rng)
+    canon = chain(labels, root)
+    cached = rng.choice((0, 0, rng.randrange(length + 1)))
+    receiver.compute(labels, canon, 0, cached, root)
+    raw = _manifest(sender, sent, computed)
     fault = rng.choice(("", "", "", "mutated", "truncated", "key", "namespace", "groups"))
     local_tables, local_sizes = dict(receiver.tables), dict(sizes)
     if fault == "mutated":
@@ -125,16 +162,16 @@ def hop(
     counts["transfers"] += 1
     keep_last = rng.choice((0, 0, 1, 3))
     pairs: list[tuple[int, ...]] = []
-    compute: list[list[int]] = [[cached, len(wanted)]] if cached < len(wanted) else []
-    receiver.exact_until, receiver.hops = len(wanted), 0
+    compute: list[list[int]] = [[cached, length]] if cached < length else []
+    receiver.exact_until, receiver.hops = length, 0
     try:
         transfer = planner(
             kvtrie.TransferManifest.from_bytes(raw),
-            kvtrie.TokenSequence(wanted, space),
+            wanted.sequence(space),
             local_tables,
             cached=(0, cached),
-            key=KEYS[1] if fault == "key" else key,
-            policy=policy,
+            key=KEYS[1] if fault == "key" else KEYS[0],
+            policy=_policy(rng),
             block_size=local_sizes,
             keep_last=keep_last,
         )
@@ -147,36 +184,71 @@ def hop(
             raise WrongError(f"accepted in spite of: {fault}")
         pairs, compute = transfer.pairs.tolist(), transfer.compute.tolist()
         receiver.exact_until, receiver.hops = transfer.exact_until, transfer.hops
-    for group, remote, local, start, end, delta, _, _ in pairs:
-        theirs, mine = sender.sizes[group], sizes[group]
-        receiver.pools[group].load(
-            sender.pools[group],
-            remote * theirs + (start - delta) % theirs,
-            local * mine + start % mine,
-            canon[start:end],
-            delta,
-        )
+    for pair in pairs:
+        _load(sender, receiver, pair, labels, canon)
         counts["pairs, groups"] += 1
-    broken = sum(receiver.compute(wanted, canon, start, end, root) for start, end in compute)
-    classes = [0] * min(receiver.exact_until, len(wanted))
-    classes += [1] * (len(wanted) - len(classes))
-    for group, pool in receiver.pools.items():
-        wrong = wrong_slots(
-            pool,
-            receiver.slots(group),
-            wanted,
-            canon,
-            classes,
-            [receiver.hops] * len(wanted),
-            root=root,
-        )
-        if wrong or broken:
-            raise WrongError(
-                f"group {group}: {len(wrong)} wrong, {broken} read before written: {wrong[:5]}"
-            )
-    loaded = sum(end - start for _, _, _, start, end, _, _, _ in pairs)
-    counts["tokens loaded, groups"] += loaded
+        counts["tokens loaded, groups"] += pair[4] - pair[3]
+    broken = sum(receiver.compute(labels, canon, start, end, root) for start, end in compute)
+    if broken:
+        raise WrongError(f"{broken} slots were read before they were written")
+    _look(receiver, labels, canon)
     return receiver
+
+
+def _manifest(sender: Side, sent: Text, computed: int) -> bytes:
+    source: kvtrie.ComputedSource | kvtrie.Imported = kvtrie.COMPUTED
+    if sender.exact_until < computed or sender.hops:
+        source = kvtrie.Imported(exact_until=sender.exact_until, hops=sender.hops)
+    manifest = kvtrie.TransferManifest.from_blocks(
+        sent.sequence(SPACES[0]),
+        sender.tables,
+        key=KEYS[0],
+        num_computed=computed,
+        block_size=sender.sizes,
+        source=source,
+        num_lookahead=sender.lookahead,
+    )
+    raw: bytes = manifest.to_bytes()
+    return raw
+
+
+def _load(
+    sender: Side,
+    receiver: Side,
+    pair: tuple[int, ...],
+    labels: Sequence[int],
+    canon: Sequence[int],
+) -> None:
+    group, remote, local, start, end, delta, kind, hops = pair
+    theirs, mine = sender.sizes[group], receiver.sizes[group]
+    there, here = (start - delta) % theirs, start % mine
+    if there + end - start > theirs or here + end - start > mine:
+        raise WrongError(f"a pair crosses blocks: {pair}")
+    pool, slot = receiver.pools[group], local * mine + here
+    pool.load(sender.pools[group], remote * theirs + there, slot, canon[start:end], delta)
+    if not is_loaded_right(
+        pool,
+        slot,
+        labels[start:end],
+        canon[start:end],
+        start,
+        exact=kind == EXACT,
+        hops=hops,
+        root=hash(SPACES[0]),
+    ):
+        raise WrongError(f"loaded by {pair}: something else than it says")
+
+
+def _look(receiver: Side, labels: Sequence[int], canon: Sequence[int]) -> None:
+    length = len(labels)
+    classes = [EXACT] * min(receiver.exact_until, length)
+    classes += [APPROXIMATE] * (length - len(classes))
+    hops, root = [receiver.hops] * length, hash(SPACES[0])
+    for group, pool in receiver.pools.items():
+        slots = receiver.slots(group)
+        wrong = wrong_slots(pool, slots, labels, canon, classes, hops, root=root)
+        if wrong:
+            raise WrongError(f"group {group}: {len(wrong)} wrong: {wrong[:5]}")
 
 
 def _policy(rng: Random) -> kvtrie.ReusePolicy:
@@ -202,19 +274,22 @@ def play(seed: int, planner: Planner | None = None) -> Counts:
     counts: Counts = collections.Counter()
     root = hash(SPACES[0])
     try:
-        ids = text(rng)
-        sender = Side(
-            {group: rng.choice(SIZES) for group in range(rng.choice((1, 2, 3)))}, len(ids), rng
-        )
-        computed = rng.choice((len(ids), len(ids), rng.randrange(len(ids) + 1)))
-        sender.compute(ids, chain(ids, root), 0, computed, root)
+        text = written(rng)
+        length = len(text.ids)
+        sizes = {group: rng.choice(SIZES) for group in range(rng.choice((1, 2, 3)))}
+        lookahead = rng.choice((0, 0, 1, 5))
+        sender = Side(sizes, length + lookahead, rng)
+        computed = rng.choice((length, length, rng.randrange(length + 1)))
+        sender.compute(text.labels, chain(text.labels, root), 0, computed, root)
         sender.exact_until = computed
+        if computed == length:
+            sender.lookahead = lookahead
         for _ in range(2):
-            wanted = edited(ids, rng)
+            wanted = edited(text, rng)
             sender = hop(
-                sender, ids, computed, wanted, rng, counts, planner or kvtrie.plan_transfer
+                sender, text, computed, wanted, rng, counts, planner or kvtrie.plan_transfer
             )
-            ids, computed = wanted, len(wanted)
+            text, computed = wanted, len(wanted.ids)
     except Exception as error:
         error.add_note(f"tests.pd.groups.play({seed})")
         raise

@@ -169,7 +169,7 @@ def test_suffix_trim_is_right_until_something_is_edited() -> None:
         receiver = pd.Engine("D", block_size=4)
         right = pd.transfer(held, receiver, sent, cached=cached, rule=pd.vllm.suffix_trim)
         assert (right.wrong, right.tainted, right.failed) == (0, 0, None)
-        prompt = groups.edited(sent, rng)
+        prompt = groups.edited(groups.Text(sent), rng).ids
         if prompt[: len(sent)] != sent[: len(prompt)]:
             edited = pd.transfer(held, receiver, prompt, rule=pd.vllm.suffix_trim)
             wrong += edited.wrong > 0

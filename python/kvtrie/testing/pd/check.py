@@ -72,3 +72,36 @@ def wrong_slots(
         elif hops is not None and pool.hops[slot] > hops[index]:
             wrong.append((index, "hops"))
     return wrong
+
+
+def is_loaded_right(
+    pool: LabelledPool,
+    slot: int,
+    ids: Sequence[int],
+    canon: Sequence[int],
+    start: int,
+    *,
+    exact: bool,
+    hops: int,
+    root: int = 0,
+) -> bool:
+    """Whether consecutive slots hold what was said when they were loaded.
+
+    Args:
+        pool: Where they are.
+        slot: The first of them.
+        ids: The tokens that they are for.
+        canon: Their contexts.
+        start: The position of the first.
+        exact: Whether they are called exact.
+        hops: How many hops they are said to have.
+        root: The namespace's number.
+    """
+    end = slot + len(ids)
+    return (
+        pool.token[slot:end] == list(ids)
+        and pool.space[slot:end] == [root] * len(ids)
+        and pool.position[slot:end] == list(range(start, start + len(ids)))
+        and (not exact or pool.context[slot:end] == list(canon))
+        and max(pool.hops[slot:end], default=0) <= hops
+    )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import kvtrie
-from kvtrie.testing.pd.check import wrong_slots
+from kvtrie.testing.pd.check import EXACT, is_loaded_right, wrong_slots
 from kvtrie.testing.pd.engine import Engine
 from kvtrie.testing.pd.labels import chain
 from kvtrie.testing.pd.wire import Envelope, LeaseError, Leases
@@ -260,12 +260,26 @@ class ServingEngine(Engine):
             else:
                 work.append(self._decode(live, num_drafts))
         if requests:
-            self.ledger.step(requests, scheduled, computed, ids, offsets, num_drafts=drafts)
+            prefills = self.live[requests[0]].to_compute
+            if len(requests) == 1 and not (self.depth or prefills) and rng.random() < 0.3:
+                self._step_by_calls(requests[0], scheduled[0], computed[0], ids, drafts[0])
+            else:
+                self.ledger.step(requests, scheduled, computed, ids, offsets, num_drafts=drafts)
             for name in requests:
                 self.live[name].in_flight += 1
             self.device.extend(work)
             self._drop_behind()
         return starved
+
+    def _step_by_calls(
+        self, name: Hashable, scheduled: int, computed: int, ids: list[int], drafts: int
+    ) -> None:
+        """What `SequenceLedger.step` does, call by call: rejected drafts are rolled back."""
+        self.ledger.append(name, ids)
+        self.ledger.confirm(name, computed)
+        if self.ledger.lookahead(name)[1] > computed:
+            self.ledger.rollback(name, computed)
+        self.ledger.schedule(name, scheduled, num_drafts=drafts)
 
     def _prefill(self, live: Live, start: int, end: int) -> Callable[[], None]:
         _, last = live.to_compute.popleft()
@@ -443,14 +457,16 @@ class ServingEngine(Engine):
         sender.drain()
         self.drain()
         theirs, mine = sender.block_size, self.block_size
-        for _, remote, local, start, end, delta, _, _ in pairs[:breaks_after]:
+        for _, remote, local, start, end, delta, kind, hops in pairs[:breaks_after]:
+            canon, slot = live.canon[start:end], local * mine + start % mine
             self.pool.load(
-                sender.pool,
-                remote * theirs + (start - delta) % theirs,
-                local * mine + start % mine,
-                live.canon[start:end],
-                delta,
+                sender.pool, remote * theirs + (start - delta) % theirs, slot, canon, delta
             )
+            ids, exact = live.ids[start:end], kind == EXACT
+            if not is_loaded_right(
+                self.pool, slot, ids, canon, start, exact=exact, hops=hops, root=self.root
+            ):
+                live.broken += 1
         if breaks_after is not None:
             message = f"the connection broke after {breaks_after} of {len(pairs)} pairs"
             raise LeaseError(message)
