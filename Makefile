@@ -175,6 +175,10 @@ soak: setup ## a million random calls, plans, removals and hostile manifests, ea
 	$(PY) -m tests.property.sound_plans --plans 1000000
 	KVTRIE_HOSTILE=1000000 $(CARGO) test --quiet --profile release-checked --test hostile -- --nocapture
 
+.PHONY: soak-transfers
+soak-transfers: setup ## a million random transfers between labelled engines, every slot looked at (a quarter of an hour)
+	$(PY) -m tests.pd.soak --transfers 1000000
+
 # One change at a time in trees and plans, each of which some test should notice. What a mutant does to memory is
 # bounded, and what it fails with is not made smaller; a seed makes two runs alike. Doctests are left out: they link
 # one by one. MUTANTS_SHARD=0/20 is one twentieth; MUTANTS_TESTS='--test model' kills most of it in less time.

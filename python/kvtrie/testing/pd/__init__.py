@@ -45,9 +45,9 @@ Example:
 from kvtrie.testing.pd import faults
 from kvtrie.testing.pd.engine import Computed, Engine
 from kvtrie.testing.pd.exchange import Answer, PeerError, Piece, Rule, Want
+from kvtrie.testing.pd.outcome import Outcome, transfer
 from kvtrie.testing.pd.rules import llamacpp, lmcache, vllm
 from kvtrie.testing.pd.rules.manifest import RangePlan
-from kvtrie.testing.pd.transfer import Outcome, transfer
 
 __all__ = [
     "Answer",
