@@ -13,6 +13,7 @@ from random import Random
 
 import kvtrie
 from kvtrie.testing.pd import faults
+from kvtrie.testing.pd.check import EXACT
 from kvtrie.testing.pd.serving import Live, ServingEngine
 from kvtrie.testing.pd.wire import Envelope, LeaseError
 
@@ -162,14 +163,14 @@ class Episode:
     def serve_prefill(self, talk: Conversation, prompt: list[int], first: int) -> Envelope | None:
         """The prefill engine computes a prompt, with what the decode engine returned."""
         rng, engine = self.rng, self.prefill
-        live = self.admit(engine, prompt, talk.returned, talk, keep_last=1)
+        live = self.admit(engine, prompt, talk.returned, talk)
         if talk.returned is not None and rng.random() < 0.9:
             talk.returned.sender.end_lease(talk.returned.lease)
             talk.returned = None
         if live is None:
             return None
         live.future = [first]
-        self.run(engine, live)
+        self.run(engine, live, rng.randrange(4) if rng.random() < 0.08 else None)
         if live.name not in engine.live:
             return None
         sent = engine.export(live, KEYS[0])
@@ -181,14 +182,14 @@ class Episode:
     ) -> None:
         """The decode engine takes the prompt over and answers."""
         rng, engine = self.rng, self.decode
-        live = self.admit(engine, ids, sent, talk, keep_last=1)
+        live = self.admit(engine, ids, sent, talk)
         if live is None:
             return
         live.future = future[::-1]
         live.num_drafts = rng.choice((0, 0, 1, 3))
         live.guess = rng.choice((0.2, 0.8, 1.0))
         # Now and then it is asked for what it has while drafts are in flight.
-        stop = rng.randrange(12) if rng.random() < 0.15 else None
+        stop = rng.randrange(15) if rng.random() < 0.15 else None
         self.run(engine, live, stop)
         if live.name not in engine.live:
             return
@@ -206,11 +207,10 @@ class Episode:
         ids: list[int],
         sent: Envelope | None,
         talk: Conversation,
-        *,
-        keep_last: int,
     ) -> Live | None:
         """Begin a request, with what was sent if that can be used."""
         rng = self.rng
+        keep_last = rng.choice((1, 1, 1, 2, 6))
         self.names += 1
         fault = rng.choice(faults.FAULTS) if sent is not None and rng.random() < 0.4 else ""
         if fault == "dropped":
@@ -303,7 +303,8 @@ class Episode:
         if fault == "mutated" and raw != sent.raw:
             # A run that is left out whole is no lie; every label is looked at all the same.
             self.counts["changed and accepted"] += 1
-        self.check_plan(engine, live, sent, transfer, cached, keep_last)
+        self.check_plan(engine, live, sent, transfer, min(cached, len(live.ids) - keep_last))
+        self.check_policy(live, transfer, policy)
         breaks = rng.randrange(len(transfer.pairs) + 1) if rng.random() < 0.03 else None
         try:
             engine.load(live, sent, transfer, breaks_after=breaks)
@@ -327,13 +328,12 @@ class Episode:
         sent: Envelope,
         transfer: kvtrie.TransferPlan,
         cached: int,
-        keep_last: int,
     ) -> None:
         """Pairs lie inside blocks, and beside what is cached or computed they are all there is."""
         theirs, mine, length = sent.sender.block_size, engine.block_size, len(live.ids)
         covered = [(start, end) for start, end in transfer.compute.tolist()]
         if length and (not covered or covered[-1][1] != length):
-            raise WrongError(f"the last {keep_last} of {length} tokens are not computed: {covered}")
+            raise WrongError(f"the last of {length} tokens is not computed: {covered}")
         for _, _, local, start, end, delta, _, _ in transfer.pairs.tolist():
             last = end - 1
             if (start - delta) // theirs != (
@@ -343,11 +343,28 @@ class Episode:
             if local != live.table[start // mine]:
                 raise WrongError(f"position {start} is in {live.table[start // mine]}, not {local}")
             covered.append((start, end))
-        at = min(cached, length - keep_last)
+        at = max(0, cached)
         for start, end in sorted(covered):
             if start != at:
                 raise WrongError(f"{at}..{start} is nobody's, or twice: {sorted(covered)}")
             at = end
+
+    def check_policy(
+        self, live: Live, transfer: kvtrie.TransferPlan, policy: kvtrie.ReusePolicy
+    ) -> None:
+        """Nothing is loaded that the receiver does not allow."""
+        moved = [
+            (end - start, hops)
+            for _, _, _, start, end, _, kind, hops in transfer.pairs.tolist()
+            if kind != EXACT
+        ]
+        share = sum(count for count, _ in moved)
+        if moved and not policy.approximate:
+            raise WrongError(f"{share} approximate tokens under EXACT_ONLY")
+        if share > policy.max_approximate_share * len(live.ids):
+            raise WrongError(f"{share} approximate tokens of {len(live.ids)}: {policy}")
+        if any(hops > policy.max_hops for _, hops in moved):
+            raise WrongError(f"too many hops: {policy}")
 
     def begin_loaded(
         self,
@@ -369,7 +386,7 @@ class Episode:
     def run(self, engine: ServingEngine, live: Live, stop: int | None = None) -> None:
         """Step until a request has nothing left to do, while things happen to it.
 
-        With `stop`, it stays as it is after so many decode steps, with what is in flight.
+        With `stop`, it stays as it is after so many steps, with what is in flight.
         """
         rng = self.rng
         self.join(engine)
@@ -377,7 +394,7 @@ class Episode:
             others = [other.name for other in self.background[engine.name]]
             starved = live.name in engine.step([live.name, *others])
             self.leave(engine)
-            if stop is not None and not live.to_compute:
+            if stop is not None:
                 if not stop:
                     self.counts["exported in flight"] += 1
                     return
@@ -465,7 +482,7 @@ class Episode:
         if len(others) > 2 or rng.random() > 0.2:
             return
         talk = rng.choice(self.conversations)
-        live = self.admit(engine, [*talk.ids(), *self.text()], None, talk, keep_last=1)
+        live = self.admit(engine, [*talk.ids(), *self.text()], None, talk)
         if live is not None:
             live.future = self.text()
             live.num_drafts = rng.choice((0, 2))
