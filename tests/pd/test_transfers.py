@@ -33,7 +33,6 @@ def test_serving_engines_meet_everything() -> None:
     expected += ["refused: namespace", "tokens loaded exact", "tokens loaded approximate"]
     expected += [f"fault: {fault}" for fault in pd.faults.FAULTS if fault != "dropped"]
     assert not [name for name in expected if not counts[name]], counts
-    assert counts["tokens loaded exact"] > counts["tokens to compute"]
 
 
 def test_several_groups_of_unequal_blocks() -> None:

@@ -50,10 +50,10 @@ def wrong_slots(
     token, position, context = pool.token, pool.position, pool.context
     # Nearly always all is right, and whole lists compare faster than slots do.
     if (
-        [token[slot] for slot in held] == ids[start:end]
-        and [context[slot] for slot in held] == canon[start:end]
-        and [position[slot] for slot in held] == list(range(start, end))
-        and not any(pool.hops[slot] for slot in held)
+        list(map(token.__getitem__, held)) == ids[start:end]
+        and list(map(context.__getitem__, held)) == canon[start:end]
+        and list(map(position.__getitem__, held)) == list(range(start, end))
+        and not any(map(pool.hops.__getitem__, held))
     ):
         return []
     wrong = []

@@ -85,9 +85,10 @@ class LabelledPool:
     def clear(self, blocks: Iterable[int]) -> None:
         """Forget what was written to blocks: whoever gets them computes what lies there."""
         size = self.block_size
-        nothing = [UNWRITTEN] * size
+        nothing, no_context = [UNWRITTEN] * size, [0] * size
         for block in blocks:
             self.token[block * size : (block + 1) * size] = nothing
+            self.context[block * size : (block + 1) * size] = no_context
 
     def attended(self, slots: Sequence[int], canon: Sequence[int], root: int) -> tuple[int, int]:
         """What a token computed behind these slots attends to.
@@ -103,6 +104,9 @@ class LabelledPool:
         token, position, context = self.token, self.position, self.context
         if not slots:
             return root, 0
+        # Nearly always all is exact, and whole lists compare faster than slots do.
+        if list(map(context.__getitem__, slots)) == canon[: len(slots)]:
+            return canon[len(slots) - 1], 0
         missing = 0
         state, exact = root, True
         for index, slot in enumerate(slots):
