@@ -253,8 +253,13 @@ class Episode:
             self.counts["transfers"] += 1
             if fault:
                 self.counts[f"fault: {fault}"] += 1
-            for _ in range(2 if fault == "duplicated" else 1):
+            for again in (fault == "duplicated", False):
+                broken = self.counts["connection broke"]
                 transfer = self.plan(engine, live, plan, sent, fault, keep_last)
+                retry = self.counts["connection broke"] > broken and self.rng.random() < 0.5
+                self.counts["retries"] += retry
+                if not (again or retry):
+                    break
         if transfer is None:
             engine.begin(live, plan)
         else:

@@ -99,7 +99,8 @@ def test_vllm_43996_the_lookahead_block_lands_in_the_first() -> None:
 
 
 def test_vllm_43996_decode_context_parallelism_keeps_the_lookahead_block() -> None:
-    # Two ranks of 16 make a block of 32. The clip counts 32 / 16 = 2 blocks, and both stay.
+    # Two ranks of 16 make a block of 32. The clip counts 32 / 16 = 2 blocks, and both stay, for a
+    # push to trim from the end.
     held = pd.Engine("P", block_size=32).compute(range(32), lookahead=3)
     assert len(held.blocks) == 2
     rule = pd.vllm.SuffixTrim(clip=16)

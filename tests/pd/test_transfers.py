@@ -28,6 +28,7 @@ def test_serving_engines_meet_everything() -> None:
     for seed in range(SEEDS, 2 * SEEDS):
         counts.update(driver.play(seed, TURNS))
     expected = ["preemptions", "aborts", "commits", "transfers that loaded", "connection broke"]
+    expected += ["retries", "contradictions"]
     expected += ["lease ended", "exported in flight", "beside another"]
     expected += ["begun as computed", "begun as imported", "refused: digest", "refused: malformed"]
     expected += ["refused: namespace", "tokens loaded exact", "tokens loaded approximate"]

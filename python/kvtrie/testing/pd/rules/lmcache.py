@@ -26,7 +26,9 @@ class Tracker:
     * `clamped` takes the smaller of the counter and the list's own length instead. After a
       preemption, or after a failed load, the counter is below the list: ids that are there already
       are appended again, and each lies in a slot of another position.
-      https://github.com/LMCache/LMCache/pull/2929
+      https://github.com/LMCache/LMCache/pull/2929. LMCache 0.5.6 clamps, and also rebuilds the
+      list of a preempted request and cuts that of one that was rolled back; without these two, the
+      clamp alone is not enough.
 
     Attributes:
         ids: What it believes.

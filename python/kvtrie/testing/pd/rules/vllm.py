@@ -34,8 +34,10 @@ class SuffixTrim:
 
     Attributes:
         clip: If given, the sender's scheduler first keeps only so many blocks as its computed
-            tokens fill, at so many tokens a block. Under decode-context parallelism a block of the
-            table spans `block_size` tokens on each rank, and the clip counts those of one rank.
+            tokens fill, at so many tokens a block: vLLM 0.32 does. Under decode-context parallelism
+            a block of the table spans `block_size` tokens on each rank, and the clip counts those
+            of one rank, so that a look-ahead block stays. A pull under it then pairs blocks by
+            position; a push trims from the end as ever.
         rounded: Whether the length that the sender reports is rounded up to whole blocks. Wrong
             when the receiver's prompt ends inside the last block, behind what was computed:
             https://github.com/vllm-project/vllm/issues/34616.
