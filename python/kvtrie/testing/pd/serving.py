@@ -233,30 +233,25 @@ class ServingEngine(Engine):
         work: list[Callable[[], None]] = []
         for name in names:
             live = self.live[name]
-            if live.to_compute:
-                start, end = live.to_compute[0]
-                end = min(end, start + rng.choice((1, 3, 16, 64)))
-                count, num_drafts = end - start, 0
-            elif live.future:
-                count, num_drafts = 1 + live.num_drafts, live.num_drafts
-                start = end = live.counter
-            else:
+            if not (live.to_compute or live.future):
                 continue
-            at = max(live.counter, start)
-            if not self.grow(live, at + count):
+            start, count, num_drafts = self._next(live)
+            if not self.grow(live, start + count):
                 starved.append(name)
                 continue
             requests.append(name)
             scheduled.append(count)
             computed.append(live.counter)
             drafts.append(num_drafts)
-            ids += live.arrived
-            live.arrived = []
-            if live.in_flight and rng.random() < 0.3:
+            # Now and then the ids come later than the counter that counts them.
+            if rng.random() < 0.9:
+                ids += live.arrived
+                live.arrived = []
+            if (live.in_flight or live.arrived) and rng.random() < 0.3:
                 ids.append(PLACEHOLDER)
             offsets.append(len(ids))
             if live.to_compute:
-                work.append(self._prefill(live, start, end))
+                work.append(self._prefill(live, start, start + count))
             else:
                 work.append(self._decode(live, num_drafts))
         if requests:
@@ -270,6 +265,16 @@ class ServingEngine(Engine):
             self.device.extend(work)
             self._drop_behind()
         return starved
+
+    def _next(self, live: Live) -> tuple[int, int, int]:
+        """Where the next step of a request starts, its positions, and how many are drafts."""
+        if live.to_compute:
+            start, end = live.to_compute[0]
+            return start, min(end - start, self.rng.choice((1, 3, 16, 64))), 0
+        num_drafts = live.num_drafts
+        if num_drafts and self.rng.random() < 0.2:
+            num_drafts = self.rng.randrange(num_drafts)
+        return live.counter, 1 + num_drafts, num_drafts
 
     def _step_by_calls(
         self, name: Hashable, scheduled: int, computed: int, ids: list[int], drafts: int
