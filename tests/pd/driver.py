@@ -170,7 +170,7 @@ class Episode:
         if live is None:
             return None
         live.future = [first]
-        self.run(engine, live, rng.randrange(4) if rng.random() < 0.08 else None)
+        live = self.run(engine, live, rng.randrange(4) if rng.random() < 0.08 else None)
         if live.name not in engine.live:
             return None
         sent = engine.export(live, KEYS[0])
@@ -190,7 +190,7 @@ class Episode:
         live.guess = rng.choice((0.2, 0.8, 1.0))
         # Now and then it is asked for what it has while drafts are in flight.
         stop = rng.randrange(15) if rng.random() < 0.15 else None
-        self.run(engine, live, stop)
+        live = self.run(engine, live, stop)
         if live.name not in engine.live:
             return
         if stop is not None or rng.random() < 0.7:
@@ -388,7 +388,7 @@ class Episode:
             engine.begin_imported(live, plan, transfer)
             self.counts["begun as imported"] += 1
 
-    def run(self, engine: ServingEngine, live: Live, stop: int | None = None) -> None:
+    def run(self, engine: ServingEngine, live: Live, stop: int | None = None) -> Live:
         """Step until a request has nothing left to do, while things happen to it.
 
         With `stop`, it stays as it is after so many steps, with what is in flight.
@@ -402,22 +402,26 @@ class Episode:
             if stop is not None:
                 if not stop:
                     self.counts["exported in flight"] += 1
-                    return
+                    return live
                 stop -= 1
             happens = rng.random()
             if starved or happens < 0.015:
                 self.counts["preemptions"] += 1
-                engine.preempt(live, drop_blocks=bool(starved) or rng.random() < 0.7)
+                wait = rng.random() < 0.5
+                self.counts["preemptions in flight"] += bool(live.in_flight and not wait)
+                live = engine.preempt(
+                    live, drop_blocks=bool(starved) or rng.random() < 0.7, wait=wait
+                )
                 self.look(engine, live, "preemption")
                 if starved:
                     self.relieve(engine)
                     engine.drain()
                     if not engine.grow(live, len(live.ids) + 8):
                         self.abort(engine, live)
-                        return
+                        return live
             elif happens < 0.02:
                 self.abort(engine, live)
-                return
+                return live
             elif happens < 0.07 and live.local is None:
                 engine.commit(live)
                 self.counts["commits"] += 1
@@ -430,6 +434,7 @@ class Episode:
         _, verified = engine.ledger.final_range(live.name)
         if verified != min(live.done, len(live.ids)):
             raise WrongError(f"{verified} verified, {live.done} computed, of {len(live.ids)}")
+        return live
 
     def contradict(self, engine: ServingEngine, live: Live) -> None:
         """Tell a ledger what cannot be: an error, and all as it was."""
@@ -509,7 +514,7 @@ class Episode:
         """End a request in the middle."""
         self.counts["aborts"] += 1
         if self.rng.random() < 0.5:
-            engine.finish(live)
+            engine.finish(live, wait=self.rng.random() < 0.5)
         else:
             engine.forget(live)
 
@@ -526,10 +531,9 @@ class Episode:
         """Look at every label of a request."""
         wrong = engine.wrong(live)
         self.counts["looks"] += 1
-        if wrong or live.broken:
+        if wrong or engine.broken:
             raise WrongError(
-                f"{engine.name} {when}: {len(wrong)} wrong, {live.broken} read before written:"
-                f" {wrong[:5]}"
+                f"{engine.name} {when}: {len(wrong)} wrong, {engine.broken} broken: {wrong[:5]}"
             )
 
     def finish(self) -> Counts:

@@ -27,7 +27,14 @@ def test_serving_engines_meet_everything() -> None:
     counts: driver.Counts = collections.Counter()
     for seed in range(SEEDS, 2 * SEEDS):
         counts.update(driver.play(seed, TURNS))
-    expected = ["preemptions", "aborts", "commits", "transfers that loaded", "connection broke"]
+    expected = [
+        "preemptions",
+        "preemptions in flight",
+        "aborts",
+        "commits",
+        "transfers that loaded",
+        "connection broke",
+    ]
     expected += ["retries", "contradictions"]
     expected += ["lease ended", "exported in flight", "beside another"]
     expected += ["begun as computed", "begun as imported", "refused: digest", "refused: malformed"]

@@ -8,7 +8,7 @@ later, in order.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,7 +48,6 @@ class Live:
         in_flight: Steps that have not run.
         local: The local plan, when it is not the ledger's source.
         in_place: Blocks at the front of the table that are the index's.
-        broken: What was found wrong when it computed.
     """
 
     name: Hashable
@@ -67,7 +66,6 @@ class Live:
     in_flight: int = 0
     local: kvtrie.ReusePlan | None = None
     in_place: int = 0
-    broken: int = 0
 
 
 class ServingEngine(Engine):
@@ -97,6 +95,8 @@ class ServingEngine(Engine):
         self.rng = rng
         self.num_blocks = num_blocks
         self.depth = depth
+        # Slots read before they were written, and loads that are not what they say.
+        self.broken = 0
         self.index = kvtrie.RadixIndex(num_blocks=num_blocks, block_size=block_size, min_run=8)
         self.ledger = kvtrie.SequenceLedger(block_size=block_size)
         self.live: dict[Hashable, Live] = {}
@@ -299,7 +299,7 @@ class ServingEngine(Engine):
 
         def run() -> None:
             live.in_flight -= 1
-            live.broken += self.pool.compute(
+            self.broken += self.pool.compute(
                 slots, live.ids, live.canon, start, end, root=self.root
             )
             if samples:
@@ -321,7 +321,7 @@ class ServingEngine(Engine):
                 junk = [JUNK] * (num_drafts + 1 + max(0, base - len(live.ids)))
                 ids = live.ids + junk
                 canon = live.canon + chain(junk, live.canon[-1])
-                live.broken += self.pool.compute(
+                self.broken += self.pool.compute(
                     slots, ids, canon, base, base + 1 + num_drafts, root=self.root
                 )
                 live.done = base + 1
@@ -340,7 +340,7 @@ class ServingEngine(Engine):
             ids = live.ids[: base + 1] + proposed
             canon = live.canon[: base + 1]
             canon += chain(proposed, canon[-1])
-            live.broken += self.pool.compute(
+            self.broken += self.pool.compute(
                 slots, ids, canon, base, base + 1 + num_drafts, root=self.root
             )
             live.done = base + 1 + accepted
@@ -379,31 +379,64 @@ class ServingEngine(Engine):
         else:
             self.index.mark_dead(seq, [(start, end)])
 
-    def preempt(self, live: Live, *, drop_blocks: bool) -> None:
-        """Take back some of what was computed, as engines do when blocks run short."""
-        self.settle(live)
+    def preempt(self, live: Live, *, drop_blocks: bool, wait: bool = True) -> Live:
+        """Take back some of what was computed, as engines do when blocks run short.
+
+        Args:
+            live: The request.
+            drop_blocks: Whether blocks behind are given up.
+            wait: Whether the steps in flight come to their end before. If not, they still run, in
+                the blocks that they were scheduled with, and what they sample is thrown away.
+
+        Returns:
+            The request as it goes on.
+        """
+        if wait or self.ledger.new_range(live.name)[0] >= len(live.ids):
+            self.settle(live)
+        else:
+            live = self._parted(live)
         committed, verified = self.ledger.new_range(live.name)
+        if live.future:
+            # Somebody has to sample what comes next.
+            verified = min(verified, len(live.ids) - 1)
         lowest = max(committed, live.in_place * self.block_size)
         to = self.rng.randint(min(lowest, verified), verified)
         gone = self.ledger.rollback(live.name, to, drop_blocks=drop_blocks)
         self.allocator.free(gone.blocks)
         live.table = self.ledger.blocks(live.name).tolist()
         live.slots = self.pool.slots(live.table)
-        missing = [tuple(range_) for range_ in self.ledger.missing(live.name).tolist()]
-        # The last sampled id has no KV, and is not computed again before the next step.
-        live.to_compute = deque(missing)
-        live.counter = to
-        live.done = to
+        live.to_compute = deque(tuple(part) for part in self.ledger.missing(live.name).tolist())
+        live.counter = live.done = to
         self.resampling(live)
+        return live
+
+    def _parted(self, live: Live) -> Live:
+        """The request without its steps in flight, which keep the old one."""
+        if live.arrived:
+            self.ledger.append(live.name, live.arrived)
+        other = replace(
+            live,
+            ids=live.ids[:],
+            canon=live.canon[:],
+            future=live.future[:],
+            arrived=[],
+            in_flight=0,
+        )
+        self.live[live.name] = other
+        return other
 
     def resampling(self, live: Live) -> None:
         """A resumed prefill ends by sampling what comes next, as the first one did."""
         if not live.to_compute:
             live.counter = live.done = len(live.ids)
 
-    def finish(self, live: Live) -> None:
-        """End a request; what it computed goes to the index."""
-        self.settle(live)
+    def finish(self, live: Live, *, wait: bool = True) -> None:
+        """End a request; what it computed goes to the index.
+
+        Without `wait`, steps in flight run afterwards, and write where they were scheduled to.
+        """
+        if wait:
+            self.settle(live)
         self.give_back(self.ledger.finish(live.name, self.index))
         self._ended(live)
 
@@ -471,7 +504,7 @@ class ServingEngine(Engine):
             if not is_loaded_right(
                 self.pool, slot, ids, canon, start, exact=exact, hops=hops, root=self.root
             ):
-                live.broken += 1
+                self.broken += 1
         if breaks_after is not None:
             message = f"the connection broke after {breaks_after} of {len(pairs)} pairs"
             raise LeaseError(message)
