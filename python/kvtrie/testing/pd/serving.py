@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from random import Random
 
 PLACEHOLDER = -1
+"""What stands for an id that is sampled and not known yet."""
+
 JUNK = 2**31
+"""A token that nobody asked for: sampled behind the end of a request."""
 
 
 @dataclass
