@@ -361,9 +361,17 @@ class ServingEngine(Engine):
     def settle(self, live: Live) -> None:
         """Wait for the device, and tell the ledger all that there is to tell of a request."""
         self.drain()
-        if live.arrived:
-            self.ledger.append(live.name, live.arrived)
-            live.arrived = []
+        self._tell(live)
+
+    def _tell(self, live: Live) -> None:
+        """Tell the ledger the ids that have arrived, and the counter that belongs to them."""
+        ids, live.arrived = live.arrived, []
+        if live.num_drafts and not live.to_compute:
+            # With drafts in flight, ids and the counter without the rejected ones are one fact.
+            self.ledger.step([live.name], [0], [live.counter], ids, [0, len(ids)])
+            return
+        if ids:
+            self.ledger.append(live.name, ids)
         if not live.to_compute:
             self.ledger.confirm(live.name, live.counter)
 
@@ -415,8 +423,7 @@ class ServingEngine(Engine):
 
     def _parted(self, live: Live) -> Live:
         """The request without its steps in flight, which keep the old one."""
-        if live.arrived:
-            self.ledger.append(live.name, live.arrived)
+        self._tell(live)
         other = replace(
             live,
             ids=live.ids[:],
