@@ -53,6 +53,7 @@ from kvtrie._core import (
 )
 from kvtrie.layout import KVLayout
 from kvtrie.rope import RopeSpec
+from kvtrie.router import TurnAnswer, TurnTracker
 
 if TYPE_CHECKING:
     from kvtrie.pool import KVPool as KVPool
@@ -97,6 +98,8 @@ __all__ = [
     "TransferManifest",
     "TransferPlan",
     "TransferRefused",
+    "TurnAnswer",
+    "TurnTracker",
     "UnsupportedRopeError",
     "WouldSave",
     "__version__",

@@ -1,0 +1,192 @@
+"""What vLLM's NIXL connector exchanges about a request's KV, checked and cut to a range of tokens.
+
+Read in vLLM 0.32.0, ``vllm/distributed/kv_transfer/kv_connector/v1/nixl`` (connector version 14):
+``pull_scheduler.py``, ``push_scheduler.py``, ``base_scheduler.py``, ``pull_worker.py``,
+``base_worker.py``, ``metadata.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+_REQUIRED: Final = (
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+)
+_TEXTS: Final = ("remote_engine_id", "remote_request_id", "remote_host", "transfer_mode")
+_FLAGS: Final = ("do_remote_prefill", "do_remote_decode")
+_SIZES: Final = ("tp_size", "dcp_size", "pp_size")
+_MAX_ID: Final = 2**63
+
+
+class CutParams(NamedTuple):
+    """`kv_transfer_params` for a range of tokens from 0, or why there are none.
+
+    Attributes:
+        params: A dictionary of the caller's own, or None.
+        num_tokens: Tokens that it covers, 0 without one.
+        reason: Why there is none; empty if there is one.
+    """
+
+    params: dict[str, Any] | None
+    num_tokens: int
+    reason: str
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _field(call: str, name: str, value: object, expected: str) -> ValueError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return ValueError(f"{call}: kv_transfer_params[{name!r}] is {shown}, not {expected}")
+
+
+def _check_groups(call: str, value: object) -> None:
+    name, expected = "remote_block_ids", "a list with one list of block ids for each block group"
+    if value is None:
+        return
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise _field(call, name, value, expected)
+    for number, group in enumerate(value):
+        if not isinstance(group, Sequence) or isinstance(group, str | bytes):
+            raise _field(call, name, value, expected)
+        for block in group:
+            if not _is_int(block) or not 0 <= block < _MAX_ID:
+                raise _field(call, f"{name}[{number}]", block, "a block id")
+
+
+def checked_params(params: object, call: str) -> dict[str, Any]:
+    """A copy of `kv_transfer_params` whose known fields have the types that vLLM gives them.
+
+    Fields that are not known are copied unchanged.
+
+    Raises:
+        TypeError: It is no mapping.
+        ValueError: A known field is malformed; the message names it.
+    """
+    if not isinstance(params, Mapping):
+        msg = f"{call}: kv_transfer_params is a {type(params).__name__}, not a mapping"
+        raise TypeError(msg)
+    for name in params:
+        if not isinstance(name, str):
+            msg = f"{call}: kv_transfer_params has the key {name!r}, which is not a str"
+            raise ValueError(msg)  # noqa: TRY004 - what is malformed is a field, not the argument
+    for name in _FLAGS:
+        if not isinstance(params.get(name, False), bool):
+            raise _field(call, name, params[name], "True or False")
+    for name in _TEXTS:
+        value = params.get(name)
+        if value is not None and not isinstance(value, str):
+            raise _field(call, name, value, "a str")
+    for name in _SIZES:
+        value = params.get(name, 1)
+        if not _is_int(value) or value < 1:
+            raise _field(call, name, value, "an int of 1 or more")
+    for name in ("remote_num_tokens", "remote_port"):
+        value = params.get(name)
+        if value is not None and (not _is_int(value) or value < 0):
+            raise _field(call, name, value, "an int of 0 or more")
+    expiry = params.get("remote_blocks_expiry_time")
+    if expiry is not None and (
+        not (_is_int(expiry) or isinstance(expiry, float)) or not math.isfinite(expiry)
+    ):
+        raise _field(call, "remote_blocks_expiry_time", expiry, "a finite number")
+    _check_groups(call, params.get("remote_block_ids"))
+    return copy.deepcopy(dict(params))
+
+
+def _none(reason: str) -> CutParams:
+    return CutParams(None, 0, reason)
+
+
+def _unreadable(params: Mapping[str, Any]) -> str:
+    """Why no receiver would read what the parameters name, or an empty string."""
+    mode = params.get("transfer_mode")
+    if mode not in (None, "pull"):
+        return f"transfer_mode is {mode!r}: only a pull receiver reads what it is told to"
+    if params.get("do_remote_prefill") or not params.get("do_remote_decode"):
+        return (
+            "they are a prefill engine's answer for this very request (do_remote_prefill, without "
+            "do_remote_decode): the receiver takes its whole prompt, whatever remote_num_tokens is"
+        )
+    if params.get("_remote_blocks_processed"):
+        return "an engine has processed them (_remote_blocks_processed)"
+    for name in _REQUIRED:
+        if params.get(name) is None:
+            return f"{name} is missing"
+    if not params.get("remote_num_tokens"):
+        return "remote_num_tokens is missing or 0"
+    if params.get("dcp_size", 1) > 1:
+        return (
+            f"dcp_size is {params['dcp_size']}: blocks of one list are interleaved with those of "
+            "other ranks"
+        )
+    return ""
+
+
+def cut_params(
+    params: Mapping[str, Any],
+    num_tokens: int,
+    *,
+    block_sizes: Sequence[int] | None,
+    receiver_block_size: int | None = None,
+    partial_block: bool = False,
+) -> CutParams:
+    """Cut checked parameters to the blocks of the first tokens, in every block group.
+
+    Blocks are counted from the front, and `remote_num_tokens` is lowered to what they hold. The
+    receiver of a pull takes ``min(remote_num_tokens, prompt) - local hit`` tokens and pairs the end
+    of the list with the end of what it allocated. Both ends are the same position exactly if
+    ``remote_num_tokens`` is not beyond the prompt and every list holds the blocks of these tokens
+    and no more, which is what this makes of it.
+
+    Args:
+        params: What `checked_params` returned.
+        num_tokens: Tokens from position 0 that the receiver's prompt has in common with what was
+            computed, less those that it must not load.
+        block_sizes: Tokens a block, one for each group; every group holds full attention. None:
+            not known.
+        receiver_block_size: Tokens a block of the receiver, if not the same.
+        partial_block: Whether the last block may be partly covered. Only for equal block sizes.
+
+    Returns:
+        The cut parameters, or None and the reason.
+    """
+    reason = _unreadable(params)
+    if reason:
+        return _none(reason)
+    if block_sizes is None:
+        return _none("the tracker was made without a block_size")
+    groups = params.get("remote_block_ids") or ()
+    if len(groups) != len(block_sizes):
+        return _none(f"there are {len(groups)} block groups, and {len(block_sizes)} block sizes")
+    computed = params["remote_num_tokens"]
+    for number, (group, size) in enumerate(zip(groups, block_sizes, strict=True)):
+        needed = -(-computed // size)
+        if len(group) < needed:
+            return _none(
+                f"group {number} has {len(group)} blocks of {size}, and {computed} tokens need "
+                f"{needed}: the list does not begin at token 0"
+            )
+        if len(set(group[:needed])) < needed:
+            return _none(f"group {number} names a block twice: some of its blocks are placeholders")
+    sizes = {*block_sizes, receiver_block_size or block_sizes[0]}
+    unit = math.lcm(*sizes)
+    covered = min(num_tokens, computed)
+    if not partial_block or len(sizes) > 1:
+        covered -= covered % unit
+    if covered == 0:
+        return _none(f"no whole block of {unit} tokens lies within {min(num_tokens, computed)}")
+    cut = dict(params)
+    cut["remote_num_tokens"] = covered
+    cut["remote_block_ids"] = [
+        list(group[: -(-covered // size)]) for group, size in zip(groups, block_sizes, strict=True)
+    ]
+    return CutParams(cut, covered, "")

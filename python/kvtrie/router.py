@@ -1,0 +1,1001 @@
+"""What a router remembers of conversations, to say how much of the next prompt an engine still has.
+
+`TurnTracker` keeps what a decode engine returned: the ids of prompt and answer, how far they are
+computed, and the handles by which their KV can be fetched. Given the next prompt it says what of it
+is the same tokens under the same prefix, what has moved, or what to send instead. It holds no KV
+and talks to no engine. numpy is all it needs.
+
+The fields of `kv_transfer_params` are those of vLLM 0.32.0, whose pull connector was read for them;
+see ``kvtrie/_nixl_params.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, SupportsIndex, get_args
+
+import numpy as np
+
+from kvtrie._core import (
+    COMPUTED,
+    EXACT_ONLY,
+    BlockAllocator,
+    ComputedSource,
+    Imported,
+    KvTrieError,
+    Namespace,
+    RadixIndex,
+    ReusePolicy,
+    Span,
+    StaleHandleError,
+    TokenSequence,
+)
+from kvtrie._nixl_params import CutParams, checked_params, cut_params
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import numpy.typing as npt
+
+__all__ = ["AnswerKind", "TurnAnswer", "TurnTracker"]
+
+AnswerKind = Literal["exact_extension", "common_prefix", "moved_runs", "alias", "start_over"]
+"""What `TurnTracker.compare` answers."""
+
+KINDS: Final[tuple[AnswerKind, ...]] = get_args(AnswerKind)
+
+_MAX_BLOCK_SIZE: Final = 1 << 20
+_MOST_TURNS_PLANNED: Final = 8
+_MOST_TURNS_ALIASED: Final = 64
+
+_Key = tuple[Namespace, str | int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TurnAnswer:
+    """How the next prompt relates to what is kept: the answer of `TurnTracker.compare`.
+
+    Attributes:
+        kind: `"exact_extension"`: the prompt starts with a whole kept history.
+            `"common_prefix"`: it starts as one does, and goes on otherwise.
+            `"moved_runs"`: besides, runs of one are found in it elsewhere; see `segments`.
+            `"alias"`: it is a history without its thoughts, and what is new; see `send`.
+            `"start_over"`: nothing of it is kept, or nothing that is computed.
+        num_tokens: Tokens from position 0 of the prompt (of `send` for an alias) whose KV the
+            engine has, in place; the last `keep_last` are never among them.
+        num_exact: How many of these are exact.
+        num_common: Tokens that prompt and history have in common at the front, computed or not.
+        conversation: The id under which the history was kept, or None.
+        num_kept: Tokens of that history; 0 if there is none.
+        age: Seconds since it was kept; 0.0 if there is none.
+        kv_transfer_params: vLLM's parameters, cut to blocks of exact tokens of `num_tokens`, or
+            None. They are handed out once: the reader releases the blocks that they name.
+        num_transfer_tokens: Tokens from position 0 that they cover.
+        transfer_reason: Why there are no parameters; empty if there are.
+        payload: What was given to `keep`, unchanged.
+        manifest: The history's `TransferManifest`, if one was given to `keep`.
+        send: For an alias, the ids to send in place of the prompt (uint32); else None.
+        segments: For moved runs, where each token of the prompt comes from, as
+            `ReusePlan.segments` has it (positions are those of the history); else None.
+    """
+
+    kind: AnswerKind
+    num_tokens: int = 0
+    num_exact: int = 0
+    num_common: int = 0
+    conversation: str | None = None
+    num_kept: int = 0
+    age: float = 0.0
+    kv_transfer_params: dict[str, Any] | None = None
+    num_transfer_tokens: int = 0
+    transfer_reason: str = "nothing is kept"
+    payload: object = None
+    manifest: object = None
+    send: npt.NDArray[np.uint32] | None = None
+    segments: npt.NDArray[np.void] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """One kept history. `places` names each of its tokens; equal prefixes have equal places."""
+
+    key: _Key
+    number: int
+    kept_at: float
+    seq: TokenSequence
+    places: npt.NDArray[np.int32]
+    num_computed: int
+    source: ComputedSource | Imported
+    spans: tuple[Span, ...]
+    thoughts: tuple[tuple[int, int], ...]
+    params: dict[str, Any] | None
+    payload: object
+    manifest: object
+    params_taken: bool = False
+
+    @property
+    def conversation(self) -> str | None:
+        """The caller's id, or None."""
+        return self.key[1] if isinstance(self.key[1], str) else None
+
+    def before_thoughts(self) -> npt.NDArray[np.int32]:
+        """Places of the tokens right before a thought; none for one that begins the history."""
+        return self.places[[start - 1 for start, _ in self.thoughts if start]]
+
+
+class _Marks:
+    """Histories by places, and which places have any."""
+
+    def __init__(self, num_places: int) -> None:
+        self._turns: dict[int, list[_Turn]] = {}
+        self._any = np.zeros(num_places, np.bool_)
+
+    def add(self, places: npt.NDArray[np.int32], turn: _Turn) -> None:
+        """Note that this history is to be found at these places."""
+        for place in places.tolist():
+            self._turns.setdefault(place, []).append(turn)
+        self._any[places] = True
+
+    def remove(self, places: npt.NDArray[np.int32], turn: _Turn) -> None:
+        """Undo `add`."""
+        for place in places.tolist():
+            self._turns[place].remove(turn)
+            if not self._turns[place]:
+                del self._turns[place]
+                self._any[place] = False
+
+    def on(self, path: npt.NDArray[np.int32]) -> list[_Turn]:
+        """Histories that are to be found at any of these places, oldest first."""
+        found = {
+            turn.number: turn
+            for place in path[self._any[path]].tolist()
+            for turn in self._turns[place]
+        }
+        return [found[number] for number in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Arguments of `keep`, checked."""
+
+    seq: TokenSequence
+    conversation: str | None
+    num_computed: int
+    source: ComputedSource | Imported
+    spans: tuple[Span, ...]
+    thoughts: tuple[tuple[int, int], ...]
+    params: dict[str, Any] | None
+    payload: object
+    manifest: object
+
+    @property
+    def has_handle(self) -> bool:
+        return self.params is not None or self.manifest is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Arguments of `compare`, checked."""
+
+    prompt: TokenSequence
+    conversation: str | None
+    policy: ReusePolicy
+    alias: bool
+    keep_last: int
+    take: bool
+
+
+class TurnTracker:
+    """Keeps what decode engines returned, and says how the next prompt relates to it.
+
+    Tokens are compared, never hashes of them; every count is exact to the token. What is kept in
+    one namespace is never seen from another. All calls may come from any thread: one lock guards a
+    tracker, and no code of the caller runs under it. In a child after `os.fork` a tracker is a copy
+    of its own; fork while no other thread is inside a call.
+
+    **Bounds.** A history is forgotten `ttl` seconds after it was kept: choose less than what the
+    engine keeps its blocks for (vLLM's ``decoder_kv_blocks_ttl``, 480 by default, counts from the
+    end of the request). Conversations used least recently leave when `max_tokens` or
+    `max_conversations` would be exceeded.
+
+    **Cost.** `compare` reads the prompt once. A plan of moved runs reads the history too, of up to
+    eight histories where several may hold them. Without a conversation id, the first question after
+    a newer history was forgotten may look at all of the namespace, each in a fraction of a
+    microsecond.
+
+    **vLLM.** `kv_transfer_params` are those that a decode engine with ``bidirectional_kv_xfer``
+    returns (`do_remote_decode`), for the prefill of the next turn. vLLM pairs the end of the list
+    with the end of what the receiver allocated, so only a list that ends with the common prefix is
+    safe, and the answer's is cut to that: whole blocks for a common prefix, in every group, counted
+    from the front, with `remote_num_tokens` lowered to match. No parameters are answered, and
+    `transfer_reason` says why, when that cannot be made safe: parameters of a prefill engine
+    (`do_remote_prefill`) or of push mode, whose receiver takes its whole prompt; lists that do not
+    begin at token 0; decode context parallelism; a number of groups other than that of
+    `block_size`. Of approximate KV none is offered, as vLLM does not label it. They are handed out
+    once, because the reader has all the blocks released, however few it read; and those that were
+    kept under a conversation id to that conversation alone. Fields that vLLM 0.32.0 does not have
+    are carried over unchanged. Sliding-window and state-space groups hold the end of a sequence:
+    leave `block_size` away for models that have any.
+
+    Args:
+        ttl: Seconds that a history is answered for; may be `math.inf`.
+        max_tokens: Most tokens of all histories together, each counted whole, 1 to 2**30.
+        max_conversations: Most conversations; each history without an id is one of its own.
+        block_size: Tokens a block of the engines that return `kv_transfer_params`: an int for one
+            group, or one for each. All groups must be full attention. None: parameters are never
+            answered.
+        receiver_block_size: Tokens a block of the engines that are sent the parameters, if not the
+            same. Cuts then end at common multiples.
+        min_transfer: Fewest tokens for which parameters are handed out. Without conversation ids,
+            more than what all conversations begin with: or the first turn of one takes the
+            parameters of another for the sake of a system prompt.
+        min_run: Shortest moved run in tokens, at least 8.
+        clock: Seconds that never go back.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> import kvtrie
+        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+        >>> tracker = kvtrie.TurnTracker()
+        >>> history = kvtrie.TokenSequence([1, 2, 3, 40, 41, 42], space)
+        >>> tracker.keep(history, num_computed=5, conversation="c")
+        >>> prompt = kvtrie.TokenSequence([1, 2, 3, 40, 41, 42, 50], space)
+        >>> answer = tracker.compare(prompt, conversation="c")
+        >>> answer.kind, answer.num_common, answer.num_tokens
+        ('exact_extension', 6, 5)
+    """
+
+    def __init__(
+        self,
+        *,
+        ttl: float = 450.0,
+        max_tokens: int = 4_194_304,
+        max_conversations: int = 65_536,
+        block_size: int | Sequence[int] | None = None,
+        receiver_block_size: int | None = None,
+        min_transfer: int = 1,
+        min_run: int = 16,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        call = "TurnTracker"
+        _instance(call, "ttl", ttl, (int, float), "a number of seconds")
+        if not ttl > 0:
+            msg = f"{call}: ttl is {ttl}, not more than 0 seconds"
+            raise ValueError(msg)
+        _instance(call, "clock", clock, Callable, "callable")  # type: ignore[arg-type] # an ABC
+        self._ttl = float(ttl)
+        self._clock = clock
+        self._max_tokens = _whole(call, "max_tokens", max_tokens, 1, 2**30)
+        self._max_conversations = _whole(call, "max_conversations", max_conversations, 1, 2**31)
+        self._min_transfer = _whole(call, "min_transfer", min_transfer, 1, 2**31 - 1)
+        self._min_run = _whole(call, "min_run", min_run, 8, 2**31 - 1)
+        self._block_sizes = _block_sizes(call, block_size)
+        self._receiver = (
+            None
+            if receiver_block_size is None
+            else _whole(call, "receiver_block_size", receiver_block_size, 1, _MAX_BLOCK_SIZE)
+        )
+        self._lock = threading.Lock()
+        # A block of the index is one token, and its id names a place in the tree of histories.
+        # While a history takes the place of another, both are there.
+        num_places = 2 * self._max_tokens
+        self._index = RadixIndex(num_places, 1, min_run=self._min_run)
+        self._places = BlockAllocator(num_places)
+        self._uses = np.zeros(num_places, np.int32)
+        self._position = np.zeros(num_places, np.int32)
+        self._newest = np.zeros(num_places, np.int64)
+        # Histories by what stands at a place: their end, or a thought right behind it.
+        self._ending = _Marks(num_places)
+        self._thinking = _Marks(num_places)
+        # Histories by number, that is by age.
+        self._turns: OrderedDict[int, _Turn] = OrderedDict()
+        self._spaces: dict[Namespace, dict[int, _Turn]] = {}
+        self._conversations: OrderedDict[_Key, list[_Turn]] = OrderedDict()
+        self._expired: OrderedDict[_Key, float] = OrderedDict()
+        self._num_tokens = 0
+        self._next = 1
+        self._now = -math.inf
+
+    @property
+    def ttl(self) -> float:
+        """Seconds that a history is answered for."""
+        return self._ttl
+
+    @property
+    def num_conversations(self) -> int:
+        """Conversations that are kept; a history without an id counts as one."""
+        with self._lock:
+            return len(self._conversations)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all kept histories, each counted whole."""
+        with self._lock:
+            return self._num_tokens
+
+    def __len__(self) -> int:
+        """Kept histories, expired ones among them until the next call."""
+        with self._lock:
+            return len(self._turns)
+
+    def keep(
+        self,
+        seq: TokenSequence,
+        *,
+        num_computed: SupportsIndex,
+        conversation: str | None = None,
+        spans: Iterable[Span] = (),
+        source: ComputedSource | Imported = COMPUTED,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        payload: object = None,
+        manifest: object = None,
+    ) -> None:
+        """Keep a history: the prompt and the answer of a request that has finished.
+
+        A history that the new one starts with is replaced by it, within its conversation, and among
+        those without an id: unless the old one has parameters or a manifest that were not handed
+        out yet, and the new one has none. Everything else is kept beside it: the other answers to
+        one prompt, branches, histories from before an edit.
+
+        Args:
+            seq: Ids of prompt and answer as the engine computed them, with their namespace. Copied.
+            num_computed: Tokens from position 0 whose KV exists. The last sampled token has none,
+                so after a decode that is at most ``len(seq) - 1``.
+            conversation: Its id, or None.
+            spans: What the tokens are. Those of kind ``"reasoning"`` are what the chat template
+                deletes: give exactly the tokens that it does (`Section.dropped` of a tagger).
+            source: `kvtrie.COMPUTED`, or `kvtrie.Imported` if the KV is approximate from a position
+                on.
+            kv_transfer_params: What a vLLM engine returned. Copied.
+            payload: Anything; answered as it is.
+            manifest: A `TransferManifest`; answered as it is.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: The history is empty or longer than `max_tokens`, `num_computed` or a span
+                is beyond it, or a field of the parameters is malformed. Nothing is changed.
+
+        Example:
+            >>> import kvtrie
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> tracker = kvtrie.TurnTracker()
+            >>> first = kvtrie.TokenSequence([1, 2, 3], space)
+            >>> tracker.keep(first, num_computed=2, conversation="c")
+            >>> longer = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+            >>> tracker.keep(longer, num_computed=4, conversation="c")
+            >>> len(tracker), tracker.num_tokens
+            (1, 5)
+        """
+        kept = self._checked_kept(
+            seq, num_computed, conversation, spans, source, kv_transfer_params, payload, manifest
+        )
+        now = self._read_clock()
+        with self._lock:
+            self._expire(now)
+            self._keep(kept)
+
+    def compare(
+        self,
+        prompt: TokenSequence,
+        *,
+        conversation: str | None = None,
+        policy: ReusePolicy = EXACT_ONLY,
+        alias: bool = False,
+        keep_last: SupportsIndex = 1,
+        take: bool = True,
+    ) -> TurnAnswer:
+        """Say how a prompt relates to what is kept.
+
+        With a conversation id, its histories are asked; without one, the history of the namespace
+        that has most in common with the prompt. What is answered is the first of these that holds:
+        an exact extension, an alias if `alias` allows it, moved runs if `policy` allows them, a
+        common prefix, starting over.
+
+        Args:
+            prompt: The next prompt, in the namespace of the histories.
+            conversation: Whose prompt it is, or None.
+            policy: What may be reused approximately, as for `RadixIndex.plan`. Moved runs are; see
+                the model's gate.
+            alias: Whether the kept history may be sent with its thoughts in it, in place of a
+                prompt without them. The model then sees the thoughts; the answer may differ.
+            keep_last: Tokens at the end that the receiver computes anyway. vLLM loads none of the
+                last ``num_prefill_lookahead_tokens - 1``; at least 1 for any engine.
+            take: Whether the answer is acted upon. With False nothing is handed out: the parameters
+                stay for the next question, and the history is as old as it was.
+
+        Returns:
+            What the prompt is, and what there is of it.
+
+        Raises:
+            StaleHandleError: The conversation has expired or is not known here.
+            TypeError: An argument has the wrong type.
+            ValueError: `keep_last` is negative, or the policy's `min_run` less than the tracker's.
+
+        Example:
+            >>> import kvtrie
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> tracker = kvtrie.TurnTracker()
+            >>> history = kvtrie.TokenSequence([1, 2, 70, 71, 3, 4], space)
+            >>> thought = [kvtrie.Span(2, 4, "reasoning")]
+            >>> tracker.keep(history, num_computed=5, spans=thought)
+            >>> prompt = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+            >>> tracker.compare(prompt).kind
+            'common_prefix'
+            >>> tracker.compare(prompt, alias=True).send
+            array([ 1,  2, 70, 71,  3,  4,  5], dtype=uint32)
+        """
+        asked = self._checked_asked(prompt, conversation, policy, alias, keep_last, take)
+        now = self._read_clock()
+        with self._lock:
+            self._expire(now)
+            answer = self._compare(asked)
+        # What is not handed out stays the tracker's.
+        if take:
+            return answer
+        return replace(answer, kv_transfer_params=deepcopy(answer.kv_transfer_params))
+
+    def forget(self, conversation: str, namespace: Namespace) -> None:
+        """Forget a conversation, for instance because its engine is gone.
+
+        Args:
+            conversation: Its id.
+            namespace: The namespace of its sequences.
+
+        Raises:
+            StaleHandleError: It has expired or is not known here.
+            TypeError: The id is no str, or the namespace no Namespace.
+
+        Example:
+            >>> import kvtrie
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> tracker = kvtrie.TurnTracker()
+            >>> tracker.keep(kvtrie.TokenSequence([1], space), num_computed=1, conversation="c")
+            >>> tracker.forget("c", space)
+            >>> len(tracker)
+            0
+        """
+        _instance("TurnTracker.forget", "conversation", conversation, str, "a str")
+        _instance("TurnTracker.forget", "namespace", namespace, Namespace, "a Namespace")
+        now = self._read_clock()
+        with self._lock:
+            self._expire(now)
+            for turn in list(self._named("TurnTracker.forget", (namespace, conversation))):
+                self._drop(turn)
+
+    # Arguments.
+
+    def _checked_kept(
+        self,
+        seq: TokenSequence,
+        num_computed: SupportsIndex,
+        conversation: str | None,
+        spans: Iterable[Span],
+        source: ComputedSource | Imported,
+        params: Mapping[str, Any] | None,
+        payload: object,
+        manifest: object,
+    ) -> _Kept:
+        call = "TurnTracker.keep"
+        copied = _copied(call, "seq", seq)
+        size = len(copied)
+        if size == 0:
+            msg = f"{call}: the history has no token"
+            raise ValueError(msg)
+        if size > self._max_tokens:
+            msg = f"{call}: the history has {size} tokens, and max_tokens is {self._max_tokens}"
+            raise ValueError(msg)
+        computed = _index(call, "num_computed", num_computed)
+        if not 0 <= computed <= size:
+            msg = f"{call}: num_computed is {computed}, and the history has {size} tokens"
+            raise ValueError(msg)
+        if conversation is not None:
+            _instance(call, "conversation", conversation, str, "a str")
+        _instance(call, "source", source, (ComputedSource, Imported), "COMPUTED or an Imported")
+        all_spans = tuple(spans)
+        for span in all_spans:
+            _instance(call, "an item of spans", span, Span, "a Span")
+            if span.end > size:
+                msg = f"{call}: {span!r} ends behind the {size} tokens of the history"
+                raise ValueError(msg)
+        checked = None if params is None else checked_params(params, call)
+        return _Kept(
+            seq=copied,
+            conversation=conversation,
+            num_computed=computed,
+            source=source,
+            spans=all_spans,
+            thoughts=_thoughts(all_spans),
+            params=checked,
+            payload=payload,
+            manifest=manifest,
+        )
+
+    def _checked_asked(
+        self,
+        prompt: TokenSequence,
+        conversation: str | None,
+        policy: ReusePolicy,
+        alias: bool,
+        keep_last: SupportsIndex,
+        take: bool,
+    ) -> _Asked:
+        call = "TurnTracker.compare"
+        copied = _copied(call, "prompt", prompt)
+        if conversation is not None:
+            _instance(call, "conversation", conversation, str, "a str")
+        _instance(call, "policy", policy, ReusePolicy, "a ReusePolicy")
+        if policy.min_run is not None and policy.min_run < self._min_run:
+            msg = (
+                f"{call}: the policy's min_run is {policy.min_run}, and the tracker finds runs of "
+                f"{self._min_run} tokens and more (its min_run)"
+            )
+            raise ValueError(msg)
+        kept_back = _index(call, "keep_last", keep_last)
+        if kept_back < 0:
+            msg = f"{call}: keep_last is {kept_back}, which is negative"
+            raise ValueError(msg)
+        for name, value in (("alias", alias), ("take", take)):
+            _instance(call, name, value, bool, "a bool")
+        return _Asked(copied, conversation, policy, alias, kept_back, take)
+
+    def _read_clock(self) -> float:
+        now = self._clock()
+        _instance("TurnTracker", "the clock's answer", now, (int, float), "a number of seconds")
+        if not math.isfinite(now):
+            msg = f"TurnTracker: the clock's answer is {now}, not a finite number of seconds"
+            raise ValueError(msg)
+        return float(now)
+
+    # Time and room. The lock is held from here on.
+
+    def _expire(self, now: float) -> None:
+        # Threads may read the clock in one order and come here in another.
+        self._now = max(self._now, now)
+        while self._turns:
+            turn = next(iter(self._turns.values()))
+            if self._now - turn.kept_at < self._ttl:
+                break
+            if turn.conversation is not None:
+                self._expired[turn.key] = turn.kept_at
+                self._expired.move_to_end(turn.key)
+            self._drop(turn)
+        while len(self._expired) > self._max_conversations:
+            self._expired.popitem(last=False)
+
+    def _named(self, call: str, key: _Key) -> list[_Turn]:
+        """The histories of a conversation, or an error that says why there are none."""
+        turns = self._conversations.get(key)
+        if turns is not None:
+            return turns
+        kept_at = self._expired.get(key)
+        if kept_at is not None:
+            msg = (
+                f"{call}: conversation {key[1]!r} has expired: it was kept "
+                f"{self._now - kept_at:.3f} s ago, and ttl is {self._ttl:g} s"
+            )
+        else:
+            msg = (
+                f"{call}: conversation {key[1]!r} is not known in this namespace: it was never "
+                f"kept, was forgotten or made room for others, or expired long ago (ttl is "
+                f"{self._ttl:g} s)"
+            )
+        raise StaleHandleError(msg)
+
+    def _drop(self, turn: _Turn) -> None:
+        """Forget one history; what others share with it stays."""
+        del self._turns[turn.number]
+        self._num_tokens -= len(turn.places)
+        turns = self._conversations[turn.key]
+        turns.remove(turn)
+        if not turns:
+            del self._conversations[turn.key]
+        space = self._spaces[turn.key[0]]
+        del space[turn.number]
+        if not space:
+            del self._spaces[turn.key[0]]
+        self._ending.remove(turn.places[-1:], turn)
+        self._thinking.remove(turn.before_thoughts(), turn)
+        self._uses[turn.places] -= 1
+        unused = turn.places[self._uses[turn.places] == 0]
+        if len(unused):
+            self._places.free(self._index.discard(unused))
+
+    def _make_room(self, key: _Key, num_tokens: int, leaving: Sequence[_Turn]) -> None:
+        """Let others go until a history of so many tokens fits; `leaving` goes for it anyway."""
+        spared = sum(len(turn.places) for turn in leaving)
+        empty = {turn.key for turn in leaving} - {key}
+        while True:
+            too_long = self._num_tokens - spared + num_tokens > self._max_tokens
+            num_others = len(self._conversations) - len(empty) - (key in self._conversations)
+            if not too_long and num_others < self._max_conversations:
+                return
+            self._drop(self._least_recent(key, leaving))
+
+    def _least_recent(self, key: _Key, leaving: Sequence[_Turn]) -> _Turn:
+        """The oldest history of the conversation used least recently; those of `key` go last."""
+        others = (turns for each, turns in self._conversations.items() if each != key)
+        for turns in itertools.chain(others, [self._conversations.get(key, [])]):
+            for turn in turns:
+                if turn not in leaving:
+                    return turn
+        # A history is no longer than the bound, and alone it fits.
+        msg = "TurnTracker.keep: no history is left to make room with; please report this"
+        raise KvTrieError(msg)
+
+    # Keeping.
+
+    def _keep(self, kept: _Kept) -> None:
+        space = kept.seq.namespace
+        key: _Key = (space, self._next if kept.conversation is None else kept.conversation)
+        path = self._index.lookup(kept.seq).blocks
+        leaving = self._replaced(kept, path)
+        self._make_room(key, len(kept.seq), leaving)
+        # What made room may have been on the path.
+        path = self._index.lookup(kept.seq).blocks
+        fresh = self._places.allocate(len(kept.seq) - len(path))
+        places = np.concatenate([path, fresh])
+        self._index.insert(
+            kept.seq, fresh, num_computed=len(kept.seq), start=len(path), source=COMPUTED
+        )
+        turn = _Turn(
+            key=key,
+            number=self._next,
+            kept_at=self._now,
+            seq=kept.seq,
+            places=places,
+            num_computed=kept.num_computed,
+            source=kept.source,
+            spans=kept.spans,
+            thoughts=kept.thoughts,
+            params=kept.params,
+            payload=kept.payload,
+            manifest=kept.manifest,
+        )
+        self._next += 1
+        self._uses[places] += 1
+        self._newest[places] = turn.number
+        self._position[fresh] = np.arange(len(path), len(places), dtype=np.int32)
+        self._ending.add(places[-1:], turn)
+        self._thinking.add(turn.before_thoughts(), turn)
+        self._turns[turn.number] = turn
+        self._spaces.setdefault(space, {})[turn.number] = turn
+        self._conversations.setdefault(key, []).append(turn)
+        self._conversations.move_to_end(key)
+        self._expired.pop(key, None)
+        self._num_tokens += len(places)
+        for old in leaving:
+            self._drop(old)
+
+    def _replaced(self, kept: _Kept, path: npt.NDArray[np.int32]) -> list[_Turn]:
+        """Histories that the new one starts with and takes the place of."""
+        if kept.conversation is None:
+            # The place at which a history ends is on the path of every longer one.
+            turns = [turn for turn in self._ending.on(path) if turn.conversation is None]
+        else:
+            key = (kept.seq.namespace, kept.conversation)
+            turns = [
+                turn
+                for turn in self._conversations.get(key, ())
+                if _common(path, turn.places) == len(turn.places)
+            ]
+        return [
+            turn
+            for turn in turns
+            if kept.has_handle
+            or (turn.manifest is None and (turn.params is None or turn.params_taken))
+        ]
+
+    # Comparing.
+
+    def _compare(self, asked: _Asked) -> TurnAnswer:
+        namespace = asked.prompt.namespace
+        named: list[_Turn] | None = None
+        if asked.conversation is not None:
+            named = self._named("TurnTracker.compare", (namespace, asked.conversation))
+        path = self._index.lookup(asked.prompt).blocks
+        turn = self._longest(namespace, path, named)
+        common = 0 if turn is None else _common(path, turn.places)
+        if turn is not None and common == len(turn.places):
+            num_tokens, num_exact = self._in_place(turn, common, len(asked.prompt), asked)
+            if num_tokens:
+                return self._answer("exact_extension", turn, asked, num_tokens, num_exact, common)
+        if asked.alias:
+            found = self._alias(asked, path, named)
+            if found is not None:
+                aliased, send = found
+                num_tokens, num_exact = self._in_place(
+                    aliased, len(aliased.places), len(send), asked
+                )
+                if num_tokens:
+                    shared = _common(path, aliased.places)
+                    return self._answer(
+                        "alias", aliased, asked, num_tokens, num_exact, shared, send=send
+                    )
+        if asked.policy.approximate:
+            moved = self._moved(asked, path, named, turn)
+            if moved is not None:
+                source, segments = moved
+                num_tokens, num_exact = _leading(segments)
+                shared = _common(path, source.places)
+                return self._answer(
+                    "moved_runs", source, asked, num_tokens, num_exact, shared, segments=segments
+                )
+        if turn is not None:
+            num_tokens, num_exact = self._in_place(turn, common, len(asked.prompt), asked)
+            if num_tokens:
+                return self._answer("common_prefix", turn, asked, num_tokens, num_exact, common)
+        return TurnAnswer(kind="start_over", num_common=common)
+
+    def _longest(
+        self, namespace: Namespace, path: npt.NDArray[np.int32], named: list[_Turn] | None
+    ) -> _Turn | None:
+        """The history that has most in common; one that is wholly so first, then the newest."""
+        if named is not None:
+            turns = [(_common(path, turn.places), turn) for turn in named]
+            common, turn = max(
+                turns, key=lambda each: (each[0], each[0] == len(each[1].places), each[1].number)
+            )
+            return turn if common else None
+        if not len(path):
+            return None
+        ending = self._ending.on(path[-1:])
+        return ending[-1] if ending else self._through(namespace, int(path[-1]))
+
+    def _through(self, namespace: Namespace, place: int) -> _Turn | None:
+        """The newest history that has this place."""
+        turns = self._spaces[namespace]
+        number = int(self._newest[place])
+        if number not in turns:
+            # It was forgotten. What is found is written down for the next time.
+            position = int(self._position[place])
+            for turn in reversed(turns.values()):
+                if len(turn.places) > position and turn.places[position] == place:
+                    self._newest[place] = turn.number
+                    return turn
+            return None
+        return turns[number]
+
+    def _in_place(self, turn: _Turn, common: int, size: int, asked: _Asked) -> tuple[int, int]:
+        """Tokens at the front that may be used in place, and how many of them are exact."""
+        usable = max(0, min(common, turn.num_computed, size - asked.keep_last))
+        if isinstance(turn.source, ComputedSource):
+            return usable, usable
+        exact = min(usable, turn.source.exact_until)
+        policy = asked.policy
+        allowed = (
+            policy.approximate
+            and turn.source.hops <= policy.max_hops
+            and not policy.forbid_kinds
+            and usable - exact <= policy.max_approximate_share * size
+        )
+        return (usable if allowed else exact), exact
+
+    def _alias(
+        self, asked: _Asked, path: npt.NDArray[np.int32], named: list[_Turn] | None
+    ) -> tuple[_Turn, npt.NDArray[np.uint32]] | None:
+        """A history that is the prompt's beginning without its thoughts, and what to send."""
+        if asked.prompt.items:
+            return None
+        # Up to the first thought that is left out, the prompt is the history.
+        turns = self._thinking.on(path)[-_MOST_TURNS_ALIASED:] if named is None else named
+        prompt = asked.prompt[:]
+        best: tuple[int, int] = (0, 0)
+        found = None
+        for turn in turns:
+            if not turn.thoughts or turn.seq.items or (len(turn.places), turn.number) < best:
+                continue
+            consumed = _without_thoughts(turn, prompt)
+            if consumed is not None:
+                best = (len(turn.places), turn.number)
+                found = (turn, np.concatenate([turn.seq[:], prompt[consumed:]]))
+        return found
+
+    def _moved(
+        self,
+        asked: _Asked,
+        path: npt.NDArray[np.int32],
+        named: list[_Turn] | None,
+        longest: _Turn | None,
+    ) -> tuple[_Turn, npt.NDArray[np.void]] | None:
+        """The history of which most is reused with moved runs, and the plan's segments."""
+        turns = self._sources(asked) if named is None else named[-_MOST_TURNS_PLANNED:]
+        if longest is not None and longest not in turns:
+            turns = [*turns, longest]
+        best: tuple[int, int] = (0, 0)
+        found = None
+        for turn in turns:
+            segments, reused = self._planned(turn, asked)
+            moved = segments[
+                (segments["class"] == 1) & (segments["start"] >= _common(path, turn.places))
+            ]
+            if len(moved) and (reused, turn.number) > best:
+                best = (reused, turn.number)
+                found = (turn, segments)
+        return found
+
+    def _sources(self, asked: _Asked) -> list[_Turn]:
+        """Histories that hold runs of the prompt, those with most first."""
+        namespace = asked.prompt.namespace
+        if namespace not in self._spaces:
+            return []
+        plan = self._index.plan(asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False)
+        places = plan.source_blocks
+        plan.release()
+        _, firsts, counts = np.unique(self._newest[places], return_index=True, return_counts=True)
+        found: list[_Turn] = []
+        for each in np.argsort(-counts, kind="stable")[:_MOST_TURNS_PLANNED].tolist():
+            turn = self._through(namespace, int(places[firsts[each]]))
+            if turn is not None and turn not in found:
+                found.append(turn)
+        return found
+
+    def _planned(self, turn: _Turn, asked: _Asked) -> tuple[npt.NDArray[np.void], int]:
+        """Where the prompt's tokens lie in one history, and how many are reused."""
+        size = len(turn.places)
+        index = RadixIndex(size, 1, min_run=self._min_run)
+        index.insert(
+            turn.seq,
+            np.arange(size, dtype=np.int32),
+            num_computed=turn.num_computed,
+            source=turn.source,
+            spans=turn.spans,
+        )
+        plan = index.plan(asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False)
+        segments, reused = plan.segments, plan.num_exact + plan.num_approximate
+        plan.release()
+        return segments, reused
+
+    def _answer(
+        self,
+        kind: AnswerKind,
+        turn: _Turn,
+        asked: _Asked,
+        num_tokens: int,
+        num_exact: int,
+        num_common: int,
+        *,
+        send: npt.NDArray[np.uint32] | None = None,
+        segments: npt.NDArray[np.void] | None = None,
+    ) -> TurnAnswer:
+        if turn.params is None:
+            cut = CutParams(None, 0, "none were kept")
+        elif turn.conversation is not None and asked.conversation is None:
+            cut = CutParams(None, 0, f"they are those of conversation {turn.conversation!r}")
+        elif turn.params_taken:
+            cut = CutParams(
+                None, 0, "they were handed out before, and their reader has released them"
+            )
+        else:
+            cut = cut_params(
+                turn.params,
+                num_exact,
+                block_sizes=self._block_sizes,
+                receiver_block_size=self._receiver,
+                partial_block=kind in ("exact_extension", "alias"),
+            )
+            if cut.params is not None and cut.num_tokens < self._min_transfer:
+                least = self._min_transfer
+                cut = CutParams(
+                    None, 0, f"they cover {cut.num_tokens} tokens, and min_transfer is {least}"
+                )
+        if asked.take:
+            turn.params_taken |= cut.params is not None
+            self._conversations.move_to_end(turn.key)
+        return TurnAnswer(
+            kind=kind,
+            num_tokens=num_tokens,
+            num_exact=num_exact,
+            num_common=num_common,
+            conversation=turn.conversation,
+            num_kept=len(turn.places),
+            age=self._now - turn.kept_at,
+            kv_transfer_params=cut.params,
+            num_transfer_tokens=cut.num_tokens,
+            transfer_reason=cut.reason,
+            payload=turn.payload,
+            manifest=turn.manifest,
+            send=send,
+            segments=segments,
+        )
+
+
+def _common(path: npt.NDArray[np.int32], places: npt.NDArray[np.int32]) -> int:
+    """Tokens that two paths from the root share."""
+    size = min(len(path), len(places))
+    differ = path[:size] != places[:size]
+    return int(differ.argmax()) if differ.any() else size
+
+
+def _leading(segments: npt.NDArray[np.void]) -> tuple[int, int]:
+    """Tokens that a plan leaves in place, and how many of them are exact."""
+    end = exact = 0
+    for start, stop, delta, label in segments[["start", "end", "delta", "class"]].tolist():
+        if start != end or delta != 0 or label == 2:
+            break
+        end = stop
+        exact = stop if label == 0 and exact == start else exact
+    return end, exact
+
+
+def _without_thoughts(turn: _Turn, prompt: npt.NDArray[np.uint32]) -> int | None:
+    """How much of a prompt is this history less some of its thoughts, or None.
+
+    First all of them are left out, then those with which the prompt does not go on.
+    """
+    tokens = turn.seq[:]
+    for keep_some in (False, True):
+        read = at = removed = 0
+        for start, end in (*turn.thoughts, (len(tokens), len(tokens))):
+            if not np.array_equal(tokens[at:start], prompt[read : read + start - at]):
+                break
+            read += start - at
+            at = end
+            if keep_some and np.array_equal(tokens[start:end], prompt[read : read + end - start]):
+                read += end - start
+            else:
+                removed += end - start
+        else:
+            if removed:
+                return read
+    return None
+
+
+def _thoughts(spans: tuple[Span, ...]) -> tuple[tuple[int, int], ...]:
+    """Ranges of reasoning, ascending; those that touch or overlap are one."""
+    merged: list[tuple[int, int]] = []
+    for span in sorted(
+        (span for span in spans if span.kind == "reasoning" and span.start < span.end),
+        key=lambda span: (span.start, span.end),
+    ):
+        if merged and span.start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], span.end))
+        else:
+            merged.append((span.start, span.end))
+    return tuple(merged)
+
+
+def _instance(
+    call: str, name: str, value: object, kind: type | tuple[type, ...], what: str
+) -> None:
+    """Refuse what is not of a type. A bool is an int nowhere but where a bool is asked for."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        msg = f"{call}: {name} is {value!r}, not {what}"
+        raise TypeError(msg)
+
+
+def _copied(call: str, name: str, seq: TokenSequence) -> TokenSequence:
+    _instance(call, name, seq, TokenSequence, "a TokenSequence")
+    return TokenSequence(seq[:], seq.namespace, seq.items)
+
+
+def _index(call: str, name: str, value: SupportsIndex) -> int:
+    _instance(call, name, value, SupportsIndex, "an int")
+    return value.__index__()
+
+
+def _whole(call: str, name: str, value: SupportsIndex, least: int, most: int) -> int:
+    number = _index(call, name, value)
+    if not least <= number <= most:
+        msg = f"{call}: {name} is {number}, not in {least}..={most}"
+        raise ValueError(msg)
+    return number
+
+
+def _block_sizes(call: str, value: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    sizes = list(value) if isinstance(value, Sequence) else [value]
+    if not sizes:
+        msg = f"{call}: block_size is empty; it has one size for each block group"
+        raise ValueError(msg)
+    return tuple(_whole(call, "block_size", size, 1, _MAX_BLOCK_SIZE) for size in sizes)
