@@ -14,13 +14,26 @@ import kvtrie
 import kvtrie._core as core
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BUGS = [page for page in PAGES if page.parent.name == "bugs" and page.name != "index.md"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page_runs_from_top_to_bottom(page: Path) -> None:
     """The blocks of a page share their names, as a reader would type them."""
     mktestdocs.check_md_file(page, memory=True)
+
+
+@pytest.mark.parametrize("page", BUGS, ids=lambda page: page.name)
+def test_bug_page_is_a_screen_with_a_link_and_one_example(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(example.splitlines()) <= 20
+    assert len(text.splitlines()) <= 60
+    assert re.search(r"https://github\.com/[\w-]+/[\w.-]+/(issues|pull)/\d+", text)
+    for part in ("What happens", "Why", "With kvtrie"):
+        assert text.count(f"**{part}.**") == 1
+    assert f"({page.name})" in (page.parent / "index.md").read_text(encoding="utf-8")
 
 
 def _documented() -> dict[str, object]:
