@@ -1943,8 +1943,8 @@ class SequenceLedger:
     A call that contradicts what is known raises, with both numbers in the message, and changes nothing.
     A request is named by any hashable. One lock guards a ledger; any thread may call it.
 
-    Without a plan nothing is pinned: what was committed can be evicted while the request runs. An
-    engine that takes blocks from the index's eviction begins with plans, or commits at the end.
+    What was committed stays in the index until the request ends: the plan that it began with holds it,
+    or one that the commits make. A request that is dropped with its ledger gives that back, and warns.
 
     Args:
         block_size: Token slots in a block, 1 to 4096.
@@ -2028,12 +2028,16 @@ class SequenceLedger:
         source: ReusePlan | ComputedSource | Imported | None = None,
         num_computed: SupportsIndex = 0,
         missing: _Ranges | None = None,
+        plan: ReusePlan | None = None,
     ) -> None:
         """
         Take a request over, until `finish` or `forget`.
 
-        With a plan, its gaps and what follows its tokens are missing, and the rest counts as computed:
-        apply its copies first. Its blocks in place count as committed.
+        With a plan as its source, its gaps and what follows its tokens are missing, and the rest counts
+        as computed: apply its copies first. Its blocks in place count as committed.
+
+        Where the KV behind the blocks in place comes from elsewhere, such as a `plan_transfer`, `plan`
+        holds these blocks, and `source` says how exact the rest is.
 
         Args:
             request: Any hashable.
@@ -2044,6 +2048,8 @@ class SequenceLedger:
             missing: Ranges of the sequence whose KV is not in the blocks, in tokens, ascending and
                 disjoint, as a list of pairs or an integer array of shape (n, 2); not with a plan. None:
                 all from `num_computed` on.
+            plan: Where `source` is no plan: one of this sequence, whose blocks in place lead `blocks`.
+                They count as committed, and it is released when the request ends.
 
         Raises:
             BlockInUseError: A block id comes twice.
@@ -2051,7 +2057,7 @@ class SequenceLedger:
             TypeError: An argument has the wrong type, or `request` cannot be hashed.
             ValueError: The request is live, or another one has the sequence; more is said to be computed
                 than the sequence has tokens or the blocks can hold; a range is not what it must be; the
-                plan has another block size, other tokens, or other blocks in place.
+                plan pins nothing, or has another block size, other tokens, or other blocks in place.
 
         Example:
             >>> import kvtrie
@@ -2162,7 +2168,11 @@ class SequenceLedger:
         Note a claim of the engine: KV of all positions below is written, or ordered before every reader.
 
         It may be lower than the last one, where drafts were refused, but not below what is final and
-        computed.
+        computed. A claim that is lower, or that follows the ids of drafts, says where the engine stands:
+        steps under way are counted in it, and nothing behind it counts as issued.
+
+        What is final and computed is as true as the claim: who reads it on another stream, as a
+        transfer does, waits for the last claimed step first.
 
         Args:
             request: A live request.
@@ -2556,6 +2566,29 @@ class SequenceLedger:
             >>> ledger.spans("a")
             [Span(1, 3, 'reasoning')]
         """
+    def untag(self, /, request: Hashable) -> None:
+        """
+        Take back the spans that no index was told of yet.
+
+        An index has 64 kinds at most: where it refuses one, no commit of the request goes through
+        before these are taken back.
+
+        Args:
+            request: A live request.
+
+        Raises:
+            StaleHandleError: The request is not live.
+
+        Example:
+            >>> import kvtrie
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> ledger = kvtrie.SequenceLedger()
+            >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+            >>> ledger.tag("a", [kvtrie.Span(1, 3, "reasoning")])
+            >>> ledger.untag("a")
+            >>> ledger.spans("a")
+            []
+        """
 
 @final
 class SharedSalt:
@@ -2885,6 +2918,9 @@ class TransferManifest:
         Blocks behind a missing range are offered too. Of a range that ends inside a block, the tokens of that block are
         offered only if nothing computed comes behind.
 
+        The ledger believes the engine's claims, which may count steps under way: a reader that is not
+        on the engine's stream waits until the last claimed step has run.
+
         Args:
             ledger: The ledger of the engine.
             request: A live request of it.
@@ -2895,7 +2931,7 @@ class TransferManifest:
             A manifest of what the ledger knows at this moment.
 
         Raises:
-            StaleHandleError: The request is not live.
+            StaleHandleError: The request is not live, or its plan was released.
             TypeError: An argument has the wrong type.
             ValueError: `group` is negative, or the key has another length.
 

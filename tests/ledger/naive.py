@@ -105,8 +105,10 @@ class NaiveRequest:
     def _claim(self, computed: int) -> None:
         left = [drafts for drafts in self.drafts if drafts[0] >= len(self.tokens)]
         if len(left) < len(self.drafts) and left:
-            shift = left[0][0] - len(self.tokens)
-            left = [[at - shift for at in drafts] for drafts in left]
+            # What is under way stands so much further in front as was refused.
+            refused = max(0, self.issued - self._behind_present(computed))
+            left = [drafts for drafts in left if drafts[0] >= len(self.tokens) + refused]
+            left = [[at - refused for at in drafts] for drafts in left]
         self.drafts = left
         for at, slot in enumerate(self.slots):
             slot.claimed = at < computed

@@ -50,8 +50,12 @@ class Lease:
             self.plan.release_sources()
             store.ledger.begin(self, seq, table, source=self.plan)
         except BaseException:
+            if self in store.ledger:
+                # The exception came from outside, behind the last call.
+                fresh = store.ledger.forget(self)
+            else:
+                self.plan.release()
             store.allocator.free(fresh)
-            self.plan.release()
             store.reclaim()
             raise
 

@@ -1,9 +1,10 @@
 //! `SequenceLedger`.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use kvtrie_core::{
-    Begin, BlockId, LedgerSource, Present, RequestId, RolledBack, SequenceLedger, Step, StepError,
+    Begin, BlockId, LedgerSource, Present, RequestId, ReusePlan, RolledBack, SequenceLedger, Step,
+    StepError,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -36,6 +37,50 @@ pub(crate) struct PyLive {
     plan: Option<Py<PyReusePlan>>,
     /// As it was given; none stands for `COMPUTED`.
     source: Option<Py<PyAny>>,
+    /// What a commit without a plan made. If the ledger is dropped it releases itself, as every plan.
+    pin: Mutex<Option<Py<PyReusePlan>>>,
+}
+
+impl PyLive {
+    /// Keeps the wrapper of what a commit made; the one before was released with it.
+    fn keep_pin(
+        &self,
+        py: Python<'_>,
+        pin: Arc<ReusePlan>,
+        index: &Arc<SharedIndex>,
+    ) -> PyResult<()> {
+        let new = Py::new(py, PyReusePlan::internal(pin, Arc::clone(index)))?;
+        let before = match self.pin.lock() {
+            Ok(mut kept) => kept.replace(new),
+            Err(_) => Some(new),
+        };
+        // It dies here, where no lock is held.
+        drop(before);
+        Ok(())
+    }
+
+    /// Refuses a request whose plan was released under it: its blocks may be others' by now.
+    pub(crate) fn check_held(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        call: &str,
+    ) -> PyResult<()> {
+        if self.plans(py).iter().any(|plan| plan.get().is_released()) {
+            return Err(of_request(request)(released(call)));
+        }
+        Ok(())
+    }
+
+    /// All that holds blocks for the request.
+    fn plans(&self, py: Python<'_>) -> Vec<Py<PyReusePlan>> {
+        let pin = match self.pin.lock() {
+            Ok(kept) => kept.as_ref().map(|pin| pin.clone_ref(py)),
+            Err(_) => None,
+        };
+        let own = self.plan.as_ref().map(|plan| plan.clone_ref(py));
+        own.into_iter().chain(pin).collect()
+    }
 }
 
 /// What is known to be *computed* for every live request of an engine: the one owner of its lengths.
@@ -58,8 +103,8 @@ pub(crate) struct PyLive {
 /// A call that contradicts what is known raises, with both numbers in the message, and changes nothing.
 /// A request is named by any hashable. One lock guards a ledger; any thread may call it.
 ///
-/// Without a plan nothing is pinned: what was committed can be evicted while the request runs. An
-/// engine that takes blocks from the index's eviction begins with plans, or commits at the end.
+/// What was committed stays in the index until the request ends: the plan that it began with holds it,
+/// or one that the commits make. A ledger that is dropped releases them.
 ///
 /// Args:
 ///     block_size: Token slots in a block, 1 to 4096.
@@ -127,8 +172,11 @@ impl PySequenceLedger {
 
     /// Take a request over, until `finish` or `forget`.
     ///
-    /// With a plan, its gaps and what follows its tokens are missing, and the rest counts as computed:
-    /// apply its copies first. Its blocks in place count as committed.
+    /// With a plan as its source, its gaps and what follows its tokens are missing, and the rest counts
+    /// as computed: apply its copies first. Its blocks in place count as committed.
+    ///
+    /// Where the KV behind the blocks in place comes from elsewhere, such as a `plan_transfer`, `plan`
+    /// holds these blocks, and `source` says how exact the rest is.
     ///
     /// Args:
     ///     request: Any hashable.
@@ -139,6 +187,8 @@ impl PySequenceLedger {
     ///     missing: Ranges of the sequence whose KV is not in the blocks, in tokens, ascending and
     ///         disjoint, as a list of pairs or an integer array of shape (n, 2); not with a plan. None:
     ///         all from `num_computed` on.
+    ///     plan: Where `source` is no plan: one of this sequence, whose blocks in place lead `blocks`.
+    ///         They count as committed, and it is released when the request ends.
     ///
     /// Raises:
     ///     BlockInUseError: A block id comes twice.
@@ -146,7 +196,7 @@ impl PySequenceLedger {
     ///     TypeError: An argument has the wrong type, or `request` cannot be hashed.
     ///     ValueError: The request is live, or another one has the sequence; more is said to be computed
     ///         than the sequence has tokens or the blocks can hold; a range is not what it must be; the
-    ///         plan has another block size, other tokens, or other blocks in place.
+    ///         plan pins nothing, or has another block size, other tokens, or other blocks in place.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -165,7 +215,8 @@ impl PySequenceLedger {
     #[pyo3(signature = (
         request: "Hashable", seq, blocks: "_Integers", *,
         source: "ReusePlan | ComputedSource | Imported | None" = None,
-        num_computed: "SupportsIndex" = 0, missing: "_Ranges | None" = None
+        num_computed: "SupportsIndex" = 0, missing: "_Ranges | None" = None,
+        plan: "ReusePlan | None" = None
     ))]
     fn begin(
         &self,
@@ -176,6 +227,7 @@ impl PySequenceLedger {
         source: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = int)] num_computed: i128,
         missing: Option<&Bound<'_, PyAny>>,
+        plan: Option<&Bound<'_, PyReusePlan>>,
     ) -> PyResult<()> {
         const CALL: &str = "SequenceLedger.begin";
         let blocks = block_ids(blocks, BlockId::MAX_BLOCKS, Arg::new(CALL, "blocks"))?;
@@ -183,7 +235,10 @@ impl PySequenceLedger {
         let missing = missing
             .map(|missing| crate::buffers::ranges(missing, Arg::new(CALL, "missing")))
             .transpose()?;
-        let (plan, core_source) = read_source(source, Arg::new(CALL, "source"))?;
+        let (source_plan, core_source) = read_source(source, Arg::new(CALL, "source"))?;
+        if plan.is_some_and(|plan| plan.get().is_released()) {
+            return Err(released(CALL));
+        }
         let present = match &missing {
             Some(_) if num_computed > 0 => {
                 return Err(of_request(request)(PyValueError::new_err(format!(
@@ -200,6 +255,7 @@ impl PySequenceLedger {
         let begin = Begin {
             source: core_source,
             present,
+            in_place: plan.map(|plan| plan.get().share()),
         };
         let cost = Cost::copy(4 * blocks.len());
         let own = seq.get();
@@ -212,8 +268,9 @@ impl PySequenceLedger {
         let live = PyLive {
             id,
             seq: seq.clone().unbind(),
-            plan,
+            plan: source_plan.or_else(|| plan.map(|plan| plan.clone().unbind())),
             source: source.map(|source| source.clone().unbind()),
+            pin: Mutex::new(None),
         };
         self.enlist(py, request, live).inspect_err(|_| {
             // Another thread was faster, or the request's own methods failed: as if nothing had been.
@@ -312,7 +369,11 @@ impl PySequenceLedger {
     /// Note a claim of the engine: KV of all positions below is written, or ordered before every reader.
     ///
     /// It may be lower than the last one, where drafts were refused, but not below what is final and
-    /// computed.
+    /// computed. A claim that is lower, or that follows the ids of drafts, says where the engine stands:
+    /// steps under way are counted in it, and nothing behind it counts as issued.
+    ///
+    /// What is final and computed is as true as the claim: who reads it on another stream, as a
+    /// transfer does, waits for the last claimed step first.
     ///
     /// Args:
     ///     request: A live request.
@@ -547,6 +608,31 @@ impl PySequenceLedger {
         const CALL: &str = "SequenceLedger.tag";
         let spans = crate::span::spans(spans, Arg::new(CALL, "spans"))?;
         self.on(py, request, CALL, |ledger, id| ledger.tag(id, &spans))
+    }
+
+    /// Take back the spans that no index was told of yet.
+    ///
+    /// An index has 64 kinds at most: where it refuses one, no commit of the request goes through
+    /// before these are taken back.
+    ///
+    /// Args:
+    ///     request: A live request.
+    ///
+    /// Raises:
+    ///     StaleHandleError: The request is not live.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> ledger = kvtrie.SequenceLedger()
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+    ///     >>> ledger.tag("a", [kvtrie.Span(1, 3, "reasoning")])
+    ///     >>> ledger.untag("a")
+    ///     >>> ledger.spans("a")
+    ///     []
+    #[pyo3(signature = (request: "Hashable"))]
+    fn untag(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.on(py, request, "SequenceLedger.untag", SequenceLedger::untag)
     }
 
     /// The spans that a request was tagged with.
@@ -887,13 +973,23 @@ impl PySequenceLedger {
         let live = self.live(py, request, "SequenceLedger.commit")?;
         let (live, shared) = (live.get(), &*index.get().shared);
         let cost = self.commit_cost(py, live, shared)?;
+        let before = live.plans(py);
         let done = py.enter(cost, |keys| {
             let mut ledger = keys.lock(&self.core, LEDGER)?;
             let mut seq = live.seq.get().lock_and_see(keys)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
-            Ok(ledger.commit(live.id, &mut seq, &mut index)?)
+            let done = ledger.commit(live.id, &mut seq, &mut index)?;
+            for plan in &before {
+                plan.get().look(&index);
+            }
+            Ok((done, ledger.pin(live.id)?.map(Arc::clone)))
         });
-        let core = done.map_err(of_request(request))?;
+        let (core, pin) = done.map_err(of_request(request))?;
+        if let Some(pin) = pin
+            && !before.iter().any(|plan| plan.get().is_of(&pin))
+        {
+            live.keep_pin(py, pin, &index.get().shared)?;
+        }
         Ok(PyInsertResult { core })
     }
 
@@ -933,11 +1029,13 @@ impl PySequenceLedger {
         request: &Bound<'_, PyAny>,
         index: &Bound<'_, PyRadixIndex>,
     ) -> PyResult<PyInsertResult> {
-        let live = self.live(py, request, "SequenceLedger.finish")?;
-        let (live, shared) = (live.get(), &*index.get().shared);
-        let plan = live.plan.as_ref().map(Py::get);
-        let mut cost = self.commit_cost(py, live, shared)?;
-        if plan.is_some_and(|plan| plan.cost() == Cost::Long) {
+        let entry = self.take(py, request, "SequenceLedger.finish")?;
+        let (live, shared) = (entry.get(), &*index.get().shared);
+        let plans = live.plans(py);
+        let mut cost = self
+            .commit_cost(py, live, shared)
+            .inspect_err(|_| self.put_back(py, request, &entry))?;
+        if plans.iter().any(|plan| plan.get().cost() == Cost::Long) {
             cost = Cost::Long;
         }
         let done = py.enter(cost, |keys| {
@@ -945,13 +1043,14 @@ impl PySequenceLedger {
             let mut seq = live.seq.get().lock_and_see(keys)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
             let done = ledger.finish(live.id, &mut seq, &mut index)?;
-            if let Some(plan) = plan {
-                plan.was_released();
+            for plan in &plans {
+                plan.get().was_released();
             }
             Ok(done)
         });
-        let core = done.map_err(of_request(request))?;
-        self.requests.bind(py).del_item(request)?;
+        let core = done
+            .inspect_err(|_| self.put_back(py, request, &entry))
+            .map_err(of_request(request))?;
         Ok(PyInsertResult { core })
     }
 
@@ -978,10 +1077,15 @@ impl PySequenceLedger {
     #[pyo3(signature = (request: "Hashable"))]
     fn forget<'py>(&self, py: Python<'py>, request: &Bound<'py, PyAny>) -> PyResult<Ids<'py>> {
         const CALL: &str = "SequenceLedger.forget";
-        let live = self.live(py, request, CALL)?;
-        let left = self.on(py, request, CALL, SequenceLedger::forget)?;
-        self.requests.bind(py).del_item(request)?;
-        if let Some(plan) = &live.get().plan {
+        let entry = self.take(py, request, CALL)?;
+        let live = entry.get();
+        let left = py.enter(Cost::Short, |keys| {
+            Ok(keys.lock(&self.core, LEDGER)?.forget(live.id)?)
+        });
+        let left = left
+            .inspect_err(|_| self.put_back(py, request, &entry))
+            .map_err(of_request(request))?;
+        for plan in live.plans(py) {
             plan.get().release_once(py)?;
         }
         Ok(ids(py, &left.blocks))
@@ -1018,6 +1122,30 @@ impl PySequenceLedger {
         request: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyLive>>> {
         find_in(self.requests.bind(py), request)
+    }
+
+    /// Takes a request out of the dictionary: of two who end it, one finds it.
+    fn take<'py>(
+        &self,
+        py: Python<'py>,
+        request: &Bound<'py, PyAny>,
+        call: &str,
+    ) -> PyResult<Bound<'py, PyLive>> {
+        let found = self
+            .requests
+            .bind(py)
+            .call_method1("pop", (request, py.None()))?;
+        found
+            .cast_into::<PyLive>()
+            .map_err(|_| not_live(request, call))
+    }
+
+    /// Puts a request back that did not end.
+    fn put_back(&self, py: Python<'_>, request: &Bound<'_, PyAny>, entry: &Bound<'_, PyLive>) {
+        if let Err(error) = self.requests.bind(py).set_item(request, entry) {
+            // The request's own methods fail: nobody can name it any longer.
+            error.write_unraisable(py, Some(request));
+        }
     }
 
     /// Puts a request into the dictionary, unless one of its name is there.
@@ -1113,6 +1241,11 @@ fn not_live(request: &Bound<'_, PyAny>, call: &str) -> PyErr {
 }
 
 #[cold]
+fn released(call: &str) -> PyErr {
+    StaleHandleError::new_err(format!("{call}: the plan was released already"))
+}
+
+#[cold]
 fn live_already(request: &Bound<'_, PyAny>) -> PyErr {
     of_request(request)(PyValueError::new_err(
         "SequenceLedger.begin: the request is live already; finish or forget it first",
@@ -1141,10 +1274,7 @@ fn read_source(
     match SourceArg::open(value, arg)? {
         SourceArg::Computed => Ok((None, LedgerSource::Computed)),
         SourceArg::Imported(imported) => Ok((None, LedgerSource::Imported(imported))),
-        SourceArg::Plan(plan) if plan.is_released() => Err(StaleHandleError::new_err(format!(
-            "{}: the plan was released already",
-            arg.call
-        ))),
+        SourceArg::Plan(plan) if plan.is_released() => Err(released(arg.call)),
         SourceArg::Plan(plan) => {
             let kept = value.cast::<PyReusePlan>()?.clone().unbind();
             Ok((Some(kept), LedgerSource::Plan(plan.share())))

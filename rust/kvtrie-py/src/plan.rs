@@ -42,16 +42,40 @@ pub(crate) struct PyReusePlan {
     index: Arc<SharedIndex>,
     num_tokens: usize,
     released: AtomicBool,
+    /// Whether a caller has it, who is told if it is collected unreleased.
+    is_callers: bool,
 }
 
 impl PyReusePlan {
     pub(crate) fn new(core: ReusePlan, index: Arc<SharedIndex>) -> Self {
+        Self::around(Arc::new(core), index, true)
+    }
+
+    /// A plan that no caller sees; what a ledger keeps.
+    pub(crate) fn internal(core: Arc<ReusePlan>, index: Arc<SharedIndex>) -> Self {
+        Self::around(core, index, false)
+    }
+
+    fn around(core: Arc<ReusePlan>, index: Arc<SharedIndex>, is_callers: bool) -> Self {
         let num_tokens = core.segments().last().map_or(0, |segment| segment.end);
         Self {
-            core: Arc::new(core),
+            core,
             index,
             num_tokens,
             released: AtomicBool::new(false),
+            is_callers,
+        }
+    }
+
+    /// Whether it is this plan.
+    pub(crate) fn is_of(&self, core: &Arc<ReusePlan>) -> bool {
+        Arc::ptr_eq(&self.core, core)
+    }
+
+    /// Notes whether the plan was released in an index that is locked.
+    pub(crate) fn look(&self, index: &RadixIndex) {
+        if index.is_released(&self.core) {
+            self.was_released();
         }
     }
 
@@ -347,6 +371,9 @@ impl PyReusePlan {
         let Ok(true) = self.release_once(py) else {
             return;
         };
+        if !self.is_callers {
+            return;
+        }
         let warning = py.get_type::<PyResourceWarning>();
         let message =
             c"a ReusePlan was collected unreleased: release it, or use it in a with statement";

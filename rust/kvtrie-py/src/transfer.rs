@@ -319,6 +319,9 @@ impl PyTransferManifest {
     /// Blocks behind a missing range are offered too. Of a range that ends inside a block, the tokens of that block are
     /// offered only if nothing computed comes behind.
     ///
+    /// The ledger believes the engine's claims, which may count steps under way: a reader that is not
+    /// on the engine's stream waits until the last claimed step has run.
+    ///
     /// Args:
     ///     ledger: The ledger of the engine.
     ///     request: A live request of it.
@@ -329,7 +332,7 @@ impl PyTransferManifest {
     ///     A manifest of what the ledger knows at this moment.
     ///
     /// Raises:
-    ///     StaleHandleError: The request is not live.
+    ///     StaleHandleError: The request is not live, or its plan was released.
     ///     TypeError: An argument has the wrong type.
     ///     ValueError: `group` is negative, or the key has another length.
     ///
@@ -359,6 +362,7 @@ impl PyTransferManifest {
         let group = Arg::new(CALL, "group").within(group, 0, i32::MAX.cast_unsigned())?;
         let ledger = ledger.get();
         let live = ledger.live(py, request, CALL)?;
+        live.get().check_held(py, request, CALL)?;
         let (id, seq) = (live.get().id, live.get().seq.get());
         let core = py.enter(hashing(seq.len(py)?), |keys| {
             let known = keys.lock(&ledger.core, LEDGER)?;

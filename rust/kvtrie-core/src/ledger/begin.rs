@@ -30,6 +30,9 @@ pub struct Begin<'a> {
     pub source: LedgerSource,
     /// What is there. Without it, what the plan says; and nothing, if there is no plan.
     pub present: Option<Present<'a>>,
+    /// Where the source is no plan: one whose blocks in place lead the table. They are the index's, and count as committed;
+    /// what the source says begins behind them.
+    pub in_place: Option<Arc<ReusePlan>>,
 }
 
 impl Default for Begin<'_> {
@@ -38,6 +41,7 @@ impl Default for Begin<'_> {
         Self {
             source: LedgerSource::Computed,
             present: None,
+            in_place: None,
         }
     }
 }
@@ -49,6 +53,7 @@ impl Begin<'_> {
         Self {
             source: LedgerSource::Plan(plan),
             present: None,
+            in_place: None,
         }
     }
 }
@@ -62,8 +67,8 @@ impl SequenceLedger {
     /// # Errors
     /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): another request has the sequence; more is said to be
     ///   there than the sequence has tokens, or than the blocks can hold; ranges that do not ascend; a plan of another
-    ///   block size, of other tokens, or whose blocks in place do not lead the table; a plan beside
-    ///   [`present`](Begin::present); an id that no pool can have, or hops above the limit.
+    ///   block size, of other tokens, that pins nothing, or whose blocks in place do not lead the table; a plan beside
+    ///   [`present`](Begin::present) or beside another one; an id that no pool can have, or hops above the limit.
     /// - [`BlockInUse`](crate::ErrorKind::BlockInUse): an id comes twice.
     ///
     /// # Complexity
@@ -85,6 +90,15 @@ impl SequenceLedger {
         check_ids(blocks, CALL)?;
         check_unique(&[], blocks, CALL)?;
         let mut committed = 0;
+        if let Some(plan) = &begin.in_place {
+            if matches!(begin.source, LedgerSource::Plan(_)) {
+                return Err(Error::invalid(format!(
+                    "{CALL}: the source is a plan, and another plan is given beside it"
+                )));
+            }
+            self.check_plan(plan, seq, blocks)?;
+            committed = plan.blocks().len() * self.block_size;
+        }
         let (computed, islands) = match (&begin.source, begin.present) {
             (LedgerSource::Plan(plan), None) => {
                 self.check_plan(plan, seq, blocks)?;
@@ -101,7 +115,7 @@ impl SequenceLedger {
                     "{CALL}: a plan says itself what is computed; num_computed and missing are for other sources"
                 )));
             }
-            (_, None) => (0, Islands::default()),
+            (_, None) => (committed, Islands::default()),
             (_, Some(Present::Below(computed))) => {
                 if computed > seq.len() {
                     return Err(Error::invalid(format!(
@@ -109,10 +123,15 @@ impl SequenceLedger {
                         seq.len()
                     )));
                 }
-                (computed, Islands::default())
+                (computed.max(committed), Islands::default())
             }
             (_, Some(Present::AllBut(missing))) => {
                 check_ranges(missing, seq.len(), CALL)?;
+                if let Some(&(start, end)) = missing.iter().find(|range| range.0 < committed) {
+                    return Err(Error::invalid(format!(
+                        "{CALL}: the range {start}..{end} is said to be missing, but the first {committed} tokens are in place"
+                    )));
+                }
                 Islands::around(missing.iter().copied(), seq.len())
             }
         };
@@ -131,14 +150,22 @@ impl SequenceLedger {
             positions: Positions::new(seq.len(), computed, islands),
             blocks: blocks.to_vec(),
             committed,
-            labels: Labels::new(&begin.source, self.block_size),
+            labels: Labels::new(&begin.source, begin.in_place.as_deref(), self.block_size),
             source: begin.source,
+            in_place: begin.in_place,
+            pin: None,
             spans: Vec::new(),
         });
         Ok(RequestId(self.records.handle(record)))
     }
 
     fn check_plan(&self, plan: &ReusePlan, seq: &TokenSequence, blocks: &[BlockId]) -> Result<()> {
+        if !plan.is_pinned() {
+            return Err(Error::invalid(format!(
+                "{CALL}: the plan pins nothing, so its {} blocks in place may have left the index",
+                plan.blocks().len()
+            )));
+        }
         if plan.block_size() != self.block_size {
             return Err(Error::invalid(format!(
                 "{CALL}: the plan is made for blocks of {} tokens, the ledger for {}",

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use super::labels::LedgerSource;
 use super::record::Record;
 use super::{RequestId, SequenceLedger};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::ids::BlockId;
-use crate::plan::ReusePlan;
+use crate::plan::{PlanOptions, ReusePlan};
+use crate::policy::ReusePolicy;
 use crate::span::Span;
 use crate::tokens::TokenSequence;
 use crate::tree::{InsertOptions, Inserted, RadixIndex};
@@ -17,8 +18,8 @@ use crate::tree::{InsertOptions, Inserted, RadixIndex};
 pub struct Forgotten {
     /// The blocks of its table that it did not commit.
     pub blocks: Vec<BlockId>,
-    /// Its plan, which the caller releases, unless it did.
-    pub plan: Option<Arc<ReusePlan>>,
+    /// What held its blocks, which the caller releases, unless it did.
+    pub plans: Vec<Arc<ReusePlan>>,
 }
 
 impl SequenceLedger {
@@ -26,7 +27,8 @@ impl SequenceLedger {
     /// answers from here on; those in `duplicates` and `freed` are the caller's. What was not taken stays in the table, so
     /// `surplus` is empty.
     ///
-    /// Where nothing is new the index is not asked, unless there are spans to tag.
+    /// Without a plan, a plan of what stands in place is made ([`pin`](Self::pin)): what was committed stays while the request
+    /// runs. Where nothing is new the index is not asked, unless there are spans to tag.
     ///
     /// # Errors
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live, or its plan was released.
@@ -46,7 +48,7 @@ impl SequenceLedger {
         let block_size = self.block_size;
         let record = self.record_mut(id, CALL)?;
         record.check_owns(seq, CALL)?;
-        check_block_size(index, block_size, CALL)?;
+        record.check_index(index, block_size, CALL)?;
         let end = record.positions.verified();
         let end = end - end % block_size;
         let spans = record.spans_to_give(end);
@@ -65,11 +67,15 @@ impl SequenceLedger {
         done.surplus = Vec::new();
         record.take(&done, block_size);
         record.gave(record.committed);
+        if !matches!(record.source, LedgerSource::Plan(_)) && !done.blocks.is_empty() {
+            record.hold(done.num_exact, seq, index)?;
+        }
         Ok(done)
     }
 
     /// Ends a request: a last commit, with all that is left of the table in `surplus`; then its plan is released and the
-    /// sequence is its owner's again. If the insert is refused, the request stays as it is.
+    /// sequence is its owner's again. If the insert is refused, the request stays as it is. If its plan was released before,
+    /// nothing is inserted any more, and all that was not committed is in `surplus`.
     ///
     /// # Errors
     /// As [`commit`](Self::commit).
@@ -86,14 +92,22 @@ impl SequenceLedger {
         let block_size = self.block_size;
         let record = self.record(id, CALL)?;
         record.check_owns(seq, CALL)?;
-        check_block_size(index, block_size, CALL)?;
+        record.check_index(index, block_size, CALL)?;
         let end = record.positions.verified();
         let spans = record.spans_to_give(end - end % block_size);
         let offered = record.committed / block_size..record.blocks.len();
-        let done = record.insert(seq, index, end, offered, &spans)?;
-        if let LedgerSource::Plan(plan) = &record.source {
-            // The insert has found it live.
-            index.release(plan)?;
+        let done = match &record.source {
+            LedgerSource::Plan(plan) if index.is_released(plan) => Inserted {
+                num_exact: record.labels.exact_below(record.committed),
+                surplus: record.blocks[offered].to_vec(),
+                ..Inserted::default()
+            },
+            _ => record.insert(seq, index, end, offered, &spans)?,
+        };
+        for plan in record.plans() {
+            if !index.is_released(plan) {
+                index.release(plan)?;
+            }
         }
         self.records.remove(id.0.index);
         Ok(done)
@@ -109,14 +123,12 @@ impl SequenceLedger {
     pub fn forget(&mut self, id: RequestId) -> Result<Forgotten> {
         self.record(id, "SequenceLedger.forget")?;
         let record = self.records.remove(id.0.index);
-        let (mut blocks, mut plan) = (Vec::new(), None);
+        let (mut blocks, mut plans) = (Vec::new(), Vec::new());
         if let Some(record) = record {
             blocks.extend_from_slice(&record.blocks[record.committed / self.block_size..]);
-            if let LedgerSource::Plan(own) = record.source {
-                plan = Some(own);
-            }
+            plans.extend(record.plans().cloned());
         }
-        Ok(Forgotten { blocks, plan })
+        Ok(Forgotten { blocks, plans })
     }
 }
 
@@ -137,6 +149,54 @@ impl Record {
             spans,
         };
         index.insert(seq, &self.blocks[offered], options)
+    }
+
+    /// Refuses an index of another block size, and one that its plans are not of.
+    fn check_index(&self, index: &RadixIndex, block_size: usize, call: &str) -> Result<()> {
+        check_block_size(index, block_size, call)?;
+        for plan in self.plans() {
+            match plan.lease_index(index, call) {
+                Err(error) if error.kind() == ErrorKind::InvalidArgument => return Err(error),
+                // Released, which an insert with it refuses.
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// All that holds blocks for this request.
+    fn plans(&self) -> impl Iterator<Item = &Arc<ReusePlan>> {
+        let own = match &self.source {
+            LedgerSource::Plan(plan) => Some(plan),
+            LedgerSource::Computed | LedgerSource::Imported(_) => None,
+        };
+        own.into_iter().chain(&self.in_place).chain(&self.pin)
+    }
+
+    /// Holds what is committed, in place of what was held before.
+    fn hold(
+        &mut self,
+        num_exact: usize,
+        seq: &mut TokenSequence,
+        index: &mut RadixIndex,
+    ) -> Result<()> {
+        let policy = ReusePolicy {
+            approximate: num_exact < self.committed,
+            max_hops: ReusePolicy::MAX_HOPS,
+            // No run is that long: blocks in place are all that is asked for.
+            min_run: Some(seq.len().max(index.config().min_run) + 1),
+            partial_blocks: false,
+            ..ReusePolicy::EXACT_ONLY
+        };
+        let options = PlanOptions {
+            keep_last: 0,
+            pin: true,
+        };
+        let plan = Arc::new(index.plan(seq, &policy, options)?);
+        if let Some(before) = self.pin.replace(plan) {
+            index.release(&before)?;
+        }
+        Ok(())
     }
 
     /// Notes what an index took and answered.

@@ -70,17 +70,31 @@ pub struct LabelRun {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Labels {
     block_size: usize,
-    /// As the source says.
+    /// As the source says, and what was in place.
     said: usize,
+    /// Tokens that were in place without being the source's.
+    in_place: usize,
     /// As the index answered: what backs the sequence there is approximate, wherever it came from.
     answered: usize,
 }
 
 impl Labels {
-    pub(super) fn new(source: &LedgerSource, block_size: usize) -> Self {
+    pub(super) fn new(
+        source: &LedgerSource,
+        in_place: Option<&ReusePlan>,
+        block_size: usize,
+    ) -> Self {
+        let (mut said, mut end) = (source.exact_until(), 0);
+        if let Some(plan) = in_place {
+            end = plan.blocks().len() * block_size;
+            // What is in place is as exact as the index has it, whatever the source says of what lies behind.
+            let first = plan.first_approximate().filter(|&first| first < end);
+            said = first.unwrap_or(said.max(end));
+        }
         Self {
             block_size,
-            said: source.exact_until(),
+            said,
+            in_place: end,
             answered: usize::MAX,
         }
     }
@@ -99,7 +113,13 @@ impl Labels {
     }
 
     /// The labels of the tokens `start..end`, in as few runs as there are.
-    pub(super) fn runs(&self, source: &LedgerSource, start: usize, end: usize) -> Vec<LabelRun> {
+    pub(super) fn runs(
+        &self,
+        source: &LedgerSource,
+        in_place: Option<&ReusePlan>,
+        start: usize,
+        end: usize,
+    ) -> Vec<LabelRun> {
         let mut runs: Vec<LabelRun> = Vec::new();
         let mut push = |start: usize, end: usize, class: Class, hops: u16| match runs.last_mut() {
             Some(last) if last.class == class && last.hops == hops => last.end = end,
@@ -115,8 +135,9 @@ impl Labels {
         let mut at = start;
         while at < end {
             let block = at / size;
-            let (label, until) = match self.label(source, block) {
+            let (label, until) = match self.label(source, in_place, block) {
                 label if label.is_exact() => (label, self.exact_below(usize::MAX)),
+                label if at < self.in_place => (label, (block + 1) * size),
                 label => match source {
                     // The rest of what this says has one label.
                     LedgerSource::Imported(_) | LedgerSource::Computed => {
@@ -138,9 +159,18 @@ impl Labels {
         runs
     }
 
-    fn label(&self, source: &LedgerSource, block: usize) -> Label {
+    fn label(
+        &self,
+        source: &LedgerSource,
+        in_place: Option<&ReusePlan>,
+        block: usize,
+    ) -> Label {
         let end = (block + 1) * self.block_size;
         if end > self.said {
+            if end <= self.in_place {
+                let hops = in_place.map_or(0, |plan| plan.hops_of_block(depth(block)));
+                return Label::approximate(hops);
+            }
             Label::approximate(match source {
                 LedgerSource::Computed => 0,
                 LedgerSource::Imported(imported) => imported.hops,

@@ -34,9 +34,9 @@
 //! - A sequence has one request at a time. It is its owner's again when the request ends, in whatever way, or the ledger is
 //!   dropped.
 //!
+//! - What a request has committed stays until it ends: under its plan, or under one that the commit makes.
+//!
 //! It allocates and frees no blocks and moves no KV. Of two requests' tables, blocks may be the same: a shared prefix.
-//! Without a plan, nothing is pinned: what was committed can be evicted while the request runs, so an engine that takes blocks
-//! from the index's eviction begins with a plan, or commits when it finishes.
 //!
 //! # Costs
 //!
@@ -62,8 +62,11 @@ mod present;
 mod record;
 mod step;
 
+use std::sync::Arc;
+
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
+use crate::plan::ReusePlan;
 use crate::slab::{Handle, Slab};
 use crate::span::Span;
 use crate::tokens::TokenSequence;
@@ -385,7 +388,26 @@ impl SequenceLedger {
                 "{CALL}: the range {start}..{end} must ascend and lie inside the table, which ends at {capacity}"
             )));
         }
-        Ok(record.labels.runs(&record.source, start, end))
+        let in_place = record.in_place.as_deref();
+        Ok(record.labels.runs(&record.source, in_place, start, end))
+    }
+
+    /// What a commit without a plan has made to hold the blocks that it committed.
+    ///
+    /// # Errors
+    /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
+    pub fn pin(&self, id: RequestId) -> Result<Option<&Arc<ReusePlan>>> {
+        Ok(self.record(id, "SequenceLedger.pin")?.pin.as_ref())
+    }
+
+    /// Takes back the spans that no index was told of.
+    ///
+    /// # Errors
+    /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
+    pub fn untag(&mut self, id: RequestId) -> Result<()> {
+        let record = self.record_mut(id, "SequenceLedger.untag")?;
+        record.spans.retain(|tagged| tagged.given_until > tagged.span.start);
+        Ok(())
     }
 
     /// Where the request's KV comes from.

@@ -169,16 +169,12 @@ impl Positions {
             .count();
         if verified > 0 {
             self.drafts.drain(..verified);
-            // Those that are still under way stand behind the ids that replaced what was refused of these.
-            if let Some(shift) = self
-                .drafts
-                .first()
-                .map(|first| first - self.num_final)
-                .filter(|&shift| shift > 0)
-            {
-                for first in &mut self.drafts {
-                    *first -= shift;
-                }
+            // The counter has what is under way without what was refused, so all that is stands so much further in front.
+            // What would stand among the ids is not in it.
+            let (refused, num_final) = (self.issued.saturating_sub(computed), self.num_final);
+            self.drafts.retain(|&first| first >= num_final + refused);
+            for first in &mut self.drafts {
+                *first -= refused;
             }
         }
         self.computed = computed;

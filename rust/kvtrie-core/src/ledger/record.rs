@@ -6,6 +6,7 @@ use super::labels::{Labels, LedgerSource};
 use super::positions::{Contradiction, Positions};
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
+use crate::plan::ReusePlan;
 use crate::span::Span;
 use crate::tokens::{Owner, TokenSequence};
 
@@ -20,6 +21,10 @@ pub(super) struct Record {
     /// Tokens whose blocks are the index's: a multiple of the block size, at most what is final and computed.
     pub(super) committed: usize,
     pub(super) source: LedgerSource,
+    /// Where the source is no plan: what holds the blocks that were in place at the beginning.
+    pub(super) in_place: Option<Arc<ReusePlan>>,
+    /// Where the source is no plan: what holds the blocks that were committed.
+    pub(super) pin: Option<Arc<ReusePlan>>,
     pub(super) labels: Labels,
     pub(super) spans: Vec<Tagged>,
 }

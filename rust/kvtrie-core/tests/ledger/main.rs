@@ -176,6 +176,8 @@ struct Live {
     twin: TokenSequence,
     /// The twin's.
     source: LedgerSource,
+    /// The twin's plan of what was committed without one.
+    pin: Option<ReusePlan>,
     spans: Vec<Span>,
     given: usize,
     given_until: usize,
@@ -411,9 +413,14 @@ impl Test {
                 let left = self.ledger.forget(live.id).unwrap();
                 let held = &live.naive.table[live.naive.committed / SIZE..];
                 assert_eq!(plain(&left.blocks), held);
-                if let (Some(plan), LedgerSource::Plan(twin)) = (left.plan, &live.source) {
-                    self.ours.index.release(&plan).unwrap();
+                for plan in &left.plans {
+                    self.ours.index.release(plan).unwrap();
+                }
+                if let LedgerSource::Plan(twin) = &live.source {
                     self.twin.index.release(twin).unwrap();
+                }
+                if let Some(pin) = &live.pin {
+                    self.twin.index.release(pin).unwrap();
                 }
                 for world in [&mut self.ours, &mut self.twin] {
                     world.free(&left.blocks);
@@ -518,6 +525,7 @@ impl Test {
         let begin = Begin {
             source: source.clone(),
             present,
+            in_place: None,
         };
         let Ok(id) = self.ledger.begin(&mut seq, &table, begin) else {
             assert!(!fits, "{table:?} for {tokens:?} was refused");
@@ -559,6 +567,7 @@ impl Test {
             naive,
             twin,
             source: theirs,
+            pin: None,
             spans: Vec::new(),
             given: 0,
             given_until: 0,
@@ -665,6 +674,9 @@ impl Test {
         {
             live.exact_until = done.num_exact;
         }
+        if !matches!(live.source, LedgerSource::Plan(_)) && !done.blocks.is_empty() {
+            live.hold(done.num_exact, &mut self.twin.index);
+        }
         self.ours.settle(&done);
         self.twin.settle(&theirs);
     }
@@ -683,6 +695,9 @@ impl Test {
         let theirs = live.insert(&mut self.twin.index, end, offered, &spans);
         if let LedgerSource::Plan(plan) = &live.source {
             self.twin.index.release(plan).unwrap();
+        }
+        if let Some(pin) = &live.pin {
+            self.twin.index.release(pin).unwrap();
         }
         assert_eq!(done, theirs);
         for world in [&mut self.ours, &mut self.twin] {
@@ -769,6 +784,26 @@ fn same<T: std::fmt::Debug, E: std::fmt::Debug>(
 }
 
 impl Live {
+    /// What stands in place is planned, so that it stays; then the plan before it is released.
+    fn hold(&mut self, num_exact: usize, index: &mut RadixIndex) {
+        let policy = ReusePolicy {
+            approximate: num_exact < self.naive.committed,
+            max_hops: ReusePolicy::MAX_HOPS,
+            min_run: Some(1_000),
+            partial_blocks: false,
+            ..ReusePolicy::EXACT_ONLY
+        };
+        let options = PlanOptions {
+            keep_last: 0,
+            pin: true,
+        };
+        let plan = index.plan(&mut self.twin, &policy, options).unwrap();
+        assert_eq!(plan.blocks().len() * SIZE, self.naive.committed);
+        if let Some(before) = self.pin.replace(plan) {
+            index.release(&before).unwrap();
+        }
+    }
+
     /// A position relative to what is final and computed, or the end of what is issued.
     fn ahead(&self, ahead: i64) -> usize {
         if ahead >= 20 {

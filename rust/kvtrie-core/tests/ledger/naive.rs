@@ -94,10 +94,7 @@ impl Request {
         let claimed = self.until(|_, slot| slot.present || slot.claimed);
         let drafts = self.drafts.len();
         self.claim(computed);
-        let mut from = computed;
-        while self.slots.get(from).is_some_and(|slot| slot.present) {
-            from += 1;
-        }
+        let from = self.behind_present(computed);
         if from < claimed || self.drafts.len() < drafts {
             // The engine says where it stands: it has counted out what was refused.
             for (at, slot) in self.slots.iter_mut().enumerate() {
@@ -108,16 +105,25 @@ impl Request {
         Ok(())
     }
 
+    fn behind_present(&self, mut at: usize) -> usize {
+        while self.slots.get(at).is_some_and(|slot| slot.present) {
+            at += 1;
+        }
+        at
+    }
+
     fn claim(&mut self, computed: usize) {
         let len = self.tokens.len();
         let before = self.drafts.len();
         self.drafts.retain(|drafts| drafts[0] >= len);
         if self.drafts.len() < before {
-            // Those that are still under way begin right behind the ids.
-            let shift = self.drafts.first().map_or(0, |drafts| drafts[0] - len);
+            // What is under way stands so much further in front as was refused.
+            let refused = self.issued().saturating_sub(self.behind_present(computed));
+            self.drafts
+                .retain(|drafts| drafts[0] >= self.tokens.len() + refused);
             for drafts in &mut self.drafts {
                 for at in drafts {
-                    *at -= shift;
+                    *at -= refused;
                 }
             }
         }
@@ -140,10 +146,7 @@ impl Request {
         next.append(new)?;
         next.claim(computed);
         // What is there behind the counter is passed over.
-        let mut from = computed;
-        while next.slots.get(from).is_some_and(|slot| slot.present) {
-            from += 1;
-        }
+        let from = next.behind_present(computed);
         next.drafts.retain(|drafts| drafts[0] < from);
         for slot in &mut next.slots[computed..] {
             slot.issued = false;
