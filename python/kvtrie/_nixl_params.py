@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +22,8 @@ _REQUIRED: Final = (
 _TEXTS: Final = ("remote_engine_id", "remote_request_id", "remote_host", "transfer_mode")
 _FLAGS: Final = ("do_remote_prefill", "do_remote_decode")
 _SIZES: Final = ("tp_size", "dcp_size", "pp_size")
+_COUNTS: Final = ("remote_num_tokens", "remote_port")
+_PROCESSED: Final = "_remote_blocks_processed"
 _MAX_ID: Final = 2**63
 
 
@@ -48,58 +51,87 @@ def _field(call: str, name: str, value: object, expected: str) -> ValueError:
     return ValueError(f"{call}: kv_transfer_params[{name!r}] is {shown}, not {expected}")
 
 
-def _check_groups(call: str, value: object) -> None:
+def exact_text(text: str) -> str:
+    """The characters of a `str`, without what a subclass makes of them."""
+    return str.__str__(text)
+
+
+def _checked_int(call: str, name: str, value: object, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or operator.index(value) < least:
+        raise _field(call, name, value, f"an int of {least} or more")
+    return operator.index(value)
+
+
+def _checked_groups(call: str, value: object) -> list[list[int]] | None:
     name, expected = "remote_block_ids", "a list with one list of block ids for each block group"
     if value is None:
-        return
+        return None
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise _field(call, name, value, expected)
+    groups: list[list[int]] = []
     for number, group in enumerate(value):
         if not isinstance(group, Sequence) or isinstance(group, str | bytes):
             raise _field(call, name, value, expected)
+        blocks: list[int] = []
         for block in group:
-            if not _is_int(block) or not 0 <= block < _MAX_ID:
+            if not _is_int(block) or not 0 <= operator.index(block) < _MAX_ID:
                 raise _field(call, f"{name}[{number}]", block, "a block id")
+            blocks.append(operator.index(block))
+        groups.append(blocks)
+    return groups
+
+
+def _copied(params: object, call: str) -> dict[str, Any]:
+    """A copy with keys that are exact. What is checked is the copy, which nobody can change."""
+    if not isinstance(params, Mapping):
+        msg = f"{call}: kv_transfer_params is a {type(params).__name__}, not a mapping"
+        raise TypeError(msg)
+    copied: dict[str, Any] = {}
+    for name, value in copy.deepcopy(dict(params)).items():
+        if not isinstance(name, str):
+            msg = f"{call}: kv_transfer_params has the key {name!r}, which is not a str"
+            raise ValueError(msg)  # noqa: TRY004 - what is malformed is a field, not the argument
+        copied[exact_text(name)] = value
+    return copied
 
 
 def checked_params(params: object, call: str) -> dict[str, Any]:
     """A copy of `kv_transfer_params` whose known fields have the types that vLLM gives them.
 
-    Fields that are not known are copied unchanged.
+    They are exact: `cut_params` runs no code of what was given, so that it may be called under a
+    lock. Fields that are not known are copied unchanged.
 
     Raises:
         TypeError: It is no mapping.
         ValueError: A known field is malformed; the message names it.
     """
-    if not isinstance(params, Mapping):
-        msg = f"{call}: kv_transfer_params is a {type(params).__name__}, not a mapping"
-        raise TypeError(msg)
-    for name in params:
-        if not isinstance(name, str):
-            msg = f"{call}: kv_transfer_params has the key {name!r}, which is not a str"
-            raise ValueError(msg)  # noqa: TRY004 - what is malformed is a field, not the argument
+    checked = _copied(params, call)
     for name in _FLAGS:
-        if not isinstance(params.get(name, False), bool):
-            raise _field(call, name, params[name], "True or False")
+        if type(checked.get(name, False)) is not bool:
+            raise _field(call, name, checked[name], "True or False")
+    if _PROCESSED in checked:
+        checked[_PROCESSED] = bool(checked[_PROCESSED])
     for name in _TEXTS:
-        value = params.get(name)
-        if value is not None and not isinstance(value, str):
+        value = checked.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, str):
             raise _field(call, name, value, "a str")
+        checked[name] = exact_text(value)
     for name in _SIZES:
-        value = params.get(name, 1)
-        if not _is_int(value) or value < 1:
-            raise _field(call, name, value, "an int of 1 or more")
-    for name in ("remote_num_tokens", "remote_port"):
-        value = params.get(name)
-        if value is not None and (not _is_int(value) or value < 0):
-            raise _field(call, name, value, "an int of 0 or more")
-    expiry = params.get("remote_blocks_expiry_time")
+        if name in checked:
+            checked[name] = _checked_int(call, name, checked[name], 1)
+    for name in _COUNTS:
+        if checked.get(name) is not None:
+            checked[name] = _checked_int(call, name, checked[name], 0)
+    expiry = checked.get("remote_blocks_expiry_time")
     if expiry is not None and (
         not (_is_int(expiry) or isinstance(expiry, float)) or not math.isfinite(expiry)
     ):
         raise _field(call, "remote_blocks_expiry_time", expiry, "a finite number")
-    _check_groups(call, params.get("remote_block_ids"))
-    return copy.deepcopy(dict(params))
+    if "remote_block_ids" in checked:
+        checked["remote_block_ids"] = _checked_groups(call, checked["remote_block_ids"])
+    return checked
 
 
 def _none(reason: str) -> CutParams:
@@ -116,7 +148,7 @@ def _unreadable(params: Mapping[str, Any]) -> str:
             "they are a prefill engine's answer for this very request (do_remote_prefill, without "
             "do_remote_decode): the receiver takes its whole prompt, whatever remote_num_tokens is"
         )
-    if params.get("_remote_blocks_processed"):
+    if params.get(_PROCESSED):
         return "an engine has processed them (_remote_blocks_processed)"
     for name in _REQUIRED:
         if params.get(name) is None:

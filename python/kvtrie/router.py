@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import threading
 import time
 from collections import OrderedDict
@@ -37,7 +38,7 @@ from kvtrie._core import (
     StaleHandleError,
     TokenSequence,
 )
-from kvtrie._nixl_params import CutParams, checked_params, cut_params
+from kvtrie._nixl_params import CutParams, checked_params, cut_params, exact_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -197,8 +198,11 @@ class TurnTracker:
 
     Tokens are compared, never hashes of them; every count is exact to the token. What is kept in
     one namespace is never seen from another. All calls may come from any thread: one lock guards a
-    tracker, and no code of the caller runs under it. In a child after `os.fork` a tracker is a copy
-    of its own; fork while no other thread is inside a call.
+    tracker. Under it no call runs code of the caller, and what was kept and is forgotten dies only
+    after it. But Python may run a finalizer wherever garbage collection starts, and a signal
+    handler between any two lines, under the lock too: those that call the tracker may wait for
+    ever. In a child after `os.fork` a tracker is a copy of its own; fork while no other thread is
+    inside a call.
 
     **Bounds.** A history is forgotten `ttl` seconds after it was kept: choose less than what the
     engine keeps its blocks for (vLLM's ``decoder_kv_blocks_ttl``, 480 by default, counts from the
@@ -351,12 +355,12 @@ class TurnTracker:
             seq: Ids of prompt and answer as the engine computed them, with their namespace. Copied.
             num_computed: Tokens from position 0 whose KV exists. The last sampled token has none,
                 so after a decode that is at most ``len(seq) - 1``.
-            conversation: Its id, or None.
+            conversation: Its id, or None. Of a subclass of `str` the characters count.
             spans: What the tokens are. Those of kind ``"reasoning"`` are what the chat template
                 deletes: give exactly the tokens that it does (`Section.dropped` of a tagger).
             source: `kvtrie.COMPUTED`, or `kvtrie.Imported` if the KV is approximate from a position
                 on.
-            kv_transfer_params: What a vLLM engine returned. Copied.
+            kv_transfer_params: What a vLLM engine returned. Copied, deep.
             payload: Anything; answered as it is.
             manifest: A `TransferManifest`; answered as it is.
 
@@ -380,9 +384,10 @@ class TurnTracker:
             seq, num_computed, conversation, spans, source, kv_transfer_params, payload, manifest
         )
         now = self._read_clock()
+        dead: list[_Turn] = []
         with self._lock:
-            self._expire(now)
-            self._keep(kept)
+            self._expire(now, dead)
+            self._keep(kept, dead)
 
     def compare(
         self,
@@ -436,8 +441,9 @@ class TurnTracker:
         """
         asked = self._checked_asked(prompt, conversation, policy, alias, keep_last, take)
         now = self._read_clock()
+        dead: list[_Turn] = []
         with self._lock:
-            self._expire(now)
+            self._expire(now, dead)
             answer = self._compare(asked)
         # What is not handed out stays the tracker's.
         if take:
@@ -464,13 +470,15 @@ class TurnTracker:
             >>> len(tracker)
             0
         """
-        _instance("TurnTracker.forget", "conversation", conversation, str, "a str")
-        _instance("TurnTracker.forget", "namespace", namespace, Namespace, "a Namespace")
+        call = "TurnTracker.forget"
+        key = _text(call, "conversation", conversation)
+        _instance(call, "namespace", namespace, Namespace, "a Namespace")
         now = self._read_clock()
+        dead: list[_Turn] = []
         with self._lock:
-            self._expire(now)
-            for turn in list(self._named("TurnTracker.forget", (namespace, conversation))):
-                self._drop(turn)
+            self._expire(now, dead)
+            for turn in list(self._named(call, (namespace, key))):
+                self._drop(turn, dead)
 
     # Arguments.
 
@@ -499,7 +507,7 @@ class TurnTracker:
             msg = f"{call}: num_computed is {computed}, and the history has {size} tokens"
             raise ValueError(msg)
         if conversation is not None:
-            _instance(call, "conversation", conversation, str, "a str")
+            conversation = _text(call, "conversation", conversation)
         _instance(call, "source", source, (ComputedSource, Imported), "COMPUTED or an Imported")
         all_spans = tuple(spans)
         for span in all_spans:
@@ -532,7 +540,7 @@ class TurnTracker:
         call = "TurnTracker.compare"
         copied = _copied(call, "prompt", prompt)
         if conversation is not None:
-            _instance(call, "conversation", conversation, str, "a str")
+            conversation = _text(call, "conversation", conversation)
         _instance(call, "policy", policy, ReusePolicy, "a ReusePolicy")
         if policy.min_run is not None and policy.min_run < self._min_run:
             msg = (
@@ -556,9 +564,11 @@ class TurnTracker:
             raise ValueError(msg)
         return float(now)
 
-    # Time and room. The lock is held from here on.
+    # Time and room. The lock is held from here on. A history that is forgotten may be the last to
+    # know its payload, whose finalizer may call the tracker: so it goes to `dead`, a list that the
+    # call lets go of without the lock.
 
-    def _expire(self, now: float) -> None:
+    def _expire(self, now: float, dead: list[_Turn]) -> None:
         # Threads may read the clock in one order and come here in another.
         self._now = max(self._now, now)
         while self._turns:
@@ -568,7 +578,7 @@ class TurnTracker:
             if turn.conversation is not None:
                 self._expired[turn.key] = turn.kept_at
                 self._expired.move_to_end(turn.key)
-            self._drop(turn)
+            self._drop(turn, dead)
         while len(self._expired) > self._max_conversations:
             self._expired.popitem(last=False)
 
@@ -591,8 +601,9 @@ class TurnTracker:
             )
         raise StaleHandleError(msg)
 
-    def _drop(self, turn: _Turn) -> None:
+    def _drop(self, turn: _Turn, dead: list[_Turn]) -> None:
         """Forget one history; what others share with it stays."""
+        dead.append(turn)
         del self._turns[turn.number]
         self._num_tokens -= len(turn.places)
         turns = self._conversations[turn.key]
@@ -610,7 +621,9 @@ class TurnTracker:
         if len(unused):
             self._places.free(self._index.discard(unused))
 
-    def _make_room(self, key: _Key, num_tokens: int, leaving: Sequence[_Turn]) -> None:
+    def _make_room(
+        self, key: _Key, num_tokens: int, leaving: Sequence[_Turn], dead: list[_Turn]
+    ) -> None:
         """Let others go until a history of so many tokens fits; `leaving` goes for it anyway."""
         spared = sum(len(turn.places) for turn in leaving)
         empty = {turn.key for turn in leaving} - {key}
@@ -619,7 +632,7 @@ class TurnTracker:
             num_others = len(self._conversations) - len(empty) - (key in self._conversations)
             if not too_long and num_others < self._max_conversations:
                 return
-            self._drop(self._least_recent(key, leaving))
+            self._drop(self._least_recent(key, leaving), dead)
 
     def _least_recent(self, key: _Key, leaving: Sequence[_Turn]) -> _Turn:
         """The oldest history of the conversation used least recently; those of `key` go last."""
@@ -634,12 +647,12 @@ class TurnTracker:
 
     # Keeping.
 
-    def _keep(self, kept: _Kept) -> None:
+    def _keep(self, kept: _Kept, dead: list[_Turn]) -> None:
         space = kept.seq.namespace
         key: _Key = (space, self._next if kept.conversation is None else kept.conversation)
         path = self._index.lookup(kept.seq).blocks
         leaving = self._replaced(kept, path)
-        self._make_room(key, len(kept.seq), leaving)
+        self._make_room(key, len(kept.seq), leaving, dead)
         # What made room may have been on the path.
         path = self._index.lookup(kept.seq).blocks
         fresh = self._places.allocate(len(kept.seq) - len(path))
@@ -674,7 +687,7 @@ class TurnTracker:
         self._expired.pop(key, None)
         self._num_tokens += len(places)
         for old in leaving:
-            self._drop(old)
+            self._drop(old, dead)
 
     def _replaced(self, kept: _Kept, path: npt.NDArray[np.int32]) -> list[_Turn]:
         """Histories that the new one starts with and takes the place of."""
@@ -967,8 +980,11 @@ def _thoughts(spans: tuple[Span, ...]) -> tuple[tuple[int, int], ...]:
 def _instance(
     call: str, name: str, value: object, kind: type | tuple[type, ...], what: str
 ) -> None:
-    """Refuse what is not of a type. A bool is an int nowhere but where a bool is asked for."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    """Refuse what is not of a type. A bool is an int nowhere but where a bool is asked for.
+
+    The type is what counts, not what `__class__` says: nobody else's attributes are read later.
+    """
+    if not issubclass(type(value), kind) or (isinstance(value, bool) and kind is not bool):
         msg = f"{call}: {name} is {value!r}, not {what}"
         raise TypeError(msg)
 
@@ -979,8 +995,15 @@ def _copied(call: str, name: str, seq: TokenSequence) -> TokenSequence:
 
 
 def _index(call: str, name: str, value: SupportsIndex) -> int:
+    """An exact int: a subclass's comparisons would run under the lock."""
     _instance(call, name, value, SupportsIndex, "an int")
-    return value.__index__()
+    return operator.index(value)
+
+
+def _text(call: str, name: str, value: str) -> str:
+    """An exact str of the same characters: a subclass's hash would run under the lock."""
+    _instance(call, name, value, str, "a str")
+    return exact_text(value)
 
 
 def _whole(call: str, name: str, value: SupportsIndex, least: int, most: int) -> int:
