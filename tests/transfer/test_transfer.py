@@ -205,6 +205,47 @@ def test_another_namespace_is_refused_by_its_field(space: naive.Space, message: 
     assert "secret" not in str(caught.value)
 
 
+def test_long_names_are_cut_in_messages_and_reprs() -> None:
+    """Names that somebody else wrote, without a run whose digest could be wrong."""
+    count = 1 << 20
+    space = b"\x95\xdb" + count.to_bytes(4, "big") + b"\x01" * count + b"\xa1x\xa1x\xc0\xc0"
+    raw = b"\x94\xafkvtrie.manifest\x01" + space + b"\x90"
+    manifest = kvtrie.TransferManifest.from_bytes(raw)
+    assert len(manifest.model) == count
+    cut = "\\x01" * 80
+    assert repr(manifest) == (
+        f"<TransferManifest of 0 tokens of '{cut}'... ({count} characters) in 0 runs>"
+    )
+    seq = cases.sequence(naive.Prompt((1,)))
+    with pytest.raises(kvtrie.TransferRefused, match="1048576 characters") as caught:
+        kvtrie.plan_transfer(manifest, seq, [0], key=KEY)
+    assert (caught.value.reason, len(str(caught.value)) < 1000) == ("namespace", True)
+
+
+@pytest.mark.parametrize(("count", "shown"), [(80, "'{}'"), (81, "'{}'... (81 characters)")])
+def test_names_of_eighty_characters_are_shown_whole(count: int, shown: str) -> None:
+    prompt = naive.Prompt((1, 2), space=naive.Space(model="ü" * count))
+    manifest = kvtrie.TransferManifest.from_blocks(
+        cases.sequence(prompt), [1], key=KEY, num_computed=2, block_size=2
+    )
+    name = shown.format("ü" * 80)
+    assert repr(manifest) == f"<TransferManifest of 2 tokens of {name} in 1 run>"
+    with pytest.raises(kvtrie.TransferRefused) as caught:
+        kvtrie.plan_transfer(manifest, cases.sequence(naive.Prompt((1, 2))), [1], key=KEY)
+    name = name.replace("'", '"')
+    assert f'model is {name} in the manifest and "m" in the sequence' in str(caught.value)
+
+
+def test_names_that_differ_behind_what_is_shown_say_where() -> None:
+    prompt = naive.Prompt((1, 2), space=naive.Space(model="m" * 90 + "a"))
+    manifest = kvtrie.TransferManifest.from_blocks(
+        cases.sequence(prompt), [1], key=KEY, num_computed=2, block_size=2
+    )
+    other = cases.sequence(naive.Prompt((1, 2), space=naive.Space(model="m" * 90 + "b")))
+    with pytest.raises(kvtrie.TransferRefused, match=r"they differ behind character 90$"):
+        kvtrie.plan_transfer(manifest, other, [1], key=KEY)
+
+
 def test_another_salt_is_refused_without_naming_either() -> None:
     prompt = naive.Prompt(tuple(range(16)), space=naive.Space(salt="mine"))
     manifest = kvtrie.TransferManifest.from_blocks(

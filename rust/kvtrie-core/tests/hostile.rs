@@ -426,6 +426,63 @@ fn large_ones_take_less_than_four_times_their_size(key: &TransferKey) {
     }
 }
 
+/// Names as long as the bytes allow, of characters that take most room in quotes, and no run whose digest could be wrong.
+fn long_names_are_cut_where_they_are_shown(world: &World) {
+    const LEN: usize = 3 << 20;
+    for (field, name) in ["model", "kv_dtype", "rope", "the adapter"]
+        .iter()
+        .enumerate()
+    {
+        for groups in [0, 64] {
+            let mut raw = vec![0x94, 0xaf];
+            raw.extend(b"kvtrie.manifest");
+            raw.extend([1, 0x95]);
+            for (at, own) in ["m", "auto", "default", ""].iter().enumerate() {
+                if at == field {
+                    raw.push(0xdb);
+                    raw.extend(u32::try_from(LEN).unwrap().to_be_bytes());
+                    raw.extend(std::iter::repeat_n(1, LEN));
+                } else if own.is_empty() {
+                    raw.push(0xc0);
+                } else {
+                    raw.push(0xa0 | u8::try_from(own.len()).unwrap());
+                    raw.extend(own.as_bytes());
+                }
+            }
+            raw.push(0xc0);
+            array(&mut raw, groups);
+            for group in 0..groups {
+                array(&mut raw, 3);
+                uint(&mut raw, group as u64);
+                raw.extend([4, 0x90]);
+            }
+            let manifest = TransferManifest::from_bytes(&raw, &TransferLimits::default()).unwrap();
+            let (mine, local) = world.local();
+            let seq = sequence(&mine);
+            let region = Region::new(ALLOCATOR);
+            let error = TransferPlan::new(
+                &manifest,
+                &seq,
+                &local,
+                &world.key,
+                &TransferOptions::default(),
+            )
+            .unwrap_err();
+            let shown = [error.to_string(), format!("{manifest:?}")];
+            let taken = region.change().bytes_allocated;
+            assert_eq!(error.kind(), ErrorKind::TransferRefused(Refusal::Namespace));
+            assert!(shown[0].contains(&format!("{name} is \"")), "{error}");
+            assert!(
+                shown[0].contains("\\u{1}\"... (3145728 characters) in"),
+                "{error}"
+            );
+            assert_eq!(shown[0].matches("\\u{1}").count(), 80, "{error}");
+            assert!(shown.iter().all(|text| text.len() < MESSAGE), "{shown:?}");
+            assert!(taken < 8 * MESSAGE, "{taken} bytes for a refusal");
+        }
+    }
+}
+
 #[test]
 fn no_bytes_are_believed_or_cost_more_than_four_times_their_size() {
     let asked = std::env::var("KVTRIE_HOSTILE").ok();
@@ -441,6 +498,7 @@ fn no_bytes_are_believed_or_cost_more_than_four_times_their_size() {
         Some(Refusal::Digest)
     );
     large_ones_take_less_than_four_times_their_size(&world.key);
+    long_names_are_cut_where_they_are_shown(&world);
     let mut choices = Choices(1);
     let mut met: Vec<(Option<Refusal>, usize)> = Vec::new();
     for _ in 0..count {

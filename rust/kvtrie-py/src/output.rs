@@ -185,6 +185,18 @@ pub(crate) fn quoted(py: Python<'_>, text: &str) -> PyResult<String> {
     Ok(PyString::new(py, text).repr()?.to_string())
 }
 
+/// A string that somebody else chose, for a `repr`: its first characters, and how many there are if these are not all.
+pub(crate) fn quoted_in_short(py: Python<'_>, text: &str) -> PyResult<String> {
+    const SHOWN: usize = 80;
+    match text.char_indices().nth(SHOWN) {
+        None => quoted(py, text),
+        Some((end, _)) => {
+            let (shown, count) = (quoted(py, &text[..end])?, text.chars().count());
+            Ok(format!("{shown}... ({count} characters)"))
+        }
+    }
+}
+
 /// A list of ids for a `repr`, cut where it gets long.
 pub(crate) fn listed(ids: &[impl ToString]) -> String {
     const SHOWN: usize = 8;

@@ -14,7 +14,7 @@ use crate::detach::{Cost, Enter};
 use crate::errors::exception;
 use crate::hints::{Ids, NewArguments, ReducedManifest};
 use crate::ledger::{LEDGER, PySequenceLedger};
-use crate::output::{self, listed, quoted, truth};
+use crate::output::{self, listed, quoted_in_short, truth};
 use crate::sequence::{PyTokenSequence, SEQUENCE};
 use crate::source::SourceArg;
 
@@ -498,7 +498,7 @@ impl PyTransferManifest {
         Ok(format!(
             "<TransferManifest of {} tokens of {} in {runs} {}>",
             self.core.num_tokens(),
-            quoted(py, self.core.model())?,
+            quoted_in_short(py, self.core.model())?,
             if runs == 1 { "run" } else { "runs" }
         ))
     }
