@@ -3103,6 +3103,9 @@ def plan_transfer(
     own, and loaded are the tokens that all of them have; a pair has the label of its own group, `exact_until` and `hops` are
     those of the worst. Which heads of a block go to which rank is the engine's business, and so is moving the bytes.
 
+    The plan is made of the tokens that `local_seq` has at the call; nobody waits for it who uses the sequence meanwhile. A search
+    for moved blocks hashes one block for each token that nothing else covers: its time grows with the sender's block size.
+
     Args:
         manifest: What the sender offers.
         local_seq: The prompt here.

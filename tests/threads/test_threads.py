@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -231,6 +232,44 @@ def test_index_lets_go_of_the_interpreter_on_long_work() -> None:
     calls: list[Callable[[], object]] = [index.check, lambda: index.lookup_many([fresh] * 10)]
     for call in calls:
         assert any(ticks_during(call) > 1_000 for _ in range(10))
+
+
+def test_a_step_does_not_wait_for_a_plan_of_a_transfer() -> None:
+    """The plan is made of a copy: the sequence stays free, and so does the ledger that has it."""
+    size, key, rng = 4096, b"k" * 32, Random(1)
+    theirs = kvtrie.TokenSequence([rng.randrange(1 << 20) for _ in range(2 * size)], NS)
+    manifest = kvtrie.TransferManifest.from_blocks(
+        theirs, [0, 1], key=key, num_computed=2 * size, block_size=size
+    )
+    # Nothing of it is found, and a window of 4,096 tokens is hashed for each token.
+    mine = kvtrie.TokenSequence([rng.randrange(1 << 20) for _ in range(5 * size)], NS)
+    ledger = kvtrie.SequenceLedger(block_size=16)
+    ledger.begin("a", mine, list(range(8 * size // 16)), num_computed=5 * size)
+    moving = kvtrie.ReusePolicy(approximate=True)
+    plans: list[kvtrie.TransferPlan] = []
+    times: list[float] = []
+
+    def work() -> None:
+        start = time.perf_counter()
+        plans.append(kvtrie.plan_transfer(manifest, mine, list(range(8)), key=key, policy=moving))
+        times.append(time.perf_counter() - start)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    longest, steps = 0.0, 0
+    while thread.is_alive() and steps < 2 * size:
+        start = time.perf_counter()
+        ledger.step(["a"], [1], [5 * size + steps], [steps], [0, 1])
+        longest, steps = max(longest, time.perf_counter() - start), steps + 1
+        time.sleep(0.001)
+    thread.join()
+    # One that waits does so for nearly all of it.
+    assert longest < 0.75 * times[0], (longest, times, steps)
+    # The tokens of the moment of the call, whatever came behind them.
+    (start, end), *more = plans[0].compute.tolist()
+    assert (start, more) == (0, [])
+    assert 5 * size <= end <= len(mine)
+    assert len(mine) == 5 * size + steps
 
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="os.fork is POSIX only")

@@ -134,6 +134,22 @@ pub(crate) struct Snapshot {
     pub(crate) lineage: u64,
 }
 
+/// A sequence of its own, which no ledger has: it shares the tokens until one of the two changes.
+impl Clone for TokenSequence {
+    fn clone(&self) -> Self {
+        Self {
+            namespace: Arc::clone(&self.namespace),
+            tokens: Arc::clone(&self.tokens),
+            items: self.items.clone(),
+            // The two may go on differently.
+            lineage: next_lineage(),
+            held_len: 0,
+            owner: Weak::new(),
+            cursor: None,
+        }
+    }
+}
+
 fn next_lineage() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, atomic::Ordering::Relaxed)
@@ -474,6 +490,29 @@ mod tests {
             base: 0,
             items,
         }
+    }
+
+    #[test]
+    fn a_clone_shares_the_tokens_until_one_changes_and_has_no_owner() {
+        let namespace = Namespace::new("m", "auto", "default", None, crate::Salt::Shared).unwrap();
+        let mut seq =
+            TokenSequence::new(Arc::new(namespace), vec![1, 2, 3], vec![item(1, 3, b"x")]).unwrap();
+        let owner = Arc::new(Owner);
+        seq.give_to(&owner);
+        let mut copy = seq.clone();
+        assert!(Arc::ptr_eq(&seq.tokens, &copy.tokens));
+        assert!(seq.is_owned() && !copy.is_owned());
+        seq.push(&[4]);
+        assert_eq!(
+            (seq.tokens(), copy.tokens()),
+            (&[1, 2, 3, 4][..], &[1, 2, 3][..])
+        );
+        copy.truncate(2).unwrap();
+        copy.extend(&[9], Vec::new()).unwrap();
+        assert_eq!((seq.items()[0].end(), copy.items()[0].end()), (3, 2));
+        // What a plan of the one knows says nothing of the other.
+        let snapshot = seq.snapshot();
+        assert!(seq.starts_with(&snapshot) && !copy.starts_with(&snapshot));
     }
 
     #[test]

@@ -308,7 +308,8 @@ impl PyTransferManifest {
                 })
                 .collect();
             let end = num_computed.saturating_add(num_lookahead);
-            let seq = keys.lock(&seq.core, SEQUENCE)?;
+            // The lock is free while the copy is hashed.
+            let seq = keys.lock(&seq.core, SEQUENCE)?.clone();
             Ok(TransferManifest::new(&seq, &groups, &labels, end, &key)?)
         })?;
         Ok(Self { core })
@@ -366,11 +367,12 @@ impl PyTransferManifest {
         let (id, seq) = (live.get().id, live.get().seq.get());
         let core = py.enter(hashing(seq.len(py)?), |keys| {
             let known = keys.lock(&ledger.core, LEDGER)?;
-            // Nobody changes the tokens between the question and the hashing, and the ledger is free meanwhile.
             let seq = keys.lock(&seq.core, SEQUENCE)?;
             let offer = Offer::of(&known, id, &seq)?;
-            drop(known);
-            Ok(offer.manifest(&seq, group, &key)?)
+            // The tokens of that moment; both locks are free while they are hashed.
+            let tokens = seq.clone();
+            drop((seq, known));
+            Ok(offer.manifest(&tokens, group, &key)?)
         })?;
         Ok(Self { core })
     }

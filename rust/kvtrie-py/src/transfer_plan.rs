@@ -124,6 +124,9 @@ impl PyTransferPlan {
 /// own, and loaded are the tokens that all of them have; a pair has the label of its own group, `exact_until` and `hops` are
 /// those of the worst. Which heads of a block go to which rank is the engine's business, and so is moving the bytes.
 ///
+/// The plan is made of the tokens that `local_seq` has at the call; nobody waits for it who uses the sequence meanwhile. A search
+/// for moved blocks hashes one block for each token that nothing else covers: its time grows with the sender's block size.
+///
 /// Args:
 ///     manifest: What the sender offers.
 ///     local_seq: The prompt here.
@@ -182,6 +185,8 @@ pub(crate) fn plan_transfer(
     #[pyo3(from_py_with = int)] keep_last: i128,
 ) -> PyResult<PyTransferPlan> {
     const CALL: &str = "plan_transfer";
+    /// Tokens that are hashed in the time of one compression.
+    const LEAST_WINDOW: usize = 16;
     let key = transfer_key(key)?;
     let keep_last = Arg::new(CALL, "keep_last").count(keep_last)?;
     let (start, end) = match cached {
@@ -192,7 +197,12 @@ pub(crate) fn plan_transfer(
     let sizes = block_sizes(block_size, &tables, CALL)?;
     let policy = policy.map_or(&EXACT_ONLY, |policy| policy.get()).core();
     let (manifest, seq) = (manifest.get().core(), local_seq.get());
-    let tokens = seq.len(py)?.saturating_mul(tables.len());
+    let mut tokens = seq.len(py)?.saturating_mul(tables.len());
+    if policy.approximate {
+        // A window of one block is hashed for each token.
+        let largest = manifest.groups().map(|(_, block_size)| block_size).max();
+        tokens = tokens.saturating_mul(largest.unwrap_or(1).max(LEAST_WINDOW));
+    }
     let core = py.enter(hashing(tokens), move |keys| {
         let local: Vec<LocalGroup<'_>> = tables
             .iter()
@@ -208,7 +218,8 @@ pub(crate) fn plan_transfer(
             keep_last,
             policy,
         };
-        let seq = keys.lock(&seq.core, SEQUENCE)?;
+        // The lock is free meanwhile: a step of the ledger that has the sequence does not wait for the plan.
+        let seq = keys.lock(&seq.core, SEQUENCE)?.clone();
         Ok(TransferPlan::new(manifest, &seq, &local, &key, &options)?)
     })?;
     Ok(PyTransferPlan { core })
