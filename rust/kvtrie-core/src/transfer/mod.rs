@@ -18,9 +18,13 @@
 //!
 //! # What is hashed, and how often
 //!
-//! The prompt is hashed once for each group, as blocks, and once as prefixes if a run does not begin at position 0; at 16 tokens a
-//! block that is one compression a block. A search for moved blocks hashes a window of one block at every position that nothing
-//! covers, at most once each: one compression a token. What is found is followed block by block.
+//! The prompt is hashed once for each group, as blocks, and once as prefixes if a run does not begin at position 0. A compression
+//! takes 128 bytes, so that a block of 16 tokens is one of them, and a larger one is one for each 32 tokens begun.
+//!
+//! A search for moved blocks hashes a window of one block at every position that nothing covers, and one of the partial block if
+//! that is long enough to be moved alone, each at most once. Keyed digests do not roll, so each window is hashed whole:
+//! `block_size / 32` compressions a position, and so time that grows with uncovered tokens times block size. What is found is
+//! followed block by block.
 
 mod digests;
 mod limits;

@@ -103,7 +103,9 @@ impl TransferPlan {
     /// beyond the prompt, groups that do not ascend, and a table that is too short for the prompt or has an id twice.
     ///
     /// # Complexity
-    /// O(tokens) for each group and O(runs · items), plus O(tokens that nothing covers · 64) where the policy allows approximate KV.
+    /// O(tokens) for each group and O(runs · items). Where the policy allows approximate KV, also O(u · (64 + `block_size`)) for
+    /// the `u` tokens of each group that nothing covers: a window of one block is hashed at each of them, which are
+    /// `block_size` / 32 compressions of BLAKE2b, one at least.
     pub fn new(
         manifest: &TransferManifest,
         seq: &TokenSequence,
