@@ -105,7 +105,7 @@ impl TransferPlan {
     /// # Complexity
     /// O(tokens) for each group and O(runs · items). Where the policy allows approximate KV, also O(u · (64 + `block_size`)) for
     /// the `u` tokens of each group that nothing covers: a window of one block is hashed at each of them, which are
-    /// `block_size` / 32 compressions of BLAKE2b, one at least.
+    /// `block_size` / 32 compressions of `BLAKE2b`, one at least.
     pub fn new(
         manifest: &TransferManifest,
         seq: &TokenSequence,
