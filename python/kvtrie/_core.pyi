@@ -162,7 +162,8 @@ class BlockAllocator:
 @final
 class BlockRun:
     """
-    Consecutive blocks of one label, as a manifest names them. `TransferManifest.runs` lists them.
+    Consecutive blocks of one label, as a manifest names them. `TransferManifest.runs` lists
+    them.
 
     Example:
         >>> import kvtrie
@@ -172,9 +173,9 @@ class BlockRun:
         ...     seq, [8, 3, 5, 6], key=b"k" * 32, num_computed=5, block_size=2, num_lookahead=2
         ... )
         >>> for run in manifest.runs:
-        ...     run
-        BlockRun(group=0, start=0, num_tokens=5, blocks=[8, 3, 5], class_=0, hops=0, is_lookahead=False)
-        BlockRun(group=0, start=6, num_tokens=2, blocks=[6], class_=2, hops=0, is_lookahead=True)
+        ...     print(run.start, run.num_tokens, run.blocks, run.is_lookahead)
+        0 5 [8 3 5] False
+        6 2 [6] True
     """
     def __eq__(self, value: object, /) -> bool: ...
     def __hash__(self, /) -> int: ...
@@ -1944,7 +1945,7 @@ class SequenceLedger:
     A request is named by any hashable. One lock guards a ledger; any thread may call it.
 
     What was committed stays in the index until the request ends: the plan that it began with holds it,
-    or one that the commits make. A request that is dropped with its ledger gives that back, and warns.
+    or one that the commits make. A ledger that is dropped releases them.
 
     Args:
         block_size: Token slots in a block, 1 to 4096.
@@ -2742,7 +2743,8 @@ class TokenSequence:
 @final
 class TransferLimits:
     """
-    The largest manifest that `TransferManifest.from_bytes` reads. Counts are those of all groups together.
+    The largest manifest that `TransferManifest.from_bytes` reads. Counts are those of all
+    groups together.
 
     Args:
         max_bytes: Bytes of the manifest, 64 MiB.
@@ -2810,11 +2812,13 @@ class TransferLimits:
 @final
 class TransferManifest:
     """
-    What a sender offers of one request: runs of blocks with where they stand, what they hold, and how exact that is.
+    What a sender offers of one request: runs of blocks with where they stand, what they hold,
+    and how exact that is.
 
-    A manifest is made with `from_ledger` or `from_blocks`, or read with `from_bytes`. It travels beside the KV, never instead of it: which bytes
-    of a block are whose (layers, heads, ranks) is the engines' business. What it says of its blocks is believed by
-    `plan_transfer` alone, which checks it with the key.
+    A manifest is made with `from_ledger` or `from_blocks`, or read with `from_bytes`. It
+    travels beside the KV, never instead of it: which bytes of a block are whose (layers, heads,
+    ranks) is the engines' business. What it says of its blocks is believed by `plan_transfer`
+    alone, which checks it with the key.
 
     Example:
         >>> import kvtrie
@@ -2853,27 +2857,36 @@ class TransferManifest:
         block_size: SupportsIndex | Mapping[int, SupportsIndex],
         source: ComputedSource | Imported | None = None,
         num_lookahead: SupportsIndex = 0,
+        context: bytes = ...,
     ) -> TransferManifest:
         """
         The manifest of a request whose blocks the caller knows.
 
         Args:
             seq: The request's tokens.
-            blocks: Its block table from position 0: ids, or for engines with several groups of layers a dict from a group's
-                number to its ids. Ids behind the last position named below are not looked at.
+            blocks: Its block table from position 0: ids, or for engines with several groups of
+                layers a dict from a group's number to its ids. Ids behind the last position named
+                below are not looked at.
             key: The deployment's key, 16 to 64 bytes.
-            num_computed: How many tokens of `seq` have KV: all below it. The token sampled last has none, nor have drafts.
+            num_computed: How many tokens of `seq` have KV: all below it. The token sampled last has
+                none, nor have drafts.
             block_size: Tokens of a block, or a dict from a group's number to them.
-            source: Where the KV came from: `kvtrie.COMPUTED`, which None is, or a `kvtrie.Imported`.
-            num_lookahead: Positions issued behind `num_computed`. Blocks that hold nothing else are named as look-ahead.
+            source: Where the KV came from: `kvtrie.COMPUTED`, which None is, or a
+                `kvtrie.Imported`.
+            num_lookahead: Positions issued behind `num_computed`. Blocks that hold nothing else are
+                named as look-ahead.
+            context: What the manifest is about, in the deployment's own words, up to 1,024 bytes: such as
+                engine, request and a count of its transfers. The reader says the same, or is refused.
+                Without it, runs of another engine or of a request that has ended pass for true.
 
         Returns:
             A manifest whose last block may hold fewer tokens than its block size.
 
         Raises:
             TypeError: An argument has the wrong type.
-            ValueError: `num_computed` is beyond the sequence, there are too few blocks (both numbers are named), a block comes
-                twice, groups of blocks and of block sizes differ, or the key has another length.
+            ValueError: `num_computed` is beyond the sequence, there are too few blocks (both
+                numbers are named), a block comes twice, groups of blocks and of block sizes differ,
+                or the key has another length.
 
         Example:
             >>> import kvtrie
@@ -2896,7 +2909,8 @@ class TransferManifest:
             limits: The largest manifest to read; None takes the defaults of `TransferLimits`.
 
         Returns:
-            The manifest whose `to_bytes()` is `raw`. Reading takes at most four times the memory of `raw`.
+            The manifest whose `to_bytes()` is `raw`. Reading takes at most four times the memory of
+            `raw`.
 
         Raises:
             TransferRefused: With the reason `"malformed"`, `"version"` or `"limits"`.
@@ -2904,28 +2918,37 @@ class TransferManifest:
 
         Example:
             >>> import kvtrie
-            >>> kvtrie.TransferManifest.from_bytes(b"\\x93nonsense")
-            Traceback (most recent call last):
-            kvtrie.TransferRefused: TransferManifest.from_bytes: byte 2: the name of the format is encoded as FixPos(110)
+            >>> try:
+            ...     kvtrie.TransferManifest.from_bytes(b"\\x93nonsense")
+            ... except kvtrie.TransferRefused as refused:
+            ...     print(refused.reason)
+            malformed
         """
     @staticmethod
     def from_ledger(
-        ledger: SequenceLedger, request: Hashable, *, key: bytes, group: SupportsIndex = 0
+        ledger: SequenceLedger,
+        request: Hashable,
+        *,
+        key: bytes,
+        group: SupportsIndex = 0,
+        context: bytes = ...,
     ) -> TransferManifest:
         """
-        The manifest of a live request: what of it is final and computed, with its labels, and its look-ahead blocks.
+        The manifest of a live request: what of it is final and computed, with its labels, and its
+        look-ahead blocks.
 
-        Blocks behind a missing range are offered too. Of a range that ends inside a block, the tokens of that block are
-        offered only if nothing computed comes behind.
+        Blocks behind a missing range are offered too. Of a range that ends inside a block, the
+        tokens of that block are offered only if nothing computed comes behind.
 
-        The ledger believes the engine's claims, which may count steps under way: a reader that is not
-        on the engine's stream waits until the last claimed step has run.
+        The ledger believes the engine's claims, which may count steps under way: a reader that is
+        not on the engine's stream waits until the last claimed step has run.
 
         Args:
             ledger: The ledger of the engine.
             request: A live request of it.
             key: The deployment's key, 16 to 64 bytes.
             group: The number of the group of layers that the ledger's blocks belong to.
+            context: As for `from_blocks`.
 
         Returns:
             A manifest of what the ledger knows at this moment.
@@ -2981,13 +3004,15 @@ class TransferManifest:
         The manifest as bytes: MessagePack, version 1. Equal manifests have equal bytes.
 
         Returns:
-            Bytes for `from_bytes`. They hold block ids, positions and digests, no token ids and no salt.
+            Bytes for `from_bytes`. They hold block ids, positions and digests, no token ids and no
+            salt.
         """
 
 @final
 class TransferPlan:
     """
-    What to load of a manifest, and what to compute. `plan_transfer` makes it; it holds no blocks and needs no release.
+    What to load of a manifest, and what to compute. `plan_transfer` makes it; it holds no
+    blocks and needs no release.
 
     Example:
         >>> import kvtrie
@@ -3008,12 +3033,14 @@ class TransferPlan:
     @property
     def compute(self, /) -> npt.NDArray[np.int64]:
         """
-        Ranges to compute, int64[n, 2], ascending: neither cached nor loaded, and what `keep_last` keeps.
+        Ranges to compute, int64[n, 2], ascending: neither cached nor loaded, and what `keep_last`
+        keeps.
         """
     @property
     def exact_until(self, /) -> int:
         """
-        Position of the first token that is loaded and approximate, or the length of the sequence if none is.
+        Position of the first token that is loaded and approximate, or the length of the sequence if
+        none is.
         """
     @property
     def hops(self, /) -> int:
@@ -3038,17 +3065,19 @@ class TransferPlan:
     @property
     def pairs(self, /) -> npt.NDArray[np.void]:
         """
-        What to load, a structured array by group and position: `group`, `remote` and `local` (block ids, int32), `start` and
-        `end` (positions in the local sequence, int64), `delta` (position here minus position there, int64: by how much K is to
-        be turned), `class` (0 exact, 1 approximate, uint8), `hops` (as the KV will have them, uint16). Each pair lies inside
-        one remote and one local block; the first of its tokens stands at `(start - delta) % remote_block_size` in the former.
+        What to load, a structured array by group and position: `group`, `remote` and `local` (block
+        ids, int32), `start` and `end` (positions in the local sequence, int64), `delta` (position
+        here minus position there, int64: by how much K is to be turned), `class` (0 exact, 1
+        approximate, uint8), `hops` (as the KV will have them, uint16). Each pair lies inside one
+        remote and one local block; the first of its tokens stands at `(start - delta) %
+        remote_block_size` in the former.
         """
     @property
     def source(self, /) -> Imported | ComputedSource:
         """
-        What to say to `insert` and `begin` of the sequence once this was loaded: `Imported(exact_until, hops)`, or `COMPUTED`
-        if all that is loaded is exact, so that what is decoded behind it counts as exact too. Both take what was cached for
-        exact.
+        What to say to `insert` and `begin` of the sequence once this was loaded:
+        `Imported(exact_until, hops)`, or `COMPUTED` if all that is loaded is exact, so that what is
+        decoded behind it counts as exact too. Both take what was cached for exact.
         """
 
 @final
@@ -3089,45 +3118,56 @@ def plan_transfer(
     policy: ReusePolicy | None = None,
     block_size: SupportsIndex | Mapping[int, SupportsIndex] | None = None,
     keep_last: SupportsIndex = 0,
+    context: bytes = ...,
 ) -> TransferPlan:
     """
     Plan which blocks of a sender to load for a sequence, and what to compute.
 
-    Loaded is a token if a digest says that it is the one that the local sequence has there; no length and no order of the
-    sender's is believed. A token is exact if its run is, and all tokens before it are those of the local sequence; such KV
-    stays where it is, `delta` is 0. Under an approximate policy, KV that the sender calls approximate is used in place, and
-    whole blocks (and the last one) whose tokens stand elsewhere in the local sequence are moved: runs of at least
-    `policy.min_run` (16) tokens with one delta, at one hop more than they have. What is covered by neither is computed.
+    Loaded is a token if a digest says that it is the one that the local sequence has there; no
+    length and no order of the sender's is believed. A token is exact if its run is, and all
+    tokens before it are those of the local sequence; such KV stays where it is, `delta` is 0.
+    Under an approximate policy, KV that the sender calls approximate is used in place, and
+    whole blocks (and the last one) whose tokens stand elsewhere in the local sequence are
+    moved: runs of at least `policy.min_run` (16) tokens with one delta, at one hop more than
+    they have. What is covered by neither is computed.
 
-    Tokens behind a divergence inside a block are not loaded: digests are of blocks. With several groups each is planned on its
-    own, and loaded are the tokens that all of them have; a pair has the label of its own group, `exact_until` and `hops` are
-    those of the worst. Which heads of a block go to which rank is the engine's business, and so is moving the bytes.
+    Tokens behind a divergence inside a block are not loaded: digests are of blocks. With
+    several groups each is planned on its own, and loaded are the tokens that all of them have;
+    a pair has the label of its own group, `exact_until` and `hops` are those of the worst.
+    Which heads of a block go to which rank is the engine's business, and so is moving the
+    bytes.
 
-    The plan is made of the tokens that `local_seq` has at the call; nobody waits for it who uses the sequence meanwhile. A search
-    for moved blocks hashes one block for each token that nothing else covers: its time grows with the sender's block size.
+    The plan is made of the tokens that `local_seq` has at the call; nobody waits for it who
+    uses the sequence meanwhile. A search for moved blocks hashes one block for each token that
+    nothing else covers: its time grows with the sender's block size.
 
     Args:
         manifest: What the sender offers.
         local_seq: The prompt here.
-        local_blocks: Its block table from position 0: ids (group 0), or a dict from a group's number to its ids. It must have
-            blocks for the whole sequence; more are fine and not looked at.
-        cached: Half-open range of positions whose KV is present here already, and exact. It is not loaded.
+        local_blocks: Its block table from position 0: ids (group 0), or a dict from a group's
+            number to its ids. It must have blocks for the whole sequence; more are fine and not
+            looked at.
+        cached: Half-open range of positions whose KV is present here already, and exact. It is
+            not loaded.
         key: The deployment's key, 16 to 64 bytes.
-        policy: What may be loaded; None is `kvtrie.EXACT_ONLY`. `forbid_kinds`: a manifest says nothing of kinds, so if any is forbidden nothing approximate
-            is loaded. `max_approximate_share` is one of the local sequence; beyond it nothing approximate is loaded.
-            `partial_blocks` means nothing here.
+        policy: What may be loaded; None is `kvtrie.EXACT_ONLY`. `forbid_kinds`: a manifest says
+            nothing of kinds, so if any is forbidden nothing approximate is loaded.
+            `max_approximate_share` is one of the local sequence; beyond it nothing approximate
+            is loaded. `partial_blocks` means nothing here.
         block_size: Tokens of a local block, or a dict by group; None takes the sender's.
         keep_last: Tokens at the end that are computed in any case, cached or not.
+        context: What the sender said that the manifest is about; see `TransferManifest.from_blocks`.
 
     Returns:
         The plan. Nothing was changed anywhere, and nothing is pinned.
 
     Raises:
-        TransferRefused: With the reason `"digest"` (a run was written with another key, or changed), `"namespace"` (the message
-            names the field), or `"groups"` (the sender has other groups).
+        TransferRefused: With the reason `"digest"` (a run was written with another key, or
+            changed, or for another context), `"namespace"` (the message names the field), or `"groups"` (the sender has
+            other groups).
         TypeError: An argument has the wrong type.
-        ValueError: There are too few local blocks (both numbers are named), one comes twice, `cached` is not a range inside the
-            sequence, or the key has another length.
+        ValueError: There are too few local blocks (both numbers are named), one comes twice,
+            `cached` is not a range inside the sequence, or the key has another length.
 
     Example:
         >>> import kvtrie

@@ -163,9 +163,16 @@ def fields_of(run: Run) -> list[Any]:
     return [run.start, run.num_tokens, run.flags, run.hops, ids, run.prefix, digests]
 
 
-def run_digest(key: bytes, namespace: tuple[Any, ...], group: int, size: int, run: Run) -> bytes:
+def run_digest(
+    key: bytes,
+    namespace: tuple[Any, ...],
+    group: int,
+    size: int,
+    run: Run,
+    context: bytes = b"",
+) -> bytes:
     """The digest of a run and of what it stands in."""
-    values = [1, list(namespace), group, size, *fields_of(run)]
+    values = [*([context] if context else []), 1, list(namespace), group, size, *fields_of(run)]
     return keyed(key, b"kvtrie.run", b"".join(msgpack.packb(value) for value in values))
 
 

@@ -31,6 +31,7 @@ PROPERTIES = [
     if not name.startswith("_") and inspect.isgetsetdescriptor(value)
 ]
 NO_CONSTRUCTOR = {
+    "BlockRun",
     "ComputedSource",
     "Explanation",
     "ExplanationContext",
@@ -45,6 +46,8 @@ NO_CONSTRUCTOR = {
     "ReusePlan",
     "RolledBack",
     "SharedSalt",
+    "TransferManifest",
+    "TransferPlan",
     "WouldSave",
 }
 

@@ -9,7 +9,7 @@ use numpy::{
 use pyo3::exceptions::{PyException, PyMemoryError, PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBool, PyInt, PyList, PyMemoryView, PyTuple, PyType};
+use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PyMemoryView, PyTuple, PyType};
 
 /// One past the largest token id.
 pub(crate) const TOKEN_IDS: u64 = 1 << 32;
@@ -43,6 +43,11 @@ pub(crate) fn int(value: &Bound<'_, PyAny>) -> PyResult<i128> {
 
 /// The default of an argument that Python's signature shows as an empty tuple.
 pub(crate) fn nothing<'a, 'py>() -> Option<&'a Bound<'py, PyAny>> {
+    None
+}
+
+/// The default of an argument that Python's signature shows as empty bytes.
+pub(crate) fn no_bytes<'a, 'py>() -> Option<&'a Bound<'py, PyBytes>> {
     None
 }
 

@@ -9,7 +9,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
-use crate::buffers::{Arg, block_ids, int, type_name};
+use crate::buffers::{Arg, block_ids, int, no_bytes, type_name};
 use crate::detach::{Cost, Enter};
 use crate::errors::exception;
 use crate::hints::{Ids, NewArguments, ReducedManifest};
@@ -30,7 +30,8 @@ pub(crate) fn hashing(tokens: usize) -> Cost {
     }
 }
 
-/// The largest manifest that `TransferManifest.from_bytes` reads. Counts are those of all groups together.
+/// The largest manifest that `TransferManifest.from_bytes` reads. Counts are those of all
+/// groups together.
 ///
 /// Args:
 ///     max_bytes: Bytes of the manifest, 64 MiB.
@@ -143,7 +144,8 @@ impl PyTransferLimits {
     }
 }
 
-/// Consecutive blocks of one label, as a manifest names them. `TransferManifest.runs` lists them.
+/// Consecutive blocks of one label, as a manifest names them. `TransferManifest.runs` lists
+/// them.
 ///
 /// Example:
 ///     >>> import kvtrie
@@ -152,9 +154,9 @@ impl PyTransferLimits {
 ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
 ///     ...     seq, [8, 3, 5, 6], key=b"k" * 32, num_computed=5, block_size=2, num_lookahead=2)
 ///     >>> for run in manifest.runs:
-///     ...     run
-///     BlockRun(group=0, start=0, num_tokens=5, blocks=[8, 3, 5], class_=0, hops=0, is_lookahead=False)
-///     BlockRun(group=0, start=6, num_tokens=2, blocks=[6], class_=2, hops=0, is_lookahead=True)
+///     ...     print(run.start, run.num_tokens, run.blocks, run.is_lookahead)
+///     0 5 [8 3 5] False
+///     6 2 [6] True
 #[pyclass(frozen, eq, hash, module = "kvtrie", name = "BlockRun")]
 #[derive(PartialEq, Eq, Hash)]
 pub(crate) struct PyBlockRun {
@@ -204,11 +206,13 @@ impl PyBlockRun {
     }
 }
 
-/// What a sender offers of one request: runs of blocks with where they stand, what they hold, and how exact that is.
+/// What a sender offers of one request: runs of blocks with where they stand, what they hold,
+/// and how exact that is.
 ///
-/// A manifest is made with `from_ledger` or `from_blocks`, or read with `from_bytes`. It travels beside the KV, never instead of it: which bytes
-/// of a block are whose (layers, heads, ranks) is the engines' business. What it says of its blocks is believed by
-/// `plan_transfer` alone, which checks it with the key.
+/// A manifest is made with `from_ledger` or `from_blocks`, or read with `from_bytes`. It
+/// travels beside the KV, never instead of it: which bytes of a block are whose (layers, heads,
+/// ranks) is the engines' business. What it says of its blocks is believed by `plan_transfer`
+/// alone, which checks it with the key.
 ///
 /// Example:
 ///     >>> import kvtrie
@@ -245,21 +249,29 @@ impl PyTransferManifest {
     ///
     /// Args:
     ///     seq: The request's tokens.
-    ///     blocks: Its block table from position 0: ids, or for engines with several groups of layers a dict from a group's
-    ///         number to its ids. Ids behind the last position named below are not looked at.
+    ///     blocks: Its block table from position 0: ids, or for engines with several groups of
+    ///         layers a dict from a group's number to its ids. Ids behind the last position named
+    ///         below are not looked at.
     ///     key: The deployment's key, 16 to 64 bytes.
-    ///     num_computed: How many tokens of `seq` have KV: all below it. The token sampled last has none, nor have drafts.
+    ///     num_computed: How many tokens of `seq` have KV: all below it. The token sampled last has
+    ///         none, nor have drafts.
     ///     block_size: Tokens of a block, or a dict from a group's number to them.
-    ///     source: Where the KV came from: `kvtrie.COMPUTED`, which None is, or a `kvtrie.Imported`.
-    ///     num_lookahead: Positions issued behind `num_computed`. Blocks that hold nothing else are named as look-ahead.
+    ///     source: Where the KV came from: `kvtrie.COMPUTED`, which None is, or a
+    ///         `kvtrie.Imported`.
+    ///     num_lookahead: Positions issued behind `num_computed`. Blocks that hold nothing else are
+    ///         named as look-ahead.
+    ///     context: What the manifest is about, in the deployment's own words, up to 1,024 bytes: such as
+    ///         engine, request and a count of its transfers. The reader says the same, or is refused.
+    ///         Without it, runs of another engine or of a request that has ended pass for true.
     ///
     /// Returns:
     ///     A manifest whose last block may hold fewer tokens than its block size.
     ///
     /// Raises:
     ///     TypeError: An argument has the wrong type.
-    ///     ValueError: `num_computed` is beyond the sequence, there are too few blocks (both numbers are named), a block comes
-    ///         twice, groups of blocks and of block sizes differ, or the key has another length.
+    ///     ValueError: `num_computed` is beyond the sequence, there are too few blocks (both
+    ///         numbers are named), a block comes twice, groups of blocks and of block sizes differ,
+    ///         or the key has another length.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -274,8 +286,8 @@ impl PyTransferManifest {
     #[pyo3(signature = (
         seq, blocks: "_Integers | Mapping[int, _Integers]", *, key: "bytes", num_computed: "SupportsIndex",
         block_size: "SupportsIndex | Mapping[int, SupportsIndex]", source: "ComputedSource | Imported | None" = None,
-        num_lookahead: "SupportsIndex" = 0
-    ), text_signature = "(seq, blocks, *, key, num_computed, block_size, source=None, num_lookahead=0)")]
+        num_lookahead: "SupportsIndex" = 0, context: "bytes" = no_bytes()
+    ), text_signature = "(seq, blocks, *, key, num_computed, block_size, source=None, num_lookahead=0, context=b'')")]
     #[expect(clippy::too_many_arguments, reason = "all but two are keywords")]
     fn from_blocks(
         py: Python<'_>,
@@ -286,10 +298,11 @@ impl PyTransferManifest {
         block_size: &Bound<'_, PyAny>,
         source: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = int)] num_lookahead: i128,
+        context: Option<&Bound<'_, PyBytes>>,
     ) -> PyResult<Self> {
         const CALL: &str = "TransferManifest.from_blocks";
         let arg = |name| Arg::new(CALL, name);
-        let key = transfer_key(key)?;
+        let key = transfer_key(key, context)?;
         let num_computed = arg("num_computed").count(num_computed)?;
         let num_lookahead = arg("num_lookahead").count(num_lookahead)?;
         let labels = labels(source, num_computed, arg("source"))?;
@@ -315,19 +328,21 @@ impl PyTransferManifest {
         Ok(Self { core })
     }
 
-    /// The manifest of a live request: what of it is final and computed, with its labels, and its look-ahead blocks.
+    /// The manifest of a live request: what of it is final and computed, with its labels, and its
+    /// look-ahead blocks.
     ///
-    /// Blocks behind a missing range are offered too. Of a range that ends inside a block, the tokens of that block are
-    /// offered only if nothing computed comes behind.
+    /// Blocks behind a missing range are offered too. Of a range that ends inside a block, the
+    /// tokens of that block are offered only if nothing computed comes behind.
     ///
-    /// The ledger believes the engine's claims, which may count steps under way: a reader that is not
-    /// on the engine's stream waits until the last claimed step has run.
+    /// The ledger believes the engine's claims, which may count steps under way: a reader that is
+    /// not on the engine's stream waits until the last claimed step has run.
     ///
     /// Args:
     ///     ledger: The ledger of the engine.
     ///     request: A live request of it.
     ///     key: The deployment's key, 16 to 64 bytes.
     ///     group: The number of the group of layers that the ledger's blocks belong to.
+    ///     context: As for `from_blocks`.
     ///
     /// Returns:
     ///     A manifest of what the ledger knows at this moment.
@@ -349,17 +364,18 @@ impl PyTransferManifest {
     ///     [(0, 3, False), (4, 4, True)]
     #[staticmethod]
     #[pyo3(signature = (
-        ledger, request: "Hashable", *, key: "bytes", group: "SupportsIndex" = 0
-    ))]
+        ledger, request: "Hashable", *, key: "bytes", group: "SupportsIndex" = 0, context: "bytes" = no_bytes()
+    ), text_signature = "(ledger, request, *, key, group=0, context=b'')")]
     fn from_ledger(
         py: Python<'_>,
         ledger: &Bound<'_, PySequenceLedger>,
         request: &Bound<'_, PyAny>,
         key: &Bound<'_, PyBytes>,
         #[pyo3(from_py_with = int)] group: i128,
+        context: Option<&Bound<'_, PyBytes>>,
     ) -> PyResult<Self> {
         const CALL: &str = "TransferManifest.from_ledger";
-        let key = transfer_key(key)?;
+        let key = transfer_key(key, context)?;
         let group = Arg::new(CALL, "group").within(group, 0, i32::MAX.cast_unsigned())?;
         let ledger = ledger.get();
         let live = ledger.live(py, request, CALL)?;
@@ -384,7 +400,8 @@ impl PyTransferManifest {
     ///     limits: The largest manifest to read; None takes the defaults of `TransferLimits`.
     ///
     /// Returns:
-    ///     The manifest whose `to_bytes()` is `raw`. Reading takes at most four times the memory of `raw`.
+    ///     The manifest whose `to_bytes()` is `raw`. Reading takes at most four times the memory of
+    ///     `raw`.
     ///
     /// Raises:
     ///     TransferRefused: With the reason `"malformed"`, `"version"` or `"limits"`.
@@ -392,9 +409,11 @@ impl PyTransferManifest {
     ///
     /// Example:
     ///     >>> import kvtrie
-    ///     >>> kvtrie.TransferManifest.from_bytes(b"\x93nonsense")
-    ///     Traceback (most recent call last):
-    ///     kvtrie.TransferRefused: TransferManifest.from_bytes: byte 2: the name of the format is encoded as FixPos(110)
+    ///     >>> try:
+    ///     ...     kvtrie.TransferManifest.from_bytes(b"\x93nonsense")
+    ///     ... except kvtrie.TransferRefused as refused:
+    ///     ...     print(refused.reason)
+    ///     malformed
     #[staticmethod]
     #[pyo3(signature = (raw: "Buffer", limits=None))]
     fn from_bytes(
@@ -432,7 +451,17 @@ impl PyTransferManifest {
     /// The manifest as bytes: MessagePack, version 1. Equal manifests have equal bytes.
     ///
     /// Returns:
-    ///     Bytes for `from_bytes`. They hold block ids, positions and digests, no token ids and no salt.
+    ///     Bytes for `from_bytes`. They hold block ids, positions and digests, no token ids and no
+    ///     salt.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
+    ///     ...     seq, [8, 3], key=b"k" * 32, num_computed=3, block_size=2)
+    ///     >>> kvtrie.TransferManifest.from_bytes(manifest.to_bytes()) == manifest
+    ///     True
     fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, self.core.to_bytes())
     }
@@ -561,8 +590,15 @@ fn labels(
 }
 
 /// The key of a deployment.
-pub(crate) fn transfer_key(key: &Bound<'_, PyBytes>) -> PyResult<TransferKey> {
-    TransferKey::new(key.as_bytes()).map_err(|error| exception(&error))
+/// The key of a call, bound to what the caller says that a manifest is about.
+pub(crate) fn transfer_key(
+    key: &Bound<'_, PyBytes>,
+    context: Option<&Bound<'_, PyBytes>>,
+) -> PyResult<TransferKey> {
+    let context = context.map_or(&[][..], |context| context.as_bytes());
+    TransferKey::new(key.as_bytes())
+        .and_then(|key| key.bound_to(context))
+        .map_err(|error| exception(&error))
 }
 
 /// Block tables by group, ascending: a list of ids is group 0.

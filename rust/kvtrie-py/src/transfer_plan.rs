@@ -5,7 +5,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::buffers::{Arg, int, nothing, ranges};
+use crate::buffers::{Arg, int, no_bytes, nothing, ranges};
 use crate::detach::Enter;
 use crate::hints::{Counts, Records, SourceValue};
 use crate::output;
@@ -14,7 +14,8 @@ use crate::sequence::{PyTokenSequence, SEQUENCE};
 use crate::source::{PyImported, computed};
 use crate::transfer::{PyTransferManifest, block_sizes, hashing, tables, transfer_key};
 
-/// What to load of a manifest, and what to compute. `plan_transfer` makes it; it holds no blocks and needs no release.
+/// What to load of a manifest, and what to compute. `plan_transfer` makes it; it holds no
+/// blocks and needs no release.
 ///
 /// Example:
 ///     >>> import kvtrie
@@ -36,16 +37,19 @@ pub(crate) struct PyTransferPlan {
 
 #[pymethods]
 impl PyTransferPlan {
-    /// What to load, a structured array by group and position: `group`, `remote` and `local` (block ids, int32), `start` and
-    /// `end` (positions in the local sequence, int64), `delta` (position here minus position there, int64: by how much K is to
-    /// be turned), `class` (0 exact, 1 approximate, uint8), `hops` (as the KV will have them, uint16). Each pair lies inside
-    /// one remote and one local block; the first of its tokens stands at `(start - delta) % remote_block_size` in the former.
+    /// What to load, a structured array by group and position: `group`, `remote` and `local` (block
+    /// ids, int32), `start` and `end` (positions in the local sequence, int64), `delta` (position
+    /// here minus position there, int64: by how much K is to be turned), `class` (0 exact, 1
+    /// approximate, uint8), `hops` (as the KV will have them, uint16). Each pair lies inside one
+    /// remote and one local block; the first of its tokens stands at `(start - delta) %
+    /// remote_block_size` in the former.
     #[getter]
     fn pairs<'py>(&self, py: Python<'py>) -> PyResult<Records<'py>> {
         output::pairs(py, self.core.pairs())
     }
 
-    /// Ranges to compute, int64[n, 2], ascending: neither cached nor loaded, and what `keep_last` keeps.
+    /// Ranges to compute, int64[n, 2], ascending: neither cached nor loaded, and what `keep_last`
+    /// keeps.
     #[getter]
     fn compute<'py>(&self, py: Python<'py>) -> PyResult<Counts<'py>> {
         output::ranges(py, self.core.compute())
@@ -57,7 +61,8 @@ impl PyTransferPlan {
         self.compute(py)
     }
 
-    /// Position of the first token that is loaded and approximate, or the length of the sequence if none is.
+    /// Position of the first token that is loaded and approximate, or the length of the sequence if
+    /// none is.
     #[getter]
     fn exact_until(&self) -> usize {
         self.core.first_approximate().unwrap_or(self.core.len())
@@ -81,9 +86,9 @@ impl PyTransferPlan {
         self.core.num_approximate()
     }
 
-    /// What to say to `insert` and `begin` of the sequence once this was loaded: `Imported(exact_until, hops)`, or `COMPUTED`
-    /// if all that is loaded is exact, so that what is decoded behind it counts as exact too. Both take what was cached for
-    /// exact.
+    /// What to say to `insert` and `begin` of the sequence once this was loaded:
+    /// `Imported(exact_until, hops)`, or `COMPUTED` if all that is loaded is exact, so that what is
+    /// decoded behind it counts as exact too. Both take what was cached for exact.
     #[getter]
     fn source<'py>(&self, py: Python<'py>) -> PyResult<SourceValue<'py>> {
         match self.core.first_approximate() {
@@ -114,41 +119,51 @@ impl PyTransferPlan {
 
 /// Plan which blocks of a sender to load for a sequence, and what to compute.
 ///
-/// Loaded is a token if a digest says that it is the one that the local sequence has there; no length and no order of the
-/// sender's is believed. A token is exact if its run is, and all tokens before it are those of the local sequence; such KV
-/// stays where it is, `delta` is 0. Under an approximate policy, KV that the sender calls approximate is used in place, and
-/// whole blocks (and the last one) whose tokens stand elsewhere in the local sequence are moved: runs of at least
-/// `policy.min_run` (16) tokens with one delta, at one hop more than they have. What is covered by neither is computed.
+/// Loaded is a token if a digest says that it is the one that the local sequence has there; no
+/// length and no order of the sender's is believed. A token is exact if its run is, and all
+/// tokens before it are those of the local sequence; such KV stays where it is, `delta` is 0.
+/// Under an approximate policy, KV that the sender calls approximate is used in place, and
+/// whole blocks (and the last one) whose tokens stand elsewhere in the local sequence are
+/// moved: runs of at least `policy.min_run` (16) tokens with one delta, at one hop more than
+/// they have. What is covered by neither is computed.
 ///
-/// Tokens behind a divergence inside a block are not loaded: digests are of blocks. With several groups each is planned on its
-/// own, and loaded are the tokens that all of them have; a pair has the label of its own group, `exact_until` and `hops` are
-/// those of the worst. Which heads of a block go to which rank is the engine's business, and so is moving the bytes.
+/// Tokens behind a divergence inside a block are not loaded: digests are of blocks. With
+/// several groups each is planned on its own, and loaded are the tokens that all of them have;
+/// a pair has the label of its own group, `exact_until` and `hops` are those of the worst.
+/// Which heads of a block go to which rank is the engine's business, and so is moving the
+/// bytes.
 ///
-/// The plan is made of the tokens that `local_seq` has at the call; nobody waits for it who uses the sequence meanwhile. A search
-/// for moved blocks hashes one block for each token that nothing else covers: its time grows with the sender's block size.
+/// The plan is made of the tokens that `local_seq` has at the call; nobody waits for it who
+/// uses the sequence meanwhile. A search for moved blocks hashes one block for each token that
+/// nothing else covers: its time grows with the sender's block size.
 ///
 /// Args:
 ///     manifest: What the sender offers.
 ///     local_seq: The prompt here.
-///     local_blocks: Its block table from position 0: ids (group 0), or a dict from a group's number to its ids. It must have
-///         blocks for the whole sequence; more are fine and not looked at.
-///     cached: Half-open range of positions whose KV is present here already, and exact. It is not loaded.
+///     local_blocks: Its block table from position 0: ids (group 0), or a dict from a group's
+///         number to its ids. It must have blocks for the whole sequence; more are fine and not
+///         looked at.
+///     cached: Half-open range of positions whose KV is present here already, and exact. It is
+///         not loaded.
 ///     key: The deployment's key, 16 to 64 bytes.
-///     policy: What may be loaded; None is `kvtrie.EXACT_ONLY`. `forbid_kinds`: a manifest says nothing of kinds, so if any is forbidden nothing approximate
-///         is loaded. `max_approximate_share` is one of the local sequence; beyond it nothing approximate is loaded.
-///         `partial_blocks` means nothing here.
+///     policy: What may be loaded; None is `kvtrie.EXACT_ONLY`. `forbid_kinds`: a manifest says
+///         nothing of kinds, so if any is forbidden nothing approximate is loaded.
+///         `max_approximate_share` is one of the local sequence; beyond it nothing approximate
+///         is loaded. `partial_blocks` means nothing here.
 ///     block_size: Tokens of a local block, or a dict by group; None takes the sender's.
 ///     keep_last: Tokens at the end that are computed in any case, cached or not.
+///     context: What the sender said that the manifest is about; see `TransferManifest.from_blocks`.
 ///
 /// Returns:
 ///     The plan. Nothing was changed anywhere, and nothing is pinned.
 ///
 /// Raises:
-///     TransferRefused: With the reason `"digest"` (a run was written with another key, or changed), `"namespace"` (the message
-///         names the field), or `"groups"` (the sender has other groups).
+///     TransferRefused: With the reason `"digest"` (a run was written with another key, or
+///         changed, or for another context), `"namespace"` (the message names the field), or `"groups"` (the sender has
+///         other groups).
 ///     TypeError: An argument has the wrong type.
-///     ValueError: There are too few local blocks (both numbers are named), one comes twice, `cached` is not a range inside the
-///         sequence, or the key has another length.
+///     ValueError: There are too few local blocks (both numbers are named), one comes twice,
+///         `cached` is not a range inside the sequence, or the key has another length.
 ///
 /// Example:
 ///     >>> import kvtrie
@@ -170,8 +185,9 @@ impl PyTransferPlan {
 #[pyo3(signature = (
     manifest, local_seq, local_blocks: "_Integers | Mapping[int, _Integers]",
     cached: "tuple[SupportsIndex, SupportsIndex]" = nothing(), *, key: "bytes", policy=None,
-    block_size: "SupportsIndex | Mapping[int, SupportsIndex] | None" = None, keep_last: "SupportsIndex" = 0
-), text_signature = "(manifest, local_seq, local_blocks, cached=(0, 0), *, key, policy=None, block_size=None, keep_last=0)")]
+    block_size: "SupportsIndex | Mapping[int, SupportsIndex] | None" = None, keep_last: "SupportsIndex" = 0,
+    context: "bytes" = no_bytes()
+), text_signature = "(manifest, local_seq, local_blocks, cached=(0, 0), *, key, policy=None, block_size=None, keep_last=0, context=b'')")]
 #[expect(clippy::too_many_arguments, reason = "most are keywords")]
 pub(crate) fn plan_transfer(
     py: Python<'_>,
@@ -183,11 +199,12 @@ pub(crate) fn plan_transfer(
     policy: Option<&Bound<'_, PyReusePolicy>>,
     block_size: Option<&Bound<'_, PyAny>>,
     #[pyo3(from_py_with = int)] keep_last: i128,
+    context: Option<&Bound<'_, PyBytes>>,
 ) -> PyResult<PyTransferPlan> {
     const CALL: &str = "plan_transfer";
     /// Tokens that are hashed in the time of one compression.
     const LEAST_WINDOW: usize = 16;
-    let key = transfer_key(key)?;
+    let key = transfer_key(key, context)?;
     let keep_last = Arg::new(CALL, "keep_last").count(keep_last)?;
     let (start, end) = match cached {
         None => (0, 0),

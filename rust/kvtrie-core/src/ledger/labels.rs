@@ -159,12 +159,7 @@ impl Labels {
         runs
     }
 
-    fn label(
-        &self,
-        source: &LedgerSource,
-        in_place: Option<&ReusePlan>,
-        block: usize,
-    ) -> Label {
+    fn label(&self, source: &LedgerSource, in_place: Option<&ReusePlan>, block: usize) -> Label {
         let end = (block + 1) * self.block_size;
         if end > self.said {
             if end <= self.in_place {

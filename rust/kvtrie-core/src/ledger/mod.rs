@@ -406,7 +406,9 @@ impl SequenceLedger {
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
     pub fn untag(&mut self, id: RequestId) -> Result<()> {
         let record = self.record_mut(id, "SequenceLedger.untag")?;
-        record.spans.retain(|tagged| tagged.given_until > tagged.span.start);
+        record
+            .spans
+            .retain(|tagged| tagged.given_until > tagged.span.start);
         Ok(())
     }
 

@@ -12,6 +12,7 @@ use blake2b_simd::{Params, State};
 
 use crate::error::{Error, Result};
 use crate::tokens::View;
+use crate::transfer::wire::Writer;
 
 /// Bytes of a digest.
 pub(super) const DIGEST: usize = 16;
@@ -73,6 +74,30 @@ impl TransferKey {
             run: state(b"kvtrie.run"),
             salt: state(b"kvtrie.salt"),
         })
+    }
+
+    /// The most bytes of a context.
+    pub const MAX_CONTEXT: usize = 1_024;
+
+    /// This key for manifests about one thing: an engine and a request, say, in the deployment's own words. Runs that were
+    /// written for another one do not verify. An empty context is none.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if it has more than 1,024 bytes.
+    pub fn bound_to(mut self, context: &[u8]) -> Result<Self> {
+        if context.len() > Self::MAX_CONTEXT {
+            return Err(Error::invalid(format!(
+                "TransferKey: the context has {} bytes; the limit is {}",
+                context.len(),
+                Self::MAX_CONTEXT
+            )));
+        }
+        if !context.is_empty() {
+            let mut packed = Writer::with_capacity(context.len() + 3);
+            packed.bin(context);
+            self.run.update(packed.bytes());
+        }
+        Ok(self)
     }
 
     /// The digest of the tokens of one block.
