@@ -2170,7 +2170,8 @@ class SequenceLedger:
 
         It may be lower than the last one, where drafts were refused, but not below what is final and
         computed. A claim that is lower, or that follows the ids of drafts, says where the engine stands:
-        steps under way are counted in it, and nothing behind it counts as issued.
+        steps under way are counted in it, and nothing behind it counts as issued. Drafts are not counted
+        out before their ids have come: `step` takes both at once.
 
         What is final and computed is as true as the claim: who reads it on another stream, as a
         transfer does, waits for the last claimed step first.
@@ -3006,6 +3007,16 @@ class TransferManifest:
         Returns:
             Bytes for `from_bytes`. They hold block ids, positions and digests, no token ids and no
             salt.
+
+        Example:
+            >>> import kvtrie
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+            >>> manifest = kvtrie.TransferManifest.from_blocks(
+            ...     seq, [8, 3], key=b"k" * 32, num_computed=3, block_size=2
+            ... )
+            >>> kvtrie.TransferManifest.from_bytes(manifest.to_bytes()) == manifest
+            True
         """
 
 @final

@@ -82,7 +82,7 @@ class NaiveRequest:
 
     def confirm(self, computed: int) -> None:
         """All below is claimed, all else is not."""
-        if not self.verified <= computed <= self.issued:
+        if not self.verified <= computed <= self.issued or not self._tells_whose(computed):
             raise RefusedError
         claimed = next(
             (at for at, slot in enumerate(self.slots) if not (slot.present or slot.claimed)),
@@ -96,6 +96,14 @@ class NaiveRequest:
             for at, slot in enumerate(self.slots):
                 slot.issued = at < computed
             self.drafts = [drafts for drafts in self.drafts if drafts[0] < start]
+
+    def _tells_whose(self, computed: int) -> bool:
+        """Whether it is known whose drafts a claim that comes down has counted out."""
+        claimed = next(
+            (at for at, slot in enumerate(self.slots) if not (slot.present or slot.claimed)),
+            len(self.slots),
+        )
+        return computed >= claimed or not self.drafts or self.drafts[0][0] < len(self.tokens)
 
     def _behind_present(self, at: int) -> int:
         while at < len(self.slots) and self.slots[at].present:

@@ -322,9 +322,7 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(("call", "message"), CONTRADICTIONS)
-def test_contradiction_names_both_numbers_and_changes_nothing(
-    call: Any, message: str
-) -> None:
+def test_contradiction_names_both_numbers_and_changes_nothing(call: Any, message: str) -> None:
     ledger = begun(5, 3)
     ledger.schedule("a", 6)
     ledger.confirm("a", 4)

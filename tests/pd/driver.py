@@ -422,7 +422,7 @@ class Episode:
             elif happens < 0.02:
                 self.abort(engine, live)
                 return live
-            elif happens < 0.07 and live.local is None:
+            elif happens < 0.07:
                 engine.commit(live)
                 self.counts["commits"] += 1
             elif happens < 0.12:

@@ -52,7 +52,7 @@ def _drafting() -> kvtrie.SequenceLedger:
 
 
 def test_drafts_behind_refused_drafts_are_not_final() -> None:
-    # What was issued did not come down with the claim, so the next drafts were sought too far behind.
+    # What was issued did not come down with the claim, so the next drafts were sought too far on.
     ledger = _drafting()
     ledger.schedule("a", 4, num_drafts=3)
     ledger.confirm("a", 14)

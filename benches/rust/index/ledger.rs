@@ -37,6 +37,7 @@ impl Running {
             let begin = Begin {
                 source: LedgerSource::Computed,
                 present: Some(Present::Below(LENGTH)),
+                in_place: None,
             };
             names.push(ledger.begin(&mut seq, &table, begin).expect("a request"));
             seqs.push(seq);

@@ -31,7 +31,6 @@ criterion_group! {
     name = benches;
     config = settings();
     targets = lookup::edges, lookup::misses, lookup::grown, growth::growth, change::insert, change::evict, change::pin,
-        change::crowd, moved::moved, turn::turn, ledger::ledger
-        change::crowd, moved::moved, transfer::transfer, turn::turn
+        change::crowd, moved::moved, turn::turn, ledger::ledger, transfer::transfer
 }
 criterion_main!(benches);

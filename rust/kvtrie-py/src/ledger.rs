@@ -37,26 +37,47 @@ pub(crate) struct PyLive {
     plan: Option<Py<PyReusePlan>>,
     /// As it was given; none stands for `COMPUTED`.
     source: Option<Py<PyAny>>,
-    /// What a commit without a plan made. If the ledger is dropped it releases itself, as every plan.
-    pin: Mutex<Option<Py<PyReusePlan>>>,
+    /// What commits without a plan made. If the ledger is dropped they release themselves, as every plan.
+    pins: Mutex<Vec<Py<PyReusePlan>>>,
 }
 
 impl PyLive {
-    /// Keeps the wrapper of what a commit made; the one before was released with it.
-    fn keep_pin(
+    /// Keeps what commits made, and lets go of what they have released.
+    fn keep_pins(
         &self,
         py: Python<'_>,
-        pin: Arc<ReusePlan>,
+        pins: Vec<Arc<ReusePlan>>,
         index: &Arc<SharedIndex>,
     ) -> PyResult<()> {
-        let new = Py::new(py, PyReusePlan::internal(pin, Arc::clone(index)))?;
-        let before = match self.pin.lock() {
-            Ok(mut kept) => kept.replace(new),
-            Err(_) => Some(new),
-        };
-        // It dies here, where no lock is held.
-        drop(before);
+        let mut before = self.pins(py);
+        let mut kept = Vec::with_capacity(pins.len());
+        for pin in pins {
+            kept.push(
+                match before.iter().position(|known| known.get().is_of(&pin)) {
+                    Some(at) => before.swap_remove(at),
+                    None => Py::new(py, PyReusePlan::internal(pin, Arc::clone(index)))?,
+                },
+            );
+        }
+        if let Ok(mut pins) = self.pins.lock() {
+            std::mem::swap(&mut *pins, &mut kept);
+        }
+        // What is left dies here, where no lock is held.
+        drop((before, kept));
         Ok(())
+    }
+
+    fn pins(&self, py: Python<'_>) -> Vec<Py<PyReusePlan>> {
+        self.pins.lock().map_or_else(
+            |_| Vec::new(),
+            |pins| pins.iter().map(|pin| pin.clone_ref(py)).collect(),
+        )
+    }
+
+    /// All that holds blocks for the request.
+    fn plans(&self, py: Python<'_>) -> Vec<Py<PyReusePlan>> {
+        let own = self.plan.as_ref().map(|plan| plan.clone_ref(py));
+        own.into_iter().chain(self.pins(py)).collect()
     }
 
     /// Refuses a request whose plan was released under it: its blocks may be others' by now.
@@ -70,16 +91,6 @@ impl PyLive {
             return Err(of_request(request)(released(call)));
         }
         Ok(())
-    }
-
-    /// All that holds blocks for the request.
-    fn plans(&self, py: Python<'_>) -> Vec<Py<PyReusePlan>> {
-        let pin = match self.pin.lock() {
-            Ok(kept) => kept.as_ref().map(|pin| pin.clone_ref(py)),
-            Err(_) => None,
-        };
-        let own = self.plan.as_ref().map(|plan| plan.clone_ref(py));
-        own.into_iter().chain(pin).collect()
     }
 }
 
@@ -270,7 +281,7 @@ impl PySequenceLedger {
             seq: seq.clone().unbind(),
             plan: source_plan.or_else(|| plan.map(|plan| plan.clone().unbind())),
             source: source.map(|source| source.clone().unbind()),
-            pin: Mutex::new(None),
+            pins: Mutex::new(Vec::new()),
         };
         self.enlist(py, request, live).inspect_err(|_| {
             // Another thread was faster, or the request's own methods failed: as if nothing had been.
@@ -370,7 +381,8 @@ impl PySequenceLedger {
     ///
     /// It may be lower than the last one, where drafts were refused, but not below what is final and
     /// computed. A claim that is lower, or that follows the ids of drafts, says where the engine stands:
-    /// steps under way are counted in it, and nothing behind it counts as issued.
+    /// steps under way are counted in it, and nothing behind it counts as issued. Drafts are not counted
+    /// out before their ids have come: `step` takes both at once.
     ///
     /// What is final and computed is as true as the claim: who reads it on another stream, as a
     /// transfer does, waits for the last claimed step first.
@@ -982,13 +994,11 @@ impl PySequenceLedger {
             for plan in &before {
                 plan.get().look(&index);
             }
-            Ok((done, ledger.pin(live.id)?.map(Arc::clone)))
+            Ok((done, ledger.pins(live.id)?.to_vec()))
         });
-        let (core, pin) = done.map_err(of_request(request))?;
-        if let Some(pin) = pin
-            && !before.iter().any(|plan| plan.get().is_of(&pin))
-        {
-            live.keep_pin(py, pin, &index.get().shared)?;
+        let (core, pins) = done.map_err(of_request(request))?;
+        if !pins.is_empty() {
+            live.keep_pins(py, pins, &index.get().shared)?;
         }
         Ok(PyInsertResult { core })
     }

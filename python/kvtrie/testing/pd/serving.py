@@ -49,8 +49,6 @@ class Live:
         done: What the device has computed, gaps aside.
         arrived: Sampled ids that the ledger was not told of.
         in_flight: Steps that have not run.
-        local: The local plan, when it is not the ledger's source.
-        in_place: Blocks at the front of the table that are the index's.
     """
 
     name: Hashable
@@ -67,8 +65,6 @@ class Live:
     done: int = 0
     arrived: list[int] = field(default_factory=list)
     in_flight: int = 0
-    local: kvtrie.ReusePlan | None = None
-    in_place: int = 0
 
 
 class ServingEngine(Engine):
@@ -162,7 +158,6 @@ class ServingEngine(Engine):
             self.chain(ids),
             deque(),
             [],
-            in_place=len(table) - len(fresh),
         )
         moves = plan.moves(np.asarray(table, dtype=np.int32))
         for source, target, count, delta in moves.tolist():
@@ -186,9 +181,13 @@ class ServingEngine(Engine):
     ) -> None:
         """Begin with what a transfer brought behind what the local plan has."""
         self.ledger.begin(
-            live.name, live.seq, live.table, source=transfer.source, missing=transfer.missing
+            live.name,
+            live.seq,
+            live.table,
+            source=transfer.source,
+            missing=transfer.missing,
+            plan=plan,
         )
-        live.local = plan
         self._begun(live)
 
     def begin_computed(self, live: Live, plan: kvtrie.ReusePlan, loaded: int) -> None:
@@ -410,8 +409,7 @@ class ServingEngine(Engine):
         if live.future:
             # Somebody has to sample what comes next.
             verified = min(verified, len(live.ids) - 1)
-        lowest = max(committed, live.in_place * self.block_size)
-        to = self.rng.randint(min(lowest, verified), verified)
+        to = self.rng.randint(min(committed, verified), verified)
         gone = self.ledger.rollback(live.name, to, drop_blocks=drop_blocks)
         self.allocator.free(gone.blocks)
         live.table = self.ledger.blocks(live.name).tolist()
@@ -453,19 +451,13 @@ class ServingEngine(Engine):
     def forget(self, live: Live) -> None:
         """End a request whose KV nobody wants."""
         held = self.ledger.forget(live.name).tolist()
-        if live.local is not None:
-            in_place = set(live.table[: live.in_place])
-            held = [block for block in held if block not in in_place]
         self.allocator.free(held)
         self.allocator.free(self.index.take_freed())
         self._ended(live)
 
     def _ended(self, live: Live) -> None:
         del self.live[live.name]
-        if live.local is not None:
-            live.local.release()
-            live.local = None
-            self.allocator.free(self.index.take_freed())
+        self.allocator.free(self.index.take_freed())
 
     def export(self, live: Live, key: bytes) -> Envelope:
         """Write a manifest, and hold its blocks until the lease ends."""

@@ -153,7 +153,7 @@ impl SequenceLedger {
             labels: Labels::new(&begin.source, begin.in_place.as_deref(), self.block_size),
             source: begin.source,
             in_place: begin.in_place,
-            pin: None,
+            pins: Vec::new(),
             spans: Vec::new(),
         });
         Ok(RequestId(self.records.handle(record)))

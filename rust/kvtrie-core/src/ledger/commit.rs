@@ -27,7 +27,7 @@ impl SequenceLedger {
     /// answers from here on; those in `duplicates` and `freed` are the caller's. What was not taken stays in the table, so
     /// `surplus` is empty.
     ///
-    /// Without a plan, a plan of what stands in place is made ([`pin`](Self::pin)): what was committed stays while the request
+    /// Without a plan, a plan of what stands in place is made ([`pins`](Self::pins)): what was committed stays while the request
     /// runs. Where nothing is new the index is not asked, unless there are spans to tag.
     ///
     /// # Errors
@@ -170,10 +170,11 @@ impl Record {
             LedgerSource::Plan(plan) => Some(plan),
             LedgerSource::Computed | LedgerSource::Imported(_) => None,
         };
-        own.into_iter().chain(&self.in_place).chain(&self.pin)
+        own.into_iter().chain(&self.in_place).chain(&self.pins)
     }
 
-    /// Holds what is committed, in place of what was held before.
+    /// Holds what is committed. What was held before is let go, unless the index has other blocks by now where the table has
+    /// these: an exact block takes the place of an approximate one, which the request goes on using.
     fn hold(
         &mut self,
         num_exact: usize,
@@ -193,9 +194,13 @@ impl Record {
             pin: true,
         };
         let plan = Arc::new(index.plan(seq, &policy, options)?);
-        if let Some(before) = self.pin.replace(plan) {
-            index.release(&before)?;
+        let num_committed = self.committed / plan.block_size();
+        if plan.blocks() == &self.blocks[..num_committed] {
+            for before in self.pins.drain(..) {
+                index.release(&before)?;
+            }
         }
+        self.pins.push(plan);
         Ok(())
     }
 

@@ -392,12 +392,12 @@ impl SequenceLedger {
         Ok(record.labels.runs(&record.source, in_place, start, end))
     }
 
-    /// What a commit without a plan has made to hold the blocks that it committed.
+    /// What commits without a plan have made to hold the blocks that they committed: one plan, as a rule.
     ///
     /// # Errors
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
-    pub fn pin(&self, id: RequestId) -> Result<Option<&Arc<ReusePlan>>> {
-        Ok(self.record(id, "SequenceLedger.pin")?.pin.as_ref())
+    pub fn pins(&self, id: RequestId) -> Result<&[Arc<ReusePlan>]> {
+        Ok(&self.record(id, "SequenceLedger.pins")?.pins)
     }
 
     /// Takes back the spans that no index was told of.

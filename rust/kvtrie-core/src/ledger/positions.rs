@@ -35,6 +35,12 @@ pub(super) enum Contradiction {
     Behind { claimed: usize, issued: usize },
     /// Positions behind the end of the table.
     NoRoom { end: usize, capacity: usize },
+    /// A claim that comes down from another one while no ids have arrived for the first drafts.
+    Refused {
+        claimed: usize,
+        computed: usize,
+        draft: usize,
+    },
     /// More drafts than tokens issued with them.
     Drafts { drafts: usize, tokens: usize },
 }
@@ -89,6 +95,17 @@ impl Positions {
     /// stands: nothing behind it counts as issued any more.
     pub(super) fn confirm(&mut self, claimed: usize) -> Result<(), Contradiction> {
         self.check_claim(claimed)?;
+        // Drafts were counted out, and nobody says whose: ids that come alone would count with what they replace.
+        if let Some(&draft) = self.drafts.first()
+            && claimed < self.computed
+            && draft >= self.num_final
+        {
+            return Err(Contradiction::Refused {
+                claimed,
+                computed: self.computed,
+                draft,
+            });
+        }
         let claimed = self.islands.leave(claimed);
         let comes_down = claimed < self.computed;
         if self.claim(claimed) || comes_down {

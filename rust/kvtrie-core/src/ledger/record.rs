@@ -24,7 +24,7 @@ pub(super) struct Record {
     /// Where the source is no plan: what holds the blocks that were in place at the beginning.
     pub(super) in_place: Option<Arc<ReusePlan>>,
     /// Where the source is no plan: what holds the blocks that were committed.
-    pub(super) pin: Option<Arc<ReusePlan>>,
+    pub(super) pins: Vec<Arc<ReusePlan>>,
     pub(super) labels: Labels,
     pub(super) spans: Vec<Tagged>,
 }
@@ -98,6 +98,14 @@ pub(super) fn refuse(why: Contradiction, blocks: usize, block_size: usize, call:
         ),
         Contradiction::Behind { claimed, issued } => format!(
             "{call}: num_computed is {claimed}, but only the positions below {issued} were issued"
+        ),
+        Contradiction::Refused {
+            claimed,
+            computed,
+            draft,
+        } => format!(
+            "{call}: num_computed comes down from {computed} to {claimed}, but no id has arrived for the drafts from {draft} \
+             on: ids and the counter without what was refused go into one call"
         ),
         Contradiction::NoRoom { end, capacity } => format!(
             "{call}: positions up to {end} would be issued, the {blocks} blocks of {block_size} tokens end at {capacity}"

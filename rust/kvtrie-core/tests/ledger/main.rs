@@ -176,8 +176,8 @@ struct Live {
     twin: TokenSequence,
     /// The twin's.
     source: LedgerSource,
-    /// The twin's plan of what was committed without one.
-    pin: Option<ReusePlan>,
+    /// The twin's plans of what was committed without one.
+    pins: Vec<ReusePlan>,
     spans: Vec<Span>,
     given: usize,
     given_until: usize,
@@ -419,7 +419,7 @@ impl Test {
                 if let LedgerSource::Plan(twin) = &live.source {
                     self.twin.index.release(twin).unwrap();
                 }
-                if let Some(pin) = &live.pin {
+                for pin in &live.pins {
                     self.twin.index.release(pin).unwrap();
                 }
                 for world in [&mut self.ours, &mut self.twin] {
@@ -567,7 +567,7 @@ impl Test {
             naive,
             twin,
             source: theirs,
-            pin: None,
+            pins: Vec::new(),
             spans: Vec::new(),
             given: 0,
             given_until: 0,
@@ -696,7 +696,7 @@ impl Test {
         if let LedgerSource::Plan(plan) = &live.source {
             self.twin.index.release(plan).unwrap();
         }
-        if let Some(pin) = &live.pin {
+        for pin in &live.pins {
             self.twin.index.release(pin).unwrap();
         }
         assert_eq!(done, theirs);
@@ -799,9 +799,12 @@ impl Live {
         };
         let plan = index.plan(&mut self.twin, &policy, options).unwrap();
         assert_eq!(plan.blocks().len() * SIZE, self.naive.committed);
-        if let Some(before) = self.pin.replace(plan) {
-            index.release(&before).unwrap();
+        if plain(plan.blocks()) == self.naive.table[..self.naive.committed / SIZE] {
+            for before in self.pins.drain(..) {
+                index.release(&before).unwrap();
+            }
         }
+        self.pins.push(plan);
     }
 
     /// A position relative to what is final and computed, or the end of what is issued.

@@ -88,7 +88,7 @@ impl Request {
     }
 
     pub(crate) fn confirm(&mut self, computed: usize) -> Answer {
-        if computed < self.verified() || computed > self.issued() {
+        if !self.can_claim(computed) {
             return Err(());
         }
         let claimed = self.until(|_, slot| slot.present || slot.claimed);
@@ -103,6 +103,20 @@ impl Request {
             self.drafts.retain(|drafts| drafts[0] < from);
         }
         Ok(())
+    }
+
+    fn can_claim(&self, computed: usize) -> bool {
+        computed >= self.verified() && computed <= self.issued() && self.tells_whose(computed)
+    }
+
+    /// Whether it is known whose drafts a claim that comes down has counted out.
+    fn tells_whose(&self, computed: usize) -> bool {
+        let claimed = self.until(|_, slot| slot.present || slot.claimed);
+        computed >= claimed
+            || self
+                .drafts
+                .first()
+                .is_none_or(|drafts| drafts[0] < self.tokens.len())
     }
 
     fn behind_present(&self, mut at: usize) -> usize {
