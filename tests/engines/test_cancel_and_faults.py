@@ -133,6 +133,9 @@ class Faulty:
         self._fuse = fuse
         self._guarded = guarded
 
+    def __contains__(self, item: object) -> bool:
+        return item in self.real
+
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.real, name)
         if name not in self._guarded:
