@@ -28,7 +28,7 @@ const WRITE: &str = "TransferManifest";
 /// What a sender offers of one request: runs of blocks with where they stand, what they hold, and how exact that is.
 ///
 /// It is its own bytes ([`to_bytes`](Self::to_bytes)), and beside them where the parts stand. Nothing in it is to be believed
-/// before [`plan_transfer`](TransferPlan::new) has checked the digests of its runs with the deployment's key.
+/// before [`plan_transfer`](crate::TransferPlan::new) has checked the digests of its runs with the deployment's key.
 ///
 /// [`TransferPlan::new`]: crate::TransferPlan::new
 ///
