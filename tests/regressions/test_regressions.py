@@ -139,3 +139,23 @@ def test_a_request_whose_hash_fails_is_not_lost() -> None:
         assert (len(ledger), index.stats().indexed) == (1, 0)
     request.fails = False
     assert ledger.finish(request, index).surplus.tolist() == [1]
+
+
+def test_commits_behind_a_longer_cached_path_hold_one_plan() -> None:
+    # The plan of a commit reached further than the table, so the plans before were all kept.
+    index = kvtrie.RadixIndex(num_blocks=16, block_size=4)
+    index.insert(
+        kvtrie.TokenSequence(np.arange(32), SPACE),
+        np.arange(8),
+        num_computed=32,
+        source=kvtrie.COMPUTED,
+    )
+    ledger = kvtrie.SequenceLedger(block_size=4)
+    ledger.begin("a", kvtrie.TokenSequence(np.arange(32), SPACE), np.arange(8, 16))
+    ledger.schedule("a", 32)
+    for computed in range(4, 28, 4):
+        ledger.confirm("a", computed)
+        ledger.commit("a", index)
+        assert index.stats().live_plans == 1
+    ledger.finish("a", index)
+    assert index.stats().live_plans == 0

@@ -195,7 +195,8 @@ impl Record {
         };
         let plan = Arc::new(index.plan(seq, &policy, options)?);
         let num_committed = self.committed / plan.block_size();
-        if plan.blocks() == &self.blocks[..num_committed] {
+        // The index may have more of the sequence than the request has computed.
+        if plan.blocks().starts_with(&self.blocks[..num_committed]) {
             for before in self.pins.drain(..) {
                 index.release(&before)?;
             }

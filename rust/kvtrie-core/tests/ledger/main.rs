@@ -798,8 +798,8 @@ impl Live {
             pin: true,
         };
         let plan = index.plan(&mut self.twin, &policy, options).unwrap();
-        assert_eq!(plan.blocks().len() * SIZE, self.naive.committed);
-        if plain(plan.blocks()) == self.naive.table[..self.naive.committed / SIZE] {
+        let committed = &self.naive.table[..self.naive.committed / SIZE];
+        if plain(plan.blocks()).starts_with(committed) {
             for before in self.pins.drain(..) {
                 index.release(&before).unwrap();
             }
