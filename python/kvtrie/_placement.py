@@ -279,6 +279,8 @@ class _Finder:
                 )
         for one, two in _meeting(boxes):
             if one.strides != two.strides or one.shape[:-1] != two.shape[:-1]:
+                if not one.may_meet(two):
+                    continue
                 reason = "lie within one another with different strides: not verified"
             elif one.shares_with(two):
                 reason = "overlap: they share addresses"
@@ -399,6 +401,39 @@ class _Box:
             return True
         axes = sorted(zip(self.strides, self.shape, other.shape, strict=True), reverse=True)
         return _can_meet(apart, tuple(axes))
+
+    def may_meet(self, other: _Box) -> bool:
+        """Whether an address of one may be one of the other's; False is sure, whatever the strides.
+
+        Axes that both walk alike stay axes; what lies within them counts as a run without holes.
+        """
+        apart, rest = divmod(other.start - self.start, self.item_size)
+        if rest:
+            return True
+        mine, others = self._axes(), other._axes()
+        alike = 0
+        for (step, _), (other_step, _) in zip(mine, others, strict=False):
+            if step != other_step:
+                break
+            alike += 1
+        outer = [
+            (step, size, other_size)
+            for (step, size), (_, other_size) in zip(mine[:alike], others[:alike], strict=True)
+        ]
+        runs = (_reach(mine[alike:]), _reach(others[alike:]))
+        if outer and outer[-1][0] < max(runs):
+            return True
+        return _can_meet(apart, (*outer, (1, *runs)))
+
+    def _axes(self) -> list[tuple[int, int]]:
+        """Strides and sizes, the longest stride first, without axes of one element."""
+        axes = zip(self.strides, self.shape, strict=True)
+        return sorted(((step, size) for step, size in axes if size > 1), reverse=True)
+
+
+def _reach(axes: Sequence[tuple[int, int]]) -> int:
+    """Elements from the first to the last of these axes."""
+    return 1 + sum(step * (size - 1) for step, size in axes)
 
 
 def _can_meet(apart: int, axes: tuple[tuple[int, int, int], ...]) -> bool:

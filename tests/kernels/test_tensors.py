@@ -317,3 +317,38 @@ def test_layout_without_v_is_half_as_large() -> None:
     assert pool.num_bytes == sum(rows.nbytes for rows in pool.k)
     with pytest.raises(ValueError, match="v_head_dim 0"):
         pool.scatter(torch.zeros(2, 1, 1, 8), torch.zeros(2, 1, 1, 8), [0], 0)
+
+
+def test_keys_by_channel_beside_values_by_token() -> None:
+    # One page a block and head: all of K channel by channel, then all of V token by token.
+    blocks, heads, tokens, dim = 5, 2, 8, 4
+    pages = [torch.zeros(blocks, heads, 2, tokens * dim) for _ in range(2)]
+    of_k = [page[:, :, 0].view(blocks, heads, dim, tokens).transpose(2, 3) for page in pages]
+    of_v = [page[:, :, 1].view(blocks, heads, tokens, dim) for page in pages]
+    layout = KVLayout.from_tensors(
+        (of_k, of_v),
+        axes="blocks heads tokens dim",
+        block_size=tokens,
+        num_kv_heads=heads,
+        head_dim=dim,
+    )
+    pool = KVPool.wrap((of_k, of_v), layout)
+    k = torch.arange(2 * 3 * heads * dim, dtype=torch.float32).reshape(2, 3, heads, dim) + 1
+    pool.scatter(k, -k, blocks=[3], start=2)
+    assert pages[1][3, 1, 0].view(dim, tokens)[2, 4] == k[1, 2, 1, 2]
+    assert pages[1][3, 1, 1].view(tokens, dim)[4, 2] == -k[1, 2, 1, 2]
+    assert sum(int(page.count_nonzero()) for page in pages) == 2 * k.numel()
+
+
+def test_strides_that_differ_and_rows_that_meet() -> None:
+    page = torch.zeros(5, 2, 2 * 8 * 4)
+    of_k = [page[:, :, :32].view(5, 2, 4, 8).transpose(2, 3)]
+    of_v = [page[:, :, 31:63].view(5, 2, 8, 4)]
+    with pytest.raises(LayoutError, match="different strides"):
+        KVLayout.from_tensors(
+            (of_k, of_v),
+            axes="blocks heads tokens dim",
+            block_size=8,
+            num_kv_heads=2,
+            head_dim=4,
+        )
