@@ -240,6 +240,8 @@ class Gate:
         thresholds: What a policy must keep.
         measured: The policies.
         data: What was replayed, in words.
+        checkpoint: Digest of the model directory that was measured, by which engines of other code
+            know it again; None where its weights are not in safetensors files.
 
     Example:
         >>> import kvtrie
@@ -273,12 +275,14 @@ class Gate:
     thresholds: Thresholds
     measured: tuple[Measured, ...]
     data: str = ""
+    checkpoint: str | None = None
 
     def policy(
         self,
         wanted: ReusePolicy,
         *,
-        model: str,
+        model: str | None = None,
+        checkpoint: str | None = None,
         kv_dtype: str | None = None,
         rope: str | None = None,
     ) -> Decision:
@@ -292,6 +296,8 @@ class Gate:
             wanted: What the request would like to reuse. Its ``min_run`` must be said, unless runs
                 as short as any were measured.
             model: The running model, as the engine's namespace has it.
+            checkpoint: Digest of the running model's directory, for an engine that names models in
+                another way. One of the two must be given.
             kv_dtype: Element type of the running KV; None asks for nothing.
             rope: RoPE settings of the running model; None asks for nothing.
 
@@ -299,10 +305,16 @@ class Gate:
             The wanted policy, or ``kvtrie.EXACT_ONLY``, and why.
 
         Raises:
-            GateMismatchError: The gate belongs to another model, element type or RoPE setting.
+            GateMismatchError: The gate belongs to another model, element type or RoPE setting, or
+                does not say which checkpoint was measured.
+            ValueError: Neither ``model`` nor ``checkpoint`` is given.
         """
+        if model is None and checkpoint is None:
+            msg = "Gate.policy: give the running model, or the digest of its checkpoint"
+            raise ValueError(msg)
         for name, own, running in (
             ("model", self.model, model),
+            ("checkpoint", self.checkpoint, checkpoint),
             ("kv_dtype", self.kv_dtype, kv_dtype),
             ("rope", self.rope, rope),
         ):
@@ -366,6 +378,7 @@ class Gate:
             "model": self.model,
             "kv_dtype": self.kv_dtype,
             "rope": self.rope,
+            "checkpoint": self.checkpoint,
             "data": self.data,
             "thresholds": _plain(self.thresholds),
             "policies": [
@@ -520,6 +533,12 @@ class _Reader:
             self.refuse(f"{name!r} must be text of at most {most} characters")
         return value
 
+    def optional_text(self, name: str) -> str | None:
+        if self._left.get(name) is None:
+            self._left.pop(name, None)
+            return None
+        return self.text(name)
+
     def number(self, name: str) -> float:
         value = self.take(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
@@ -596,6 +615,7 @@ def _from_text(text: str, where: str) -> Gate:
     if not model:
         fields.refuse("'model' is empty")
     rope, data = fields.text("rope", 1 << 16), fields.text("data")
+    checkpoint = fields.optional_text("checkpoint")
     limits = _Reader(fields.take("thresholds"), f"{where}, thresholds")
     try:
         thresholds = Thresholds(
@@ -614,7 +634,7 @@ def _from_text(text: str, where: str) -> Gate:
         for number, entry in enumerate(fields.items("policies", MAX_POLICIES), start=1)
     )
     fields.close()
-    return Gate(model, kv_dtype, rope, thresholds, measured, data)
+    return Gate(model, kv_dtype, rope, thresholds, measured, data, checkpoint)
 
 
 def _measured(entry: object, where: str, thresholds: Thresholds) -> Measured:

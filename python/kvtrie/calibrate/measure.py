@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from kvtrie import gates
+from kvtrie import _checkpoint, gates
 from kvtrie.calibrate import policies as named
 from kvtrie.calibrate._engine import Model, Replay, Usage, divergence, tokens_needed
 from kvtrie.calibrate._steps import (
@@ -65,6 +65,8 @@ class Report:
         data: What was replayed.
         conversations: Conversations, by scenario.
         results: One a policy and scenario.
+        checkpoint: Digest of the model directory; None where its weights are not in safetensors
+            files.
     """
 
     model: str
@@ -75,6 +77,7 @@ class Report:
     data: str
     conversations: dict[str, int]
     results: tuple[Result, ...]
+    checkpoint: str | None = None
 
     def gate(self, thresholds: gates.Thresholds) -> gates.Gate:
         """The verdicts on the policies that requests could ask for.
@@ -99,6 +102,7 @@ class Report:
                 for name, found in by_policy.items()
             ),
             data=self.data,
+            checkpoint=self.checkpoint,
         )
 
     def savings(self, result: Result) -> float | None:
@@ -252,7 +256,16 @@ def calibrate(
         data=name,
         conversations={scenario.name: len(found) for scenario, found in work},
         results=tuple(results),
+        checkpoint=_digest(path),
     )
+
+
+def _digest(path: str | PathLike[str]) -> str | None:
+    try:
+        return _checkpoint.digest(path)
+    except _checkpoint.CheckpointError:
+        # The gate still clears the model for engines that name it as this process does.
+        return None
 
 
 def _load(directory: Path, device: str, dtype: str) -> tuple[Any, Any]:

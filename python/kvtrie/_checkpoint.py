@@ -1,0 +1,175 @@
+"""Tells checkpoints apart: a digest of a model directory's config and weights.
+
+Whoever measures a model and whoever serves it load it by different code, so they compare what both
+were given: ``config.json``, and the name, type and shape of every tensor in the safetensors files
+with some of its bytes. That tells apart revisions and fine-tunings; it is no proof against an
+adversary who knows which bytes are read. How the tensors are cut into files does not matter.
+
+Neither torch nor numpy nor safetensors is needed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+
+from kvtrie._core import KvTrieError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from os import PathLike
+
+# Where a config was loaded from and by what changes no byte of KV.
+_INCIDENTAL: Final = ("_name_or_path", "transformers_version")
+_PERSON: Final = b"kvtrie.ckpt.1"
+_INDEX: Final = "model.safetensors.index.json"
+_MAX_HEADER: Final = 100_000_000  # the format's own limit
+_MAX_JSON: Final = 64 << 20
+_SAMPLE: Final = 16  # bytes
+_MAX_SAMPLES: Final = 16  # of one tensor
+# Models of 100,000 tensors are read over networks: a read costs the more, the more there are.
+_MAX_READS: Final = 1 << 16
+
+
+class CheckpointError(KvTrieError, ValueError):
+    """A model directory whose weights cannot be identified."""
+
+
+class _Tensor(NamedTuple):
+    """One tensor of a safetensors file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+def digest(directory: str | PathLike[str]) -> str:
+    """The digest of a checkpoint, 32 hexadecimal digits.
+
+    Args:
+        directory: Holds ``config.json`` and safetensors files.
+
+    Raises:
+        CheckpointError: There is no config, there are no safetensors files, or one is broken.
+    """
+    root = Path(directory)
+    config = _json(root / "config.json")
+    if not isinstance(config, dict):
+        _refuse(root / "config.json", "it is no JSON object")
+    total = hashlib.blake2b(digest_size=16, person=_PERSON)
+    kept = {name: value for name, value in config.items() if name not in _INCIDENTAL}
+    total.update(_canonical(kept))
+    tensors = _tensors(root)
+    count = max(1, min(_MAX_SAMPLES, _MAX_READS // len(tensors)))
+    try:
+        for name, tensor in sorted(tensors.items()):
+            total.update(_canonical([name, tensor.dtype, tensor.shape]))
+            for piece in _samples(tensor, count):
+                total.update(piece)
+    except OSError as error:
+        _refuse(root, error.strerror or str(error))
+    return total.hexdigest()
+
+
+def _tensors(root: Path) -> dict[str, _Tensor]:
+    """Every tensor of the files that belong to the model."""
+    found: dict[str, _Tensor] = {}
+    for file in _files(root):
+        for name, tensor in _header(file):
+            if name in found:
+                _refuse(file, f"tensor {name!r} is in {found[name].file.name} too")
+            found[name] = tensor
+    if not found:
+        _refuse(root, "its safetensors files hold no tensor")
+    return found
+
+
+def _files(root: Path) -> list[Path]:
+    # Some directories hold the same weights once more, under other names.
+    if (root / _INDEX).is_file():
+        index = _json(root / _INDEX)
+        names = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(names, dict):
+            _refuse(root / _INDEX, "it has no weight_map")
+        parts = {str(name) for name in names.values()}
+        outside = sorted(name for name in parts if Path(name).name != name)
+        if outside:
+            _refuse(root / _INDEX, f"it names {outside[0]!r}, which is outside of the directory")
+        return [root / name for name in sorted(parts)]
+    if (root / "model.safetensors").is_file():
+        return [root / "model.safetensors"]
+    files = sorted(root.glob("*.safetensors"))
+    if not files:
+        _refuse(root, "there are no safetensors files")
+    return files
+
+
+def _header(file: Path) -> Iterator[tuple[str, _Tensor]]:
+    try:
+        total = file.stat().st_size
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if total < 8 or size > min(_MAX_HEADER, total - 8):
+                _refuse(file, f"it has {total} bytes, and a header of {size} is announced")
+            raw = stream.read(size)
+    except OSError as error:
+        _refuse(file, error.strerror or str(error))
+    entries = _parsed(raw, file)
+    if not isinstance(entries, dict):
+        _refuse(file, "its header is no JSON object")
+    room = total - 8 - size
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        try:
+            start, end = (int(at) for at in entry["data_offsets"])
+            dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+        except (KeyError, TypeError, ValueError):
+            _refuse(file, f"its header does not say where {name!r} lies")
+        if not 0 <= start <= end <= room:
+            _refuse(file, f"{name!r} is to lie at {start}..{end} of {room} bytes")
+        yield name, _Tensor(file, dtype, shape, 8 + size + start, end - start)
+
+
+def _samples(tensor: _Tensor, count: int) -> Iterator[bytes]:
+    """Pieces at even distances, the first and the last bytes among them."""
+    last = max(0, tensor.size - _SAMPLE)
+    places = sorted({last * number // max(1, count - 1) for number in range(count)})
+    descriptor = os.open(tensor.file, os.O_RDONLY)
+    try:
+        for place in places:
+            yield os.pread(descriptor, min(_SAMPLE, tensor.size), tensor.start + place)
+    finally:
+        os.close(descriptor)
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+
+def _json(file: Path) -> Any:  # noqa: ANN401 - any JSON
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(_MAX_JSON + 1)
+    except OSError as error:
+        _refuse(file, error.strerror or str(error))
+    if len(raw) > _MAX_JSON:
+        _refuse(file, f"it has more than {_MAX_JSON} bytes")
+    return _parsed(raw, file)
+
+
+def _parsed(raw: bytes, file: Path) -> Any:  # noqa: ANN401 - any JSON
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        _refuse(file, f"it is no JSON ({type(error).__name__})")
+
+
+def _refuse(where: Path, why: str) -> NoReturn:
+    msg = f"{where}: cannot identify the checkpoint: {why}"
+    raise CheckpointError(msg)

@@ -1,0 +1,164 @@
+"""The digest that ties a gate file to a checkpoint, whoever loads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
+
+from kvtrie import _checkpoint, gates
+from kvtrie.calibrate import shipped
+from kvtrie.calibrate.measure import calibrate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+RNG = np.random.default_rng(7)
+WEIGHTS = {
+    "embed": RNG.standard_normal((40, 8), dtype=np.float32),
+    "layers.0.k": RNG.standard_normal((8, 8), dtype=np.float32),
+    "norm": np.ones(3, np.float32),
+    "empty": np.ones((0, 4), np.float32),
+}
+CONFIG = {"model_type": "llama", "rope_theta": 10000.0}
+
+
+def write(root: Path, weights: dict[str, npt.NDArray[np.float32]], **config: object) -> Path:
+    root.mkdir(exist_ok=True)
+    save_file(weights, root / "model.safetensors")
+    (root / "config.json").write_text(json.dumps(CONFIG | config))
+    return root
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write(tmp_path / "model", WEIGHTS)
+
+
+def test_digest_ignores_place_indent_and_how_tensors_are_cut(model: Path, tmp_path: Path) -> None:
+    found = _checkpoint.digest(model)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(
+        json.dumps(CONFIG | {"_name_or_path": "x", "transformers_version": "1"}, indent=3)
+    )
+    parts = [dict(list(WEIGHTS.items())[:2]), dict(list(WEIGHTS.items())[2:])]
+    names = [f"model-{number}.safetensors" for number in (1, 2)]
+    for name, part in zip(names, parts, strict=True):
+        save_file(part, other / name, metadata={"format": "pt"})
+    index = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+    (other / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    # The same weights once more under other names are not looked at.
+    save_file(WEIGHTS, other / "consolidated.safetensors")
+    assert _checkpoint.digest(other) == found
+    assert len(found) == 32
+
+
+@pytest.mark.parametrize("name", ["embed", "layers.0.k", "norm"])
+def test_digest_differs_where_weights_were_trained_on(model: Path, name: str) -> None:
+    before = _checkpoint.digest(model)
+    write(model, WEIGHTS | {name: WEIGHTS[name] + np.float32(0.001)})
+    assert _checkpoint.digest(model) != before
+
+
+def test_digest_differs_by_config_name_type_and_shape(model: Path) -> None:
+    found = {_checkpoint.digest(model)}
+    write(model, WEIGHTS, rope_theta=5e5)
+    found.add(_checkpoint.digest(model))
+    norm = WEIGHTS["norm"]
+    for changed in ({"norm2": norm}, {"norm": norm.reshape(1, 3)}, {"norm": norm.view(np.int32)}):
+        rest = {name: value for name, value in WEIGHTS.items() if name != "norm"}
+        write(model, rest | changed)  # type: ignore[arg-type] # one of them is of another type
+        found.add(_checkpoint.digest(model))
+    assert len(found) == 5
+
+
+def damage(model: Path, what: str) -> None:
+    file = model / "model.safetensors"
+    raw = file.read_bytes()
+    if what == "config":
+        (model / "config.json").unlink()
+    elif what == "list":
+        (model / "config.json").write_text("[]")
+    elif what == "nested":
+        (model / "config.json").write_text("[" * 100_000)
+    elif what == "weights":
+        file.unlink()
+    elif what == "short":
+        file.write_bytes(raw[:5])
+    elif what == "header":
+        file.write_bytes((1 << 40).to_bytes(8, "little") + raw[8:])
+    elif what == "json":
+        file.write_bytes(raw[:8] + b"x" * (len(raw) - 8))
+    elif what == "bounds":
+        file.write_bytes(raw[:-40])
+    elif what == "outside":
+        text = json.dumps({"weight_map": {"a": "../model.safetensors"}})
+        (model / "model.safetensors.index.json").write_text(text)
+    else:
+        (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b"}}))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("config", "No such file"),
+        ("list", "no JSON object"),
+        ("nested", "no JSON"),
+        ("weights", "there are no safetensors files"),
+        ("short", "has 5 bytes"),
+        ("header", f"header of {1 << 40} is announced"),
+        ("json", "no JSON"),
+        ("bounds", "is to lie at"),
+        ("outside", "outside of the directory"),
+        ("missing", "No such file"),
+    ],
+)
+def test_digest_of_a_broken_directory_is_refused(model: Path, what: str, message: str) -> None:
+    damage(model, what)
+    with pytest.raises(_checkpoint.CheckpointError, match=message):
+        _checkpoint.digest(model)
+
+
+def test_a_tensor_in_two_files_is_refused(model: Path) -> None:
+    shutil.copy(model / "model.safetensors", model / "a.safetensors")
+    (model / "model.safetensors").rename(model / "b.safetensors")
+    with pytest.raises(_checkpoint.CheckpointError, match=r"is in a\.safetensors too"):
+        _checkpoint.digest(model)
+
+
+def test_calibration_writes_the_digest_of_what_it_measured(tmp_path: Path) -> None:
+    directory = shipped.model_path("gqa")
+    report = calibrate(directory, policies=["exact", "rotated"], num_questions=1)
+    assert report.checkpoint == _checkpoint.digest(directory)
+    path = tmp_path / "gate.json"
+    report.gate(gates.Thresholds()).write(path)
+    gate = gates.read(path)
+    assert gate.checkpoint == report.checkpoint
+    wanted = gate.measured[0].policy
+    assert not gate.policy(wanted, checkpoint=gate.checkpoint).is_cleared  # one question is few
+    with pytest.raises(gates.GateMismatchError, match="checkpoint"):
+        gate.policy(wanted, checkpoint="0" * 32)
+    with pytest.raises(ValueError, match="give the running model"):
+        gate.policy(wanted)
+
+
+def test_a_model_without_safetensors_is_measured_and_not_identified(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(shipped.model_path("gqa"), directory)
+    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    report = calibrate(directory, policies=["exact", "rotated"], num_questions=1)
+    assert report.checkpoint is None
+    gate = report.gate(gates.Thresholds())
+    assert gates._from_text(gate.to_json(), "test").checkpoint is None
+    with pytest.raises(gates.GateMismatchError, match="measured with checkpoint None"):
+        gate.policy(gate.measured[0].policy, checkpoint="0" * 32)
