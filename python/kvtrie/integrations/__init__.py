@@ -1,0 +1,1 @@
+"""kvtrie inside serving engines, loaded by their configuration."""

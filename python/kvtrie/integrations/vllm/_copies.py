@@ -1,0 +1,84 @@
+"""A worker's half: the copies of one step, on the worker's own tensors."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvtrie.integrations.vllm._layouts import locate
+from kvtrie.pool import KVPool
+from kvtrie.rope import RopeSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvtrie.integrations.vllm._metadata import Load
+
+_LOG = logging.getLogger("vllm.kvtrie")
+
+
+class Copies:
+    """Carries out loads before a forward pass.
+
+    Args:
+        tensors: A worker's KV tensors, by layer name.
+        vllm_config: vLLM's configuration.
+        kv_cache_config: Its groups.
+        rotates: Whether K may have to be turned.
+
+    Raises:
+        LayoutError: If the tensors are not laid out as vLLM says.
+        UnsupportedRopeError: If K may have to be turned and cannot.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        rotates: bool,
+    ) -> None:
+        group = kv_cache_config.kv_cache_groups[0]
+        mine = [tensors[name] for name in group.layer_names if name in tensors]
+        views, layout = locate(mine, group.kv_cache_spec)
+        rope = rope_of(vllm_config) if rotates else None
+        self.pool = KVPool.wrap(views, layout, rope)
+        self._failed: set[int] = set()
+
+    def apply(self, loads: Sequence[Load]) -> None:
+        """Copy; what fails is reported by `take_failed`, and vLLM computes it.
+
+        The copies are ordered before the forward pass by the current stream.
+        """
+        for load in loads:
+            if load.moves is None:
+                self._failed.update(load.blocks)
+                continue
+            try:
+                self.pool.apply(load.moves)
+            except Exception:
+                _LOG.exception("kvtrie: a copy failed; its %d blocks are computed", len(load.blocks))
+                self._failed.update(load.blocks)
+
+    def take_failed(self) -> set[int]:
+        """Blocks whose copies failed since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+
+def rope_of(vllm_config: VllmConfig) -> RopeSpec:
+    """How the model that vLLM runs turns its keys.
+
+    vLLM keeps the interleaved order for MLA, whatever the checkpoint's code does.
+
+    Raises:
+        UnsupportedRopeError: If a delta cannot turn them.
+    """
+    config = vllm_config.model_config.hf_text_config
+    interleaved = True if vllm_config.model_config.use_mla else None
+    return RopeSpec.from_config(config, interleaved=interleaved)

@@ -1,0 +1,164 @@
+"""What the model's gate file lets requests reuse."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from huggingface_hub import snapshot_download
+
+from kvtrie import _checkpoint, gates
+from kvtrie._core import EXACT_ONLY, ReusePolicy, UnsupportedRopeError
+from kvtrie.integrations.vllm._copies import rope_of
+from kvtrie.integrations.vllm._settings import LEAST_RUN
+from kvtrie.rope import RopeSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from kvtrie.integrations.vllm._settings import Settings
+
+_LOG = logging.getLogger("vllm.kvtrie")
+
+# These read the weights of the directory as they are.
+_PLAIN_FORMATS: Final = (
+    *("auto", "hf", "safetensors"),
+    *("fastsafetensors", "instanttensor", "runai_streamer"),
+)
+_FIX: Final = (
+    'run `kvtrie calibrate` on the served directory, or set "gate": "unchecked" and answer for the '
+    "quality yourself"
+)
+
+
+def cleared(settings: Settings, vllm_config: VllmConfig) -> ReusePolicy:
+    """The policy of requests that may reuse KV approximately; ``kvtrie.EXACT_ONLY`` without a gate.
+
+    Raises:
+        GateError: The gate file cannot be read, or is of another model.
+    """
+    if settings.gate is None:
+        return EXACT_ONLY
+    wanted = settings.wanted()
+    if settings.gate == "unchecked":
+        return wanted
+    try:
+        gate = gates.read(settings.gate)
+    except OSError as error:
+        msg = f"KvtrieConnector: gate {settings.gate}: {error.strerror or error}; {_FIX}"
+        raise gates.GateError(msg) from error
+    try:
+        decision = gate.policy(
+            _with_min_run(wanted),
+            checkpoint=_served(vllm_config),
+            kv_dtype=_kv_dtype(vllm_config),
+        )
+        _check_rope(vllm_config)
+    except (gates.GateMismatchError, _checkpoint.CheckpointError) as error:
+        msg = (
+            f"KvtrieConnector: gate {settings.gate} (of {gate.model}) is not of this model: "
+            f"{error}; {_FIX}"
+        )
+        raise gates.GateMismatchError(msg) from error
+    if not decision.is_cleared:
+        _LOG.warning("kvtrie: exact reuse alone: %s", decision.reason)
+        return EXACT_ONLY
+    return wanted
+
+
+def covers(settings: Settings, adapter: str | None) -> bool:
+    """Whether the gate speaks of requests with this LoRA adapter: it was measured without any."""
+    return adapter is None or settings.gate in (None, "unchecked")
+
+
+def _with_min_run(policy: ReusePolicy) -> ReusePolicy:
+    """The policy with the shortest run said that the connector's index finds."""
+    if policy.min_run is not None:
+        return policy
+    names = ("max_hops", "max_approximate_share", "recompute_first", "recompute_last")
+    given: dict[str, Any] = {name: getattr(policy, name) for name in names}
+    return ReusePolicy(
+        approximate=True,
+        min_run=LEAST_RUN,
+        forbid_kinds=policy.forbid_kinds,
+        partial_blocks=policy.partial_blocks,
+        **given,
+    )
+
+
+def _served(vllm_config: VllmConfig) -> str:
+    """The digest of the checkpoint that vLLM serves.
+
+    Raises:
+        CheckpointError: It cannot be identified.
+        GateMismatchError: vLLM runs other weights than those of the directory.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if load.load_format not in _PLAIN_FORMATS:
+        msg = f"vLLM loads the weights by load_format={load.load_format!r}, not as they are"
+        raise gates.GateMismatchError(msg)
+    directory = _directory(vllm_config)
+    if model.quantization is not None and not _is_quantised(directory):
+        msg = f"vLLM quantises the weights itself ({model.quantization})"
+        raise gates.GateMismatchError(msg)
+    return _checkpoint.digest(directory)
+
+
+def _directory(vllm_config: VllmConfig) -> Path:
+    model = vllm_config.model_config
+    directory = Path(model.model)
+    if directory.is_dir():
+        return directory
+    try:
+        found = snapshot_download(
+            model.model,
+            revision=model.revision,
+            cache_dir=vllm_config.load_config.download_dir,
+            local_files_only=True,
+            allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"],
+        )
+    except Exception as error:  # a name may be wrong in as many ways as there are hubs
+        msg = f"{model.model!r} is no directory, and not in the cache of the hub"
+        raise _checkpoint.CheckpointError(msg) from error
+    return Path(found)
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    found = json.loads((directory / "config.json").read_bytes())
+    return found if isinstance(found, dict) else {}
+
+
+def _is_quantised(directory: Path) -> bool:
+    config = _config(directory)
+    places = [one for one in (config, config.get("text_config")) if isinstance(one, dict)]
+    return (directory / "hf_quant_config.json").is_file() or any(
+        name in one for one in places for name in ("quantization_config", "compression_config")
+    )
+
+
+def _kv_dtype(vllm_config: VllmConfig) -> str:
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    return str(vllm_config.model_config.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+
+
+def _check_rope(vllm_config: VllmConfig) -> None:
+    """Refuse settings of vLLM's that turn the keys in another way than the checkpoint says.
+
+    Raises:
+        GateMismatchError: They do.
+    """
+    if not vllm_config.model_config.hf_overrides:
+        return
+    config = _config(_directory(vllm_config))
+    nested = config.get("text_config")
+    try:
+        interleaved = True if vllm_config.model_config.use_mla else None
+        said = RopeSpec.from_config(nested or config, interleaved=interleaved)
+        if said == rope_of(vllm_config):
+            return
+    except UnsupportedRopeError:
+        pass
+    msg = "hf_overrides change how it turns its keys (RoPE), so what was measured does not hold"
+    raise gates.GateMismatchError(msg)

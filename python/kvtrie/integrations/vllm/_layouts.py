@@ -1,0 +1,88 @@
+"""Where K and V lie in the tensors that vLLM registers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvtrie._core import LayoutError
+from kvtrie.layout import KVLayout
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+# Instruction sets for which vLLM's CPU attention keeps each head's K as [channels, tokens].
+_PLAIN_ISAS: Final = ("vec", "vec16")
+
+
+def locate(tensors: list[torch.Tensor], spec: AttentionSpec) -> tuple[object, KVLayout]:
+    """Views of a worker's KV tensors, and the layout that describes them.
+
+    Every tensor is ``[blocks, heads, tokens, channels]`` in shape, whatever its physical order;
+    strides tell that. Channels are K and then V. The CPU backend splits each head's page into all
+    of K and all of V instead, and keeps K channel by channel. A kernel may want smaller blocks than
+    the manager counts; slots are the same.
+
+    Args:
+        tensors: One a layer, as ``register_kv_caches`` got them.
+        spec: What the layers of the group keep.
+
+    Returns:
+        What to give to `kvtrie.KVPool.wrap`.
+
+    Raises:
+        LayoutError: If that is not how they lie.
+    """
+    first = tensors[0]
+    if first.dim() != 4:
+        msg = f"KvtrieConnector: KV tensors have the shape {tuple(first.shape)}, not four axes"
+        raise LayoutError(msg)
+    _, heads, tokens, channels = first.shape
+    k, v = spec.head_size, spec.head_size_v
+    if heads != spec.num_kv_heads or channels != k + v:
+        msg = (
+            f"KvtrieConnector: KV tensors have {heads} heads of {channels} channels, the model "
+            f"keeps {spec.num_kv_heads} of {k} + {v} (packed or quantised KV is not supported)"
+        )
+        raise LayoutError(msg)
+    axes = "blocks heads tokens (kv dim)" if v else "blocks heads tokens dim"
+    located: object = tensors
+    if v and first.device.type == "cpu":
+        located = _cpu_pages(tensors, k, v)
+        axes = "blocks heads tokens dim"
+    layout = KVLayout.from_tensors(
+        located,
+        axes=axes,
+        block_size=tokens,
+        num_kv_heads=heads,
+        head_dim=k,
+        v_head_dim=v,
+    )
+    return located, layout
+
+
+def _cpu_pages(
+    tensors: list[torch.Tensor], k: int, v: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """K and V of the CPU backend, each as ``[blocks, heads, tokens, channels]``."""
+    blocks, heads, tokens, _ = tensors[0].shape
+    isa = _cpu_isa(tensors[0].dtype, tokens, k)
+    if isa not in _PLAIN_ISAS or k != v:
+        msg = (
+            f"KvtrieConnector: the CPU backend packs {tensors[0].dtype} keys of {k} and values of "
+            f"{v} channels for {isa!r}: only {', '.join(_PLAIN_ISAS)} and equal widths are "
+            "supported; on a machine with AMX start vLLM with --dtype float32"
+        )
+        raise LayoutError(msg)
+    pages = [tensor.view(blocks, heads, 2, tokens * k) for tensor in tensors]
+    of_k = [page[:, :, 0].view(blocks, heads, k, tokens).transpose(2, 3) for page in pages]
+    of_v = [page[:, :, 1].view(blocks, heads, tokens, k) for page in pages]
+    return of_k, of_v
+
+
+def _cpu_isa(dtype: torch.dtype, block_size: int, head_dim: int) -> str | None:
+    """The instruction set that vLLM's CPU attention uses; None if this vLLM does not tell."""
+    from vllm.v1.attention.backends import cpu_attn  # noqa: PLC0415 - of the CPU build alone
+
+    ask = getattr(cpu_attn, "_get_attn_isa", None)
+    return ask(dtype, block_size, head_dim) if ask is not None else None

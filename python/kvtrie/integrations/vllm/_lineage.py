@@ -1,0 +1,66 @@
+"""Hashes for blocks that hold approximate KV, so that vLLM never takes them for exact ones.
+
+vLLM caches a block under a hash that is chained over all tokens before it, whoever wrote its KV. So
+a chain that goes through approximate KV is continued from a hash that no tokens have. Requests that
+may use that KV are given the same chain, and find it in vLLM's own cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Final
+
+from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+_PURPOSE: Final = b"kvtrie: approximate KV"
+
+
+def start(request: Request, block: int) -> None:
+    """Chain the blocks from ``block`` on apart from everybody else's.
+
+    Args:
+        request: vLLM's request, whose ``block_hashes`` are replaced from there on.
+        block: The first block with an approximate token; vLLM must have hashed it (`covers`).
+    """
+    hashes = request.block_hashes
+    plain = hashes[block]
+    own = hashlib.blake2b(plain, key=_PURPOSE, digest_size=min(len(plain), 64))
+    own.update(request.request_id.encode())
+    del hashes[block:]
+    hashes.append(BlockHash(own.digest()))
+    request.update_block_hashes()
+
+
+def covers(request: Request, block: int) -> bool:
+    """Whether a lineage can begin at ``block``: a block that is not full has no hash to replace."""
+    return block < len(request.block_hashes)
+
+
+def join(request: Request, blocks: Sequence[KVCacheBlock]) -> int | None:
+    """Chain a request through blocks that it may use in place.
+
+    Args:
+        request: vLLM's request, not looked up yet.
+        blocks: Cached blocks of its first tokens, exact ones or approximate ones.
+
+    Returns:
+        The first block that has another lineage than plain tokens; None if none has, and nothing
+        was changed.
+    """
+    hashes, first, last = request.block_hashes, None, 0
+    for number, (block, plain) in enumerate(zip(blocks, hashes, strict=False)):
+        if block.block_hash is not None and get_block_hash(block.block_hash) != plain:
+            first = number if first is None else first
+            last = number
+    if first is None:
+        return None
+    own = [get_block_hash(block.block_hash) for block in blocks[first : last + 1] if block.block_hash]
+    hashes[first:] = own
+    request.update_block_hashes()
+    return first

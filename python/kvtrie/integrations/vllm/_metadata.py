@@ -1,0 +1,32 @@
+"""What travels from the scheduler's half to the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The copies into one request.
+
+    Attributes:
+        moves: As `kvtrie.ReusePlan.moves` makes them: plain slots, pieces end at block edges. None
+            if they could not be made, and the blocks are to be reported as failed.
+        blocks: The blocks that they write.
+    """
+
+    moves: NDArray[Any] | None
+    blocks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepMetadata(KVConnectorMetadata):
+    """All copies of one step."""
+
+    loads: list[Load] = field(default_factory=list)

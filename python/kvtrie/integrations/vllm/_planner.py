@@ -1,0 +1,443 @@
+"""The scheduler's half: which KV each request gets without computing it, and who waits for what."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from vllm.v1.request import RequestStatus
+
+from kvtrie._core import EXACT_ONLY, SHARED, Namespace, TokenSequence
+from kvtrie.integrations.vllm import _gate, _lineage
+from kvtrie.integrations.vllm._dead import DeadThinking
+from kvtrie.integrations.vllm._metadata import Load, StepMetadata
+from kvtrie.integrations.vllm._requests import Live, Pending, Range
+from kvtrie.integrations.vllm._settings import request_policy
+from kvtrie.integrations.vllm._sources import Sources, used_by
+from kvtrie.integrations.vllm._tags import Reading, count_by_kind, tagger_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvtrie._core import ReusePlan, ReusePolicy
+    from kvtrie.integrations.vllm._settings import Settings
+    from kvtrie.integrations.vllm._stats import Counts
+
+_LOG = logging.getLogger("vllm.kvtrie")
+
+_APPROXIMATE: Final = 1
+_COMPUTE: Final = 2
+# A request that could not be admitted so often while it pinned sources goes without any.
+_MAX_REFUSALS: Final = 2
+
+
+class Planner:
+    """Plans for requests, and what becomes of the plans.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        manager: vLLM's cache manager.
+        block_size: Tokens of a block.
+        settings: The connector's own.
+        cleared: What the gate lets requests do.
+        counts: Where to count.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        manager: KVCacheManager,
+        block_size: int,
+        settings: Settings,
+        cleared: ReusePolicy,
+        counts: Counts,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._manager = manager
+        self._pool = manager.block_pool
+        self._block_size = block_size
+        self._settings = settings
+        self._cleared = cleared
+        self._counts = counts
+        self._namespaces: dict[tuple[str | None, str | None], Namespace] = {}
+        self._live: dict[str, Live] = {}
+        # Those that the step under way concerns: a decode step asks nothing of the others.
+        self._pending: dict[str, Request] = {}
+        self._prefilling: dict[str, Request] = {}
+        self._loads: list[Load] = []
+        self._tagger = tagger_of(settings, vllm_config)
+        self.sources = Sources(self._pool, block_size, cleared, seed=settings.seed)
+        self._dead: DeadThinking | None = None
+        if self._tagger is not None and settings.dead_thinking:
+            self._dead = DeadThinking(self._pool, self.sources, block_size, counts)
+        self.resumes_behind_gaps = False
+
+    # --- arrival -----------------------------------------------------------------------------
+
+    def arrive(self, request: Request) -> None:
+        """Begin with a request; vLLM has not looked it up yet."""
+        if self._dead is not None:
+            self._dead.settle()
+        # A resumable request's tokens are cut and extended by vLLM without telling.
+        if (
+            request.mm_features
+            or request.prompt_token_ids is None
+            or request.prompt_is_token_ids
+            or request.resumable
+        ):
+            self._counts.add("requests_unsupported")
+            return
+        policy = request_policy(request.kv_transfer_params, self._cleared, self._settings.default)
+        adapter = request.lora_request.lora_name if request.lora_request else None
+        if policy.approximate and not _gate.covers(self._settings, adapter):
+            self._counts.add("requests_uncalibrated")
+            policy = EXACT_ONLY
+        seq = TokenSequence(request.prompt_token_ids, self._namespace(request))
+        reading = None if self._tagger is None else Reading(self._tagger)
+        live = Live(seq, policy, reading=reading)
+        self._live[request.request_id] = live
+        if policy.approximate and not request.skip_reading_prefix_cache:
+            self._join(request, live)
+
+    def _join(self, request: Request, live: Live) -> None:
+        """Let vLLM find approximate blocks that lie in place, under their own hashes."""
+        plan = self.sources.plan(live.seq, live.policy)
+        if plan is None:
+            return
+        first = _lineage.join(request, self.sources.blocks(plan.blocks.tolist()))
+        if first is not None:
+            in_place = plan.segments[plan.segments["start"] < len(plan.blocks) * self._block_size]
+            live.becomes_approximate(first * self._block_size, int(in_place["hops"].max()))
+        plan.release()
+
+    def _namespace(self, request: Request) -> Namespace:
+        adapter = request.lora_request.lora_name if request.lora_request else None
+        key = (request.cache_salt, adapter)
+        namespace = self._namespaces.get(key)
+        if namespace is None:
+            namespace = self._namespaces[key] = Namespace(
+                model=self._vllm_config.model_config.model,
+                kv_dtype=str(self._vllm_config.cache_config.cache_dtype),
+                adapter=adapter,
+                salt=request.cache_salt or SHARED,
+            )
+        return namespace
+
+    # --- admission ---------------------------------------------------------------------------
+
+    def match(self, request: Request, num_local: int) -> int:
+        """How many tokens behind vLLM's own hit need no computing.
+
+        The sources are pinned: vLLM allocates next. May be called again for the same request.
+
+        Args:
+            request: vLLM's request.
+            num_local: Tokens of its own hit, whole blocks.
+        """
+        live = self._live.get(request.request_id)
+        if live is None:
+            return 0
+        live.begins_with(num_local)
+        if request.skip_reading_prefix_cache:
+            return 0
+        self._drop_pending(request.request_id, live)
+        if live.num_refused >= _MAX_REFUSALS:
+            self._counts.add("requests_without_room")
+            return 0
+        live.follow(request)
+        plan = self.sources.plan(live.seq, live.policy)
+        if plan is None:
+            self._counts.add("plans_stale")
+            return 0
+        promised, islands = self._usable(request, live, plan, num_local)
+        if promised[0] == promised[1] and not islands:
+            plan.release()
+            return 0
+        pinned = self.sources.blocks(used_by(plan))
+        self._pool.touch(pinned)
+        live.pending = Pending(plan, pinned, promised, islands)
+        self._pending[request.request_id] = request
+        self._label(request, live, plan, [promised, *islands])
+        return promised[1] - promised[0]
+
+    def _usable(
+        self, request: Request, live: Live, plan: ReusePlan, num_local: int
+    ) -> tuple[Range, list[Range]]:
+        """The tokens that follow vLLM's hit, and the islands behind gaps."""
+        end, islands, gap = num_local, [], False
+        is_plain = live.exact_until is None
+        for segment in plan.segments.tolist():
+            start, stop, kind = segment[0], segment[1], segment[4]
+            if stop <= num_local:
+                continue
+            if kind == _COMPUTE:
+                gap = True
+                continue
+            start = max(start, num_local)
+            if kind == _APPROXIMATE and is_plain:
+                # KV must not become approximate in a block that vLLM will hash by its tokens alone.
+                if not _lineage.covers(request, start // self._block_size):
+                    break
+                is_plain = False
+            if not gap:
+                end = stop
+            elif not self.resumes_behind_gaps:
+                break
+            elif islands and islands[-1][1] == start:
+                islands[-1] = (islands[-1][0], stop)
+            else:
+                islands.append((start, stop))
+        return (num_local, end), islands
+
+    def _label(
+        self, request: Request, live: Live, plan: ReusePlan, ranges: Sequence[Range]
+    ) -> None:
+        """Give the request a lineage of its own from the first approximate KV that it gets.
+
+        A request that has one already may begin earlier than before: admitted again, when its exact
+        prefix has been evicted.
+        """
+        approximate = plan.segments[plan.segments["class"] == _APPROXIMATE]
+        for start, end in ranges:
+            inside = approximate[(approximate["end"] > start) & (approximate["start"] < end)]
+            if not len(inside):
+                continue
+            first = max(int(inside["start"].min()), start)
+            block = first // self._block_size
+            if live.exact_until is None or block < live.exact_until // self._block_size:
+                _lineage.start(request, block)
+            live.becomes_approximate(first, int(inside["hops"].max()))
+
+    def allocated(self, request: Request, num_external: int) -> None:
+        """vLLM has given the request its blocks.
+
+        Args:
+            request: vLLM's request.
+            num_external: What `match` promised, or 0 if vLLM decided otherwise.
+        """
+        live = self._live.get(request.request_id)
+        if live is None:
+            return
+        if not live.is_offered:
+            self._prefilling[request.request_id] = request
+        pending = live.pending
+        if pending is None:
+            return
+        pending.allocated = True
+        start, end = pending.promised
+        if num_external and end - start == num_external:
+            self._load(request, live, pending.plan, start, end)
+
+    def _load(
+        self, request: Request, live: Live, plan: ReusePlan, start: int, end: int
+    ) -> None:
+        """Have the tokens of a range copied, which vLLM counts on from now on.
+
+        What cannot be said is reported by the workers as a copy that failed: vLLM computes it.
+        """
+        ids = self._manager.get_block_ids(request.request_id)[0]
+        blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
+        try:
+            moves = self._moves(plan, ids, start, end)
+        except Exception:
+            _LOG.exception("kvtrie: request %s computes what was planned", request.request_id)
+            self._counts.add("errors")
+            self._loads.append(Load(None, blocks))
+            return
+        self._loads.append(Load(moves, blocks))
+        segments = plan.segments
+        for segment in segments[(segments["end"] > start) & (segments["start"] < end)].tolist():
+            count = min(segment[1], end) - max(segment[0], start)
+            is_moved = segment[4] == _APPROXIMATE
+            self._counts.add("tokens_moved" if is_moved else "tokens_exact", count)
+            if count:
+                live.used.append((max(segment[0], start), min(segment[1], end), is_moved))
+
+    def _moves(
+        self, plan: ReusePlan, ids: Sequence[int], start: int, end: int
+    ) -> NDArray[np.void]:
+        table = np.zeros(len(plan.blocks) + plan.num_new_blocks, np.int32)
+        table[: len(ids)] = ids[: len(table)]
+        moves = plan.moves(table, start=start, end=end)
+        # What the plan uses in place and vLLM's own hit does not hold, for it lies under another
+        # lineage than the request had when it was looked up, is copied as it is.
+        stop = min(end, len(plan.blocks) * self._block_size)
+        if start >= stop:
+            return moves
+        numbers = np.arange(start // self._block_size, -(-stop // self._block_size))
+        begins = numbers * self._block_size
+        whole = np.zeros(len(numbers), moves.dtype)
+        whole["source_slot"] = plan.blocks[numbers].astype(np.int64) * self._block_size
+        whole["dest_slot"] = table[numbers].astype(np.int64) * self._block_size
+        whole["num_tokens"] = np.minimum(stop - begins, self._block_size)
+        return np.concatenate([whole[whole["source_slot"] != whole["dest_slot"]], moves])
+
+    # --- islands behind gaps (asked by `KvtrieScheduler`) ----------------------------------------
+
+    def gap_end(self, request: Request, position: int) -> int | None:
+        """Where the gap that ``position`` lies in ends, if an island follows."""
+        live = self._live.get(request.request_id)
+        if live is None or live.pending is None:
+            return None
+        return next((start for start, _ in live.pending.islands if start > position), None)
+
+    def jump(self, requests: Sequence[Request]) -> None:
+        """Skip the islands that the next step would compute first."""
+        if not self._pending:
+            return
+        for request in requests:
+            live = self._live.get(request.request_id)
+            pending = live.pending if live is not None else None
+            if pending is None or not pending.islands:
+                continue
+            start, end = pending.islands[0]
+            if request.num_computed_tokens == start:
+                request.num_computed_tokens = end
+                pending.jumped = (start, end)
+
+    # --- the step ------------------------------------------------------------------------------
+
+    def step(self, output: SchedulerOutput) -> StepMetadata:
+        """Put the copies of a step together, and let go of what it does not need any longer."""
+        if self._dead is not None:
+            self._dead.settle()
+        for request_id, request in list(self._pending.items()):
+            live = self._live.get(request_id)
+            if live is None or live.pending is None:
+                del self._pending[request_id]
+            else:
+                self._advance(request, live, live.pending, output)
+        if self._prefilling:
+            self._offer_prompts()
+        loads, self._loads = self._loads, []
+        if loads:
+            # vLLM sets this for what `match` promised alone, and copies after the forward pass where
+            # it is not set: too late for islands.
+            output.has_sync_kv_loads = True
+        return StepMetadata(loads)
+
+    def preempted(self, request_id: str) -> None:
+        """vLLM has taken a request's blocks: let go of its sources, which it may need as well."""
+        live = self._live.get(request_id)
+        if live is not None:
+            self._drop_pending(request_id, live)
+
+    def reset(self) -> None:
+        """Forget every block, and what was to be copied behind gaps."""
+        for request_id in list(self._pending):
+            self.preempted(request_id)
+        self.sources.reset()
+
+    def _advance(
+        self, request: Request, live: Live, pending: Pending, output: SchedulerOutput
+    ) -> None:
+        request_id = request.request_id
+        if pending.jumped is not None:
+            start, end = pending.jumped
+            pending.jumped = None
+            if request_id in output.num_scheduled_tokens:
+                self._load(request, live, pending.plan, start, end)
+                del pending.islands[0]
+            elif request.num_computed_tokens == end:
+                request.num_computed_tokens = start
+        if not pending.allocated:
+            self._note_refusal(request, live)
+        elif pending.islands and request.status == RequestStatus.RUNNING:
+            return
+        self._drop_pending(request_id, live)
+
+    def _note_refusal(self, request: Request, live: Live) -> None:
+        """Tell whether vLLM may have refused the request because its sources were pinned."""
+        before = self._pool.get_num_free_blocks()
+        self._drop_pending(request.request_id, live)
+        after = self._pool.get_num_free_blocks()
+        needed = -(-request.num_tokens // self._block_size)
+        if before < needed <= after or before == live.last_free:
+            live.num_refused += 1
+        live.last_free = before
+
+    def _drop_pending(self, request_id: str, live: Live) -> None:
+        pending, live.pending = live.pending, None
+        self._pending.pop(request_id, None)
+        if pending is not None:
+            pending.plan.release()
+            self._pool.free_blocks(pending.pinned)
+
+    def _offer_prompts(self) -> None:
+        """Make prompts known whose KV is written, so that other requests can use them at once."""
+        for request_id, request in list(self._prefilling.items()):
+            live = self._live.get(request_id)
+            if live is None:
+                del self._prefilling[request_id]
+                continue
+            done = request.num_computed_tokens - request.num_in_flight_tokens
+            if done >= request.num_prompt_tokens:
+                del self._prefilling[request_id]
+                live.is_offered = True
+                try:
+                    self._offer(request, live, self._manager.get_block_ids(request_id)[0])
+                except Exception:
+                    _LOG.exception("kvtrie: request %s goes on without kvtrie", request_id)
+                    self._counts.add("errors")
+                    self.abandon(request_id)
+
+    def _offer(
+        self, request: Request, live: Live, block_ids: Sequence[int], *, has_ended: bool = False
+    ) -> None:
+        live.follow(request)
+        # What is in flight is not written yet; the last sampled token never is.
+        done = request.num_computed_tokens - request.num_in_flight_tokens
+        done = max(0, min(done, len(live.seq)))
+        if done >= request.num_prompt_tokens:
+            self._count_prompt(request, live)
+        if has_ended and live.reading is not None:
+            is_complete = request.status == RequestStatus.FINISHED_STOPPED
+            spans = live.reading.finish(live.seq, complete=is_complete)
+        else:
+            spans = live.new_spans()
+        self.sources.offer(
+            live.seq, block_ids, num_computed=done, source=live.source, spans=spans
+        )
+
+    def _count_prompt(self, request: Request, live: Live) -> None:
+        """Count, once, where the KV of a request's prompt came from."""
+        if live.is_counted:
+            return
+        live.is_counted = True
+        if live.reading is not None:
+            live.reading.follow(live.seq)
+        spans = () if live.reading is None else live.reading.spans()
+        for key, count in count_by_kind(request.num_prompt_tokens, live.used, spans).items():
+            self._counts.add_prompt(*key, count)
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def finish(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Keep what a finished request leaves in vLLM's cache.
+
+        Args:
+            request: vLLM's request.
+            block_ids: Its blocks, which vLLM frees next.
+        """
+        live = self._live.pop(request.request_id, None)
+        self._prefilling.pop(request.request_id, None)
+        if live is None:
+            return
+        self._drop_pending(request.request_id, live)
+        self._offer(request, live, block_ids, has_ended=True)
+        if self._dead is not None and live.reading is not None:
+            self._dead.close(live.seq, live.reading, block_ids)
+
+    def abandon(self, request_id: str) -> None:
+        """Forget a request after a surprise; vLLM goes on with it alone."""
+        live = self._live.pop(request_id, None)
+        self._prefilling.pop(request_id, None)
+        if live is not None:
+            self._drop_pending(request_id, live)

@@ -1,0 +1,138 @@
+"""What a user may say in ``kv_connector_extra_config``, and what it means."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from kvtrie._core import EXACT_ONLY, ReusePolicy
+
+WHERE: Final = "kv_connector_extra_config"
+LEAST_RUN: Final = 16
+"""The shortest moved run in tokens, where the policy says nothing else."""
+_POLICY_FIELDS: Final = (
+    "min_run",
+    "max_hops",
+    "max_approximate_share",
+    "recompute_first",
+    "recompute_last",
+    "forbid_kinds",
+    "partial_blocks",
+)
+
+
+class SettingsError(ValueError):
+    """A setting that is unknown or cannot be; the message says what to write instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The connector's configuration.
+
+    Attributes:
+        gate: Path of the model's gate file (``kvtrie calibrate`` writes it), or ``"unchecked"`` to
+            reuse KV approximately without one. None: exact reuse alone.
+        default: What a request may do that says nothing itself: ``"approximate"`` or ``"exact"``.
+        policy: The approximate policy, as fields of `kvtrie.ReusePolicy`.
+        chat_format: How reasoning is found: ``"auto"`` asks the tokenizer's chat template, any
+            other name is one of `kvtrie.tags.PRESETS`, a mapping has the arguments of
+            `kvtrie.tags.Tagger.from_ids`, None tags nothing.
+        template_arguments: What requests give to the chat template, where ``"auto"`` asks it.
+        dead_thinking: Whether thoughts that the template will drop are reused first by vLLM once
+            their turn is over.
+        seed: Seeds the index; with several tenants a secret.
+    """
+
+    gate: str | None = None
+    default: str = "approximate"
+    policy: Mapping[str, Any] | None = None
+    chat_format: str | Mapping[str, Any] | None = "auto"
+    template_arguments: Mapping[str, Any] | None = None
+    dead_thinking: bool = True
+    seed: int = 0
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Settings:
+        """Read and check the mapping of the user's configuration.
+
+        Raises:
+            SettingsError: A key is unknown, or a value is not what it must be.
+        """
+        known = [one.name for one in fields(cls)]
+        for key in given:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                msg = f"{WHERE}: unknown key {key!r}{hint} (known: {', '.join(known)})"
+                raise SettingsError(msg)
+        settings = cls(**given)
+        settings._check()
+        return settings
+
+    def wanted(self) -> ReusePolicy:
+        """The policy that requests get which may reuse approximately, if the gate clears it."""
+        return _policy(self.policy or {})
+
+    def _check(self) -> None:
+        # The user's JSON may hold anything.
+        given: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        gate, form, arguments = given["gate"], given["chat_format"], given["template_arguments"]
+        if gate is not None and (not isinstance(gate, str) or not gate):
+            _refuse("gate", gate, 'a path, or "unchecked"')
+        if given["default"] not in ("approximate", "exact"):
+            _refuse("default", given["default"], '"approximate" or "exact"')
+        if not isinstance(given["policy"], Mapping | None):
+            _refuse("policy", given["policy"], "a mapping of fields of kvtrie.ReusePolicy")
+        if not isinstance(form, str | Mapping | None):
+            _refuse("chat_format", form, '"auto", a preset of kvtrie.tags, token ids, or null')
+        if not isinstance(arguments, Mapping | None):
+            _refuse("template_arguments", arguments, "a mapping of names to values")
+        if not isinstance(given["dead_thinking"], bool):
+            _refuse("dead_thinking", given["dead_thinking"], "true or false")
+        if isinstance(given["seed"], bool) or not isinstance(given["seed"], int):
+            _refuse("seed", given["seed"], "an integer")
+        self.wanted()
+
+
+def request_policy(
+    params: Mapping[str, Any] | None, cleared: ReusePolicy, default: str
+) -> ReusePolicy:
+    """What one request may reuse.
+
+    A request says ``{"kvtrie": "exact"}`` or ``{"kvtrie": "approximate"}`` in its
+    ``kv_transfer_params``.
+
+    Args:
+        params: vLLM's ``kv_transfer_params`` of the request.
+        cleared: What the gate lets the model's requests do.
+        default: What a request may do that says nothing: ``"approximate"`` or ``"exact"``.
+
+    Raises:
+        SettingsError: It says something else.
+    """
+    said = (params or {}).get("kvtrie", default)
+    if said == "exact":
+        return EXACT_ONLY
+    if said == "approximate":
+        return cleared
+    msg = f'kv_transfer_params: kvtrie must be "exact" or "approximate", not {said!r}'
+    raise SettingsError(msg)
+
+
+def _policy(given: Mapping[str, Any]) -> ReusePolicy:
+    for key in given:
+        if key not in _POLICY_FIELDS:
+            msg = f"{WHERE}: policy has no field {key!r} (known: {', '.join(_POLICY_FIELDS)})"
+            raise SettingsError(msg)
+    try:
+        return ReusePolicy(approximate=True, **given)
+    except (TypeError, ValueError) as error:
+        msg = f"{WHERE}: policy: {error}"
+        raise SettingsError(msg) from error
+
+
+def _refuse(name: str, value: object, wanted: str) -> None:
+    msg = f"{WHERE}: {name} must be {wanted}, not {value!r}"
+    raise SettingsError(msg)

@@ -1,0 +1,188 @@
+"""The blocks of vLLM's pool that kvtrie knows: weak references, validated before they are used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvtrie._core import RadixIndex
+from kvtrie.integrations.vllm._settings import LEAST_RUN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    from kvtrie._core import (
+        ComputedSource,
+        Imported,
+        ReusePlan,
+        ReusePolicy,
+        Span,
+        TokenSequence,
+    )
+
+# Each round forgets every stale block that it met, so another finds more only where they lay behind
+# these: a handful is ample, and a prompt is not worth more.
+_MAX_ROUNDS: Final = 4
+
+
+class Sources:
+    """An index over blocks that vLLM owns and has cached.
+
+    A block is known with the hash that vLLM cached it under. It may be copied from as long as the
+    pool has not handed it out again, which vLLM tells (``unpin_blocks(on_reuse=)``), and still
+    carries that hash. No reference is held; whoever copies pins.
+
+    Args:
+        pool: vLLM's block pool.
+        block_size: Tokens of a block.
+        policy: The widest policy that plans will have: without approximate reuse no windows of
+            moved runs are kept.
+        seed: Seeds the index.
+    """
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, policy: ReusePolicy, *, seed: int = 0
+    ) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self.index = RadixIndex(
+            num_blocks=pool.num_gpu_blocks,
+            block_size=block_size,
+            min_run=policy.min_run or LEAST_RUN,
+            moved_runs=policy.approximate,
+            seed=seed,
+        )
+        self._hashes: dict[int, bytes] = {}
+        self.num_stale = 0
+
+    def __len__(self) -> int:
+        """Blocks that are known."""
+        return len(self._hashes)
+
+    def offer(
+        self,
+        seq: TokenSequence,
+        block_ids: Sequence[int],
+        *,
+        num_computed: int,
+        source: ComputedSource | Imported,
+        spans: Iterable[Span] = (),
+    ) -> None:
+        """Note which blocks hold the KV of a sequence.
+
+        Args:
+            seq: The tokens.
+            block_ids: vLLM's table, the block of position 0 first. Blocks behind the first that vLLM
+                has not cached are not taken.
+            num_computed: Tokens whose KV is written.
+            source: How exact it is.
+            spans: What the tokens are.
+        """
+        num_full = min(num_computed // self._block_size, len(block_ids))
+        blocks = self.blocks(block_ids[:num_full])
+        uncached = (at for at, block in enumerate(blocks) if block.is_null or not block.block_hash)
+        blocks = blocks[: next(uncached, len(blocks))]
+        # What the index has in the same blocks already costs nothing more.
+        known = self.index.lookup(seq, touch=False).blocks
+        same = min(len(known), len(blocks))
+        ids = np.fromiter((block.block_id for block in blocks), np.int32, len(blocks))
+        start = int(np.argmin(np.append(known[:same] == ids[:same], False)))
+        if start < len(ids):
+            self._take(seq, blocks, ids, start, num_computed, source)
+        spans = list(spans)
+        if spans:
+            self.index.tag(seq, spans)
+
+    def _take(
+        self,
+        seq: TokenSequence,
+        blocks: list[KVCacheBlock],
+        ids: np.ndarray[tuple[int], np.dtype[np.int32]],
+        start: int,
+        num_computed: int,
+        source: ComputedSource | Imported,
+    ) -> None:
+        # An id that still stands elsewhere carries another hash by now, or none.
+        self._forget(number for number in ids[start:].tolist() if self.is_stale(number))
+        done = self.index.insert(
+            seq,
+            ids[start:],
+            num_computed=num_computed,
+            start=start * self._block_size,
+            source=source,
+        )
+        for number in done.freed.tolist():
+            self._hashes.pop(number, None)
+        backing = done.blocks
+        taken = [
+            block
+            for block, now in zip(blocks[start : start + len(backing)], backing.tolist(), strict=True)
+            if block.block_id == now
+        ]
+        for block in taken:
+            if block.block_hash is not None:
+                self._hashes[block.block_id] = block.block_hash
+        # A reference that is given back at once: the pool will tell when it hands the block out.
+        self._pool.touch(taken)
+        self._pool.unpin_blocks(taken, on_reuse=self._on_reuse)
+
+    def plan(self, seq: TokenSequence, policy: ReusePolicy) -> ReusePlan | None:
+        """A plan all of whose blocks may be read now; None where they keep leaving."""
+        for _ in range(_MAX_ROUNDS):
+            plan = self.index.plan(seq, policy, keep_last=1, pin=False)
+            stale = [number for number in used_by(plan) if self.is_stale(number)]
+            if not stale:
+                return plan
+            plan.release()
+            self.num_stale += len(stale)
+            self._forget(stale)
+        return None
+
+    def reset(self) -> None:
+        """Forget every block."""
+        self.index.reset()
+        self._hashes.clear()
+
+    def remove(
+        self, seq: TokenSequence, ranges: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[int]]:
+        """Forget the blocks wholly inside ranges of a sequence.
+
+        Returns:
+            Blocks that were forgotten, and blocks that stay because other sequences go on from
+            them.
+        """
+        done = self.index.remove_spans(seq, ranges)
+        gone = [*done.freed.tolist(), *done.condemned.tolist()]
+        for number in (*gone, *self.index.take_freed().tolist()):
+            self._hashes.pop(number, None)
+        return gone, done.kept.tolist()
+
+    def blocks(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
+        """vLLM's records of these blocks."""
+        return [self._pool.blocks[number] for number in block_ids]
+
+    def is_stale(self, number: int) -> bool:
+        """Whether the index's block is no longer what vLLM has under that id."""
+        known = self._hashes.get(number)
+        return known is None or known != self._pool.blocks[number].block_hash
+
+    def _on_reuse(self, block: KVCacheBlock) -> None:
+        self._forget([block.block_id])
+
+    def _forget(self, numbers: Iterable[int]) -> None:
+        known = [number for number in numbers if self._hashes.pop(number, None) is not None]
+        if known:
+            self.index.discard(known)
+            # What hung below may have left too; an id that waits here is not taken again.
+            for number in self.index.take_freed().tolist():
+                self._hashes.pop(number, None)
+
+
+def used_by(plan: ReusePlan) -> list[int]:
+    """The blocks that a plan uses in place or copies from, each once."""
+    return np.union1d(plan.blocks, plan.source_blocks).tolist()

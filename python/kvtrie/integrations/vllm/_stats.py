@@ -1,0 +1,114 @@
+"""What the connector did, in vLLM's connector stats: its log line and its Prometheus metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
+
+NAMES: Final = {
+    "tokens_exact": "Prompt tokens copied that are exact KV.",
+    "tokens_moved": "Prompt tokens copied that are approximate KV: another context or position.",
+    "requests_unsupported": "Requests with inputs that are no token ids; vLLM served them alone.",
+    "requests_refused": "Requests whose kv_transfer_params were refused; vLLM served them alone.",
+    "requests_uncalibrated": "Requests with a LoRA adapter, for which the gate does not speak.",
+    "requests_without_room": "Requests admitted without reuse: their sources were in the way.",
+    "plans_stale": "Plans given up because vLLM kept reusing their sources.",
+    "blocks_dead": "Blocks of thoughts, of turns that are over, that vLLM reuses first.",
+    "copies_failed": "Blocks whose copy failed and that vLLM computed.",
+    "errors": "Surprises after which a request went on without kvtrie.",
+}
+_PROMPT: Final = "prompt_tokens"
+_PROMPT_TEXT: Final = "Prompt tokens by where their KV came from, and by what they are."
+
+
+class Counts:
+    """Counters since they were last taken."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Count something of `NAMES`."""
+        self._counts[name] += count
+
+    def add_prompt(self, reuse: str, kind: str, count: int) -> None:
+        """Count tokens of a prompt: where their KV came from, and what they are."""
+        self.add(f"{_PROMPT}/{reuse}/{kind}", count)
+
+    def take(self) -> Stats | None:
+        """What was counted since the last call; None if nothing was."""
+        if not self._counts:
+            return None
+        counts, self._counts = self._counts, Counter()
+        return Stats(data=dict(counts))
+
+
+@dataclass
+class Stats(KVConnectorStats):
+    """Counters of one interval, which add up."""
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.data: dict[str, int] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another interval's, or another worker's."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The counters, for vLLM's log."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class PromMetrics(KVConnectorPromMetrics):
+    """The same counters for Prometheus, ``vllm:kvtrie_<name>``.
+
+    Tokens of prompts are one counter with two labels: ``reuse`` (exact, moved, recomputed; exact
+    ones include vLLM's own hits) and ``kind``.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(f"vllm:kvtrie_{name}", text, labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for name, text in NAMES.items()
+        }
+        self._prompts = self._counter_cls(
+            f"vllm:kvtrie_{_PROMPT}", _PROMPT_TEXT, labelnames=[*labelnames, "reuse", "kind"]
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add an interval's counters."""
+        for name, count in transfer_stats_data.items():
+            what, _, labels = name.partition("/")
+            if what == _PROMPT and labels:
+                values = self.per_engine_labelvalues[engine_idx]
+                self._prompts.labels(*values, *labels.split("/", 1)).inc(count)
+            elif name in self._counters:
+                self._counters[name][engine_idx].inc(count)

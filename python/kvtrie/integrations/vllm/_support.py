@@ -1,0 +1,112 @@
+"""Which vLLM, which models and which settings the connector works with, asked at start-up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from vllm import __version__ as vllm_version
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+TESTED: Final = ("0.32", "0.33")
+"""The minor versions whose sources were read and whose engine the tests run."""
+
+
+_DTYPES: Final = ("auto", "float16", "bfloat16", "float32")
+
+
+class UnsupportedError(ValueError):
+    """vLLM, its model or its settings are outside what the connector supports."""
+
+
+def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse what would not work, with a sentence that says why and what to change.
+
+    Raises:
+        UnsupportedError: See the message.
+    """
+    minor = ".".join(vllm_version.split("+")[0].split(".")[:2])
+    if minor not in TESTED:
+        _refuse(f"vLLM {vllm_version} is not among the tested versions ({', '.join(TESTED)}.x)")
+    _check_groups(kv_cache_config)
+    _check_settings(vllm_config)
+
+
+def _check_groups(kv_cache_config: KVCacheConfig) -> None:
+    """Refuse KV that is no function of all tokens before it, or does not lie token by token."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        _refuse(
+            f"the model keeps {len(groups)} groups of KV blocks (sliding windows, state spaces, "
+            "or draft layers beside full attention), and one group of full attention is supported"
+        )
+    spec = groups[0].kv_cache_spec
+    if not isinstance(spec, FullAttentionSpec):
+        kind = type(spec).__name__
+        _refuse(f"its KV is {kind}; full attention (MHA, GQA, MQA, MLA) is supported")
+    if spec.sliding_window is not None:
+        _refuse(f"it has layers with a sliding window of {spec.sliding_window} tokens")
+    if spec.attention_chunk_size is not None:
+        _refuse(f"it has layers with chunked attention ({spec.attention_chunk_size} tokens)")
+    if spec.non_causal:
+        _refuse("its attention is not causal, so KV is no function of the prefix")
+    if spec.tokens_per_state != 1:
+        _refuse("its KV cache compresses several tokens into one state")
+    if groups[0].is_eagle_group:
+        _refuse("draft layers (EAGLE, MTP) share its KV blocks: turn speculative decoding off")
+
+
+def _check_settings(vllm_config: VllmConfig) -> None:
+    """Refuse what the user has asked of vLLM and cannot have together with the connector."""
+    if not vllm_config.cache_config.enable_prefix_caching:
+        _refuse("prefix caching is off: start vLLM with --enable-prefix-caching")
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    if dtype not in _DTYPES:
+        _refuse(
+            f"keys are turned in the type that they are kept in, and --kv-cache-dtype {dtype} is "
+            f"none of {', '.join(_DTYPES)}"
+        )
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size != 1:
+            _refuse(
+                "under context parallelism a moved token may belong to another rank: set "
+                f"{name} to 1, not {size}"
+            )
+    if parallel.pipeline_parallel_size != 1:
+        _refuse(
+            "a rank of a pipeline holds some of the layers alone: set pipeline_parallel_size to 1, "
+            f"not {parallel.pipeline_parallel_size}; tensor parallelism is supported"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in ("ngram", "suffix"):
+        method = speculative.method
+        _refuse(f"speculative decoding by {method!r} keeps KV of its own: use ngram, or none")
+
+
+def check_pool(pool: BlockPool, block_size: int) -> None:
+    """Refuse a pool whose blocks are not hashed one by one, or that lacks what is asked of it.
+
+    Raises:
+        UnsupportedError: See the message.
+    """
+    if pool.hash_block_size != block_size:
+        _refuse(
+            f"vLLM hashes {pool.hash_block_size} tokens of its blocks of {block_size} at once: "
+            "turn fine-grained prefix matching off"
+        )
+    calls = [(pool, name) for name in ("touch", "free_blocks", "unpin_blocks")]
+    calls += [(pool.free_block_queue, name) for name in ("remove", "prepend_n")]
+    missing = [name for owner, name in calls if not callable(getattr(owner, name, None))]
+    if missing:
+        _refuse(f"the block pool of vLLM {vllm_version} has no {', '.join(missing)}")
+
+
+def _refuse(why: str) -> NoReturn:
+    msg = f"KvtrieConnector: {why}"
+    raise UnsupportedError(msg)

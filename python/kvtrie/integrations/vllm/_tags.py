@@ -1,0 +1,186 @@
+"""What the tokens of requests are: the model's chat format, read in the scheduler's process."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from vllm.reasoning import ReasoningParserManager
+from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+from kvtrie.integrations.vllm._settings import WHERE, SettingsError
+from kvtrie.tags import PRESETS, Tagger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.config import VllmConfig
+
+    from kvtrie._core import Span, TokenSequence
+    from kvtrie.integrations.vllm._settings import Settings
+    from kvtrie.tags import Stream
+
+_LOG = logging.getLogger("vllm.kvtrie")
+
+OTHER: Final = "other"
+"""Tokens between messages, and all of them where the chat format is not known."""
+
+REUSES: Final = ("exact", "moved", "recomputed")
+"""Where the KV of a prompt's token came from."""
+
+
+def tagger_of(settings: Settings, vllm_config: VllmConfig) -> Tagger | None:
+    """The chat format of the model that vLLM serves; None where tokens are not tagged.
+
+    ``"auto"`` reads the tokenizer's chat template. Where that is not understood, vLLM's reasoning
+    parser tells thoughts from the rest; when they are dropped, it does not say, so they are kept.
+
+    Raises:
+        SettingsError: The format that was named does not fit, or the policy forbids kinds and
+            nothing tells them.
+    """
+    form = settings.chat_format
+    tagger = None
+    if isinstance(form, Mapping):
+        tagger = _from_ids(form)
+    elif form is not None:
+        tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
+        if form != "auto":
+            tagger = _from_preset(form, tokenizer)
+        elif tokenizer is not None:
+            tagger = _from_template(settings, tokenizer) or _from_parser(vllm_config, tokenizer)
+    forbidden = settings.wanted().forbid_kinds
+    if tagger is None and forbidden:
+        msg = (
+            f"{WHERE}: policy forbids {', '.join(forbidden)}, and nothing tells which tokens these "
+            f'are: name the format in "chat_format" (one of {", ".join(PRESETS)}, or token ids)'
+        )
+        raise SettingsError(msg)
+    return tagger
+
+
+def _from_ids(form: Mapping[str, Any]) -> Tagger:
+    try:
+        return Tagger.from_ids(**form)
+    except (TypeError, ValueError) as error:
+        msg = f"{WHERE}: chat_format: {error}"
+        raise SettingsError(msg) from error
+
+
+def _from_preset(name: str, tokenizer: Any) -> Tagger:  # noqa: ANN401 - vLLM's own, of many types
+    if tokenizer is None:
+        msg = f"{WHERE}: chat_format is {name!r}, and vLLM has no tokenizer (skip_tokenizer_init): "
+        msg += "give token ids, as kvtrie.tags.Tagger.from_ids takes them"
+        raise SettingsError(msg)
+    try:
+        return Tagger.from_preset(name, tokenizer)
+    except (TypeError, ValueError) as error:
+        msg = f"{WHERE}: chat_format: {error}"
+        raise SettingsError(msg) from error
+
+
+def _from_template(settings: Settings, tokenizer: Any) -> Tagger | None:  # noqa: ANN401 - likewise
+    try:
+        return Tagger.from_tokenizer(tokenizer, **(settings.template_arguments or {}))
+    except (TypeError, ValueError) as error:
+        _LOG.info("kvtrie: %s", error)
+        return None
+
+
+def _from_parser(vllm_config: VllmConfig, tokenizer: Any) -> Tagger | None:  # noqa: ANN401 - likewise
+    name = vllm_config.structured_outputs_config.reasoning_parser
+    if not name:
+        _LOG.warning('kvtrie: tokens are not tagged: name the format in "chat_format"')
+        return None
+    try:
+        parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
+        opens, closes = (
+            tokenizer.encode(text, add_special_tokens=False)
+            for text in (parser.reasoning_start_str, parser.reasoning_end_str)
+        )
+        # All is read as one message of the assistant: the parser knows of no roles.
+        found = Tagger.from_ids(reasoning=(opens, closes), initial="assistant", boundary="never")
+    except Exception:  # noqa: BLE001 - parsers are anybody's code
+        _LOG.warning("kvtrie: tokens are not tagged: reasoning parser %r", name, exc_info=True)
+        return None
+    _LOG.warning("kvtrie: thoughts are told by reasoning parser %r, and kept", name)
+    return found
+
+
+class Reading:
+    """What the tokens of one request are, read as far as they are final.
+
+    Args:
+        tagger: The chat format.
+    """
+
+    __slots__ = ("_num_told", "stream")
+
+    def __init__(self, tagger: Tagger) -> None:
+        self.stream: Stream = tagger.stream()
+        self._num_told = 0
+
+    def follow(self, seq: TokenSequence) -> None:
+        """Read the tokens that have become final."""
+        if len(self.stream) < len(seq):
+            self.stream.feed(np.asarray(seq[len(self.stream) :]))
+
+    def new_spans(self, seq: TokenSequence) -> list[Span]:
+        """The spans that have ended since the last call."""
+        self.follow(seq)
+        spans = self.stream.spans
+        # The last one may have grown since: a thought takes newlines behind it along.
+        told, self._num_told = max(0, self._num_told - 1), len(spans)
+        return spans[told:]
+
+    def finish(self, seq: TokenSequence, *, complete: bool) -> list[Span]:
+        """The request has ended: the spans that `new_spans` has not told.
+
+        Args:
+            seq: Its tokens.
+            complete: The model stopped by itself.
+        """
+        self.follow(seq)
+        self.stream.finish(complete=complete)
+        return self.new_spans(seq)
+
+    def spans(self) -> list[Span]:
+        """All spans so far, the one under way among them."""
+        spans, under_way = self.stream.spans, self.stream.open
+        return spans if under_way is None else [*spans, under_way]
+
+
+def count_by_kind(
+    num_tokens: int, used: Iterable[tuple[int, int, bool]], spans: Iterable[Span]
+) -> Counter[tuple[str, str]]:
+    """How many tokens of a prompt came from where, by kind.
+
+    Args:
+        num_tokens: Tokens of the prompt.
+        used: Ranges whose KV was not computed, and whether it is approximate.
+        spans: What the tokens are. Of spans inside others, the inner one counts.
+
+    Returns:
+        Tokens by (one of `REUSES`, kind).
+    """
+    reuse = np.full(num_tokens, REUSES.index("recomputed"), np.int64)
+    for start, end, is_approximate in used:
+        reuse[start:end] = int(is_approximate)
+    names = [OTHER]
+    kinds = np.zeros(num_tokens, np.int64)
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        if span.kind not in names:
+            names.append(span.kind)
+        kinds[span.start : span.end] = names.index(span.kind)
+    counts = np.bincount(kinds * len(REUSES) + reuse, minlength=len(names) * len(REUSES))
+    return Counter(
+        {
+            (how, name): int(counts[number * len(REUSES) + at])
+            for number, name in enumerate(names)
+            for at, how in enumerate(REUSES)
+            if counts[number * len(REUSES) + at]
+        }
+    )

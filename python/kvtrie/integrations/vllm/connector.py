@@ -1,0 +1,217 @@
+"""The class that vLLM loads: its interface on one side, planner and copies on the other."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvtrie.integrations.vllm import _gate, _support
+from kvtrie.integrations.vllm._copies import Copies, rope_of
+from kvtrie.integrations.vllm._metadata import StepMetadata
+from kvtrie.integrations.vllm._planner import Planner
+from kvtrie.integrations.vllm._settings import Settings, SettingsError
+from kvtrie.integrations.vllm._stats import Counts, PromMetrics, Stats
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+_LOG = logging.getLogger("vllm.kvtrie")
+
+
+class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
+    """Reuses KV of vLLM's own pool at other positions and behind other prefixes.
+
+    vLLM makes one in its scheduler and one in each worker. See the package for how to load it.
+
+    Args:
+        vllm_config: vLLM's configuration; ``kv_connector_extra_config`` is read as `Settings`.
+        role: Which half this is.
+        kv_cache_config: The groups of KV blocks.
+
+    Raises:
+        SettingsError: A setting is unknown or cannot be.
+        UnsupportedError: This vLLM, model or configuration is not supported.
+        UnsupportedRopeError: Approximate reuse is asked for, and a delta cannot turn the model's
+            keys.
+        GateError: The gate file cannot be read, or is of another model.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _support.check(vllm_config, kv_cache_config)
+        self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
+        self._cleared = _gate.cleared(self._settings, vllm_config)
+        if self._cleared.approximate:
+            rope_of(vllm_config)
+        self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._counts = Counts()
+        self._planner: Planner | None = None
+        self._copies: Copies | None = None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped copy is a cache miss, nothing more."""
+        return False
+
+    # --- scheduler ---------------------------------------------------------------------------
+
+    @property
+    def planner(self) -> Planner:
+        """The scheduler's half."""
+        if self._planner is None:
+            msg = "KvtrieConnector: vLLM has bound no cache manager; this is a worker's half"
+            raise RuntimeError(msg)
+        return self._planner
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Take vLLM's cache manager, whose pool holds all KV."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        _support.check_pool(kv_cache_manager.block_pool, self._block_size)
+        self._planner = Planner(
+            self._vllm_config,
+            kv_cache_manager,
+            self._block_size,
+            self._settings,
+            self._cleared,
+            self._counts,
+        )
+
+    def on_new_request(self, request: Request) -> None:
+        """Begin with a request."""
+        try:
+            self.planner.arrive(request)
+        except SettingsError as error:
+            _LOG.warning("kvtrie: request %s: %s", request.request_id, error)
+            self._counts.add("requests_refused")
+        except Exception:
+            self._surprise(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens behind vLLM's own hit are copied before the forward pass."""
+        try:
+            return self.planner.match(request, num_computed_tokens), False
+        except Exception:
+            self._surprise(request)
+            return 0, False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Take the blocks that the copies go to."""
+        # vLLM counts on the tokens from now on: what fails must be told to the workers.
+        self.planner.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The copies of this step."""
+        return self.planner.step(scheduler_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep what a request leaves in the cache."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep what a request leaves in the cache; vLLM frees its blocks as ever."""
+        try:
+            self.planner.finish(request, block_ids[0])
+        except Exception:
+            self._surprise(request)
+        return False, None
+
+    def reset_cache(self) -> bool | None:
+        """Forget every block: vLLM's prefix cache was reset."""
+        self.planner.reset()
+        return True
+
+    def _surprise(self, request: Request) -> None:
+        _LOG.exception("kvtrie: request %s goes on without kvtrie", request.request_id)
+        self._counts.add("errors")
+        self.planner.abandon(request.request_id)
+
+    # --- worker ------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the tensors that the copies work on."""
+        self._copies = Copies(
+            kv_caches,
+            self._vllm_config,
+            self._kv_cache_config,
+            rotates=self._cleared.approximate,
+        )
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
+        """Copy, before the forward pass."""
+        metadata = self._get_connector_metadata()
+        if self._copies is not None and isinstance(metadata, StepMetadata):
+            self._copies.apply(metadata.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: copies and forward pass share a stream."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: Any,  # noqa: ANN401 - vLLM's own, of many types
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Nothing to save: KV stays where it is."""
+
+    def wait_for_save(self) -> None:
+        """Nothing to save."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks whose copy failed."""
+        failed = self._copies.take_failed() if self._copies is not None else set()
+        if failed:
+            self._counts.add("copies_failed", len(failed))
+        return failed
+
+    # --- stats -------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What was done since the last call."""
+        return self._counts.take()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Stats from what travelled between processes."""
+        return Stats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        """Prometheus metrics."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

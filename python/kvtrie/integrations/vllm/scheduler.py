@@ -1,0 +1,60 @@
+"""vLLM's scheduler, resuming reuse behind gaps: each gap is computed by a step of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from kvtrie.integrations.vllm._support import UnsupportedError
+from kvtrie.integrations.vllm.connector import KvtrieConnector
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvtrie.integrations.vllm._planner import Planner
+
+
+class KvtrieScheduler(AsyncScheduler):
+    """vLLM's own scheduler, but for three things.
+
+    A chunk of a prompt ends where KV that can be copied begins; and where it begins, the request's
+    computed tokens go on behind it, the copies being part of the step that computes what follows.
+    A request that is preempted lets go of what it was going to copy.
+
+    Raises:
+        UnsupportedError: If the connector is not `KvtrieConnector`, or the model runner counts a
+            request's computed tokens itself, so that they cannot go on behind an island.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.connector, KvtrieConnector):
+            msg = "KvtrieScheduler: the KV connector is not KvtrieConnector: configure it, or leave "
+            msg += "--scheduler-cls out"
+            raise UnsupportedError(msg)
+        if self.use_v2_model_runner:
+            msg = "KvtrieScheduler: vLLM's model runner V2 does not follow a scheduler that skips "
+            msg += "tokens: start vLLM with VLLM_USE_V2_MODEL_RUNNER=0, or leave --scheduler-cls out"
+            raise UnsupportedError(msg)
+        self._planner: Planner = self.connector.planner
+        self._planner.resumes_behind_gaps = True
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:  # noqa: ANN401 - vLLM's own
+        """Skip what the copies of this step bring, then schedule."""
+        self._planner.jump(self.running)
+        return super().schedule(*args, **kwargs)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Preempt, and unpin what was to be copied behind the request's next gaps."""
+        super()._preempt_request(request, *args, **kwargs)
+        self._planner.preempted(request.request_id)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """vLLM asks here where a chunk of a prompt ends."""
+        count = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        end = self._planner.gap_end(request, num_computed_tokens)
+        return count if end is None else min(count, end - num_computed_tokens)

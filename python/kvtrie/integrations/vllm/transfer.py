@@ -1,0 +1,233 @@
+"""vLLM's transfer between prefill and decode engines, with every block checked by its tokens.
+
+A transfer connector of vLLM's sends a list of block ids, and the receiver trims it by count: one
+block more on either side, a look-ahead block, a thought that was dropped meanwhile, and it loads
+the wrong blocks without noticing. The sender here adds a `kvtrie.TransferManifest` to what it
+answers: which tokens its blocks hold, under a keyed digest. The receiver loads the blocks that
+follow its own prefix and hold its tokens; everything else it computes. Moving the bytes stays the
+connector's business.
+
+```text
+--kv-transfer-config '{"kv_connector": "KvtrieNixlConnector", "kv_role": "kv_producer",
+    "kv_connector_module_path": "kvtrie.integrations.vllm.transfer",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"kvtrie_key_file": "/etc/kvtrie.key"}}'
+```
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+
+from kvtrie._core import (
+    SHARED,
+    Namespace,
+    TokenSequence,
+    TransferManifest,
+    TransferRefused,
+    plan_transfer,
+)
+from kvtrie.integrations.vllm import _support
+from kvtrie.integrations.vllm._settings import WHERE, SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+_LOG = logging.getLogger("vllm.kvtrie")
+
+KEY_FILE: Final = "kvtrie_key_file"
+MODEL: Final = "kvtrie_model"
+MANIFEST: Final = "kvtrie_manifest"
+_BLOCKS: Final = "remote_block_ids"
+_MAX_MANIFEST: Final = 32 << 20
+
+
+class CheckedTransfer:
+    """What comes before a transfer connector of vLLM's in a class, to check what it loads.
+
+    The connector must say in ``kv_transfer_params`` which blocks it sends, as ``remote_block_ids``
+    (a list for each group), and take ``KVCacheBlocks`` to load into.
+
+    Attributes:
+        outcomes: Transfers by what became of them: ``"whole"``, ``"part"``, ``"nothing"`` (no block
+            holds the tokens that follow), ``"no manifest"``, and the reasons of
+            `kvtrie.TransferRefused`.
+
+    Raises:
+        SettingsError: There is no key, or it cannot be one.
+        UnsupportedError: Blocks cannot be told by their tokens.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        _support.check(vllm_config, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._key = _key(extra)
+        self._space: dict[str, Any] = {
+            "model": str(extra.get(MODEL, vllm_config.model_config.model)),
+            "kv_dtype": str(vllm_config.cache_config.cache_dtype),
+        }
+        self._size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._promised: dict[str, tuple[int, int]] = {}
+        self.outcomes: Counter[str] = Counter()
+        super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg] # the connector's
+
+    # --- the sender --------------------------------------------------------------------------
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Say what the blocks hold that are waiting to be fetched."""
+        self._promised.pop(request.request_id, None)
+        answer: tuple[bool, dict[str, Any] | None]
+        answer = super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]
+        delay, params = answer
+        if params and params.get(_BLOCKS):
+            try:
+                params[MANIFEST] = self._manifest(request, block_ids[0])
+            except Exception:  # noqa: BLE001 - without a manifest the receiver computes
+                _LOG.exception("kvtrie: request %s is sent without manifest", request.request_id)
+        return delay, params
+
+    def _manifest(self, request: Request, block_ids: list[int]) -> str:
+        seq = TokenSequence(list(request.all_token_ids), self._namespace(request))
+        # What is in flight is not written yet; the last sampled token never is.
+        done = request.num_computed_tokens - request.num_in_flight_tokens
+        done = max(0, min(done, len(seq), len(block_ids) * self._size))
+        manifest = TransferManifest.from_blocks(
+            seq, block_ids, key=self._key, num_computed=done, block_size=self._size
+        )
+        return base64.b64encode(manifest.to_bytes()).decode()
+
+    # --- the receiver ------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many of the tokens that the connector would load are those of the request."""
+        found: tuple[int | None, bool]
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc]
+        count, is_async = found
+        self._promised.pop(request.request_id, None)
+        if not count:
+            return count, is_async
+        remote, end = self._loadable(request, num_computed_tokens, num_computed_tokens + count)
+        if end <= num_computed_tokens:
+            return 0, False
+        # The connector trims this list by count; it holds what it must hold already.
+        request.kv_transfer_params[_BLOCKS] = [remote]
+        self._promised[request.request_id] = (num_computed_tokens, end)
+        return end - num_computed_tokens, is_async
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Load into the blocks of the promised positions, and into no others."""
+        promised = self._promised.get(request.request_id)
+        if promised is not None and num_external_tokens:
+            first, last = promised[0] // self._size, -(-promised[1] // self._size)
+            blocks = KVCacheBlocks(tuple(list(group)[first:last] for group in blocks.blocks))
+        super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
+
+    def _loadable(self, request: Request, start: int, stop: int) -> tuple[list[int], int]:
+        """The sender's blocks for the tokens from ``start`` on, and the token up to which."""
+        ids = (request.prompt_token_ids or [])[:stop]
+        try:
+            manifest = _read(request.kv_transfer_params.get(MANIFEST))
+            if manifest is None:
+                self._tell(request, "no manifest", "its sender runs without kvtrie")
+                return [], start
+            seq = TokenSequence(list(ids), self._namespace(request))
+            # Which block here does not matter yet: positions tell them apart.
+            table = list(range(-(-len(ids) // self._size)))
+            plan = plan_transfer(
+                manifest,
+                seq,
+                table,
+                cached=(0, start),
+                key=self._key,
+                block_size=self._size,
+            )
+        except TransferRefused as error:
+            self._tell(request, error.reason, str(error))
+            return [], start
+        except Exception:  # noqa: BLE001 - what is not understood is computed
+            _LOG.exception("kvtrie: request %s computes its prompt", request.request_id)
+            self.outcomes["error"] += 1
+            return [], start
+        remote, end = [], start
+        for pair in plan.pairs:
+            # Blocks side by side, from the first token that is missing here.
+            if int(pair["start"]) != end or (end > start and end % self._size):
+                break
+            remote.append(int(pair["remote"]))
+            end = int(pair["end"])
+        if end < stop and end % self._size:
+            # A part of a block is loaded at the very end alone.
+            remote.pop()
+            end = max(start, end // self._size * self._size)
+        if end == start:
+            self._tell(request, "nothing", "no block holds the tokens that follow")
+        else:
+            self.outcomes["whole" if end == stop else "part"] += 1
+        return remote, end
+
+    def _tell(self, request: Request, outcome: str, why: str) -> None:
+        self.outcomes[outcome] += 1
+        _LOG.warning("kvtrie: request %s computes its prompt: %s", request.request_id, why)
+
+    def _namespace(self, request: Request) -> Namespace:
+        adapter = request.lora_request.lora_name if request.lora_request else None
+        return Namespace(adapter=adapter, salt=request.cache_salt or SHARED, **self._space)
+
+
+class KvtrieNixlConnector(CheckedTransfer, NixlConnector):
+    """vLLM's connector over NIXL, with every block checked by its tokens."""
+
+
+def _key(extra: Mapping[str, Any]) -> bytes:
+    path = extra.get(KEY_FILE)
+    if not isinstance(path, str) or not path:
+        msg = f"{WHERE}: {KEY_FILE} must be the path of a file with the deployment's key, the same "
+        msg += f"for sender and receiver, not {path!r}"
+        raise SettingsError(msg)
+    try:
+        key = Path(path).read_bytes()
+    except OSError as error:
+        msg = f"{WHERE}: {KEY_FILE}: {path}: {error.strerror or error}"
+        raise SettingsError(msg) from error
+    if not 16 <= len(key) <= 64:
+        msg = f"{WHERE}: {KEY_FILE}: {path} has {len(key)} bytes, a key has 16 to 64"
+        raise SettingsError(msg)
+    return key
+
+
+def _read(said: object) -> TransferManifest | None:
+    """A manifest as it travels.
+
+    Raises:
+        TransferRefused: It is none.
+    """
+    if not isinstance(said, str):
+        return None
+    if len(said) > _MAX_MANIFEST:
+        return None
+    try:
+        raw = base64.b64decode(said, validate=True)
+    except binascii.Error:
+        raw = b""
+    return TransferManifest.from_bytes(raw)
