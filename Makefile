@@ -20,6 +20,7 @@ export UV_SYSTEM_CERTS := 1
 
 RUST_VERSION := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 RUST_SOURCES := $(shell find rust/kvtrie-core/src rust/kvtrie-py/src -name '*.rs' 2>/dev/null)
+PYTHON_SOURCES := $(shell find python/kvtrie -name '*.py' 2>/dev/null)
 RUST_MANIFESTS := Cargo.toml $(wildcard Cargo.lock rust/kvtrie-core/Cargo.toml rust/kvtrie-py/Cargo.toml)
 
 .PHONY: help
@@ -123,7 +124,7 @@ bench-peers: ## kvtrie and its peers on the same work, alternating in one proces
 	@$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --requirements $<
 	@touch $@
 
-target/wheels/.built: $(VENV)/.packages pyproject.toml $(RUST_MANIFESTS) $(RUST_SOURCES) $(wildcard python/kvtrie/*.py python/kvtrie/testing/*.py)
+target/wheels/.built: $(VENV)/.packages pyproject.toml $(RUST_MANIFESTS) $(RUST_SOURCES) $(PYTHON_SOURCES)
 	@rm -rf target/wheels
 	@$(PY) -m maturin build --release --quiet --out target/wheels
 	@touch $@
@@ -134,6 +135,31 @@ $(PEERS:%=bench-peers-%): bench-peers-%: .venv-peers/%/.packages target/wheels/.
 	OMP_NUM_THREADS=1 .venv-peers/$*/bin/python benches/peers/run.py --peer $* $(PEER_FLAGS)
 
 .SECONDARY: $(PEERS:%=.venv-peers/%/.packages)
+
+# The connector runs inside vLLM, so its tests do: the peer's packages with its CPU backend, pytest, and kvtrie's wheel.
+VLLM_ENV := .venv-vllm
+VLLM_TESTS := pytest pytest-timeout pluggy iniconfig
+VLLM_FLAGS ?=
+
+$(VLLM_ENV)/.packages: benches/peers/requirements/vllm.txt constraints/dev.txt | $(VENV)/.packages
+	@echo "test-vllm: the packages of vLLM (up to 6 GB on disk)"
+	@$(UV) venv --quiet --clear --python $(PY) $(VLLM_ENV)
+	@$(UV) pip install --quiet --python $(VLLM_ENV)/bin/python --no-deps --requirements $<
+	@$(UV) pip install --quiet --python $(VLLM_ENV)/bin/python --no-deps --constraints constraints/dev.txt $(VLLM_TESTS)
+	@touch $@
+
+$(VLLM_ENV)/.kvtrie: $(VLLM_ENV)/.packages target/wheels/.built
+	@$(UV) pip install --quiet --python $(VLLM_ENV)/bin/python --no-deps --reinstall target/wheels/kvtrie-*.whl
+	@touch $@
+
+.PHONY: test-vllm
+test-vllm: $(VLLM_ENV)/.kvtrie ## the vLLM connector in a real engine, on tiny models (VLLM_FLAGS: more for pytest)
+	$(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm $(VLLM_FLAGS)
+
+.PHONY: bench-vllm
+bench-vllm: $(VLLM_ENV)/.kvtrie ## what the vLLM connector saves on edited histories, and what it costs where nothing is reused
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm/edited_histories.py
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm/overhead.py
 
 # Counts do not depend on what else the machine does, so they can fail a build where times cannot.
 .PHONY: instructions

@@ -1,0 +1,50 @@
+"""Runs one engine, asks it edited histories, and prints what it said.
+
+A program of its own: with numba loaded, which drafts n-grams, vLLM starts no second engine in a
+process; and ranks of tensor parallelism are processes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from random import Random
+from typing import Any
+
+from tests.vllm.engine import BLOCK, connector_config
+from vllm import LLM, SamplingParams
+
+
+def main() -> None:
+    """Arguments: a model, the connector's settings or null, more options of vLLM."""
+    settings, more = json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "block_size": BLOCK,
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "num_gpu_blocks_override": 200,
+        **more,
+    }
+    if settings is not None:
+        options["kv_transfer_config"] = connector_config(**settings)
+    engine = LLM(sys.argv[1], **options)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False)
+
+    def ask(prompt: list[int]) -> tuple[list[int], int]:
+        done = engine.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+        return list(done.outputs[0].token_ids), done.num_cached_tokens
+
+    rng = Random(5)
+    thought, head = ([rng.randrange(3, 500) for _ in range(200)] for _ in range(2))
+    loop = [rng.randrange(3, 500) for _ in range(5)] * 30
+    prompts = [head + loop, thought + loop[:100], head + loop, head + thought + loop]
+    said = [ask(prompt)[0] for prompt in prompts]
+    # The history of one of them, with what it said, behind another head.
+    last, cached = ask(thought + head + loop + said[0] + loop[:20])
+    sys.stdout.write(json.dumps({"said": said, "last": last, "cached": cached}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

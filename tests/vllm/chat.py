@@ -1,0 +1,70 @@
+"""A tiny model that chats, and conversations with it in token ids."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from tests.tags.templates import QWEN3, tokenizer_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VOCAB = 704
+
+Message = dict[str, Any]
+
+
+def model(folder: Path, template: str | None = QWEN3) -> Path:
+    """A Llama with the special tokens of Qwen3, and a chat template."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=VOCAB,
+        max_position_embeddings=4096,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+    )
+    transformers.LlamaForCausalLM(config).float().save_pretrained(folder)
+    tokenizer_of("qwen3", template).save_pretrained(folder)
+    return folder
+
+
+class Chat:
+    """Renders conversations.
+
+    Args:
+        tokenizer: The model's.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.end = self.ids("<|im_end|>")[0]
+
+    def ids(self, text: str) -> list[int]:
+        """The ids of a text."""
+        return [int(one) for one in self.tokenizer.encode(text, add_special_tokens=False)]
+
+    def prompt(self, messages: list[Message], *, reply: str | None = None) -> list[int]:
+        """What a request for the next reply gives, and how far the reply has come."""
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return self.ids(text + (reply or ""))
+
+
+def user(word: str, count: int = 60) -> Message:
+    """A question."""
+    return {"role": "user", "content": f"{word} " * count}
+
+
+def reply(word: str, count: int = 60, *, thought: str | None = None) -> Message:
+    """An answer, maybe with a thought."""
+    message: Message = {"role": "assistant", "content": f"{word} " * count}
+    return message | ({"reasoning_content": f"{thought} " * 120} if thought else {})

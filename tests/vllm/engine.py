@@ -1,0 +1,285 @@
+"""A vLLM engine in this process, of which tests see scheduler, pool and tensors."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+# One process, so that a test sees both halves of the connector; little memory; no downloads.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.vllm.shadow import Shadow
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.v1.request import Request
+
+from vllm import LLM, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    import torch
+    from vllm.v1.core.block_pool import BlockPool
+
+    from kvtrie.integrations.vllm.connector import KvtrieConnector
+
+BLOCK = 32
+SCHEDULER = "kvtrie.integrations.vllm.KvtrieScheduler"
+
+
+def connector_config(**extra: object) -> dict[str, object]:
+    """What a user writes behind ``--kv-transfer-config``."""
+    return {
+        "kv_connector": "KvtrieConnector",
+        "kv_connector_module_path": "kvtrie.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+@dataclass
+class Answer:
+    """What came of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    finished: bool = False
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+
+
+class Engine:
+    """An engine under test.
+
+    Args:
+        model: Its folder.
+        connector: Settings of the connector; None: plain vLLM.
+        gaps: Whether `KvtrieScheduler` resumes reuse behind gaps.
+        blocks: Blocks of the pool, the null block among them.
+        shadow: Whether what every slot holds is followed; slow.
+        options: More for ``vllm.LLM``.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        connector: Mapping[str, object] | None = None,
+        gaps: bool = False,
+        blocks: int = 200,
+        shadow: bool = True,
+        **options: Any,
+    ) -> None:
+        if connector is not None:
+            options["kv_transfer_config"] = connector_config(**connector)
+        if gaps:
+            options["scheduler_cls"] = SCHEDULER
+        options = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "block_size": BLOCK,
+            "dtype": "float32",
+            "max_model_len": 4096,
+            "enable_prefix_caching": True,
+            "num_gpu_blocks_override": blocks,
+            "seed": 0,
+            "disable_log_stats": True,
+            **options,
+        }
+        self.llm = LLM(str(model), **options)
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.pool: BlockPool = self.scheduler.kv_cache_manager.block_pool
+        self.num_computed = 0
+        self.counts: Counter[str] = Counter()
+        self.answers: dict[str, Answer] = {}
+        self._names: dict[str, str] = {}
+        self._number = 0
+        self._watch_steps()
+        if self.scheduler.connector is not None:
+            self._watch_counts(self.connector)
+            self._watch_counts(self.worker)
+        if shadow:
+            self.shadow = Shadow(self, self.scheduler.block_size)
+
+    def _watch_steps(self) -> None:
+        update = self.scheduler.update_from_output
+
+        def counting(output: Any, *rest: Any) -> Any:
+            self.num_computed += output.total_num_scheduled_tokens
+            return update(output, *rest)
+
+        self.scheduler.update_from_output = counting
+
+    @property
+    def connector(self) -> KvtrieConnector:
+        """The scheduler's half."""
+        return self.scheduler.connector
+
+    @property
+    def worker(self) -> KvtrieConnector:
+        """The worker's half."""
+        return kv_transfer_state.get_kv_transfer_group()
+
+    def _watch_counts(self, half: KvtrieConnector) -> None:
+        add = half._counts.add
+
+        def counting(name: str, count: int = 1) -> None:
+            self.counts[name] += count
+            add(name, count)
+
+        half._counts.add = counting
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 8,
+        mode: str | None = None,
+        salt: str | None = None,
+        **sampling: Any,
+    ) -> str:
+        """Queue a request and return its id. ``mode``: what it says in ``kv_transfer_params``."""
+        self._number += 1
+        name = f"request-{self._number}"
+        if mode is not None:
+            sampling["extra_args"] = {"kv_transfer_params": {"kvtrie": mode}}
+        params = SamplingParams(
+            **{
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "detokenize": False,
+                **sampling,
+            }
+        )
+        given: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        if salt is not None:
+            given["cache_salt"] = salt
+        self.answers[name] = Answer()
+        self.llm.llm_engine.add_request(name, given, params)
+        return name
+
+    def step(self) -> None:
+        """One step of the engine."""
+        for output in self.llm.llm_engine.step():
+            answer = self.answers[output.request_id]
+            first = output.outputs[0]
+            answer.tokens = list(first.token_ids)
+            answer.num_cached = output.num_cached_tokens or 0
+            answer.finished = output.finished
+            if first.logprobs:
+                answer.logprobs = [
+                    {token: one.logprob for token, one in at.items()} for at in first.logprobs
+                ]
+
+    def abort(self, names: Iterable[str]) -> None:
+        """Abort requests."""
+        self.llm.llm_engine.abort_request(list(names))
+
+    def request(self, name: str) -> Request:
+        """vLLM's record of a live request, which it gives a longer id."""
+        (found,) = (
+            one
+            for full, one in self.scheduler.requests.items()
+            if full == name or full.startswith(f"{name}-")
+        )
+        return found
+
+    def plain_hashes(self, tokens: Sequence[int]) -> list[bytes]:
+        """What vLLM calls the full blocks of these tokens."""
+        params = SamplingParams(max_tokens=1)
+        hasher = self.core.request_block_hasher
+        return Request("hashed", list(tokens), params, None, block_hasher=hasher).block_hashes
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is unfinished."""
+        return self.llm.llm_engine.has_unfinished_requests()
+
+    def drain(self, limit: int = 20_000) -> None:
+        """Step until all is done."""
+        for _ in range(limit):
+            if not self.is_busy:
+                break
+            self.step()
+        else:
+            raise AssertionError(f"the engine is still busy after {limit} steps")
+        # With steps in flight one more brings the last of them home.
+        while self.core.batch_queue:
+            self.core.step_fn()
+
+    def ask(self, prompt: Sequence[int], **options: Any) -> Answer:
+        """One request, to its end."""
+        name = self.add(prompt, **options)
+        self.drain()
+        return self.answers[name]
+
+    def computed_for(self, prompt: Sequence[int], **options: Any) -> int:
+        """How many tokens of a prompt vLLM computes."""
+        before = self.num_computed
+        self.ask(prompt, max_tokens=1, **options)
+        return self.num_computed - before
+
+    # --- what must hold -----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every block is free or owned, as often as it is counted, and the index agrees."""
+        owners: Counter[int] = Counter()
+        for manager in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
+            for blocks in manager.req_to_blocks.values():
+                owners.update(block.block_id for block in blocks if not block.is_null)
+        if self.scheduler.connector is not None:
+            planner = self.connector.planner
+            for live in planner._live.values():
+                if live.pending is not None:
+                    owners.update(block.block_id for block in live.pending.pinned)
+        free = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
+        assert len(set(free)) == len(free), "a block is twice in the free queue"
+        assert len(free) == self.pool.get_num_free_blocks()
+        for block in self.pool.blocks[1:]:
+            number = block.block_id
+            assert block.ref_cnt == owners[number], (number, block.ref_cnt, owners[number])
+            assert (number in set(free)) == (block.ref_cnt == 0), number
+        if self.scheduler.connector is not None:
+            sources = self.connector.planner.sources
+            sources.index.check()
+            assert sources.index.stats().indexed == len(sources)
+            self.shadow.check_index()
+
+    def check_idle(self) -> None:
+        """No request: all blocks are free, and nothing is remembered."""
+        self.check()
+        assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
+        if self.scheduler.connector is not None:
+            planner = self.connector.planner
+            assert not planner._live
+            assert not planner._pending
+            assert not planner._prefilling
+            assert not planner._loads
+
+    def kv(self, block: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """K and V of one block in all layers."""
+        return self.worker._copies.pool.gather([block], start=0, end=BLOCK)
+
+    def reset(self) -> None:
+        """Forget everything cached."""
+        self.counts.clear()
+        assert self.llm.reset_prefix_cache(reset_connector=self.scheduler.connector is not None)
+
+    def close(self) -> None:
+        """Stop the engine, so that another can start in this process."""
+        self.llm.llm_engine.engine_core.shutdown()
+        kv_transfer_state.ensure_kv_transfer_shutdown()
+        del self.llm, self.core, self.scheduler, self.pool
+        gc.collect()

@@ -1,0 +1,65 @@
+"""Tiny models with random weights, shaped like real ones, that vLLM and transformers both run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VOCAB = 512
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # Wide enough that attention is no plain average: another context gives other KV.
+    "initializer_range": 0.15,
+}
+
+
+def llama(folder: Path, seed: int = 0) -> Path:
+    """Grouped queries: four heads over two of KV."""
+    config = transformers.LlamaConfig(
+        **_COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=32
+    )
+    return _save(transformers.LlamaForCausalLM, config, folder, seed)
+
+
+def deepseek(folder: Path, seed: int = 0) -> Path:
+    """MLA: one latent row a token, with a rotated part."""
+    config = transformers.DeepseekV2Config(
+        **_COMMON,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=64,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=32,
+        first_k_dense_replace=3,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        n_shared_experts=1,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+    )
+    return _save(transformers.DeepseekV2ForCausalLM, config, folder, seed)
+
+
+def _save(kind: Any, config: Any, folder: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    model = kind(config).to(torch.float32).eval()
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,221 @@
+"""What every slot of vLLM's pool should hold, followed from the scheduler's output alone.
+
+A slot is written when a step computes a token into it, or a copy fills it. The shadow notes
+whose token that was, at which position, and whether everything before it was exact. From that
+follows what may never be: a request that reads a slot nobody wrote, other tokens than its own, or
+another tenant's; a copy out of a block that was handed out again; a slot that is written twice;
+approximate KV under a hash that plain requests compute.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import get_block_hash
+
+if TYPE_CHECKING:
+    from tests.vllm.engine import Engine
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Content:
+    """One slot's token: number ``at`` of ``tokens``, standing at ``position``."""
+
+    request: Request
+    at: int
+    position: int
+    exact: bool | None
+
+    @property
+    def token(self) -> int:
+        """The token, which is known by the time somebody asks."""
+        return self.request._all_token_ids[self.at]
+
+
+def _space(request: Request) -> tuple[str | None, str | None]:
+    adapter = request.lora_request.lora_name if request.lora_request else None
+    return request.cache_salt, adapter
+
+
+class Shadow:
+    """Follows one engine.
+
+    Args:
+        engine: Its scheduler and pool are watched from here on; nothing is cached yet.
+        block_size: Tokens of a block.
+    """
+
+    def __init__(self, engine: Engine, block_size: int) -> None:
+        self._engine = engine
+        self._size = block_size
+        self._slots: list[list[Content | None]] = [[None] * block_size for _ in engine.pool.blocks]
+        self._cached: list[tuple[KVCacheBlock, Any, Request, int]] = []
+        self._verified: dict[str, int] = {}
+        self._fails = False
+        self.num_moved = self.num_exact_copies = 0
+        self._watch()
+
+    def _watch(self) -> None:
+        pool, scheduler = self._engine.pool, self._engine.scheduler
+        get, cache, schedule = pool.get_new_blocks, pool.cache_full_blocks, scheduler.schedule
+
+        def get_new_blocks(count: int) -> list[KVCacheBlock]:
+            blocks = get(count)
+            for block in blocks:
+                self._slots[block.block_id] = [None] * self._size
+            return blocks
+
+        def cache_full_blocks(request: Request, blocks: list[KVCacheBlock], **given: Any) -> None:
+            cache(request=request, blocks=blocks, **given)
+            for number in range(given["num_cached_blocks"], given["num_full_blocks"]):
+                block = blocks[number]
+                self._cached.append((block, block.block_hash, request, number))
+
+        def following(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self._follow(output)
+            return output
+
+        pool.get_new_blocks = get_new_blocks
+        pool.cache_full_blocks = cache_full_blocks
+        scheduler.schedule = following
+
+    def expect_failures(self, *, expected: bool = True) -> None:
+        """Whether copies fail from here on: their blocks are computed instead."""
+        self._fails = expected
+
+    def _table(self, request_id: str) -> list[int]:
+        return self._engine.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+
+    def _follow(self, output: Any) -> None:
+        requests = self._engine.scheduler.requests
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        metadata = output.kv_connector_metadata
+        for load in getattr(metadata, "loads", ()):
+            assert output.has_sync_kv_loads, "copies come behind the forward pass that reads them"
+            if not self._fails:
+                self._copy(load)
+        for name, start in starts.items():
+            if name in output.preempted_req_ids or start < self._verified.get(name, 0):
+                self._verified.pop(name, None)
+        counts = output.num_scheduled_tokens
+        for name, count in counts.items():
+            request, table = requests[name], self._table(name)
+            for position in range(starts[name], starts[name] + count):
+                content = Content(request, position, position, None)
+                self._write(table[position // self._size], position % self._size, content)
+        if self._fails:
+            return
+        for name, count in counts.items():
+            self._verify(requests[name], starts[name], count)
+        self._check_cached()
+
+    def _copy(self, load: Any) -> None:
+        for source, dest, count, delta in load.moves.tolist():
+            for offset in range(count):
+                block, slot = divmod(source + offset, self._size)
+                content = self._slots[block][slot]
+                assert content is not None, f"slot {source + offset} is copied, nobody wrote it"
+                exact = content.exact and delta == 0
+                moved = Content(content.request, content.at, content.position + delta, exact)
+                block, slot = divmod(dest + offset, self._size)
+                self._write(block, slot, moved)
+            if delta:
+                self.num_moved += count
+            else:
+                self.num_exact_copies += count
+
+    def _write(self, block: int, slot: int, content: Content) -> None:
+        before = self._slots[block][slot]
+        # Where copies fail on purpose, vLLM computes what it had counted on.
+        again = before is not None and not self._fails
+        assert not again, f"slot {slot} of block {block} is written twice"
+        assert self._engine.pool.blocks[block].ref_cnt > 0, f"block {block} is written, and free"
+        self._slots[block][slot] = content
+
+    def _verify(self, request: Request, start: int, count: int) -> None:
+        table = self._table(request.request_id)
+        name, space = request.request_id, _space(request)
+        first = self._verified.get(name, 0)
+        exact = first == 0 or bool(self._at(table, first - 1).exact)
+        allowed = self._may_be_approximate(request)
+        same: dict[int, bool] = {}
+        for position in range(first, start + count):
+            content = self._at(table, position)
+            assert content is not None, f"{name} reads position {position}, nobody wrote it"
+            mine = content.request is request
+            assert content.position == position, (name, position, content.position)
+            if content.exact is None:
+                content.exact = exact
+            if mine and content.at == position:
+                exact = exact and content.exact
+                continue
+            assert content.token == request._all_token_ids[position], (name, position)
+            assert _space(content.request) == space, f"{name} reads another tenant's KV"
+            if content.exact and exact:
+                key = id(content.request)
+                if key not in same or position % self._size == 0:
+                    same[key] = (
+                        content.request._all_token_ids[: position + 1]
+                        == request._all_token_ids[: position + 1]
+                    )
+                exact = same[key]
+            else:
+                exact = False
+            if not exact:
+                assert allowed, f"{name} may not read approximate KV, at {position}"
+                content.exact = False if content.exact is None else content.exact
+        self._verified[name] = start + count
+
+    def _at(self, table: list[int], position: int) -> Content:
+        content = self._slots[table[position // self._size]][position % self._size]
+        assert content is not None, f"position {position} was never written"
+        return content
+
+    def _may_be_approximate(self, request: Request) -> bool:
+        connector = self._engine.scheduler.connector
+        if connector is None or not connector._cleared.approximate:
+            return False
+        said = (request.kv_transfer_params or {}).get("kvtrie", connector._settings.default)
+        return said == "approximate"
+
+    def _check_cached(self) -> None:
+        """Blocks under the hash of their tokens alone hold exact KV of these tokens."""
+        for block, block_hash, request, number in self._cached:
+            if block.block_hash != block_hash or block_hash is None:
+                continue
+            end = (number + 1) * self._size
+            tokens = request._all_token_ids[:end]
+            if get_block_hash(block_hash) != self.plain_hashes(request)[number]:
+                continue
+            for slot, content in enumerate(self._slots[block.block_id]):
+                where = f"block {number} of {request.request_id}, slot {slot}"
+                assert content is not None, f"{where}: cached, and nobody wrote it"
+                assert content.exact, f"{where}: approximate KV under a plain hash"
+                position = number * self._size + slot
+                assert content.position == position, where
+                assert _space(content.request) == _space(request), where
+                assert content.request._all_token_ids[: position + 1] == tokens[: position + 1], (
+                    where
+                )
+        self._cached.clear()
+
+    def plain_hashes(self, request: Request) -> list[bytes]:
+        """What vLLM calls the full blocks of a request that got nothing approximate."""
+        plain = copy.copy(request)
+        plain.block_hashes = []
+        return self._engine.core.request_block_hasher(plain)
+
+    def check_index(self) -> None:
+        """What the index calls exact is exact, and every block it knows holds its tokens."""
+        sources = self._engine.connector.planner.sources
+        for number in sources._hashes:
+            if sources.is_stale(number):
+                continue
+            assert all(content is not None for content in self._slots[number]), number

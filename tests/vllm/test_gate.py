@@ -1,0 +1,130 @@
+"""A gate file counts for the checkpoint that was measured, as vLLM serves it, and for no other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+import kvtrie
+from kvtrie import _checkpoint, gates
+from kvtrie.calibrate import shipped
+from kvtrie.integrations.vllm import _gate
+from kvtrie.integrations.vllm._settings import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FIGURES = gates.Figures(
+    "one turn",
+    positions=900,
+    kl_mean=0.01,
+    kl_p99=0.2,
+    top1=0.99,
+    questions=500,
+    right_full=495,
+    lost=0,
+    gained=0,
+    exact=700,
+    moved=200,
+    computed=100,
+)
+ROTATED = kvtrie.ReusePolicy(approximate=True, min_run=16)
+MODEL = shipped.model_path("gqa")
+
+
+def gate(path: Path, **changes: Any) -> str:
+    measured = gates.Measured("rotated", ROTATED, (FIGURES,))
+    fields: dict[str, Any] = {"checkpoint": _checkpoint.digest(MODEL)} | changes
+    gates.Gate("gqa@1", "bfloat16", "{}", gates.Thresholds(), (measured,), "talk", **fields).write(
+        path
+    )
+    return str(path)
+
+
+def served(model: Path = MODEL, **options: Any) -> Any:
+    given: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "bfloat16"} | options
+    return EngineArgs(model=str(model), **given).create_engine_config()
+
+
+def cleared(path: str, config: Any, **policy: Any) -> kvtrie.ReusePolicy:
+    return _gate.cleared(Settings.read({"gate": path, "policy": policy}), config)
+
+
+def test_gate_of_the_served_directory_clears_what_was_measured(tmp_path: Path) -> None:
+    path = gate(tmp_path / "gate.json")
+    config = served()
+    # Nothing said means runs of 16, which were measured.
+    assert cleared(path, config) == kvtrie.ReusePolicy(approximate=True)
+    assert cleared(path, config, min_run=8) == kvtrie.EXACT_ONLY
+    assert cleared(path, config, max_hops=2) == kvtrie.EXACT_ONLY
+    more = {"recompute_first": 4, "forbid_kinds": ["reasoning"]}
+    assert cleared(path, config, **more).forbid_kinds == ("reasoning",)
+    # Where the directory lies does not matter.
+    copy = tmp_path / "copy"
+    shutil.copytree(MODEL, copy)
+    assert cleared(path, served(copy)).approximate
+
+
+def refused(path: str, config: Any, why: str) -> None:
+    with pytest.raises(gates.GateMismatchError, match=why) as caught:
+        cleared(path, config)
+    assert "kvtrie calibrate" in str(caught.value)
+
+
+def test_gate_of_another_model_is_refused_with_the_fix(tmp_path: Path) -> None:
+    path = gate(tmp_path / "gate.json")
+    refused(path, served(shipped.model_path("partial")), "measured with checkpoint")
+    copy = tmp_path / "copy"
+    shutil.copytree(MODEL, copy)
+    raw = bytearray((copy / "model.safetensors").read_bytes())
+    raw[-1] ^= 1  # what a fine-tuning changes, at its least
+    (copy / "model.safetensors").write_bytes(raw)
+    refused(path, served(copy), "measured with checkpoint")
+
+
+def test_gate_without_a_digest_is_refused(tmp_path: Path) -> None:
+    refused(gate(tmp_path / "gate.json", checkpoint=None), served(), "with checkpoint None")
+
+
+def test_other_weights_than_those_of_the_directory_are_refused(tmp_path: Path) -> None:
+    path = gate(tmp_path / "gate.json")
+    refused(path, served(load_format="dummy"), "load_format='dummy'")
+    config = served()
+    config.model_config.quantization = "fp8"
+    refused(path, config, r"quantises the weights itself \(fp8\)")
+    refused(path, served(dtype="float32"), "kv_dtype 'bfloat16', not 'float32'")
+
+
+def test_other_rope_settings_are_refused(tmp_path: Path) -> None:
+    path = gate(tmp_path / "gate.json")
+    harmless = {"max_position_embeddings": 2048}
+    assert cleared(path, served(hf_overrides=harmless)).approximate
+    config = json.loads((MODEL / "config.json").read_text())
+    rope = dict(config["rope_parameters"]) | {"rope_theta": 12345.0}
+    refused(path, served(hf_overrides={"rope_parameters": rope}), "hf_overrides")
+
+
+def test_gate_that_cannot_be_read_is_refused_with_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(gates.GateError, match=r"No such file.*kvtrie calibrate"):
+        cleared(str(tmp_path / "none.json"), served())
+    (tmp_path / "gate.json").write_text("{}")
+    with pytest.raises(gates.GateError, match="'format' is missing"):
+        cleared(str(tmp_path / "gate.json"), served())
+
+
+def test_a_model_that_is_not_there_cannot_be_identified(tmp_path: Path) -> None:
+    config = served()
+    config.model_config.model = "nobody/nothing"
+    refused(gate(tmp_path / "gate.json"), config, "not in the cache of the hub")
+
+
+def test_gate_does_not_speak_of_adapters(tmp_path: Path) -> None:
+    settings = Settings.read({"gate": gate(tmp_path / "gate.json")})
+    assert _gate.covers(settings, None)
+    assert not _gate.covers(settings, "lora-a")
+    assert _gate.covers(Settings.read({"gate": "unchecked"}), "lora-a")
+    assert _gate.covers(Settings.read({}), "lora-a")

@@ -1,0 +1,127 @@
+"""Modes of vLLM that the connector supports, each in a real engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.vllm.engine import Engine
+
+RNG = random.Random(3)
+APPROXIMATE = {"gate": "unchecked"}
+
+
+def ids(count: int) -> list[int]:
+    return [RNG.randrange(3, 500) for _ in range(count)]
+
+
+HEAD, THOUGHT, ANSWER, MORE = ids(200), ids(160), ids(150), ids(40)
+EDITED = HEAD + ANSWER + MORE
+
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+
+
+def alone(model: Path, settings: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
+    """What an engine in a process of its own says."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tests.vllm.alone"),
+            *(str(model), json.dumps(settings), json.dumps(options)),
+        ],
+        cwd=Path(__file__).parents[2],
+        # Ranks share the cores of this machine, which may have one memory node alone.
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith('{"said"'))
+    said: dict[str, Any] = json.loads(line)
+    return said
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"speculative_config": DRAFTS}, {"tensor_parallel_size": 2}],
+    ids=["ngrams", "tensor-parallel"],
+)
+def test_drafts_and_ranks_change_nothing(llama: Path, options: dict[str, Any]) -> None:
+    plain, exact, moving = (alone(llama, one, **options) for one in (None, {}, APPROXIMATE))
+    assert plain["said"] == exact["said"]
+    assert plain["last"] == exact["last"]
+    # What drafts have left in rejected slots is not among what is reused.
+    assert moving["cached"] > 300 > plain["cached"]
+
+
+def test_reset_forgets_all(engine: Callable[..., Engine]) -> None:
+    e = engine(connector=APPROXIMATE)
+    e.ask(HEAD + THOUGHT + ANSWER)
+    assert len(e.connector.planner.sources) > 0
+    # vLLM tells the pool, the pool tells who reads its blocks: the connector need not be told.
+    assert e.llm.reset_prefix_cache()
+    assert len(e.connector.planner.sources) == 0
+    assert e.ask(EDITED).num_cached == 0
+
+
+@pytest.mark.parametrize("gaps", [False, True], ids=["vllm", "kvtrie"])
+def test_reset_under_running_requests(engine: Callable[..., Engine], gaps: bool) -> None:
+    e = engine(connector=APPROXIMATE, gaps=gaps, max_num_batched_tokens=64)
+    islands = [ids(100) for _ in range(4)]
+    e.ask([one for island in islands for one in island])
+    prompt = islands[0] + ids(70) + islands[2] + ids(70) + islands[3] + ids(5)
+    name = e.add(prompt, max_tokens=4)
+    e.step()
+    e.step()
+    assert e.is_busy
+    assert e.llm.llm_engine.engine_core.reset_prefix_cache(reset_running_requests=True)
+    e.drain()
+    plain = engine(connector={"gate": None}).ask(prompt, max_tokens=4)
+    assert e.answers[name].tokens == plain.tokens
+
+
+def test_abort_at_every_step_gives_back_all(engine: Callable[..., Engine]) -> None:
+    e = engine(connector=APPROXIMATE, gaps=True, max_num_batched_tokens=64)
+    islands = [ids(100) for _ in range(4)]
+    e.ask([one for island in islands for one in island])
+    for steps in range(8):
+        prompt = islands[0] + ids(70) + islands[2] + ids(70) + islands[3] + ids(5)
+        name = e.add(prompt, max_tokens=4)
+        for _ in range(steps):
+            e.step()
+        e.abort([name])
+        e.drain()
+        e.check_idle()
+
+
+def test_preemption_changes_nothing(engine: Callable[..., Engine]) -> None:
+    prompts = [ids(100) for _ in range(5)]
+    said: list[Any] = []
+    for connector in (None, {}, APPROXIMATE):
+        # Five requests that grow to 260 tokens each do not fit into 24 blocks of 32.
+        e = engine(connector=connector, blocks=25, max_model_len=512)
+        names = [e.add(prompt, max_tokens=160) for prompt in prompts]
+        e.drain()
+        said.append([e.answers[name].tokens for name in names])
+    assert said[0] == said[1] == said[2]
+
+
+def test_sleep_forgets_all(engine: Callable[..., Engine]) -> None:
+    e = engine(connector=APPROXIMATE)
+    e.ask(HEAD + THOUGHT + ANSWER)
+    # What vLLM does to the cache before the memory goes away; the CPU backend keeps its memory.
+    e.core.pause_scheduler(mode="abort", clear_cache=True)
+    assert len(e.connector.planner.sources) == 0
+    e.core.resume_scheduler()
+    assert e.ask(EDITED).num_cached == 0

@@ -1,0 +1,114 @@
+"""What is reused, by whom, and what never is."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from tests.vllm.conftest import APPROXIMATE
+from tests.vllm.engine import BLOCK
+from vllm.v1.core.kv_cache_utils import get_block_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.vllm.engine import Engine
+
+
+def words(count: int, seed: int) -> list[int]:
+    """Random ids."""
+    return random.Random(seed).choices(range(3, 500), k=count)
+
+
+QUESTION, THOUGHT, ANSWER, NEXT = words(200, 1), words(160, 2), words(150, 3), words(40, 4)
+
+
+def test_a_deleted_thought_costs_no_prompt(engine: Callable[..., Engine]) -> None:
+    vllm = engine(connector=APPROXIMATE)
+    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    assert vllm.computed_for(QUESTION + ANSWER + NEXT) <= len(NEXT) + 1
+    assert vllm.counts["tokens_moved"] == len(ANSWER)
+
+
+def test_the_next_turn_hits_what_the_last_moved(engine: Callable[..., Engine]) -> None:
+    vllm = engine(connector=APPROXIMATE)
+    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    edited = QUESTION + ANSWER + NEXT
+    said = vllm.ask(edited).tokens
+    again = edited + said + words(20, 5)
+    # What lies behind the last whole block was said after its prompt, in no cached block.
+    tail = len(edited + said) % BLOCK
+    assert vllm.computed_for(again) <= 20 + tail
+
+
+def test_a_plain_request_hits_nothing_approximate(engine: Callable[..., Engine]) -> None:
+    vllm = engine(connector=APPROXIMATE)
+    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    edited = QUESTION + ANSWER + NEXT
+    vllm.ask(edited)
+    answer = vllm.ask(edited, mode="exact")
+    # Its own exact hit, and the copied rest of the block in which the prompts part.
+    assert answer.num_cached == len(QUESTION)
+    plain = engine()
+    assert plain.ask(edited).tokens == answer.tokens
+
+
+def test_two_turns_of_one_conversation_at_once(engine: Callable[..., Engine]) -> None:
+    vllm = engine(connector=APPROXIMATE)
+    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    edited = QUESTION + ANSWER + NEXT
+    names = [vllm.add(edited), vllm.add(edited), vllm.add(edited + words(60, 6))]
+    vllm.drain()
+    first, second, _ = (vllm.answers[name] for name in names)
+    assert first.tokens == second.tokens
+
+
+def test_blocks_that_became_known_while_a_request_waited(engine: Callable[..., Engine]) -> None:
+    # One request at a time: the second arrives before the first's approximate blocks are known,
+    # and is admitted after.
+    vllm = engine(connector=APPROXIMATE, max_num_seqs=1)
+    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    edited = QUESTION + ANSWER + NEXT
+    names = [vllm.add(edited), vllm.add(edited), vllm.add(edited + words(60, 6))]
+    vllm.drain()
+    first, second, _ = (vllm.answers[name] for name in names)
+    assert first.tokens == second.tokens
+
+
+def evict(vllm: Engine, tokens: list[int]) -> None:
+    """Let vLLM forget the cached blocks of some tokens, as it does when it needs the room."""
+    hashes = vllm.plain_hashes(tokens)
+    gone = {
+        block.block_id
+        for block in vllm.pool.blocks
+        if block.block_hash is not None and get_block_hash(block.block_hash) in hashes
+    }
+    assert gone
+    vllm.pool.evict_blocks(gone)
+
+
+def preempt(vllm: Engine, name: str) -> None:
+    """Preempt a running request, as vLLM does when it is short of blocks."""
+    request = vllm.request(name)
+    vllm.scheduler.running.remove(request)
+    vllm.scheduler._preempt_request(request, 0.0)
+
+
+def test_a_lineage_begins_earlier_when_the_exact_prefix_is_gone(
+    engine: Callable[..., Engine],
+) -> None:
+    # Admitted once with an exact prefix, preempted, and admitted again when that prefix has been
+    # evicted, so that approximate KV begins earlier than before.
+    vllm = engine(connector=APPROXIMATE)
+    moved, filler, prefix = words(128, 7), words(64, 8), words(128, 9)
+    vllm.ask(filler + prefix + moved)  # both lie here, at other positions
+    vllm.ask(prefix, mode="exact")
+    prompt = prefix + moved + NEXT
+    name = vllm.add(prompt, max_tokens=40)
+    for _ in range(4):
+        vllm.step()
+    preempt(vllm, name)
+    evict(vllm, prefix)
+    vllm.drain()
+    assert vllm.answers[name].finished
+    assert vllm.ask(prompt, mode="exact").num_cached < BLOCK

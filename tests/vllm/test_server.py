@@ -1,0 +1,127 @@
+"""The OpenAI-compatible server, streaming, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.vllm.engine import SCHEDULER, connector_config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def address(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where a server with connector and scheduler listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(llama)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init"]
+    command += ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
+    command += ["--max-model-len", "4096", "--num-gpu-blocks-override", "200"]
+    command += ["--kv-transfer-config", json.dumps(connector_config(gate="unchecked"))]
+    command += ["--scheduler-cls", SCHEDULER]
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+        try:
+            base = f"http://127.0.0.1:{port}"
+            for _ in range(240):
+                if process.poll() is not None:
+                    pytest.fail(f"the server ended:\n{log.read_text()[-3000:]}")
+                try:
+                    urllib.request.urlopen(f"{base}/health", timeout=2)  # noqa: S310 - our own
+                    break
+                except OSError:
+                    time.sleep(1)
+            else:
+                pytest.fail(f"the server does not answer:\n{log.read_text()[-3000:]}")
+            yield base
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def stream(address: str, prompt: list[int], **more: Any) -> list[dict[str, Any]]:
+    """The events of one streamed completion."""
+    body = {
+        "model": more.pop("model"),
+        "prompt": prompt,
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        **more,
+    }
+    request = urllib.request.Request(  # noqa: S310 - our own
+        f"{address}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:  # noqa: S310
+        lines = [line.decode().strip() for line in response]
+    return [
+        json.loads(line.removeprefix("data: "))
+        for line in lines
+        if line.startswith("data: ") and line != "data: [DONE]"
+    ]
+
+
+def said(events: list[dict[str, Any]]) -> list[int]:
+    """The tokens of a streamed completion."""
+    return [
+        token
+        for event in events
+        for choice in event["choices"]
+        for token in choice.get("token_ids") or ()
+    ]
+
+
+def metric(address: str, name: str) -> float:
+    """A counter of the server's metrics."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as response:  # noqa: S310
+        text = response.read().decode()
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in text.splitlines()
+        if line.startswith(f"vllm:kvtrie_{name}_total")
+    )
+
+
+def test_an_edited_history_is_streamed(address: str, llama: Path) -> None:
+    rng = random.Random(1)
+    question, thought, answer, more = (rng.choices(range(3, 500), k=n) for n in (200, 160, 150, 40))
+    model = str(llama)
+    stream(address, question + thought + answer, model=model)
+    edited = question + answer + more
+    first = said(stream(address, edited, model=model))
+    assert len(first) == 8
+    assert metric(address, "tokens_moved") == len(answer)
+    plain = {"kv_transfer_params": {"kvtrie": "exact"}}
+    exact = said(stream(address, edited, model=model, **plain))
+    assert len(exact) == 8
+    assert metric(address, "tokens_moved") == len(answer)
+    assert said(stream(address, edited, model=model, **plain)) == exact
+    # What has become exact is exact for everybody.
+    assert said(stream(address, edited, model=model)) == exact

@@ -1,0 +1,66 @@
+"""What is refused at start-up, with a sentence that says what to change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.vllm.conftest import APPROXIMATE
+from tests.vllm.engine import SCHEDULER, Engine
+
+import vllm
+from kvtrie.integrations.vllm import _support
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.vllm.conftest import _Engines
+
+
+def refused(engines: _Engines, model: Path, **options: Any) -> str:
+    engines.close()
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - vLLM may wrap what the connector raises
+        Engine(model, **options)
+    messages, error = [], caught.value
+    while error is not None:
+        messages.append(str(error))
+        error = error.__cause__ or error.__context__
+    from vllm.distributed.kv_transfer import kv_transfer_state  # noqa: PLC0415
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # noqa: PLC0415
+
+    kv_transfer_state.ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+    return "\n".join(messages)
+
+
+def test_an_unknown_key(engines: _Engines, llama: Path) -> None:
+    said = refused(engines, llama, connector={"gates": "unchecked"})
+    assert "unknown key 'gates'; did you mean 'gate'?" in said
+
+
+def test_a_gate_file_that_is_not_there(engines: _Engines, llama: Path, tmp_path: Path) -> None:
+    assert "gate.json" in refused(engines, llama, connector={"gate": str(tmp_path / "gate.json")})
+
+
+def test_a_vllm_that_was_not_tested(
+    engines: _Engines, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_support, "vllm_version", "0.99.0")
+    said = refused(engines, llama, connector=APPROXIMATE)
+    assert "vLLM 0.99.0 is not among the tested versions" in said
+    assert vllm.__version__.startswith(_support.TESTED)
+
+
+def test_no_prefix_caching(engines: _Engines, llama: Path) -> None:
+    said = refused(engines, llama, connector=APPROXIMATE, enable_prefix_caching=False)
+    assert "--enable-prefix-caching" in said
+
+
+def test_the_scheduler_without_the_connector(engines: _Engines, llama: Path) -> None:
+    assert "--scheduler-cls" in refused(engines, llama, scheduler_cls=SCHEDULER)
+
+
+def test_mla_on_a_backend_that_caches_no_prefixes(engines: _Engines, deepseek: Path) -> None:
+    # vLLM's CPU backend turns prefix caching off for MLA, whatever is asked.
+    said = refused(engines, deepseek, connector=APPROXIMATE, max_model_len=1024)
+    assert "prefix caching is off" in said

@@ -1,0 +1,148 @@
+"""What the connector does not support is refused when vLLM starts, with the reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from kvtrie.calibrate import shipped
+from kvtrie.integrations.vllm import _support
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SIZES: dict[str, Any] = {
+    "block_size": 32,
+    "num_kv_heads": 2,
+    "head_size": 32,
+    "dtype": torch.float32,
+}
+
+
+def full(**more: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(**SIZES, **more)
+
+
+def groups(*specs: Any, **more: Any) -> KVCacheConfig:
+    made = [KVCacheGroupSpec([f"layer.{at}"], spec, **more) for at, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=made)
+
+
+@pytest.fixture(scope="module")
+def served() -> Any:
+    options = {"skip_tokenizer_init": True, "dtype": "float32"}
+    return EngineArgs(model=str(shipped.model_path("gqa")), **options).create_engine_config()
+
+
+@pytest.fixture
+def config(served: Any) -> Any:
+    """The parts that are asked, so that a test can say something else of each."""
+    names = ("cache_config", "parallel_config", "speculative_config")
+    parts = {name: getattr(served, name) for name in names}
+    parallel = dict(vars(parts["parallel_config"]))
+    return SimpleNamespace(
+        **parts
+        | {
+            "cache_config": SimpleNamespace(**vars(parts["cache_config"])),
+            "parallel_config": SimpleNamespace(**parallel),
+        }
+    )
+
+
+def test_full_attention_is_supported(config: Any) -> None:
+    _support.check(config, groups(full()))
+    latent = SIZES | {"num_kv_heads": 1, "head_size": 576}
+    _support.check(config, groups(MLAAttentionSpec(**latent)))
+
+
+def change(part: str, name: str, value: object) -> Callable[[Any], None]:
+    return lambda config: setattr(getattr(config, part), name, value)
+
+
+def speculate(method: str) -> Callable[[Any], None]:
+    return lambda config: setattr(config, "speculative_config", SimpleNamespace(method=method))
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        (change("cache_config", "enable_prefix_caching", False), "--enable-prefix-caching"),
+        (change("cache_config", "cache_dtype", "fp8"), "--kv-cache-dtype fp8 is none of auto"),
+        (change("parallel_config", "decode_context_parallel_size", 2), "set decode_context_par"),
+        (change("parallel_config", "prefill_context_parallel_size", 2), "set prefill_context_p"),
+        (change("parallel_config", "pipeline_parallel_size", 2), "tensor parallelism is supp"),
+        (speculate("eagle"), "'eagle' keeps KV of its own"),
+        (speculate("mtp"), "'mtp' keeps KV of its own"),
+        (speculate("draft_model"), "'draft_model' keeps KV of its own"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_configuration_is_refused(config: Any, changed: Callable[[Any], None], why: str) -> None:
+    changed(config)
+    with pytest.raises(_support.UnsupportedError, match=why):
+        _support.check(config, groups(full()))
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_without_kv_and_tensor_parallelism_are_supported(config: Any, method: str) -> None:
+    speculate(method)(config)
+    config.parallel_config.tensor_parallel_size = 4
+    config.parallel_config.data_parallel_size = 2
+    _support.check(config, groups(full()))
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (groups(full(), SlidingWindowSpec(**SIZES, sliding_window=64)), "2 groups of KV blocks"),
+        (groups(SlidingWindowSpec(**SIZES, sliding_window=64)), "SlidingWindowSpec"),
+        (groups(ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)), "ChunkedLocal"),
+        (groups(MambaSpec(32, ((4,),), (torch.float32,))), "MambaSpec"),
+        (groups(full(sliding_window=64)), "sliding window of 64"),
+        (groups(full(attention_chunk_size=64)), "chunked attention"),
+        (groups(full(non_causal=True)), "not causal"),
+        (groups(full(), is_eagle_group=True), "turn speculative decoding off"),
+    ],
+    ids=["hybrid", "window", "chunked", "state-space", "hidden", "local", "encoder", "draft"],
+)
+def test_kv_of_another_kind_is_refused(config: Any, found: KVCacheConfig, why: str) -> None:
+    with pytest.raises(_support.UnsupportedError, match=why):
+        _support.check(config, found)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0.0"])
+def test_another_version_is_refused(
+    config: Any, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(_support, "vllm_version", version)
+    with pytest.raises(_support.UnsupportedError, match="not among the tested versions"):
+        _support.check(config, groups(full()))
+
+
+def test_a_pool_that_is_hashed_in_smaller_pieces_is_refused() -> None:
+    pool = BlockPool(8, enable_caching=True, hash_block_size=16)
+    _support.check_pool(pool, 16)
+    with pytest.raises(_support.UnsupportedError, match="hashes 16 tokens of its blocks of 32"):
+        _support.check_pool(pool, 32)
+
+
+def test_a_pool_without_what_is_asked_of_it_is_refused() -> None:
+    pool: Any = SimpleNamespace(
+        hash_block_size=16, touch=len, free_blocks=len, free_block_queue=SimpleNamespace(remove=len)
+    )
+    with pytest.raises(_support.UnsupportedError, match="has no unpin_blocks, prepend_n"):
+        _support.check_pool(pool, 16)
