@@ -158,8 +158,8 @@ test-vllm: $(VLLM_ENV)/.kvtrie ## the vLLM connector in a real engine, on tiny m
 
 .PHONY: bench-vllm
 bench-vllm: $(VLLM_ENV)/.kvtrie ## what the vLLM connector saves on edited histories, and what it costs where nothing is reused
-	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm/edited_histories.py
-	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm/overhead.py
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/edited_histories.py
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/overhead.py
 
 # Counts do not depend on what else the machine does, so they can fail a build where times cannot.
 .PHONY: instructions

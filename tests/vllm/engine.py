@@ -17,10 +17,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.vllm.shadow import Shadow
+from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.request import Request
-
-from vllm import LLM, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
     from kvtrie.integrations.vllm.connector import KvtrieConnector
+    from kvtrie.pool import KVPool
 
 BLOCK = 32
 SCHEDULER = "kvtrie.integrations.vllm.KvtrieScheduler"
@@ -122,12 +122,14 @@ class Engine:
     @property
     def connector(self) -> KvtrieConnector:
         """The scheduler's half."""
-        return self.scheduler.connector
+        half: KvtrieConnector = self.scheduler.connector
+        return half
 
     @property
     def worker(self) -> KvtrieConnector:
         """The worker's half."""
-        return kv_transfer_state.get_kv_transfer_group()
+        half: KvtrieConnector = kv_transfer_state.get_kv_transfer_group()
+        return half
 
     def _watch_counts(self, half: KvtrieConnector) -> None:
         add = half._counts.add
@@ -136,7 +138,7 @@ class Engine:
             self.counts[name] += count
             add(name, count)
 
-        half._counts.add = counting
+        half._counts.add = counting  # type: ignore[method-assign]
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -200,12 +202,13 @@ class Engine:
         """What vLLM calls the full blocks of these tokens."""
         params = SamplingParams(max_tokens=1)
         hasher = self.core.request_block_hasher
-        return Request("hashed", list(tokens), params, None, block_hasher=hasher).block_hashes
+        request = Request("hashed", list(tokens), params, None, block_hasher=hasher)
+        return [bytes(one) for one in request.block_hashes]
 
     @property
     def is_busy(self) -> bool:
         """Whether a request is unfinished."""
-        return self.llm.llm_engine.has_unfinished_requests()
+        return bool(self.llm.llm_engine.has_unfinished_requests())
 
     def drain(self, limit: int = 20_000) -> None:
         """Step until all is done."""
@@ -268,9 +271,16 @@ class Engine:
             assert not planner._prefilling
             assert not planner._loads
 
+    @property
+    def kv_pool(self) -> KVPool:
+        """The worker's tensors."""
+        copies = self.worker._copies
+        assert copies is not None, "vLLM has registered no KV"
+        return copies.pool
+
     def kv(self, block: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """K and V of one block in all layers."""
-        return self.worker._copies.pool.gather([block], start=0, end=BLOCK)
+        return self.kv_pool.gather([block], start=0, end=BLOCK)
 
     def reset(self) -> None:
         """Forget everything cached."""

@@ -33,7 +33,8 @@ class Content:
     @property
     def token(self) -> int:
         """The token, which is known by the time somebody asks."""
-        return self.request._all_token_ids[self.at]
+        token: int = self.request._all_token_ids[self.at]
+        return token
 
 
 def _space(request: Request) -> tuple[str | None, str | None]:
@@ -64,7 +65,7 @@ class Shadow:
         get, cache, schedule = pool.get_new_blocks, pool.cache_full_blocks, scheduler.schedule
 
         def get_new_blocks(count: int) -> list[KVCacheBlock]:
-            blocks = get(count)
+            blocks: list[KVCacheBlock] = get(count)
             for block in blocks:
                 self._slots[block.block_id] = [None] * self._size
             return blocks
@@ -89,7 +90,8 @@ class Shadow:
         self._fails = expected
 
     def _table(self, request_id: str) -> list[int]:
-        return self._engine.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+        table: list[int] = self._engine.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+        return table
 
     def _follow(self, output: Any) -> None:
         requests = self._engine.scheduler.requests
@@ -170,7 +172,6 @@ class Shadow:
                 exact = False
             if not exact:
                 assert allowed, f"{name} may not read approximate KV, at {position}"
-                content.exact = False if content.exact is None else content.exact
         self._verified[name] = start + count
 
     def _at(self, table: list[int], position: int) -> Content:
@@ -183,7 +184,7 @@ class Shadow:
         if connector is None or not connector._cleared.approximate:
             return False
         said = (request.kv_transfer_params or {}).get("kvtrie", connector._settings.default)
-        return said == "approximate"
+        return bool(said == "approximate")
 
     def _check_cached(self) -> None:
         """Blocks under the hash of their tokens alone hold exact KV of these tokens."""
@@ -210,7 +211,8 @@ class Shadow:
         """What vLLM calls the full blocks of a request that got nothing approximate."""
         plain = copy.copy(request)
         plain.block_hashes = []
-        return self._engine.core.request_block_hasher(plain)
+        hashes: list[bytes] = self._engine.core.request_block_hasher(plain)
+        return hashes
 
     def check_index(self) -> None:
         """What the index calls exact is exact, and every block it knows holds its tokens."""

@@ -199,7 +199,7 @@ def test_a_copy_that_fails_is_computed(
     if where == "planning":
         monkeypatch.setattr(vllm.connector.planner, "_moves", fail)
     else:
-        monkeypatch.setattr(vllm.worker._copies.pool, "apply", fail)
+        monkeypatch.setattr(vllm.kv_pool, "apply", fail)
     vllm.shadow.expect_failures()
     answer = vllm.ask(prompt, mode=mode)
     monkeypatch.undo()
@@ -254,6 +254,7 @@ def test_every_cached_block_holds_what_the_model_computes(
                     continue
                 num_seen += 1
                 mine_k, mine_v = vllm.kv(block.block_id)
+                assert mine_v is not None
                 where = slice(number * BLOCK, (number + 1) * BLOCK)
                 assert (mine_k - k[:, where]).abs().max() < 1e-3
                 assert (mine_v - v[:, where]).abs().max() < 1e-3

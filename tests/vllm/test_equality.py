@@ -55,7 +55,8 @@ def test_copied_kv_is_what_the_reference_makes_of_it(
 ) -> None:
     vllm = engine(connector=APPROXIMATE)
     vllm.ask(QUESTION + THOUGHT + ANSWER)
-    pool = vllm.worker._copies.pool
+    pool = vllm.kv_pool
+    tensors = list(pool.k), [v for v in pool.v if v is not None]
     apply = pool.apply
     num_seen = 0
 
@@ -65,13 +66,13 @@ def test_copied_kv_is_what_the_reference_makes_of_it(
 
     def checked(moves: Any) -> Any:
         nonlocal num_seen
-        before = [[view.clone() for view in side] for side in (pool.k, pool.v)]
+        before = [[view.clone() for view in side] for side in tensors]
         event = apply(moves)
         untouched = torch.ones(pool.k[0].shape[:2], dtype=torch.bool)
         for source, dest, count, delta in moves.tolist():
             block, at = divmod(dest, pool.k[0].shape[1])
             untouched[block, at : at + count] = False
-            for layer, (k, v) in enumerate(zip(pool.k, pool.v, strict=True)):
+            for layer, (k, v) in enumerate(zip(*tensors, strict=True)):
                 wanted = rows(before[0][layer], source, count)
                 got = rows(k, dest, count)
                 assert (turned(wanted, delta) - got).abs().max() < 1e-5
@@ -79,7 +80,7 @@ def test_copied_kv_is_what_the_reference_makes_of_it(
                     assert torch.equal(wanted, got)
                 assert torch.equal(rows(before[1][layer], source, count), rows(v, dest, count))
             num_seen += count
-        for old, new in zip(before, (pool.k, pool.v), strict=True):
+        for old, new in zip(before, tensors, strict=True):
             for one, two in zip(old, new, strict=True):
                 assert torch.equal(one[untouched], two[untouched])
         return event

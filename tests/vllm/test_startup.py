@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import vllm
 from tests.vllm.conftest import APPROXIMATE
 from tests.vllm.engine import SCHEDULER, Engine
 
-import vllm
 from kvtrie.integrations.vllm import _support
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ def refused(engines: _Engines, model: Path, **options: Any) -> str:
     engines.close()
     with pytest.raises(Exception) as caught:  # noqa: PT011 - vLLM may wrap what the connector raises
         Engine(model, **options)
-    messages, error = [], caught.value
+    messages: list[str] = []
+    error: BaseException | None = caught.value
     while error is not None:
         messages.append(str(error))
         error = error.__cause__ or error.__context__

@@ -61,8 +61,8 @@ class Copies:
                 continue
             try:
                 self.pool.apply(load.moves)
-            except Exception:
-                _LOG.exception("kvtrie: a copy failed; its %d blocks are computed", len(load.blocks))
+            except Exception:  # noqa: BLE001 - whatever it is, vLLM can still compute
+                _LOG.exception("kvtrie: a copy failed; vLLM computes %d blocks", len(load.blocks))
                 self._failed.update(load.blocks)
 
     def take_failed(self) -> set[int]:

@@ -60,7 +60,7 @@ def join(request: Request, blocks: Sequence[KVCacheBlock]) -> int | None:
             last = number
     if first is None:
         return None
-    own = [get_block_hash(block.block_hash) for block in blocks[first : last + 1] if block.block_hash]
-    hashes[first:] = own
+    labelled = blocks[first : last + 1]
+    hashes[first:] = [get_block_hash(one.block_hash) for one in labelled if one.block_hash]
     request.update_block_hashes()
     return first

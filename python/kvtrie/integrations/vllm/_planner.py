@@ -171,7 +171,8 @@ class Planner:
         self, request: Request, live: Live, plan: ReusePlan, num_local: int
     ) -> tuple[Range, list[Range]]:
         """The tokens that follow vLLM's hit, and the islands behind gaps."""
-        end, islands, gap = num_local, [], False
+        islands: list[Range] = []
+        end, gap = num_local, False
         is_plain = live.exact_until is None
         for segment in plan.segments.tolist():
             start, stop, kind = segment[0], segment[1], segment[4]
@@ -216,7 +217,7 @@ class Planner:
             live.becomes_approximate(first, int(inside["hops"].max()))
 
     def allocated(self, request: Request, num_external: int) -> None:
-        """vLLM has given the request its blocks.
+        """Take note that vLLM has given the request its blocks.
 
         Args:
             request: vLLM's request.
@@ -235,9 +236,7 @@ class Planner:
         if num_external and end - start == num_external:
             self._load(request, live, pending.plan, start, end)
 
-    def _load(
-        self, request: Request, live: Live, plan: ReusePlan, start: int, end: int
-    ) -> None:
+    def _load(self, request: Request, live: Live, plan: ReusePlan, start: int, end: int) -> None:
         """Have the tokens of a range copied, which vLLM counts on from now on.
 
         What cannot be said is reported by the workers as a copy that failed: vLLM computes it.
@@ -246,7 +245,7 @@ class Planner:
         blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
         try:
             moves = self._moves(plan, ids, start, end)
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, vLLM can still compute
             _LOG.exception("kvtrie: request %s computes what was planned", request.request_id)
             self._counts.add("errors")
             self._loads.append(Load(None, blocks))
@@ -260,9 +259,7 @@ class Planner:
             if count:
                 live.used.append((max(segment[0], start), min(segment[1], end), is_moved))
 
-    def _moves(
-        self, plan: ReusePlan, ids: Sequence[int], start: int, end: int
-    ) -> NDArray[np.void]:
+    def _moves(self, plan: ReusePlan, ids: Sequence[int], start: int, end: int) -> NDArray[np.void]:
         table = np.zeros(len(plan.blocks) + plan.num_new_blocks, np.int32)
         table[: len(ids)] = ids[: len(table)]
         moves = plan.moves(table, start=start, end=end)
@@ -318,13 +315,13 @@ class Planner:
             self._offer_prompts()
         loads, self._loads = self._loads, []
         if loads:
-            # vLLM sets this for what `match` promised alone, and copies after the forward pass where
-            # it is not set: too late for islands.
+            # vLLM sets this for what `match` promised alone, and copies after the forward pass
+            # where it is not set: too late for islands.
             output.has_sync_kv_loads = True
         return StepMetadata(loads)
 
     def preempted(self, request_id: str) -> None:
-        """vLLM has taken a request's blocks: let go of its sources, which it may need as well."""
+        """Let go of the sources of a request whose blocks vLLM has taken: it may need these too."""
         live = self._live.get(request_id)
         if live is not None:
             self._drop_pending(request_id, live)
@@ -383,7 +380,7 @@ class Planner:
                 live.is_offered = True
                 try:
                     self._offer(request, live, self._manager.get_block_ids(request_id)[0])
-                except Exception:
+                except Exception:  # noqa: BLE001 - whatever it is, vLLM can go on alone
                     _LOG.exception("kvtrie: request %s goes on without kvtrie", request_id)
                     self._counts.add("errors")
                     self.abandon(request_id)
@@ -402,9 +399,7 @@ class Planner:
             spans = live.reading.finish(live.seq, complete=is_complete)
         else:
             spans = live.new_spans()
-        self.sources.offer(
-            live.seq, block_ids, num_computed=done, source=live.source, spans=spans
-        )
+        self.sources.offer(live.seq, block_ids, num_computed=done, source=live.source, spans=spans)
 
     def _count_prompt(self, request: Request, live: Live) -> None:
         """Count, once, where the KV of a request's prompt came from."""

@@ -76,8 +76,8 @@ class Sources:
 
         Args:
             seq: The tokens.
-            block_ids: vLLM's table, the block of position 0 first. Blocks behind the first that vLLM
-                has not cached are not taken.
+            block_ids: vLLM's table, the block of position 0 first. Blocks behind the first that
+                vLLM has not cached are not taken.
             num_computed: Tokens whose KV is written.
             source: How exact it is.
             spans: What the tokens are.
@@ -118,11 +118,9 @@ class Sources:
         for number in done.freed.tolist():
             self._hashes.pop(number, None)
         backing = done.blocks
-        taken = [
-            block
-            for block, now in zip(blocks[start : start + len(backing)], backing.tolist(), strict=True)
-            if block.block_id == now
-        ]
+        offered = blocks[start : start + len(backing)]
+        pairs = zip(offered, backing.tolist(), strict=True)
+        taken = [block for block, now in pairs if block.block_id == now]
         for block in taken:
             if block.block_hash is not None:
                 self._hashes[block.block_id] = block.block_hash
@@ -163,7 +161,7 @@ class Sources:
         return gone, done.kept.tolist()
 
     def blocks(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
-        """vLLM's records of these blocks."""
+        """Look up vLLM's records of these blocks."""
         return [self._pool.blocks[number] for number in block_ids]
 
     def is_stale(self, number: int) -> bool:
@@ -185,4 +183,4 @@ class Sources:
 
 def used_by(plan: ReusePlan) -> list[int]:
     """The blocks that a plan uses in place or copies from, each once."""
-    return np.union1d(plan.blocks, plan.source_blocks).tolist()
+    return [int(number) for number in np.union1d(plan.blocks, plan.source_blocks)]

@@ -103,7 +103,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         except SettingsError as error:
             _LOG.warning("kvtrie: request %s: %s", request.request_id, error)
             self._counts.add("requests_refused")
-        except Exception:
+        except Exception:  # noqa: BLE001 - as below: whatever it is, vLLM goes on alone
             self._surprise(request)
 
     def get_num_new_matched_tokens(
@@ -112,12 +112,15 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         """How many tokens behind vLLM's own hit are copied before the forward pass."""
         try:
             return self.planner.match(request, num_computed_tokens), False
-        except Exception:
+        except Exception:  # noqa: BLE001
             self._surprise(request)
             return 0, False
 
     def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+        self,
+        request: Request,
+        blocks: KVCacheBlocks,  # noqa: ARG002 - vLLM's interface
+        num_external_tokens: int,
     ) -> None:
         """Take the blocks that the copies go to."""
         # vLLM counts on the tokens from now on: what fails must be told to the workers.
@@ -139,7 +142,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         """Keep what a request leaves in the cache; vLLM frees its blocks as ever."""
         try:
             self.planner.finish(request, block_ids[0])
-        except Exception:
+        except Exception:  # noqa: BLE001
             self._surprise(request)
         return False, None
 
@@ -164,7 +167,11 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             rotates=self._cleared.approximate,
         )
 
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
+    def start_load_kv(
+        self,
+        forward_context: ForwardContext,  # noqa: ARG002 - vLLM's interface
+        **kwargs: Any,  # noqa: ANN401, ARG002
+    ) -> None:
         """Copy, before the forward pass."""
         metadata = self._get_connector_metadata()
         if self._copies is not None and isinstance(metadata, StepMetadata):

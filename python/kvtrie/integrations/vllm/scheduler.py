@@ -31,12 +31,14 @@ class KvtrieScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
         super().__init__(*args, **kwargs)
         if not isinstance(self.connector, KvtrieConnector):
-            msg = "KvtrieScheduler: the KV connector is not KvtrieConnector: configure it, or leave "
-            msg += "--scheduler-cls out"
+            msg = "KvtrieScheduler: the KV connector is not KvtrieConnector: configure it, or "
+            msg += "leave --scheduler-cls out"
             raise UnsupportedError(msg)
         if self.use_v2_model_runner:
             msg = "KvtrieScheduler: vLLM's model runner V2 does not follow a scheduler that skips "
-            msg += "tokens: start vLLM with VLLM_USE_V2_MODEL_RUNNER=0, or leave --scheduler-cls out"
+            msg += (
+                "tokens: start vLLM with VLLM_USE_V2_MODEL_RUNNER=0, or leave --scheduler-cls out"
+            )
             raise UnsupportedError(msg)
         self._planner: Planner = self.connector.planner
         self._planner.resumes_behind_gaps = True
@@ -54,7 +56,9 @@ class KvtrieScheduler(AsyncScheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """vLLM asks here where a chunk of a prompt ends."""
-        count = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        """End a chunk of a prompt where an island begins; vLLM asks here how long it may be."""
+        count: int = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
         end = self._planner.gap_end(request, num_computed_tokens)
         return count if end is None else min(count, end - num_computed_tokens)
