@@ -5,6 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
+
+from kvtrie._core import LayoutError
 from kvtrie.integrations.vllm._layouts import locate
 from kvtrie.pool import KVPool
 from kvtrie.rope import RopeSpec
@@ -44,8 +49,10 @@ class Copies:
         rotates: bool,
     ) -> None:
         group = kv_cache_config.kv_cache_groups[0]
-        mine = [tensors[name] for name in group.layer_names if name in tensors]
-        views, layout = locate(mine, group.kv_cache_spec)
+        mine = [tensors[name] for name in _in_order(group.layer_names) if name in tensors]
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, group.layer_names)
+        backends = {layer.get_attn_backend().get_name() for layer in layers.values()}
+        views, layout = locate(mine, group.kv_cache_spec, backends)
         rope = rope_of(vllm_config) if rotates else None
         self.pool = KVPool.wrap(views, layout, rope)
         self._failed: set[int] = set()
@@ -69,6 +76,19 @@ class Copies:
         """Blocks whose copies failed since the last call."""
         failed, self._failed = self._failed, set()
         return failed
+
+
+def _in_order(names: Sequence[str]) -> list[str]:
+    """Layers as they come in the model: each may turn its keys in its own way.
+
+    Raises:
+        LayoutError: If a name does not tell.
+    """
+    try:
+        return sorted(names, key=extract_layer_index)
+    except (AssertionError, ValueError) as error:
+        msg = f"KvtrieConnector: the order of the model's layers is not known: {error}"
+        raise LayoutError(msg) from error
 
 
 def rope_of(vllm_config: VllmConfig) -> RopeSpec:

@@ -8,14 +8,30 @@ from kvtrie._core import LayoutError
 from kvtrie.layout import KVLayout
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import torch
     from vllm.v1.kv_cache_interface import AttentionSpec
 
+_CPU: Final = "CPU_ATTN"
+# K's channels and then V's, as vLLM's interface has it. Others split a page in ways of their own:
+# ROCm's into [channels / x, tokens, x], TurboQuant's and NVFP4 into codes and scales.
+_K_THEN_V: Final = (
+    *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"),
+    *("FLASHINFER", "FLEX_ATTENTION"),
+)
+# One latent row a token.
+_LATENT: Final = (
+    *("FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "CUTLASS_MLA", "TRITON_MLA"),
+    "CPU_MLA",
+)
 # Instruction sets for which vLLM's CPU attention keeps each head's K as [channels, tokens].
 _PLAIN_ISAS: Final = ("vec", "vec16")
 
 
-def locate(tensors: list[torch.Tensor], spec: AttentionSpec) -> tuple[object, KVLayout]:
+def locate(
+    tensors: list[torch.Tensor], spec: AttentionSpec, backends: Collection[str]
+) -> tuple[object, KVLayout]:
     """Views of a worker's KV tensors, and the layout that describes them.
 
     Every tensor is ``[blocks, heads, tokens, channels]`` in shape, whatever its physical order;
@@ -26,6 +42,7 @@ def locate(tensors: list[torch.Tensor], spec: AttentionSpec) -> tuple[object, KV
     Args:
         tensors: One a layer, as ``register_kv_caches`` got them.
         spec: What the layers of the group keep.
+        backends: Names of the attention backends that read them.
 
     Returns:
         What to give to `kvtrie.KVPool.wrap`.
@@ -33,12 +50,20 @@ def locate(tensors: list[torch.Tensor], spec: AttentionSpec) -> tuple[object, KV
     Raises:
         LayoutError: If that is not how they lie.
     """
+    k, v = spec.head_size, spec.head_size_v
+    known = (*_K_THEN_V, _CPU) if v else _LATENT
+    for backend in backends:
+        if backend not in known:
+            msg = (
+                f"KvtrieConnector: how attention backend {backend} keeps KV is not known: choose "
+                f"one by --attention-backend (known for this model: {', '.join(known)})"
+            )
+            raise LayoutError(msg)
     first = tensors[0]
     if first.dim() != 4:
         msg = f"KvtrieConnector: KV tensors have the shape {tuple(first.shape)}, not four axes"
         raise LayoutError(msg)
     _, heads, tokens, channels = first.shape
-    k, v = spec.head_size, spec.head_size_v
     if heads != spec.num_kv_heads or channels != k + v:
         msg = (
             f"KvtrieConnector: KV tensors have {heads} heads of {channels} channels, the model "
@@ -47,7 +72,7 @@ def locate(tensors: list[torch.Tensor], spec: AttentionSpec) -> tuple[object, KV
         raise LayoutError(msg)
     axes = "blocks heads tokens (kv dim)" if v else "blocks heads tokens dim"
     located: object = tensors
-    if v and first.device.type == "cpu":
+    if _CPU in backends:
         located = _cpu_pages(tensors, k, v)
         axes = "blocks heads tokens dim"
     layout = KVLayout.from_tensors(

@@ -1,0 +1,105 @@
+"""KV is found where vLLM's attention backends keep it, in every physical order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.vllm.test_equality import turned
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvtrie import LayoutError
+from kvtrie.integrations.vllm._layouts import locate
+from kvtrie.pool import KVPool
+from kvtrie.rope import RopeSpec
+
+LAYERS, BLOCKS, HEADS, TOKENS, DIM = 3, 6, 2, 16, 32
+LATENT, TURNED = 48, 16
+# Seven tokens, into the middle of another block, forty positions to the front.
+MOVES = np.array(
+    [(5, 3 * TOKENS + 9, 7, -40)],
+    [(name, np.int64) for name in ("source_slot", "dest_slot", "num_tokens", "delta")],
+)
+FULL = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32)
+MLA = MLAAttentionSpec(
+    block_size=TOKENS, num_kv_heads=1, head_size=LATENT + TURNED, dtype=torch.float32
+)
+
+
+def tensors(order: KVCacheLayout, heads: int, channels: int) -> list[torch.Tensor]:
+    """One tensor a layer, ``[blocks, heads, tokens, channels]``, as vLLM lays the order out."""
+    shape = (LAYERS, BLOCKS, heads, TOKENS, channels)
+    physical = torch.randn([shape[axis] for axis in order.stride_order])
+    back = [order.stride_order.index(axis) for axis in range(len(shape))]
+    return list(physical.permute(back))
+
+
+def rope(**more: Any) -> RopeSpec:
+    config = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": LAYERS}
+    return RopeSpec.from_config({"rope_theta": 10_000.0, **config, **more})
+
+
+def moved(mine: list[torch.Tensor], spec: Any, backend: str, how: RopeSpec) -> list[torch.Tensor]:
+    """Move, and return the tensors of before as ``[blocks, tokens, heads, channels]``."""
+    before = [one.clone().transpose(1, 2) for one in mine]
+    views, layout = locate(mine, spec, {backend})
+    KVPool.wrap(views, layout, how).apply(MOVES)
+    untouched = torch.ones(BLOCKS, TOKENS, dtype=torch.bool)
+    untouched[3, 9:16] = False
+    for now, old in zip(mine, before, strict=True):
+        assert torch.equal(now.transpose(1, 2)[untouched], old[untouched])
+    return before
+
+
+@pytest.mark.parametrize("order", list(KVCacheLayout), ids=lambda order: order.name)
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"])
+def test_k_and_v_move_in_every_order(order: KVCacheLayout, backend: str) -> None:
+    mine = tensors(order, HEADS, 2 * DIM)
+    before = moved(mine, FULL, backend, rope(model_type="llama"))
+    for now, old in zip(mine, before, strict=True):
+        # As these backends split them.
+        k, v = now.transpose(1, 2).split(DIM, dim=-1)
+        assert (k[3, 9:16] - turned(old[0, 5:12, :, :DIM], -40)).abs().max() < 1e-5
+        assert torch.equal(v[3, 9:16], old[0, 5:12, :, DIM:])
+
+
+@pytest.mark.parametrize("order", list(KVCacheLayout), ids=lambda order: order.name)
+def test_latent_rows_turn_their_end_alone(order: KVCacheLayout) -> None:
+    sizes = {"kv_lora_rank": LATENT, "qk_rope_head_dim": TURNED, "qk_nope_head_dim": 32}
+    how = rope(model_type="deepseek_v3", v_head_dim=32, q_lora_rank=None, **sizes)
+    mine = tensors(order, 1, LATENT + TURNED)
+    before = moved(mine, MLA, "FLASHMLA", how)
+    for now, old in zip(mine, before, strict=True):
+        got, source = now.transpose(1, 2)[3, 9:16], old[0, 5:12]
+        assert torch.equal(got[..., :LATENT], source[..., :LATENT])
+        # vLLM keeps MLA's channels in pairs.
+        halves = torch.cat([source[..., LATENT::2], source[..., LATENT + 1 :: 2]], -1)
+        wanted = turned(halves, -40).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        assert (got[..., LATENT:] - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("backend", "spec", "channels"),
+    [
+        ("ROCM_ATTN", FULL, 2 * DIM),
+        ("ROCM_AITER_FA", FULL, 2 * DIM),
+        ("CUSTOM", FULL, 2 * DIM),
+        ("FLASHMLA_SPARSE", MLA, LATENT + TURNED),
+        ("FLASH_ATTN", MLA, LATENT + TURNED),
+    ],
+)
+def test_a_backend_whose_pages_are_not_known_is_refused(
+    backend: str, spec: Any, channels: int
+) -> None:
+    mine = tensors(KVCacheLayout.LBHNC, spec.num_kv_heads, channels)
+    with pytest.raises(LayoutError, match=f"how attention backend {backend} keeps KV"):
+        locate(mine, spec, {backend})
+
+
+def test_packed_kv_is_refused() -> None:
+    mine = tensors(KVCacheLayout.LBHNC, HEADS, 2 * DIM + 4)
+    with pytest.raises(LayoutError, match=r"68 channels, the model keeps 2 of 32 \+ 32"):
+        locate(mine, FULL, {"TRITON_ATTN"})
