@@ -156,6 +156,10 @@ $(VLLM_ENV)/.kvtrie: $(VLLM_ENV)/.packages target/wheels/.built
 test-vllm: $(VLLM_ENV)/.kvtrie ## the vLLM connector in a real engine, on tiny models (VLLM_FLAGS: more for pytest)
 	$(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm $(VLLM_FLAGS)
 
+.PHONY: soak-vllm
+soak-vllm: $(VLLM_ENV)/.kvtrie ## 2,000 mixed requests in a small pool of a real engine, four times over (a quarter of an hour)
+	KVTRIE_VLLM_SOAK=2000 $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm/test_soak.py -s $(VLLM_FLAGS)
+
 .PHONY: bench-vllm
 bench-vllm: $(VLLM_ENV)/.kvtrie ## what the vLLM connector saves on edited histories, and what it costs where nothing is reused
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python benches/vllm_connector/edited_histories.py
