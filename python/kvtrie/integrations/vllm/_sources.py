@@ -49,7 +49,7 @@ class Sources:
     ) -> None:
         self._pool = pool
         self._block_size = block_size
-        self.index = RadixIndex(
+        self._index = RadixIndex(
             num_blocks=pool.num_gpu_blocks,
             block_size=block_size,
             min_run=policy.min_run or LEAST_RUN,
@@ -57,11 +57,26 @@ class Sources:
             seed=seed,
         )
         self._hashes: dict[int, bytes] = {}
+        # Handed out by the pool since the index was last asked.
+        self._gone: list[int] = []
         self.num_stale = 0
 
     def __len__(self) -> int:
         """Blocks that are known."""
+        self._settle()
         return len(self._hashes)
+
+    @property
+    def index(self) -> RadixIndex:
+        """The index, which has let go of every block that the pool has handed out."""
+        if self._gone:
+            self._settle()
+        return self._index
+
+    @property
+    def has_approximate(self) -> bool:
+        """Whether any block that is known holds approximate KV."""
+        return self.index.stats().approximate > 0
 
     def offer(
         self,
@@ -83,16 +98,17 @@ class Sources:
             spans: What the tokens are.
         """
         num_full = min(num_computed // self._block_size, len(block_ids))
-        blocks = self.blocks(block_ids[:num_full])
-        uncached = (at for at, block in enumerate(blocks) if block.is_null or not block.block_hash)
-        blocks = blocks[: next(uncached, len(blocks))]
+        ids = block_ids[:num_full] if num_full < len(block_ids) else block_ids
         # What the index has in the same blocks already costs nothing more.
-        known = self.index.lookup(seq, touch=False).blocks
-        same = min(len(known), len(blocks))
-        ids = np.fromiter((block.block_id for block in blocks), np.int32, len(blocks))
-        start = int(np.argmin(np.append(known[:same] == ids[:same], False)))
-        if start < len(ids):
-            self._take(seq, blocks, ids, start, num_computed, source)
+        known = self.index.lookup(seq, touch=False).blocks.tolist()
+        start = _num_equal(known, ids)
+        blocks = []
+        for block in self.blocks(ids[start:]):
+            if block.is_null or not block.block_hash:
+                break
+            blocks.append(block)
+        if blocks:
+            self._take(seq, blocks, start, num_computed, source)
         spans = list(spans)
         if spans:
             self.index.tag(seq, spans)
@@ -101,32 +117,33 @@ class Sources:
         self,
         seq: TokenSequence,
         blocks: list[KVCacheBlock],
-        ids: np.ndarray[tuple[int], np.dtype[np.int32]],
         start: int,
         num_computed: int,
         source: ComputedSource | Imported,
     ) -> None:
+        hashes = self._hashes
+        ids = [block.block_id for block in blocks]
         # An id that still stands elsewhere carries another hash by now, or none.
-        self._forget(number for number in ids[start:].tolist() if self.is_stale(number))
+        self._forget([number for number in ids if number in hashes and self.is_stale(number)])
         done = self.index.insert(
             seq,
-            ids[start:],
+            np.array(ids, np.int32),
             num_computed=num_computed,
             start=start * self._block_size,
             source=source,
         )
         for number in done.freed.tolist():
-            self._hashes.pop(number, None)
-        backing = done.blocks
-        offered = blocks[start : start + len(backing)]
-        pairs = zip(offered, backing.tolist(), strict=True)
-        taken = [block for block, now in pairs if block.block_id == now]
-        for block in taken:
+            hashes.pop(number, None)
+        backing = done.blocks.tolist()
+        if backing != ids:
+            pairs = zip(blocks, backing, strict=False)
+            blocks = [block for block, now in pairs if block.block_id == now]
+        for block in blocks:
             if block.block_hash is not None:
-                self._hashes[block.block_id] = block.block_hash
+                hashes[block.block_id] = block.block_hash
         # A reference that is given back at once: the pool will tell when it hands the block out.
-        self._pool.touch(taken)
-        self._pool.unpin_blocks(taken, on_reuse=self._on_reuse)
+        self._pool.touch(blocks)
+        self._pool.unpin_blocks(blocks, on_reuse=self._on_reuse)
 
     def plan(self, seq: TokenSequence, policy: ReusePolicy) -> ReusePlan | None:
         """A plan all of whose blocks may be read now; None where they keep leaving."""
@@ -142,8 +159,9 @@ class Sources:
 
     def reset(self) -> None:
         """Forget every block."""
-        self.index.reset()
+        self._index.reset()
         self._hashes.clear()
+        self._gone.clear()
 
     def remove(
         self, seq: TokenSequence, ranges: Sequence[tuple[int, int]]
@@ -162,7 +180,8 @@ class Sources:
 
     def blocks(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
         """Look up vLLM's records of these blocks."""
-        return [self._pool.blocks[number] for number in block_ids]
+        records = self._pool.blocks
+        return [records[number] for number in block_ids]
 
     def is_stale(self, number: int) -> bool:
         """Whether the index's block is no longer what vLLM has under that id."""
@@ -170,17 +189,33 @@ class Sources:
         return known is None or known != self._pool.blocks[number].block_hash
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
-        self._forget([block.block_id])
+        # In a full pool this is called for each block that vLLM allocates: the index is told of all
+        # of them at once, before it is asked next.
+        if self._hashes.pop(block.block_id, None) is not None:
+            self._gone.append(block.block_id)
 
     def _forget(self, numbers: Iterable[int]) -> None:
-        known = [number for number in numbers if self._hashes.pop(number, None) is not None]
-        if known:
-            self.index.discard(known)
-            # What hung below may have left too; an id that waits here is not taken again.
-            for number in self.index.take_freed().tolist():
-                self._hashes.pop(number, None)
+        self._gone += [number for number in numbers if self._hashes.pop(number, None) is not None]
+
+    def _settle(self) -> None:
+        """Have the index let go of what is gone."""
+        if not self._gone:
+            return
+        gone, self._gone = self._gone, []
+        self._index.discard(gone)
+        # What hung below may have left too; an id that waits here is not taken again.
+        for number in self._index.take_freed().tolist():
+            self._hashes.pop(number, None)
 
 
 def used_by(plan: ReusePlan) -> list[int]:
     """The blocks that a plan uses in place or copies from, each once."""
-    return [int(number) for number in np.union1d(plan.blocks, plan.source_blocks)]
+    return sorted({*plan.blocks.tolist(), *plan.source_blocks.tolist()})
+
+
+def _num_equal(ones: Sequence[int], others: Sequence[int]) -> int:
+    """How many items two sequences begin with alike."""
+    num = min(len(ones), len(others))
+    if ones[:num] == others[:num]:
+        return num
+    return next((at for at in range(num) if ones[at] != others[at]), num)
