@@ -166,6 +166,15 @@ def count_by_kind(
     Returns:
         Tokens by (one of `REUSES`, kind).
     """
+    spans = list(spans)
+    if not spans:
+        told = [0] * len(REUSES)
+        for start, end, is_approximate in used:
+            told[is_approximate] += max(0, min(end, num_tokens) - start)
+        told[REUSES.index("recomputed")] = num_tokens - sum(told)
+        return Counter(
+            {(how, OTHER): count for how, count in zip(REUSES, told, strict=True) if count}
+        )
     reuse = np.full(num_tokens, REUSES.index("recomputed"), np.int64)
     for start, end, is_approximate in used:
         reuse[start:end] = int(is_approximate)
