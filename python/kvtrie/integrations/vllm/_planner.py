@@ -108,6 +108,8 @@ class Planner:
 
     def _join(self, request: Request, live: Live) -> None:
         """Let vLLM find approximate blocks that lie in place, under their own hashes."""
+        if not self.sources.has_approximate:
+            return
         plan = self.sources.plan(live.seq, live.policy)
         if plan is None:
             return
