@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -36,6 +37,8 @@ _APPROXIMATE: Final = 1
 _COMPUTE: Final = 2
 # A request that could not be admitted so often while it pinned sources goes without any.
 _MAX_REFUSALS: Final = 2
+# Tenants whose namespaces are kept ready, of a server that may see any number of salts.
+_MAX_NAMESPACES: Final = 1024
 
 
 class Planner:
@@ -66,7 +69,7 @@ class Planner:
         self._settings = settings
         self._cleared = cleared
         self._counts = counts
-        self._namespaces: dict[tuple[str | None, str | None], Namespace] = {}
+        self._space_of = lru_cache(maxsize=_MAX_NAMESPACES)(self._new_namespace)
         self._live: dict[str, Live] = {}
         # Those that the step under way concerns: a decode step asks nothing of the others.
         self._pending: dict[str, Request] = {}
@@ -121,16 +124,15 @@ class Planner:
 
     def _namespace(self, request: Request) -> Namespace:
         adapter = request.lora_request.lora_name if request.lora_request else None
-        key = (request.cache_salt, adapter)
-        namespace = self._namespaces.get(key)
-        if namespace is None:
-            namespace = self._namespaces[key] = Namespace(
-                model=self._vllm_config.model_config.model,
-                kv_dtype=str(self._vllm_config.cache_config.cache_dtype),
-                adapter=adapter,
-                salt=request.cache_salt or SHARED,
-            )
-        return namespace
+        return self._space_of(request.cache_salt, adapter)
+
+    def _new_namespace(self, salt: str | None, adapter: str | None) -> Namespace:
+        return Namespace(
+            model=self._vllm_config.model_config.model,
+            kv_dtype=str(self._vllm_config.cache_config.cache_dtype),
+            adapter=adapter,
+            salt=salt or SHARED,
+        )
 
     # --- admission ---------------------------------------------------------------------------
 
