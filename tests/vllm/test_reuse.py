@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from tests.vllm.conftest import APPROXIMATE
+import pytest
+from tests.vllm.conftest import APPROXIMATE, EXACT
 from tests.vllm.engine import BLOCK
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
@@ -28,6 +29,19 @@ def test_a_deleted_thought_costs_no_prompt(engine: Callable[..., Engine]) -> Non
     vllm.ask(QUESTION + THOUGHT + ANSWER)
     assert vllm.computed_for(QUESTION + ANSWER + NEXT) <= len(NEXT) + 1
     assert vllm.counts["tokens_moved"] == len(ANSWER)
+
+
+@pytest.mark.parametrize(("shared", "copied"), [(7, 0), (8, 8)])
+def test_fewer_tokens_than_eight_are_not_worth_a_copy(
+    engine: Callable[..., Engine], shared: int, copied: int
+) -> None:
+    vllm = engine(connector=EXACT)
+    first = words(3 * BLOCK, 7)
+    vllm.ask(first, max_tokens=1)
+    # What two prompts have in common behind their last common block.
+    prompt = first[: BLOCK + shared] + words(50, 8)
+    assert vllm.computed_for(prompt) == len(prompt) - BLOCK - copied
+    assert vllm.counts["tokens_exact"] == copied
 
 
 def test_the_next_turn_hits_what_the_last_moved(engine: Callable[..., Engine]) -> None:

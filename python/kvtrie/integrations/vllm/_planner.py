@@ -37,6 +37,9 @@ _APPROXIMATE: Final = 1
 _COMPUTE: Final = 2
 # A request that could not be admitted so often while it pinned sources goes without any.
 _MAX_REFUSALS: Final = 2
+# A copy has its own cost, whatever its length, and delays the whole step: fewer tokens than these
+# are computed along with those that follow. Prompts that share no more than a first token are many.
+_LEAST_COPIED: Final = 8
 # Tenants whose namespaces are kept ready, of a server that may see any number of salts.
 _MAX_NAMESPACES: Final = 1024
 
@@ -174,32 +177,29 @@ class Planner:
     def _usable(
         self, request: Request, live: Live, plan: ReusePlan, num_local: int
     ) -> tuple[Range, list[Range]]:
-        """The tokens that follow vLLM's hit, and the islands behind gaps."""
-        islands: list[Range] = []
-        end, gap = num_local, False
-        is_plain = live.exact_until is None
-        for segment in plan.segments.tolist():
-            start, stop, kind = segment[0], segment[1], segment[4]
-            if stop <= num_local:
-                continue
-            if kind == _COMPUTE:
-                gap = True
-                continue
-            start = max(start, num_local)
-            if kind == _APPROXIMATE and is_plain:
-                # KV must not become approximate in a block that vLLM will hash by its tokens alone.
-                if not _lineage.covers(request, start // self._block_size):
-                    break
-                is_plain = False
-            if not gap:
-                end = stop
-            elif not self.resumes_behind_gaps:
-                break
-            elif islands and islands[-1][1] == start:
-                islands[-1] = (islands[-1][0], stop)
+        """The tokens that follow vLLM's hit, and the islands behind gaps, that are worth a copy."""
+        reusable = [
+            (max(segment[0], num_local), segment[1], segment[4] == _APPROXIMATE)
+            for segment in plan.segments.tolist()
+            if segment[1] > num_local and segment[4] != _COMPUTE
+        ]
+        ranges = [(num_local, num_local)]
+        for start, end, _ in reusable:
+            if start == ranges[-1][1]:
+                ranges[-1] = (ranges[-1][0], end)
+            elif self.resumes_behind_gaps:
+                ranges.append((start, end))
             else:
-                islands.append((start, stop))
-        return (num_local, end), islands
+                break
+        ranges = [one for one in ranges if one[1] - one[0] >= _LEAST_COPIED]
+        if live.exact_until is None:
+            # KV must not become approximate in a block that vLLM will hash by its tokens alone.
+            first = _first_approximate(reusable, ranges)
+            if first is not None and not _lineage.covers(request, first // self._block_size):
+                ranges = [(start, min(end, first)) for start, end in ranges if start < first]
+        if ranges and ranges[0][0] == num_local:
+            return ranges[0], ranges[1:]
+        return (num_local, num_local), ranges
 
     def _label(
         self, request: Request, live: Live, plan: ReusePlan, ranges: Sequence[Range]
@@ -440,3 +440,18 @@ class Planner:
         self._prefilling.pop(request_id, None)
         if live is not None:
             self._drop_pending(request_id, live)
+
+
+def _first_approximate(
+    reusable: Sequence[tuple[int, int, bool]], ranges: Sequence[Range]
+) -> int | None:
+    """The first approximate token inside ranges; both are in order."""
+    return next(
+        (
+            max(start, segment[0])
+            for start, end in ranges
+            for segment in reusable
+            if segment[2] and segment[1] > start and segment[0] < end
+        ),
+        None,
+    )
