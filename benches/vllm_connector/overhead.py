@@ -2,35 +2,73 @@
 
     make bench-vllm
 
-Two engines in two processes, with and without the connector, take turns: the same new prompt, then
-the same decode steps, never at the same time. Of the paired differences the mean and its upper 95 %
-bound are printed, a request (prompt and first token) and a decode step. Two processes that do the
-same differ by some percent for as long as they live (memory, code placement), which pairs do not
-remove; so the time inside the connector's own calls is printed too, against the same base.
+One engine in one process serves one request after the other, or one batch after the other; while it
+is idle, the connector is taken away or put back. So all but the connector is the same: code, memory
+and pool, which lies as if the connector had never been away (`Bench.keep_up`). A round has four
+members in random order, each with prompts of its own that nobody has seen:
+
+* *off* and *control*: vLLM without a connector. Their difference is what the method itself does.
+* *plumbing*: a connector that does nothing. It is what vLLM pays for having any.
+* *kvtrie*: the connector, which plans and finds nothing, and keeps its index of the pool.
+
+Differences from *off* in the same round are paired. Their mean is printed, their median, and the
+upper end of the mean's one-sided 95 % interval (Student's t).
+
+The pool has room, or is full: then every block that is handed out is taken from the cache, and from
+kvtrie, which is what a server does once it is warm.
+
+What is timed is the engine's core (scheduler, worker, model), by the processor time of the whole
+process. Tokenizer, detokenizer and HTTP are not part of it. The model is tiny, so that a step takes
+a few milliseconds: the same microseconds are a far smaller part of a real one's. Garbage is
+collected between members, not inside.
+
+Taking the connector away sets ``scheduler.connector`` and the worker's agent to None, and undoes
+what vLLM's scheduler decides at its start for connectors that load (freed blocks wait for steps in
+flight). What else vLLM decides at its start does not show here: it asks a connector for a layout of
+the KV and for piecewise graphs, and kvtrie wants neither; it leaves out attention backends that
+support no connectors.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import gc
+import itertools
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.vllm.engine import Engine
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benches")]
 
-DECODE_STEPS = 16
+from tests.vllm import models
+from tests.vllm.engine import BLOCK, Engine
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.request import Request
+
+from kvtrie import COMPUTED, TokenSequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MEMBERS = ("off", "control", "plumbing", "kvtrie")
+WARM_UP = 6
+# Student's t, one-sided 95 %, for 200 pairs and more.
+T95 = 1.653
 CALLS = (
     "on_new_request",
     "get_num_new_matched_tokens",
@@ -44,134 +82,298 @@ CALLS = (
     "get_block_ids_with_load_errors",
     "get_kv_connector_stats",
 )
-# Student's t, one-sided 95 %, for 200 pairs and more.
-T95 = 1.653
 
 
-def serve(*, connected: bool, prompt_tokens: int) -> None:
-    """Answer seeds on stdin with seconds of processor time on stdout."""
-    from tests.vllm import models  # noqa: PLC0415 - behind the path above
-    from tests.vllm.engine import Engine as _Engine  # noqa: PLC0415
+class Plumbing(KVConnectorBase_V1, SupportsHMA):
+    """A connector that does nothing."""
 
-    with tempfile.TemporaryDirectory() as folder:
-        engine = _Engine(
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Nothing."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:  # noqa: ANN401
+        """Nothing."""
+
+    def wait_for_save(self) -> None:
+        """Nothing."""
+
+    def get_num_new_matched_tokens(self, request: Request, num: int) -> tuple[int, bool]:  # noqa: ARG002
+        """Nothing."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num: int) -> None:  # noqa: ANN401
+        """Nothing."""
+
+    def build_connector_meta(self, output: Any) -> KVConnectorMetadata:  # noqa: ANN401, ARG002
+        """Nothing."""
+        return KVConnectorMetadata()
+
+    def request_finished_all_groups(self, request: Request, ids: Any) -> tuple[bool, None]:  # noqa: ANN401, ARG002
+        """Nothing."""
+        return False, None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a member does.
+
+    Attributes:
+        name: For people.
+        num_requests: Requests that run at once.
+        prompt_tokens: Tokens of each prompt.
+        answer_tokens: Tokens of each answer.
+    """
+
+    name: str
+    num_requests: int
+    prompt_tokens: int
+    answer_tokens: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that one member takes."""
+        return self.num_requests * -(-(self.prompt_tokens + self.answer_tokens) // BLOCK)
+
+
+PROMPT = Work("one request, 2,000 new tokens", 1, 2_000, 12)
+SHORT = Work("one request, 200 new tokens", 1, 200, 12)
+BATCH = Work("16 requests at once, 100 new tokens each", 16, 100, 12)
+# What is measured, and whether the pool is full.
+RUNS = ((PROMPT, False), (PROMPT, True), (SHORT, True), (BATCH, True))
+
+
+class Bench:
+    """The engine, and who is in its place for a connector."""
+
+    def __init__(self, folder: str, num_blocks: int) -> None:
+        self.engine = Engine(
             models.llama(Path(folder) / "llama"),
-            connector={"gate": "unchecked"} if connected else None,
-            blocks=600,
+            connector={"gate": "unchecked"},
+            blocks=num_blocks,
             shadow=False,
+            # A step is a step then: what it computes, it also answers.
+            async_scheduling=False,
+            max_num_seqs=64,
+            max_num_batched_tokens=4096,
         )
-        spent = _watch(engine) if connected else [0.0]
-        print("READY", flush=True)
-        for line in sys.stdin:
-            prompt = random.Random(int(line)).choices(range(3, 500), k=prompt_tokens)
-            engine.add(prompt, max_tokens=DECODE_STEPS + 1)
-            # The arrival of the request is its connector's business too.
-            began, inside = time.process_time(), 0.0
-            engine.step()
-            first, inside = time.process_time() - began, spent[0]
-            began, spent[0] = time.process_time(), 0.0
-            engine.drain()
-            rest = (time.process_time() - began) / DECODE_STEPS
-            took = [first, rest, inside, spent[0] / DECODE_STEPS]
-            spent[0] = 0.0
-            print("TOOK", json.dumps(took), flush=True)
-
-
-def _watch(engine: Engine) -> list[float]:
-    """Seconds inside the connector's calls, of both halves, since somebody set them to 0."""
-    spent = [0.0]
-
-    def timed(call: Callable[..., object]) -> Callable[..., object]:
-        def inner(*args: object, **kwargs: object) -> object:
-            began = time.thread_time()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                spent[0] += time.thread_time() - began
-
-        return inner
-
-    for half in (engine.connector, engine.worker):
-        for name in CALLS:
-            setattr(half, name, timed(getattr(half, name)))
-    return spent
-
-
-class Child:
-    """An engine in a process of its own."""
-
-    def __init__(self, *, connected: bool, prompt_tokens: int) -> None:
-        command = [sys.executable, __file__, "--serve", "connector" if connected else "vLLM"]
-        command += ["--prompt-tokens", str(prompt_tokens)]
-        self._process = subprocess.Popen(  # noqa: S603 - this file
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
+        self._core, self._scheduler = self.engine.core, self.engine.scheduler
+        if self._scheduler.use_v2_model_runner:
+            raise RuntimeError("vLLM's model runner V2 keeps the connector in another place")  # noqa: EM101
+        self.kvtrie = (self.engine.connector, self.engine.worker)
+        for half in self.kvtrie:
+            # The tests' own counting.
+            del half._counts.add
+        del self._scheduler.update_from_output
+        config, groups = self.kvtrie[0]._vllm_config, self.kvtrie[0]._kv_cache_config
+        self._plumbing = tuple(
+            Plumbing(config, role, groups)
+            for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
         )
-        self._read("READY")
+        self._plumbing[0].bind_kv_cache_manager(self._scheduler.kv_cache_manager)
+        self._defers = self._scheduler.defer_block_free
+        self._watchers: dict[int, Any] | None = None
+        self._number = 0
 
-    def _read(self, word: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(word):
-                return line.removeprefix(word)
-        raise RuntimeError(f"an engine ended with {self._process.wait()}")  # noqa: EM102
+    def switch(self, member: str) -> None:
+        """Put a connector in, or none; nothing runs."""
+        mine, workers = {"plumbing": self._plumbing, "kvtrie": self.kvtrie}.get(
+            member, (None, None)
+        )
+        self._scheduler.connector = mine
+        self._scheduler.defer_block_free = self._defers and mine is not None
+        kv_transfer_state._KV_CONNECTOR_AGENT = workers
+        if member != "kvtrie":
+            # kvtrie's wish to be told of blocks that are handed out is kvtrie's.
+            self._watchers = self.engine.pool._reuse_watchers
+            self.engine.pool._reuse_watchers = {}
 
-    def take(self, seed: int) -> list[float]:
-        """Processor time of the prompt's step, and of a decode step."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{seed}\n")
-        self._process.stdin.flush()
-        took: list[float] = json.loads(self._read("TOOK"))
-        return took
+    def keep_up(self, requests: list[Request]) -> None:
+        """Let kvtrie know what has happened without it, as if it had been there."""
+        if self._watchers is None:
+            return
+        pool, sources = self.engine.pool, self.kvtrie[0].planner.sources
+        pool._reuse_watchers, self._watchers = self._watchers, None
+        gone = [number for number in pool._reuse_watchers if sources.is_stale(number)]
+        pool._notify_reuse([pool.blocks[number] for number in gone])
+        space = self.kvtrie[0].planner._namespace(
+            SimpleNamespace(cache_salt=None, lora_request=None)
+        )
+        for request in requests:
+            found = [pool.get_cached_block(one, [0]) for one in request.block_hashes]
+            ids = [blocks[0].block_id for blocks in found if blocks]
+            tokens = list(request.all_token_ids)
+            sources.offer(
+                TokenSequence(tokens, space), ids, num_computed=len(tokens) - 1, source=COMPUTED
+            )
 
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+    def requests(self, work: Work, rng: random.Random) -> list[dict[str, Any]]:
+        """New requests."""
+        params = SamplingParams(
+            max_tokens=work.answer_tokens, temperature=0, ignore_eos=True, detokenize=False
+        )
+        asked = []
+        for _ in range(work.num_requests):
+            self._number += 1
+            prompt = rng.choices(range(3, 500), k=work.prompt_tokens)
+            asked.append(
+                {
+                    "request_id": f"request-{self._number}",
+                    "prompt_token_ids": prompt,
+                    "sampling_params": params,
+                    "pooling_params": None,
+                }
+            )
+        return asked
+
+    def run(self, member: str, work: Work, rng: random.Random) -> dict[str, float]:
+        """One member: seconds of processor time of each phase."""
+        core, hasher, clock = self._core, self._core.request_block_hasher, time.process_time
+        asked = self.requests(work, rng)
+        requests: list[Request] = []
+        self.switch(member)
+        gc.collect()
+        began = clock()
+        for one in asked:
+            request = Request(**one, block_hasher=hasher)
+            requests.append(request)
+            core.add_request(request)
+        times = [clock()]
+        while self._scheduler.has_requests():
+            core.post_step(core.step_fn()[1])
+            times.append(clock())
+        # A last step tells the worker who has finished, and computes nothing.
+        steps = [end - start for start, end in itertools.pairwise(times)]
+        if len(steps) != work.answer_tokens + 1:
+            raise RuntimeError(f"{len(steps)} steps instead of {work.answer_tokens + 1}")  # noqa: EM102
+        self.keep_up(requests)
+        return {
+            "from arrival to the first token": times[1] - began,
+            "a decode step": statistics.fmean(steps[1:-2]),
+            "all of it": times[-1] - began,
+        }
+
+    def reset(self) -> None:
+        """Forget all, and start with an empty pool."""
+        self.switch("kvtrie")
+        self.engine.reset()
+
+    def fill(self, work: Work, rng: random.Random) -> None:
+        """Leave no block of the pool that kvtrie does not know."""
+        self.reset()
+        for _ in range(-(-self.engine.pool.num_gpu_blocks // work.num_blocks) + 2):
+            self.run("kvtrie", work, rng)
+
+    def watch_calls(self) -> dict[str, float]:
+        """Seconds inside kvtrie's calls from now on, by name."""
+        spent: dict[str, float] = defaultdict(float)
+
+        def timed(name: str, call: Callable[..., object]) -> Callable[..., object]:
+            def inner(*args: object, **kwargs: object) -> object:
+                began = time.thread_time()
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    spent[name] += time.thread_time() - began
+
+            return inner
+
+        for half in self.kvtrie:
+            for name in CALLS:
+                setattr(half, name, timed(name, getattr(half, name)))
+        return spent
+
+    def unwatch_calls(self) -> None:
+        """Take the clocks off again."""
+        for half in self.kvtrie:
+            for name in CALLS:
+                delattr(half, name)
+
+
+def measure(
+    bench: Bench, work: Work, num_pairs: int, rng: random.Random, *, full: bool
+) -> list[dict[str, dict[str, float]]]:
+    """Rounds: of each member the seconds of each phase."""
+    rounds: list[dict[str, dict[str, float]]] = []
+    room = 0
+    num_blocks = len(MEMBERS) * work.num_blocks
+    if full:
+        bench.fill(work, rng)
+    # What lives by now lives on: collecting garbage need not look at it.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for number in range(-WARM_UP, num_pairs):
+        if not full and room < num_blocks:
+            bench.reset()
+            room = bench.engine.pool.get_num_free_blocks()
+        room -= num_blocks
+        order = list(MEMBERS)
+        rng.shuffle(order)
+        took = {member: bench.run(member, work, rng) for member in order}
+        if number >= 0:
+            rounds.append(took)
+    gc.enable()
+    gc.unfreeze()
+    return rounds
+
+
+def report(name: str, rounds: list[dict[str, dict[str, float]]]) -> None:
+    """Print a table's rows."""
+    for phase in rounds[0]["off"]:
+        plain = [one["off"][phase] for one in rounds]
+        base = statistics.fmean(plain)
+        cells = [f"{name}: {phase}", f"{base * 1e3:.3f}"]
+        for member in MEMBERS[1:]:
+            apart = [one[member][phase] - one["off"][phase] for one in rounds]
+            mean = statistics.fmean(apart)
+            bound = mean + T95 * statistics.stdev(apart) / len(apart) ** 0.5
+            middle = statistics.median(apart)
+            cells.append(
+                f"{mean * 1e6:+.0f} us, {100 * mean / base:+.2f} % (median "
+                f"{100 * middle / base:+.2f} %), below **{100 * bound / base:+.2f} %**"
+            )
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def report_calls(bench: Bench, work: Work, rng: random.Random, num_rounds: int = 20) -> None:
+    """Print what kvtrie's own calls take, timed one by one."""
+    spent = bench.watch_calls()
+    for _ in range(num_rounds):
+        bench.run("kvtrie", work, rng)
+    bench.unwatch_calls()
+    parts = ", ".join(
+        f"{name} {1e6 * seconds / num_rounds:.0f}"
+        for name, seconds in sorted(spent.items(), key=lambda item: -item[1])
+    )
+    whole = 1e6 * sum(spent.values()) / num_rounds
+    print(f"{work.name}: {whole:.0f} us in kvtrie's calls, clocks included: {parts}", flush=True)
 
 
 def main() -> None:
     """Print the overhead."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--serve", choices=("connector", "vLLM"))
     parser.add_argument("--pairs", type=int, default=240)
-    parser.add_argument("--prompt-tokens", type=int, default=2_000)
+    parser.add_argument("--blocks", type=int, default=2_048, help="of the pool")
+    parser.add_argument("--calls", action="store_true", help="kvtrie's own calls, no pairs")
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    if options.serve:
-        serve(connected=options.serve == "connector", prompt_tokens=options.prompt_tokens)
-        return
-    engines = [
-        Child(connected=connected, prompt_tokens=options.prompt_tokens)
-        for connected in (False, True)
-    ]
-    pairs: list[tuple[list[float], list[float]]] = []
-    for seed in range(-10, options.pairs):
-        took: dict[int, list[float]] = {}
-        # The first of a pair alternates; ten pairs warm up.
-        for which in (0, 1) if seed % 2 else (1, 0):
-            took[which] = engines[which].take(seed + 10)
-        if seed >= 0:
-            pairs.append((took[0], took[1]))
-    for engine in engines:
-        engine.close()
-    for number, name in enumerate(("a request's first step", "a decode step")):
-        plain = [without[number] for without, _ in pairs]
-        apart = [mine[number] - without[number] for without, mine in pairs]
-        mean, base = statistics.fmean(apart), statistics.fmean(plain)
-        bound = mean + T95 * statistics.stdev(apart) / len(apart) ** 0.5
-        middle = statistics.median(apart)
-        inside = statistics.fmean(mine[2 + number] for _, mine in pairs)
-        print(
-            f"{name}: {base * 1e3:.3f} ms without; "
-            f"{mean * 1e6:+.0f} us with ({100 * mean / base:+.2f} %, "
-            f"median {100 * middle / base:+.2f} %), upper 95 % bound {100 * bound / base:+.2f} %, "
-            f"{len(pairs)} pairs; in the connector's calls {1e6 * inside:.0f} us "
-            f"({100 * inside / base:.2f} %)"
-        )
+    rng = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(folder, options.blocks)
+        if options.calls:
+            for work, is_full in RUNS:
+                bench.fill(work, rng) if is_full else bench.reset()
+                report_calls(bench, work, rng)
+            return
+        print(f"{options.pairs} pairs, a pool of {options.blocks:,} blocks of {BLOCK} tokens\n")
+        print("| processor time | off (ms) | control | plumbing | kvtrie |")
+        print("| --- | --- | --- | --- | --- |")
+        for work, is_full in RUNS:
+            rounds = measure(bench, work, options.pairs, rng, full=is_full)
+            report(f"{work.name}, {'full pool' if is_full else 'room'}", rounds)
+        bench.switch("kvtrie")
 
 
 if __name__ == "__main__":
