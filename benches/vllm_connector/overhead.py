@@ -9,7 +9,8 @@ members in random order, each with prompts of its own that nobody has seen:
 
 * *off* and *control*: vLLM without a connector. Their difference is what the method itself does.
 * *plumbing*: a connector that does nothing. It is what vLLM pays for having any.
-* *kvtrie*: the connector, which plans and finds nothing, and keeps its index of the pool.
+* *kvtrie*: the connector, which plans and finds nothing, tags the tokens, and keeps its index of
+  the pool.
 
 Differences from *off* in the same round are paired. Their mean is printed, their median, and the
 upper end of the mean's one-sided 95 % interval (Student's t).
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MEMBERS = ("off", "control", "plumbing", "kvtrie")
+# What tells messages and thoughts apart: a few of the words that prompts are made of.
+FORMAT = {"user": 3, "assistant": 4, "reasoning": [5, 6]}
 WARM_UP = 6
 # Student's t, one-sided 95 %, for 200 pairs and more.
 T95 = 1.653
@@ -150,7 +153,7 @@ class Bench:
     def __init__(self, folder: str, num_blocks: int) -> None:
         self.engine = Engine(
             models.llama(Path(folder) / "llama"),
-            connector={"gate": "unchecked"},
+            connector={"gate": "unchecked", "chat_format": FORMAT},
             blocks=num_blocks,
             shadow=False,
             # A step is a step then: what it computes, it also answers.
