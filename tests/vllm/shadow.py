@@ -38,7 +38,7 @@ class Content:
 
 
 def _space(request: Request) -> tuple[str | None, str | None]:
-    adapter = request.lora_request.lora_name if request.lora_request else None
+    adapter = request.lora_request.lora_path if request.lora_request else None
     return request.cache_salt, adapter
 
 

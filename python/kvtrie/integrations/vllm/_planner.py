@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
@@ -42,6 +43,15 @@ _MAX_REFUSALS: Final = 2
 _LEAST_COPIED: Final = 8
 # Tenants whose namespaces are kept ready, of a server that may see any number of salts.
 _MAX_NAMESPACES: Final = 1024
+
+
+def adapter_of(request: Request) -> str | None:
+    """What tells a request's LoRA adapter from others; None without one.
+
+    A name may be given to another adapter while the engine runs: vLLM hashes the path with it.
+    """
+    lora = request.lora_request
+    return None if lora is None else json.dumps([lora.lora_name, lora.lora_path])
 
 
 class Planner:
@@ -101,7 +111,7 @@ class Planner:
             self._counts.add("requests_unsupported")
             return
         policy = request_policy(request.kv_transfer_params, self._cleared, self._settings.default)
-        adapter = request.lora_request.lora_name if request.lora_request else None
+        adapter = adapter_of(request)
         if policy.approximate and not _gate.covers(self._settings, adapter):
             self._counts.add("requests_uncalibrated")
             policy = EXACT_ONLY
@@ -126,8 +136,7 @@ class Planner:
         plan.release()
 
     def _namespace(self, request: Request) -> Namespace:
-        adapter = request.lora_request.lora_name if request.lora_request else None
-        return self._space_of(request.cache_salt, adapter)
+        return self._space_of(request.cache_salt, adapter_of(request))
 
     def _new_namespace(self, salt: str | None, adapter: str | None) -> Namespace:
         return Namespace(
