@@ -1,7 +1,7 @@
-"""vLLM's real scheduler with steps in flight, and no model: KV is a digest of all that it was made of.
+"""vLLM's real scheduler with steps in flight, and no model: KV is a digest of what made it.
 
-The CPU backend turns asynchronous scheduling off, so engines of this machine never have two steps
-under way. Here they do: a step's work is done when it is scheduled, as a device's queue does it, and
+The CPU backend turns asynchronous scheduling off, so engines of tests never have two steps under
+way. Here they do: a step's work is done when it is scheduled, in the order of a device's queue, and
 its outcome is told later.
 """
 
@@ -142,6 +142,10 @@ class Pipeline:
             self.step()
         else:
             raise AssertionError("the scheduler never comes to an end")
+        self.tell_all()
+
+    def tell_all(self) -> None:
+        """Tell the outcome of all steps under way."""
         while self._under_way:
             self.tell()
 

@@ -1,9 +1,11 @@
-"""One test for each bug that was found by reading, on vLLM's real scheduler with steps in flight."""
+"""One test for each bug that was found by reading, on vLLM's scheduler with steps in flight."""
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
+import pytest
 from tests.vllm.pipeline import Pipeline
 from vllm.lora.request import LoRARequest
 
@@ -27,3 +29,56 @@ def test_an_adapter_that_took_over_a_name_reads_nothing_of_the_one_before() -> N
         new = LoRARequest("tuned", 2, "/adapters/two")
         said = p.ask(f"new, {mode}", QUESTION + ANSWER, mode=mode, lora_request=new)
         assert said == p.truth(p.requests[f"new, {mode}"])
+
+
+def gapped(parts: list[list[int]]) -> list[int]:
+    """Parts with a stub of another length before each."""
+    stubs = [words(7 + number, 90 + number) for number in range(len(parts))]
+    return [token for stub, part in zip(stubs, parts, strict=True) for token in (*stub, *part)]
+
+
+def boom(*_: object, **__: object) -> None:
+    raise RuntimeError("injected")
+
+
+@pytest.mark.parametrize("call", ["jump", "gap_end", "preempted", "_settle"])
+def test_a_surprise_within_a_step_ends_no_engine(call: str) -> None:
+    # These ran unguarded inside of vLLM's schedule().
+    p = Pipeline(gaps=True, connector=APPROXIMATE, max_num_batched_tokens=64)
+    parts = [words(40, 60 + number) for number in range(4)]
+    p.ask("parts", [token for part in parts for token in part])
+    p.add("gapped", gapped(parts))
+    plain = p.add("plain", words(50, 5), mode="exact")
+    counts = Counter[str]()
+    p.planner._counts.add = lambda name, count=1: counts.update({name: count})
+    setattr(p.planner, call, boom)
+    if call == "preempted":
+        p.step()
+        p.tell_all()
+        p.scheduler._preempt_request(p.scheduler.running.pop(), 0.0)
+    p.drain()
+    assert list(plain.output_token_ids) == p.truth(plain)
+    assert counts["errors"] > 0
+
+
+def test_a_reset_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = Pipeline(connector=APPROXIMATE)
+    monkeypatch.setattr(p.planner, "reset", boom)
+    assert not p.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+def test_tokens_that_vllm_counts_on_and_nobody_promised_are_not_passed_over() -> None:
+    # Where vLLM took another number than was promised, nothing was copied, and nobody told.
+    p = Pipeline(connector=APPROXIMATE, depth=1)
+    p.ask("before", QUESTION + THOUGHT + ANSWER)
+    match = p.scheduler.connector.get_num_new_matched_tokens
+    for more in (-16, -3):
+        # As the scheduler does for models that replay: whole blocks are taken, the rest is not.
+        p.scheduler.connector.get_num_new_matched_tokens = lambda *given, more=more: (
+            match(*given)[0] + more,
+            False,
+        )
+        said = p.ask(f"less {more}", QUESTION + ANSWER, mode="exact")
+        assert said == p.truth(p.requests[f"less {more}"])
+        p.scheduler.reset_prefix_cache()
+        p.ask(f"again {more}", QUESTION + THOUGHT + ANSWER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 from vllm.v1.request import RequestStatus
@@ -20,7 +20,7 @@ from kvtrie.integrations.vllm._sources import Sources, used_by
 from kvtrie.integrations.vllm._tags import Reading, count_by_kind, tagger_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from vllm.config import VllmConfig
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._stats import Counts
 
 _LOG = logging.getLogger("vllm.kvtrie")
+_Answer = TypeVar("_Answer")
 
 _APPROXIMATE: Final = 1
 _COMPUTE: Final = 2
@@ -99,8 +100,7 @@ class Planner:
 
     def arrive(self, request: Request) -> None:
         """Begin with a request; vLLM has not looked it up yet."""
-        if self._dead is not None:
-            self._dead.settle()
+        self._settle()
         # A resumable request's tokens are cut and extended by vLLM without telling.
         if (
             request.mm_features
@@ -246,21 +246,27 @@ class Planner:
             return
         pending.allocated = True
         start, end = pending.promised
-        if num_external and end - start == num_external:
-            self._load(request, live, pending.plan, start, end)
+        if num_external:
+            # vLLM counts on what it says, whatever was promised.
+            self._load(request, live, pending.plan, start, start + num_external, most=end)
 
-    def _load(self, request: Request, live: Live, plan: ReusePlan, start: int, end: int) -> None:
+    def _load(
+        self, request: Request, live: Live, plan: ReusePlan, start: int, end: int, *, most: int
+    ) -> None:
         """Have the tokens of a range copied, which vLLM counts on from now on.
 
-        What cannot be said is reported by the workers as a copy that failed: vLLM computes it.
+        What cannot be said, such as tokens behind ``most``, is reported by the workers as a copy
+        that failed.
         """
         ids = self._manager.get_block_ids(request.request_id)[0]
         blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
         try:
+            if end > most:
+                msg = f"vLLM counts on the tokens {start}..{end}, and {start}..{most} were promised"
+                raise RuntimeError(msg)  # noqa: TRY301 - told and counted like what others raise
             moves = self._moves(plan, ids, start, end)
         except Exception:  # noqa: BLE001 - whatever it is, vLLM can still compute
-            _LOG.exception("kvtrie: request %s computes what was planned", request.request_id)
-            self._counts.add("errors")
+            self._note_surprise("the copies of request %s failed", request.request_id)
             self._loads.append(Load(None, blocks))
             return
         self._loads.append(Load(moves, blocks))
@@ -316,14 +322,24 @@ class Planner:
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Put the copies of a step together, and let go of what it does not need any longer."""
-        if self._dead is not None:
-            self._dead.settle()
+        # What vLLM counts on must go out with this step, whatever else goes wrong.
+        try:
+            self._settle()
+        except Exception:
+            self._note_surprise("blocks of dead thoughts stay where they are")
         for request_id, request in list(self._pending.items()):
             live = self._live.get(request_id)
             if live is None or live.pending is None:
                 del self._pending[request_id]
-            else:
+                continue
+            jumped = live.pending.jumped
+            try:
                 self._advance(request, live, live.pending, output)
+            except Exception:
+                if jumped is not None and request_id in output.num_scheduled_tokens:
+                    raise
+                self._note_surprise("request %s goes on without kvtrie", request_id)
+                self.abandon(request_id)
         if self._prefilling:
             self._offer_prompts()
         loads, self._loads = self._loads, []
@@ -353,7 +369,7 @@ class Planner:
             start, end = pending.jumped
             pending.jumped = None
             if request_id in output.num_scheduled_tokens:
-                self._load(request, live, pending.plan, start, end)
+                self._load(request, live, pending.plan, start, end, most=end)
                 del pending.islands[0]
             elif request.num_computed_tokens == end:
                 request.num_computed_tokens = start
@@ -394,8 +410,7 @@ class Planner:
                 try:
                     self._offer(request, live, self._manager.get_block_ids(request_id)[0])
                 except Exception:  # noqa: BLE001 - whatever it is, vLLM can go on alone
-                    _LOG.exception("kvtrie: request %s goes on without kvtrie", request_id)
-                    self._counts.add("errors")
+                    self._note_surprise("request %s goes on without kvtrie", request_id)
                     self.abandon(request_id)
 
     def _offer(
@@ -424,6 +439,22 @@ class Planner:
         spans = () if live.reading is None else live.reading.spans()
         for key, count in count_by_kind(request.num_prompt_tokens, live.used, spans).items():
             self._counts.add_prompt(*key, count)
+
+    def _settle(self) -> None:
+        if self._dead is not None:
+            self._dead.settle()
+
+    def guarded(self, call: Callable[..., _Answer], *args: object) -> _Answer | None:
+        """What a call answers; None, and counted, if it fails."""
+        try:
+            return call(*args)
+        except Exception:
+            self._note_surprise("%s failed", getattr(call, "__name__", call))
+            return None
+
+    def _note_surprise(self, what: str, *given: object) -> None:
+        _LOG.exception(f"kvtrie: {what}", *given)
+        self._counts.add("errors")
 
     # --- the end -------------------------------------------------------------------------------
 

@@ -123,11 +123,18 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         num_external_tokens: int,
     ) -> None:
         """Take the blocks that the copies go to."""
-        # vLLM counts on the tokens from now on: what fails must be told to the workers.
-        self.planner.allocated(request, num_external_tokens)
+        try:
+            self.planner.allocated(request, num_external_tokens)
+        except Exception:
+            # vLLM counts on these tokens: rather no answer than one behind KV that nobody wrote.
+            if num_external_tokens:
+                raise
+            self._surprise(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The copies of this step."""
+        # Nothing is caught here: the planner catches what concerns no copy, and a step may not go
+        # out without its copies.
         return self.planner.step(scheduler_output)
 
     def request_finished(
@@ -148,7 +155,12 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         """Forget every block: vLLM's prefix cache was reset."""
-        self.planner.reset()
+        try:
+            self.planner.reset()
+        except Exception:
+            _LOG.exception("kvtrie: blocks are not forgotten")
+            self._counts.add("errors")
+            return False
         return True
 
     def _surprise(self, request: Request) -> None:

@@ -45,13 +45,13 @@ class KvtrieScheduler(AsyncScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:  # noqa: ANN401 - vLLM's own
         """Skip what the copies of this step bring, then schedule."""
-        self._planner.jump(self.running)
+        self._planner.guarded(self._planner.jump, self.running)
         return super().schedule(*args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Preempt, and unpin what was to be copied behind the request's next gaps."""
         super()._preempt_request(request, *args, **kwargs)
-        self._planner.preempted(request.request_id)
+        self._planner.guarded(self._planner.preempted, request.request_id)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -60,5 +60,5 @@ class KvtrieScheduler(AsyncScheduler):
         count: int = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        end = self._planner.gap_end(request, num_computed_tokens)
+        end = self._planner.guarded(self._planner.gap_end, request, num_computed_tokens)
         return count if end is None else min(count, end - num_computed_tokens)
