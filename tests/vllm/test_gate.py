@@ -96,7 +96,12 @@ def test_other_weights_than_those_of_the_directory_are_refused(tmp_path: Path) -
     config = served()
     config.model_config.quantization = "fp8"
     refused(path, config, r"quantises the weights itself \(fp8\)")
-    refused(path, served(dtype="float32"), "kv_dtype 'bfloat16', not 'float32'")
+
+
+def test_gate_measured_in_another_type_says_which_of_the_two_to_change(tmp_path: Path) -> None:
+    path = gate(tmp_path / "gate.json")
+    refused(path, served(dtype="float32"), "in bfloat16, and vLLM keeps it in float32")
+    refused(path, served(dtype="float32"), "calibrate --dtype float32`, or serve with --dtype bfl")
 
 
 def test_other_rope_settings_are_refused(tmp_path: Path) -> None:

@@ -42,19 +42,11 @@ def cleared(settings: Settings, vllm_config: VllmConfig) -> ReusePolicy:
     if settings.gate is None:
         return EXACT_ONLY
     wanted = settings.wanted()
-    if settings.gate == "unchecked":
+    gate = read(settings)
+    if gate is None:
         return wanted
     try:
-        gate = gates.read(settings.gate)
-    except OSError as error:
-        msg = f"KvtrieConnector: gate {settings.gate}: {error.strerror or error}; {_FIX}"
-        raise gates.GateError(msg) from error
-    try:
-        decision = gate.policy(
-            _with_min_run(wanted),
-            checkpoint=_served(vllm_config),
-            kv_dtype=_kv_dtype(vllm_config),
-        )
+        decision = gate.policy(_with_min_run(wanted), checkpoint=_served(vllm_config))
         _check_rope(vllm_config)
     except (gates.GateMismatchError, _checkpoint.CheckpointError) as error:
         msg = (
@@ -62,10 +54,34 @@ def cleared(settings: Settings, vllm_config: VllmConfig) -> ReusePolicy:
             f"{error}; {_FIX}"
         )
         raise gates.GateMismatchError(msg) from error
+    # To measure the same directory again in the same way would not help: words of its own.
+    kv_dtype = _kv_dtype(vllm_config)
+    if gate.kv_dtype != kv_dtype:
+        msg = (
+            f"KvtrieConnector: gate {settings.gate} was measured with KV in {gate.kv_dtype}, and "
+            f"vLLM keeps it in {kv_dtype}: run `kvtrie calibrate --dtype {kv_dtype}`, or serve "
+            f"with --dtype {gate.kv_dtype}"
+        )
+        raise gates.GateMismatchError(msg)
     if not decision.is_cleared:
         _LOG.warning("kvtrie: exact reuse alone: %s", decision.reason)
         return EXACT_ONLY
     return wanted
+
+
+def read(settings: Settings) -> gates.Gate | None:
+    """The gate file; None where there is none to read.
+
+    Raises:
+        GateError: It cannot be read.
+    """
+    if settings.gate is None or settings.gate == "unchecked":
+        return None
+    try:
+        return gates.read(settings.gate)
+    except OSError as error:
+        msg = f"KvtrieConnector: gate {settings.gate}: {error.strerror or error}; {_FIX}"
+        raise gates.GateError(msg) from error
 
 
 def covers(settings: Settings, adapter: str | None) -> bool:
