@@ -9,7 +9,8 @@ import vllm
 from tests.vllm.conftest import APPROXIMATE
 from tests.vllm.engine import SCHEDULER, Engine
 
-from kvtrie.integrations.vllm import _support
+from kvtrie import gates
+from kvtrie.integrations.vllm import KvtrieConnector, _settings, _support
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +38,21 @@ def refused(engines: _Engines, model: Path, **options: Any) -> str:
 def test_an_unknown_key(engines: _Engines, llama: Path) -> None:
     said = refused(engines, llama, connector={"gates": "unchecked"})
     assert "unknown key 'gates'; did you mean 'gate'?" in said
+
+
+def test_settings_are_refused_before_a_weight_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM asks this of the class in its first process, where CUDA graphs are on.
+    ask = KvtrieConnector.requires_piecewise_for_cudagraph
+    assert not ask({"gate": "unchecked"})
+    with pytest.raises(_settings.SettingsError, match="did you mean 'gate'"):
+        ask({"gates": "unchecked"})
+    with pytest.raises(gates.GateError, match=r"No such file.*kvtrie calibrate"):
+        ask({"gate": str(tmp_path / "gate.json")})
+    monkeypatch.setattr(_support, "vllm_version", "0.99.0")
+    with pytest.raises(_support.UnsupportedError, match=r"install one of 0\.32\.x and 0\.33\.x"):
+        ask({})
 
 
 def test_a_gate_file_that_is_not_there(engines: _Engines, llama: Path, tmp_path: Path) -> None:

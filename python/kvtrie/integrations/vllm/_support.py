@@ -29,11 +29,24 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     Raises:
         UnsupportedError: See the message.
     """
-    minor = ".".join(vllm_version.split("+")[0].split(".")[:2])
-    if minor not in TESTED:
-        _refuse(f"vLLM {vllm_version} is not among the tested versions ({', '.join(TESTED)}.x)")
+    check_version()
     _check_groups(kv_cache_config)
     _check_settings(vllm_config)
+
+
+def check_version() -> None:
+    """Refuse a vLLM that nobody has tried.
+
+    Raises:
+        UnsupportedError: See the message.
+    """
+    minor = ".".join(vllm_version.split("+")[0].split(".")[:2])
+    if minor not in TESTED:
+        tested = " and ".join(f"{one}.x" for one in TESTED)
+        _refuse(
+            f"vLLM {vllm_version} is not among the tested versions: install one of {tested}, or a "
+            "kvtrie that knows this one"
+        )
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:

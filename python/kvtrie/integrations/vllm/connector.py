@@ -211,6 +211,25 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             self._counts.add("copies_failed", len(failed))
         return failed
 
+    # --- before anything is loaded -----------------------------------------------------------
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether CUDA graphs must be cut at every layer: no, all is copied before the first one.
+
+        Where CUDA graphs are on, vLLM asks this in its first process, before it loads any weights.
+        So what can be seen in the settings alone is refused here, in seconds, and not minutes later
+        in a worker. `__init__` refuses it as well.
+
+        Raises:
+            SettingsError: A setting is unknown or cannot be.
+            UnsupportedError: This vLLM is not supported.
+            GateError: The gate file cannot be read.
+        """
+        _support.check_version()
+        _gate.read(Settings.read(extra_config))
+        return False
+
     # --- stats -------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
