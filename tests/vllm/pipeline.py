@@ -100,6 +100,16 @@ class Pipeline:
         self._tables: dict[str, list[int]] = {}
         self._tokens: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
+        take = self.pool.get_new_blocks
+
+        def get_new_blocks(count: int) -> list[Any]:
+            blocks = take(count)
+            for block in blocks:
+                for slot in range(block.block_id * SIZE, (block.block_id + 1) * SIZE):
+                    self._kv.pop(slot, None)
+            return blocks
+
+        self.pool.get_new_blocks = get_new_blocks
 
     @property
     def planner(self) -> Any:

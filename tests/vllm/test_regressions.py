@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from tests.vllm.pipeline import Pipeline
+from tests.vllm.pipeline import SIZE, Pipeline
 from vllm.lora.request import LoRARequest
 
 APPROXIMATE = {"gate": "unchecked", "chat_format": None}
@@ -82,3 +82,40 @@ def test_tokens_that_vllm_counts_on_and_nobody_promised_are_not_passed_over() ->
         assert said == p.truth(p.requests[f"less {more}"])
         p.scheduler.reset_prefix_cache()
         p.ask(f"again {more}", QUESTION + THOUGHT + ANSWER)
+
+
+@pytest.mark.parametrize("mode", ["exact", "approximate"])
+def test_blocks_of_a_request_preempted_in_the_step_that_was_to_write_them_are_not_found(
+    mode: str,
+) -> None:
+    # By priority, vLLM preempts a request that the same step has taken slots for, and cached. With
+    # an island among them, others hit blocks that nobody had written.
+    prompt, num_preempted = words(250, 95), 0
+    for left in range(11, 16):
+        p = Pipeline(
+            gaps=True,
+            depth=1,
+            connector=APPROXIMATE,
+            scheduling_policy="priority",
+            max_num_batched_tokens=32,
+            max_model_len=400,
+        )
+        p.ask("before", prompt, max_tokens=1)
+        first = p.requests["before"].block_hashes[:3]
+        p.pool.evict_blocks({p.pool.get_cached_block(one, [0])[0].block_id for one in first})
+        low = p.add("low", prompt, priority=9, mode=mode)
+        p.step()
+        # It needs a second block in the step that takes the island.
+        high = p.add("high", words(SIZE, 77), priority=0)
+        p.step()
+        # Whatever else holds blocks: so many are left for what these two need next.
+        held = p.pool.get_new_blocks(max(0, p.pool.get_num_free_blocks() - left))
+        p.step()
+        p.step()
+        p.pool.free_blocks(held)
+        num_preempted += low.num_preemptions
+        p.ask("plain", prompt, mode="exact")
+        for request in (low, high, p.requests["plain"]):
+            said = list(request.output_token_ids)
+            assert said == p.truth(request, len(said)), f"{request.request_id}, {left} left"
+    assert num_preempted

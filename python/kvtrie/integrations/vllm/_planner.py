@@ -349,6 +349,18 @@ class Planner:
             output.has_sync_kv_loads = True
         return StepMetadata(loads)
 
+    def forget_unwritten(self, request: Request) -> None:
+        """A request is about to be preempted: nobody may find what this step was to write.
+
+        vLLM caches blocks when it takes slots for them. A request that is preempted after that, by
+        another of the same step, leaves blocks in the cache that nothing was written to.
+        """
+        live = self._live.get(request.request_id)
+        jumped = live.pending.jumped if live is not None and live.pending is not None else None
+        written = request.num_computed_tokens if jumped is None else jumped[0]
+        ids = self._manager.get_block_ids(request.request_id)[0][written // self._block_size :]
+        self._pool.evict_blocks({block.block_id for block in self.sources.blocks(ids)})
+
     def preempted(self, request_id: str) -> None:
         """Let go of the sources of a request whose blocks vLLM has taken: it may need these too."""
         live = self._live.get(request_id)

@@ -50,6 +50,7 @@ class KvtrieScheduler(AsyncScheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Preempt, and unpin what was to be copied behind the request's next gaps."""
+        self._planner.guarded(self._planner.forget_unwritten, request)
         super()._preempt_request(request, *args, **kwargs)
         self._planner.guarded(self._planner.preempted, request.request_id)
 
