@@ -103,7 +103,7 @@ class Pipeline:
         take = self.pool.get_new_blocks
 
         def get_new_blocks(count: int) -> list[Any]:
-            blocks = take(count)
+            blocks: list[Any] = take(count)
             for block in blocks:
                 for slot in range(block.block_id * SIZE, (block.block_id + 1) * SIZE):
                     self._kv.pop(slot, None)
@@ -174,6 +174,15 @@ class Pipeline:
             said.append(said_behind(kv))
             kv = kv_of(kv, said[-1], _adapter(request))
         return said
+
+    def unwritten(self) -> list[int]:
+        """Blocks that others would find, and nobody has written."""
+        cached = [block.block_id for block in self.pool.blocks if block.block_hash is not None]
+        return [
+            number
+            for number in cached
+            if any(number * SIZE + offset not in self._kv for offset in range(SIZE))
+        ]
 
     # --- the device ------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from vllm import __version__ as vllm_version
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_LOG = logging.getLogger("vllm.kvtrie")
 
 TESTED: Final = ("0.32", "0.33")
 """The minor versions whose sources were read and whose engine the tests run."""
@@ -100,6 +103,23 @@ def _check_settings(vllm_config: VllmConfig) -> None:
     if speculative is not None and speculative.method not in ("ngram", "suffix"):
         method = speculative.method
         _refuse(f"speculative decoding by {method!r} keeps KV of its own: use ngram, or none")
+
+
+def settle_failures(vllm_config: VllmConfig) -> None:
+    """Have vLLM end a request whose copy failed, where it cannot compute the tokens instead.
+
+    With another step in flight vLLM goes on with what that step says, behind KV that nobody wrote.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_load_failure_policy != "recompute":
+        return
+    if vllm_config.scheduler_config.async_scheduling:
+        _LOG.warning(
+            "kvtrie: with steps in flight a request whose copy fails ends with an error: "
+            'kv_load_failure_policy is "fail"; for "recompute" start vLLM with '
+            "--no-async-scheduling"
+        )
+        transfer.kv_load_failure_policy = "fail"
 
 
 def check_pool(pool: BlockPool, block_size: int) -> None:

@@ -42,6 +42,8 @@ class KvtrieScheduler(AsyncScheduler):
             raise UnsupportedError(msg)
         self._planner: Planner = self.connector.planner
         self._planner.resumes_behind_gaps = True
+        # Its counts are those of steps in flight, even where none are: see `settle_failures`.
+        self.recompute_kv_load_failures = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:  # noqa: ANN401 - vLLM's own
         """Skip what the copies of this step bring, then schedule."""
