@@ -9,8 +9,10 @@ import vllm
 from tests.vllm.conftest import APPROXIMATE
 from tests.vllm.engine import SCHEDULER, Engine
 
+import kvtrie
 from kvtrie import gates
-from kvtrie.integrations.vllm import KvtrieConnector, _settings, _support
+from kvtrie.integrations.vllm import KvtrieConnector, _planner, _settings, _support
+from kvtrie.tags import Tagger
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,6 +55,22 @@ def test_settings_are_refused_before_a_weight_is_loaded(
     monkeypatch.setattr(_support, "vllm_version", "0.99.0")
     with pytest.raises(_support.UnsupportedError, match=r"install one of 0\.32\.x and 0\.33\.x"):
         ask({})
+
+
+def test_the_log_says_what_is_going_to_be_reused() -> None:
+    may = kvtrie.ReusePolicy(approximate=True)
+    thoughts = Tagger.from_ids(reasoning=([7], [8]), initial="assistant", boundary="never")
+
+    def said(cleared: kvtrie.ReusePolicy, tagger: Tagger | None = None, **given: Any) -> str:
+        return _planner.summary(_settings.Settings.read(given), cleared, tagger)
+
+    assert said(kvtrie.EXACT_ONLY) == "exact reuse alone (no gate); chat format: not known"
+    failed = said(kvtrie.EXACT_ONLY, gate="a.json")
+    assert failed.startswith("exact reuse alone (the gate does not clear the policy)")
+    assert said(may, thoughts, gate="a.json") == (
+        "approximate reuse (gate: a.json); chat format: from_ids"
+    )
+    assert "for requests that ask for it" in said(may, gate="unchecked", default="exact")
 
 
 def test_a_gate_file_that_is_not_there(engines: _Engines, llama: Path, tmp_path: Path) -> None:

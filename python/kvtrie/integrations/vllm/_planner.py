@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvtrie._core import ReusePlan, ReusePolicy
     from kvtrie.integrations.vllm._settings import Settings
     from kvtrie.integrations.vllm._stats import Counts
+    from kvtrie.tags import Tagger
 
 _LOG = logging.getLogger("vllm.kvtrie")
 _Answer = TypeVar("_Answer")
@@ -53,6 +54,25 @@ def adapter_of(request: Request) -> str | None:
     """
     lora = request.lora_request
     return None if lora is None else json.dumps([lora.lora_name, lora.lora_path])
+
+
+def summary(settings: Settings, cleared: ReusePolicy, tagger: Tagger | None) -> str:
+    """What the connector is going to do, in a line for the log.
+
+    Args:
+        settings: The connector's own.
+        cleared: What the gate lets requests do.
+        tagger: The chat format; None where it is not known.
+    """
+    if cleared.approximate:
+        reuse = f"approximate reuse (gate: {settings.gate})"
+        if settings.default == "exact":
+            reuse += ", for requests that ask for it"
+    else:
+        why = "no gate" if settings.gate is None else "the gate does not clear the policy"
+        reuse = f"exact reuse alone ({why})"
+    form = "not known" if tagger is None else tagger.format.name
+    return f"{reuse}; chat format: {form}"
 
 
 class Planner:
@@ -95,6 +115,7 @@ class Planner:
         if self._tagger is not None and settings.dead_thinking:
             self._dead = DeadThinking(self._pool, self.sources, block_size, counts)
         self.resumes_behind_gaps = False
+        _LOG.info("kvtrie: %s", summary(settings, cleared, self._tagger))
 
     # --- arrival -----------------------------------------------------------------------------
 

@@ -63,15 +63,15 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
     spec = groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec):
         kind = type(spec).__name__
-        _refuse(f"its KV is {kind}; full attention (MHA, GQA, MQA, MLA) is supported")
+        _refuse(f"the model's KV is {kind}; full attention (MHA, GQA, MQA, MLA) is supported")
     if spec.sliding_window is not None:
-        _refuse(f"it has layers with a sliding window of {spec.sliding_window} tokens")
+        _refuse(f"the model has layers with a sliding window of {spec.sliding_window} tokens")
     if spec.attention_chunk_size is not None:
-        _refuse(f"it has layers with chunked attention ({spec.attention_chunk_size} tokens)")
+        _refuse(f"the model has layers with chunked attention ({spec.attention_chunk_size} tokens)")
     if spec.non_causal:
-        _refuse("its attention is not causal, so KV is no function of the prefix")
+        _refuse("the model's attention is not causal, so KV is no function of the prefix")
     if spec.tokens_per_state != 1:
-        _refuse("its KV cache compresses several tokens into one state")
+        _refuse("the model's KV cache compresses several tokens into one state")
     if groups[0].is_eagle_group:
         _refuse("draft layers (EAGLE, MTP) share its KV blocks: turn speculative decoding off")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvtrie.integrations.vllm._planner import Planner
+
+_LOG = logging.getLogger("vllm.kvtrie")
 
 
 class KvtrieScheduler(AsyncScheduler):
@@ -44,6 +47,7 @@ class KvtrieScheduler(AsyncScheduler):
         self._planner.resumes_behind_gaps = True
         # Its counts are those of steps in flight, even where none are: see `settle_failures`.
         self.recompute_kv_load_failures = False
+        _LOG.info("kvtrie: reuse goes on behind gaps")
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:  # noqa: ANN401 - vLLM's own
         """Skip what the copies of this step bring, then schedule."""
