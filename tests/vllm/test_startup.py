@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -84,6 +86,20 @@ def test_a_vllm_that_was_not_tested(
     said = refused(engines, llama, connector=APPROXIMATE)
     assert "vLLM 0.99.0 is not among the tested versions" in said
     assert vllm.__version__.startswith(_support.TESTED)
+
+
+def test_a_vllm_without_what_is_imported_from_it() -> None:
+    script = (
+        "import sys, vllm\n"
+        "vllm.__version__ = '0.99.0'\n"
+        "sys.modules['vllm.v1.core.sched.async_scheduler'] = None\n"
+        "import kvtrie.integrations.vllm\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode
+    assert "vLLM 0.99.0 is not among the tested versions" in done.stderr.splitlines()[-1]
 
 
 def test_no_prefix_caching(engines: _Engines, llama: Path) -> None:

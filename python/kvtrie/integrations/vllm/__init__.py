@@ -24,7 +24,14 @@ cached under a hash lineage of their own, which no plain request can hit. Whatev
 time falls back to what vLLM does without a connector, and is counted.
 """
 
-from kvtrie.integrations.vllm.connector import KvtrieConnector
-from kvtrie.integrations.vllm.scheduler import KvtrieScheduler
+try:
+    from kvtrie.integrations.vllm.connector import KvtrieConnector
+    from kvtrie.integrations.vllm.scheduler import KvtrieScheduler
+except ImportError:
+    # Another vLLM lacks what is imported here. Its version is what a user can change, not the name.
+    from kvtrie.integrations.vllm import _support
+
+    _support.check_version()
+    raise
 
 __all__ = ["KvtrieConnector", "KvtrieScheduler"]
