@@ -55,6 +55,28 @@ def test_the_next_turn_hits_what_the_last_moved(engine: Callable[..., Engine]) -
     assert vllm.computed_for(again) <= 20 + tail
 
 
+def test_what_was_computed_on_moved_kv_is_moved_by_the_next_turn(
+    engine: Callable[..., Engine],
+) -> None:
+    # The policy allows one hop, and an answer has none that was computed behind a moved one.
+    vllm = engine(connector=APPROXIMATE)
+    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    history, thought, answer = QUESTION + ANSWER + NEXT, words(110, 10), words(120, 11)
+    vllm.ask(history + thought + answer + words(BLOCK, 12))
+    assert vllm.computed_for(history + answer + NEXT) <= len(NEXT) + 1
+    # Both answers, and what stands before the thought in the block in which that began.
+    assert vllm.counts["tokens_moved"] == len(ANSWER) + len(answer) + len(history) % BLOCK
+
+
+def test_what_was_moved_is_not_moved_on(engine: Callable[..., Engine]) -> None:
+    vllm = engine(connector=APPROXIMATE)
+    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + ANSWER + NEXT)
+    evict(vllm, QUESTION + THOUGHT + ANSWER)
+    # What is left of the answer was moved once, which is all that the policy allows.
+    assert vllm.computed_for(ANSWER) == len(ANSWER)
+
+
 def test_a_plain_request_hits_nothing_approximate(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE)
     vllm.ask(QUESTION + THOUGHT + ANSWER)

@@ -152,8 +152,7 @@ class Planner:
             return
         first = _lineage.join(request, self.sources.blocks(plan.blocks.tolist()))
         if first is not None:
-            in_place = plan.segments[plan.segments["start"] < len(plan.blocks) * self._block_size]
-            live.becomes_approximate(first * self._block_size, int(in_place["hops"].max()))
+            live.becomes_approximate(first * self._block_size)
         plan.release()
 
     def _namespace(self, request: Request) -> Namespace:
@@ -248,7 +247,7 @@ class Planner:
             block = first // self._block_size
             if live.exact_until is None or block < live.exact_until // self._block_size:
                 _lineage.start(request, block)
-            live.becomes_approximate(first, int(inside["hops"].max()))
+            live.becomes_approximate(first)
 
     def allocated(self, request: Request, num_external: int) -> None:
         """Take note that vLLM has given the request its blocks.
@@ -293,11 +292,12 @@ class Planner:
         self._loads.append(Load(moves, blocks))
         segments = plan.segments
         for segment in segments[(segments["end"] > start) & (segments["start"] < end)].tolist():
-            count = min(segment[1], end) - max(segment[0], start)
+            first, last = max(segment[0], start), min(segment[1], end)
             is_moved = segment[4] == _APPROXIMATE
-            self._counts.add("tokens_moved" if is_moved else "tokens_exact", count)
-            if count:
-                live.used.append((max(segment[0], start), min(segment[1], end), is_moved))
+            self._counts.add("tokens_moved" if is_moved else "tokens_exact", last - first)
+            live.used.append((first, last, is_moved))
+            if is_moved:
+                live.moved.append((first, last, segment[5]))
 
     def _moves(self, plan: ReusePlan, ids: Sequence[int], start: int, end: int) -> NDArray[np.void]:
         table = np.zeros(len(plan.blocks) + plan.num_new_blocks, np.int32)
@@ -460,7 +460,8 @@ class Planner:
             spans = live.reading.finish(live.seq, complete=is_complete)
         else:
             spans = live.new_spans()
-        self.sources.offer(live.seq, block_ids, num_computed=done, source=live.source, spans=spans)
+        stretches = live.stretches(done // self._block_size, self._block_size)
+        self.sources.offer(live.seq, block_ids, stretches, spans=spans)
 
     def _count_prompt(self, request: Request, live: Live) -> None:
         """Count, once, where the KV of a request's prompt came from."""

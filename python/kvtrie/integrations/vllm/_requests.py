@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvtrie._core import COMPUTED, Imported
 
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._tags import Reading
 
 Range = tuple[int, int]
+# So many blocks, and where their KV came from.
+Stretch = tuple[int, "ComputedSource | Imported"]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +51,7 @@ class Live:
         seq: Its tokens, as far as they were final when last asked.
         policy: What may be reused for it.
         exact_until: Its first approximate token; None while all is exact.
-        hops: Most hops of what was copied into it.
+        moved: Ranges of approximate KV that it did not compute, and their hops.
         pending: The plan under way.
         num_refused: Times that vLLM found no blocks while this request's sources were pinned.
         last_free: Free blocks when that happened last.
@@ -59,7 +64,7 @@ class Live:
     seq: TokenSequence
     policy: ReusePolicy
     exact_until: int | None = None
-    hops: int = 0
+    moved: list[tuple[int, int, int]] = field(default_factory=list)
     pending: Pending | None = None
     num_refused: int = 0
     last_free: int = -1
@@ -68,12 +73,26 @@ class Live:
     used: list[tuple[int, int, bool]] = field(default_factory=list)
     is_counted: bool = False
 
-    @property
-    def source(self) -> ComputedSource | Imported:
-        """How exact its KV is."""
+    def stretches(self, num_blocks: int, block_size: int) -> list[Stretch]:
+        """How exact its blocks are, the first one first.
+
+        A block has the most hops of what was moved into it. What the request computed on moved KV
+        is approximate, and has moved nowhere yet.
+
+        Args:
+            num_blocks: Blocks to speak of.
+            block_size: Tokens of a block.
+        """
         if self.exact_until is None:
-            return COMPUTED
-        return Imported(exact_until=self.exact_until, hops=self.hops)
+            return [(num_blocks, COMPUTED)]
+        hops = np.zeros(num_blocks, np.int64)
+        for start, end, count in self.moved:
+            inside = slice(start // block_size, -(-end // block_size))
+            hops[inside] = np.maximum(hops[inside], count)
+        return [
+            (len(list(same)), Imported(exact_until=self.exact_until, hops=count))
+            for count, same in groupby(hops.tolist())
+        ]
 
     def follow(self, request: Request) -> None:
         """Take over the ids that have become final."""
@@ -84,12 +103,14 @@ class Live:
         """Note vLLM's own hit, when a request is admitted or admitted again."""
         exact = num_local if self.exact_until is None else min(num_local, self.exact_until)
         self.used = [(0, exact, False), (exact, num_local, True)]
+        # Blocks that vLLM found may have left the index meanwhile, and their hops with it: the
+        # policy allows no more than so many.
+        self.moved = [(exact, num_local, self.policy.max_hops)] if exact < num_local else []
 
     def new_spans(self) -> list[Span]:
         """What has ended among its tokens since the last call."""
         return [] if self.reading is None else self.reading.new_spans(self.seq)
 
-    def becomes_approximate(self, position: int, hops: int) -> None:
+    def becomes_approximate(self, position: int) -> None:
         """Note that tokens from ``position`` on are approximate."""
         self.exact_until = position if self.exact_until is None else min(self.exact_until, position)
-        self.hops = max(self.hops, hops)

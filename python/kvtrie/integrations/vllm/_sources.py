@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Span,
         TokenSequence,
     )
+    from kvtrie.integrations.vllm._requests import Stretch
 
 # Each round forgets every stale block that it met, so another finds more only where they lay behind
 # these: a handful is ample, and a prompt is not worth more.
@@ -82,9 +83,8 @@ class Sources:
         self,
         seq: TokenSequence,
         block_ids: Sequence[int],
+        stretches: Sequence[Stretch],
         *,
-        num_computed: int,
-        source: ComputedSource | Imported,
         spans: Iterable[Span] = (),
     ) -> None:
         """Note which blocks hold the KV of a sequence.
@@ -93,12 +93,10 @@ class Sources:
             seq: The tokens.
             block_ids: vLLM's table, the block of position 0 first. Blocks behind the first that
                 vLLM has not cached are not taken.
-            num_computed: Tokens whose KV is written.
-            source: How exact it is.
+            stretches: How exact they are, as many as are written.
             spans: What the tokens are.
         """
-        num_full = min(num_computed // self._block_size, len(block_ids))
-        ids = block_ids[:num_full] if num_full < len(block_ids) else block_ids
+        ids = block_ids[: sum(count for count, _ in stretches)]
         # What the index has in the same blocks already costs nothing more.
         known = self.index.lookup(seq, touch=False).blocks.tolist()
         start = _num_equal(known, ids)
@@ -107,8 +105,17 @@ class Sources:
             if block.is_null or not block.block_hash:
                 break
             blocks.append(block)
-        if blocks:
-            self._take(seq, blocks, start, num_computed, source)
+        # An id that still stands elsewhere carries another hash by now, or none.
+        numbers = [block.block_id for block in blocks]
+        self._forget([number for number in numbers if self.is_stale(number)])
+        end, first = start + len(blocks), 0
+        for count, source in stretches:
+            last = min(first + count, end)
+            if start < last:
+                taken, blocks = blocks[: last - start], blocks[last - start :]
+                self._take(seq, taken, start, source)
+                start = last
+            first += count
         spans = list(spans)
         if spans:
             self.index.tag(seq, spans)
@@ -118,17 +125,14 @@ class Sources:
         seq: TokenSequence,
         blocks: list[KVCacheBlock],
         start: int,
-        num_computed: int,
         source: ComputedSource | Imported,
     ) -> None:
         hashes = self._hashes
         ids = [block.block_id for block in blocks]
-        # An id that still stands elsewhere carries another hash by now, or none.
-        self._forget([number for number in ids if number in hashes and self.is_stale(number)])
         done = self.index.insert(
             seq,
             np.array(ids, np.int32),
-            num_computed=num_computed,
+            num_computed=(start + len(blocks)) * self._block_size,
             start=start * self._block_size,
             source=source,
         )
