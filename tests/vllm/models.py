@@ -58,6 +58,32 @@ def deepseek(folder: Path, seed: int = 0) -> Path:
     return _save(transformers.DeepseekV2ForCausalLM, config, folder, seed)
 
 
+# Ways to scale the frequencies by which keys turn.
+SCALED: dict[str, dict[str, object]] = {
+    "yarn": {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 8192},
+    "llama3": {
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+def scaled(folder: Path, name: str, seed: int = 0) -> Path:
+    """The same Llama with scaled frequencies, one of `SCALED`."""
+    rope = {"rope_type": name, **SCALED[name]}
+    config = transformers.LlamaConfig(
+        **_COMMON,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        rope_parameters=rope,
+    )
+    return _save(transformers.LlamaForCausalLM, config, folder, seed)
+
+
 def _save(kind: Any, config: Any, folder: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     model = kind(config).to(torch.float32).eval()

@@ -33,6 +33,14 @@ class Reference:
         said = logits[torch.arange(len(answer)), torch.tensor(list(answer))]
         return float((logits.amax(-1) - said).max())
 
+    def logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+        """Of all tokens, where each token of an answer was chosen: ``[answer, vocabulary]``."""
+        ids = torch.tensor([[*prompt, *answer]])
+        with torch.no_grad():
+            logits = self._model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        rows: torch.Tensor = logits.log_softmax(-1)
+        return rows
+
     def kv(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of all tokens: ``[layers, tokens, heads, channels]``."""
         with torch.no_grad():
