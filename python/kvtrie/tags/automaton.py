@@ -9,7 +9,7 @@ token is part of two delimiters.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Spelling = tuple[int, ...]
+
+_FEW: Final = 8
 
 
 def contains(whole: Sequence[int], part: Sequence[int]) -> bool:
@@ -98,5 +100,12 @@ class Automaton:
 
     def candidates(self, tokens: npt.NDArray[np.int64]) -> list[int]:
         """Positions of the tokens that a delimiter may begin with."""
-        found: list[int] = np.flatnonzero(np.isin(tokens, self._first)).tolist()
+        # What `isin` does before it compares takes longer than a few comparisons.
+        if len(self._first) > _FEW:
+            mask = np.isin(tokens, self._first)
+        else:
+            mask = np.zeros(len(tokens), np.bool_)
+            for token in self._first.tolist():
+                mask |= tokens == token
+        found: list[int] = np.flatnonzero(mask).tolist()
         return found

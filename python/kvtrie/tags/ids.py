@@ -46,7 +46,8 @@ def as_tokens(
     if array.dtype.kind not in "iu":
         msg = f"{call}: ids are {array.dtype}, not integers"
         raise TypeError(msg)
-    for bound in (array.min(), array.max()):
+    # What a `TokenSequence` gives has the right type already.
+    for bound in () if array.dtype == np.uint32 else (array.min(), array.max()):
         if not 0 <= int(bound) <= MAX_TOKEN:
             msg = f"{call}: token id {bound} is not in 0..={MAX_TOKEN}"
             raise ValueError(msg)
