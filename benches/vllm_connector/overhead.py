@@ -2,10 +2,10 @@
 
     make bench-vllm
 
-One engine in one process serves one request after the other, or one batch after the other; while it
-is idle, the connector is taken away or put back. So all but the connector is the same: code, memory
-and pool, which lies as if the connector had never been away (`Bench.keep_up`). A round has four
-members in random order, each with prompts of its own that nobody has seen:
+In one engine in one process the connector is taken away and put back: between requests, and between
+the decode steps of a running batch. So all but the connector is the same: code, memory, and pool,
+which lies as if the connector had never been away (`Bench.keep_up`). A round has four members in
+random order, side by side; where they are requests, each has a prompt that nobody has seen:
 
 * *off* and *control*: vLLM without a connector. Their difference is what the method itself does.
 * *plumbing*: a connector that does nothing. It is what vLLM pays for having any.
@@ -41,6 +41,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,12 +65,17 @@ from vllm.v1.request import Request
 from kvtrie import COMPUTED, TokenSequence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 MEMBERS = ("off", "control", "plumbing", "kvtrie")
 # What tells messages and thoughts apart: a few of the words that prompts are made of.
 FORMAT = {"user": 3, "assistant": 4, "reasoning": [5, 6]}
 WARM_UP = 6
+# Tokens that a request answers: a short answer, for what is paid once a request weighs more there.
+ANSWER = 16
+# Rounds of decode steps that one batch runs through, and how many more there are than of requests.
+ROUNDS = 60
+STEPS_A_REQUEST = 4
 # Student's t, one-sided 95 %, for 200 pairs and more.
 T95 = 1.653
 CALLS = (
@@ -120,31 +126,35 @@ class Plumbing(KVConnectorBase_V1, SupportsHMA):
 
 @dataclass(frozen=True)
 class Work:
-    """What a member does.
+    """Requests that run at once.
 
     Attributes:
         name: For people.
-        num_requests: Requests that run at once.
+        num_requests: How many.
         prompt_tokens: Tokens of each prompt.
-        answer_tokens: Tokens of each answer.
     """
 
     name: str
     num_requests: int
     prompt_tokens: int
-    answer_tokens: int
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that one member takes."""
-        return self.num_requests * -(-(self.prompt_tokens + self.answer_tokens) // BLOCK)
+        """Blocks that they take with a short answer."""
+        return self.num_requests * -(-(self.prompt_tokens + ANSWER) // BLOCK)
 
 
-PROMPT = Work("one request, 2,000 new tokens", 1, 2_000, 12)
-SHORT = Work("one request, 200 new tokens", 1, 200, 12)
-BATCH = Work("16 requests at once, 100 new tokens each", 16, 100, 12)
-# What is measured, and whether the pool is full.
-RUNS = ((PROMPT, False), (PROMPT, True), (SHORT, True), (BATCH, True))
+PROMPT = Work("one request, 2,000 new tokens", 1, 2_000)
+SHORT = Work("one request, 200 new tokens", 1, 200)
+BATCH = Work("16 requests at once, 100 new tokens each", 16, 100)
+# Whole requests, and whether the pool is full.
+REQUESTS = ((PROMPT, False), (PROMPT, True), (SHORT, True), (BATCH, True))
+# Decode steps, in a full pool.
+STEPS = (
+    Work("1 running request", 1, 2_000),
+    Work("16 running requests", 16, 100),
+    Work("64 running requests", 64, 40),
+)
 
 
 class Bench:
@@ -164,6 +174,8 @@ class Bench:
         self._core, self._scheduler = self.engine.core, self.engine.scheduler
         if self._scheduler.use_v2_model_runner:
             raise RuntimeError("vLLM's model runner V2 keeps the connector in another place")  # noqa: EM101
+        if self._core.batch_queue is not None:
+            raise RuntimeError("steps are in flight when the connector is taken away")  # noqa: EM101
         self.kvtrie = (self.engine.connector, self.engine.worker)
         for half in self.kvtrie:
             # The tests' own counting.
@@ -180,7 +192,7 @@ class Bench:
         self._number = 0
 
     def switch(self, member: str) -> None:
-        """Put a connector in, or none; nothing runs."""
+        """Put a connector in, or none; no step is under way."""
         mine, workers = {"plumbing": self._plumbing, "kvtrie": self.kvtrie}.get(
             member, (None, None)
         )
@@ -211,11 +223,9 @@ class Bench:
                 TokenSequence(tokens, space), ids, num_computed=len(tokens) - 1, source=COMPUTED
             )
 
-    def requests(self, work: Work, rng: random.Random) -> list[dict[str, Any]]:
+    def _requests(self, work: Work, answer: int, rng: random.Random) -> list[dict[str, Any]]:
         """New requests."""
-        params = SamplingParams(
-            max_tokens=work.answer_tokens, temperature=0, ignore_eos=True, detokenize=False
-        )
+        params = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True, detokenize=False)
         asked = []
         for _ in range(work.num_requests):
             self._number += 1
@@ -230,43 +240,71 @@ class Bench:
             )
         return asked
 
+    def _add(self, asked: list[dict[str, Any]]) -> list[Request]:
+        hasher = self._core.request_block_hasher
+        requests = [Request(**one, block_hasher=hasher) for one in asked]
+        for request in requests:
+            self._core.add_request(request)
+        return requests
+
+    def _step(self) -> None:
+        self._core.post_step(self._core.step_fn()[1])
+
     def run(self, member: str, work: Work, rng: random.Random) -> dict[str, float]:
-        """One member: seconds of processor time of each phase."""
-        core, hasher, clock = self._core, self._core.request_block_hasher, time.process_time
-        asked = self.requests(work, rng)
-        requests: list[Request] = []
+        """Requests from arrival to end: seconds of processor time."""
+        clock = time.process_time
+        asked = self._requests(work, ANSWER, rng)
         self.switch(member)
         gc.collect()
         began = clock()
-        for one in asked:
-            request = Request(**one, block_hasher=hasher)
-            requests.append(request)
-            core.add_request(request)
-        times = [clock()]
+        requests = self._add(asked)
+        self._step()
+        first = clock()
+        # Behind the decode steps comes one that tells the worker who has ended.
         while self._scheduler.has_requests():
-            core.post_step(core.step_fn()[1])
-            times.append(clock())
-        # A last step tells the worker who has finished, and computes nothing.
-        steps = [end - start for start, end in itertools.pairwise(times)]
-        if len(steps) != work.answer_tokens + 1:
-            raise RuntimeError(f"{len(steps)} steps instead of {work.answer_tokens + 1}")  # noqa: EM102
+            self._step()
+        ended = clock()
         self.keep_up(requests)
+        if any(request.num_output_tokens != ANSWER for request in requests):
+            raise RuntimeError(f"{work.name}: a step did not take all requests")  # noqa: EM102
         return {
-            "from arrival to the first token": times[1] - began,
-            "a decode step": statistics.fmean(steps[1:-2]),
-            "all of it": times[-1] - began,
+            "to the first token": first - began,
+            f"to the end, {ANSWER} answered": ended - began,
         }
+
+    def decode(self, work: Work, rng: random.Random) -> Iterator[dict[str, float]]:
+        """Rounds of decode steps of one batch: of each member the seconds of one step."""
+        clock = time.process_time
+        self.switch("kvtrie")
+        self._add(self._requests(work, len(MEMBERS) * ROUNDS + 8, rng))
+        gc.collect()
+        # The prompts, and what becomes known of them.
+        for _ in range(3):
+            self._step()
+        for _ in range(ROUNDS):
+            order, took = list(MEMBERS), {}
+            rng.shuffle(order)
+            for member in order:
+                self.switch(member)
+                began = clock()
+                self._step()
+                took[member] = clock() - began
+                self.keep_up([])
+            yield took
+        self.switch("kvtrie")
+        while self._scheduler.has_requests():
+            self._step()
 
     def reset(self) -> None:
         """Forget all, and start with an empty pool."""
         self.switch("kvtrie")
         self.engine.reset()
 
-    def fill(self, work: Work, rng: random.Random) -> None:
+    def fill(self, rng: random.Random) -> None:
         """Leave no block of the pool that kvtrie does not know."""
         self.reset()
-        for _ in range(-(-self.engine.pool.num_gpu_blocks // work.num_blocks) + 2):
-            self.run("kvtrie", work, rng)
+        for _ in range(self.engine.pool.num_gpu_blocks // PROMPT.num_blocks + 2):
+            self.run("kvtrie", PROMPT, rng)
 
     def watch_calls(self) -> dict[str, float]:
         """Seconds inside kvtrie's calls from now on, by name."""
@@ -294,50 +332,69 @@ class Bench:
                 delattr(half, name)
 
 
-def measure(
-    bench: Bench, work: Work, num_pairs: int, rng: random.Random, *, full: bool
-) -> list[dict[str, dict[str, float]]]:
-    """Rounds: of each member the seconds of each phase."""
-    rounds: list[dict[str, dict[str, float]]] = []
-    room = 0
-    num_blocks = len(MEMBERS) * work.num_blocks
-    if full:
-        bench.fill(work, rng)
-    # What lives by now lives on: collecting garbage need not look at it.
+@contextmanager
+def collected() -> Iterator[None]:
+    """Collect garbage when asked alone, and only what has come to be inside."""
     gc.collect()
     gc.freeze()
     gc.disable()
-    for number in range(-WARM_UP, num_pairs):
-        if not full and room < num_blocks:
-            bench.reset()
-            room = bench.engine.pool.get_num_free_blocks()
-        room -= num_blocks
-        order = list(MEMBERS)
-        rng.shuffle(order)
-        took = {member: bench.run(member, work, rng) for member in order}
-        if number >= 0:
-            rounds.append(took)
-    gc.enable()
-    gc.unfreeze()
-    return rounds
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
-def report(name: str, rounds: list[dict[str, dict[str, float]]]) -> None:
-    """Print a table's rows."""
+def report(name: str, rounds: list[dict[str, float]]) -> None:
+    """Print a row of the table."""
+    base = statistics.fmean(one["off"] for one in rounds)
+    cells = [name, str(len(rounds)), f"{base * 1e3:.3f}"]
+    for member in MEMBERS[1:]:
+        apart = [one[member] - one["off"] for one in rounds]
+        mean = statistics.fmean(apart)
+        bound = mean + T95 * statistics.stdev(apart) / len(apart) ** 0.5
+        middle = statistics.median(apart)
+        cells.append(
+            f"{mean * 1e6:+.0f} us, {100 * mean / base:+.2f} % (median "
+            f"{100 * middle / base:+.2f} %), below **{100 * bound / base:+.2f} %**"
+        )
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def report_requests(
+    bench: Bench, work: Work, num_pairs: int, rng: random.Random, *, is_full: bool
+) -> None:
+    """Measure whole requests, and print their rows."""
+    rounds: list[dict[str, dict[str, float]]] = []
+    room, num_blocks = 0, len(MEMBERS) * work.num_blocks
+    if is_full:
+        bench.fill(rng)
+    with collected():
+        for number in range(-WARM_UP, num_pairs):
+            if not is_full and room < num_blocks:
+                bench.reset()
+                room = bench.engine.pool.get_num_free_blocks()
+            room -= num_blocks
+            order = list(MEMBERS)
+            rng.shuffle(order)
+            took = {member: bench.run(member, work, rng) for member in order}
+            if number >= 0:
+                rounds.append(took)
+    pool = "full pool" if is_full else "pool with room"
     for phase in rounds[0]["off"]:
-        plain = [one["off"][phase] for one in rounds]
-        base = statistics.fmean(plain)
-        cells = [f"{name}: {phase}", f"{base * 1e3:.3f}"]
-        for member in MEMBERS[1:]:
-            apart = [one[member][phase] - one["off"][phase] for one in rounds]
-            mean = statistics.fmean(apart)
-            bound = mean + T95 * statistics.stdev(apart) / len(apart) ** 0.5
-            middle = statistics.median(apart)
-            cells.append(
-                f"{mean * 1e6:+.0f} us, {100 * mean / base:+.2f} % (median "
-                f"{100 * middle / base:+.2f} %), below **{100 * bound / base:+.2f} %**"
-            )
-        print("| " + " | ".join(cells) + " |", flush=True)
+        flat = [{member: one[member][phase] for member in MEMBERS} for one in rounds]
+        report(f"{work.name}, {pool}: from arrival {phase}", flat)
+
+
+def report_steps(bench: Bench, work: Work, num_pairs: int, rng: random.Random) -> None:
+    """Measure decode steps, and print their row."""
+    rounds: list[dict[str, float]] = []
+    bench.fill(rng)
+    with collected():
+        while len(rounds) < num_pairs:
+            # The first steps of a batch warm up.
+            rounds += itertools.islice(bench.decode(work, rng), WARM_UP, None)
+    report(f"a decode step, {work.name}", rounds[:num_pairs])
 
 
 def report_calls(bench: Bench, work: Work, rng: random.Random, num_rounds: int = 20) -> None:
@@ -357,7 +414,7 @@ def report_calls(bench: Bench, work: Work, rng: random.Random, num_rounds: int =
 def main() -> None:
     """Print the overhead."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=240)
+    parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--blocks", type=int, default=2_048, help="of the pool")
     parser.add_argument("--calls", action="store_true", help="kvtrie's own calls, no pairs")
     parser.add_argument("--seed", type=int, default=0)
@@ -366,16 +423,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(folder, options.blocks)
         if options.calls:
-            for work, is_full in RUNS:
-                bench.fill(work, rng) if is_full else bench.reset()
+            for work, _ in REQUESTS[1:]:
+                bench.fill(rng)
                 report_calls(bench, work, rng)
             return
-        print(f"{options.pairs} pairs, a pool of {options.blocks:,} blocks of {BLOCK} tokens\n")
-        print("| processor time | off (ms) | control | plumbing | kvtrie |")
-        print("| --- | --- | --- | --- | --- |")
-        for work, is_full in RUNS:
-            rounds = measure(bench, work, options.pairs, rng, full=is_full)
-            report(f"{work.name}, {'full pool' if is_full else 'room'}", rounds)
+        print(f"A pool of {options.blocks:,} blocks of {BLOCK} tokens.\n")
+        print("| processor time | pairs | off (ms) | control | plumbing | kvtrie |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        for work, is_full in REQUESTS:
+            report_requests(bench, work, options.pairs, rng, is_full=is_full)
+        for work in STEPS:
+            report_steps(bench, work, STEPS_A_REQUEST * options.pairs, rng)
         bench.switch("kvtrie")
 
 
