@@ -219,9 +219,8 @@ class Bench:
             found = [pool.get_cached_block(one, [0]) for one in request.block_hashes]
             ids = [blocks[0].block_id for blocks in found if blocks]
             tokens = list(request.all_token_ids)
-            sources.offer(
-                TokenSequence(tokens, space), ids, num_computed=len(tokens) - 1, source=COMPUTED
-            )
+            written = [((len(tokens) - 1) // self.engine.scheduler.block_size, COMPUTED)]
+            sources.offer(TokenSequence(tokens, space), ids, written)
 
     def _requests(self, work: Work, answer: int, rng: random.Random) -> list[dict[str, Any]]:
         """New requests."""

@@ -20,6 +20,7 @@ from tests.vllm.engine import BLOCK
 from tests.vllm.reference import Reference
 
 import kvtrie
+from kvtrie.integrations.vllm import _planner
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +37,12 @@ ROUNDING = 3e-4
 # By how much another context changes KV of the last layer and probabilities, at least.
 ANOTHER = 0.3
 POLICY = {"min_run": 16}
+
+
+@pytest.fixture(autouse=True)
+def few_tokens_are_copied_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The connector computes what is too short to be worth a copy; the embedded engine copies it.
+    monkeypatch.setattr(_planner, "_LEAST_COPIED", 1)
 
 
 def words(count: int, seed: int) -> list[int]:

@@ -18,7 +18,7 @@ def words(count: int, seed: int) -> list[int]:
     return Random(seed).choices(range(3, 400), k=count)
 
 
-QUESTION, THOUGHT, ANSWER, NEXT = words(100, 1), words(80, 2), words(75, 3), words(20, 4)
+QUESTION, THOUGHT, ANSWER, NEXT = words(110, 1), words(80, 2), words(75, 3), words(20, 4)
 
 
 def test_an_adapter_that_took_over_a_name_reads_nothing_of_the_one_before() -> None:
