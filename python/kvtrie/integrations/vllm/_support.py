@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from vllm import __version__ as vllm_version
+from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("vllm.kvtrie")
 
 TESTED: Final = ("0.32", "0.33")
-"""The minor versions whose sources were read and whose engine the tests run."""
+"""Minor versions whose sources were read: tests run the scheduler of each, the engine of the first."""
 
 
 _DTYPES: Final = ("auto", "float16", "bfloat16", "float32")
@@ -120,6 +121,39 @@ def settle_failures(vllm_config: VllmConfig) -> None:
             "--no-async-scheduling"
         )
         transfer.kv_load_failure_policy = "fail"
+
+
+def check_alone(vllm_config: VllmConfig, *, approximate: bool) -> None:
+    """Refuse other connectors around this one that could pass approximate KV on as exact.
+
+    A worker alone can tell, by the configuration under which it is made.
+
+    Args:
+        vllm_config: What this connector was given, whose transfer configuration is its own.
+        approximate: Whether requests may reuse KV approximately.
+
+    Raises:
+        UnsupportedError: See the message.
+    """
+    current = get_current_vllm_config_or_none()
+    around = current.kv_transfer_config if current is not None else None
+    mine = vllm_config.kv_transfer_config
+    if around is None or mine is None or around.kv_connector == mine.kv_connector:
+        return
+    if approximate:
+        _refuse(
+            f"{around.kv_connector} holds connectors that may store or send KV by its tokens, and "
+            "with it approximate KV as if it were exact: leave gate out of "
+            "kv_connector_extra_config (exact reuse works), or use KvtrieConnector alone"
+        )
+    if vllm_config.scheduler_config.async_scheduling and (
+        around.kv_load_failure_policy == "recompute"
+    ):
+        _refuse(
+            f"under {around.kv_connector} vLLM would go on with what a step in flight has said "
+            'when a copy fails: set its kv_load_failure_policy to "fail", or start vLLM with '
+            "--no-async-scheduling"
+        )
 
 
 def check_pool(pool: BlockPool, block_size: int) -> None:

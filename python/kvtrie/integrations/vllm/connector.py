@@ -65,6 +65,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             rope_of(vllm_config)
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         _support.settle_failures(vllm_config)
+        _support.check_alone(vllm_config, approximate=self._cleared.approximate)
         self._counts = Counts()
         self._planner: Planner | None = None
         self._copies: Copies | None = None
