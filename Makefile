@@ -156,6 +156,26 @@ $(VLLM_ENV)/.kvtrie: $(VLLM_ENV)/.packages target/wheels/.built
 test-vllm: $(VLLM_ENV)/.kvtrie ## the vLLM connector in a real engine, on tiny models (VLLM_FLAGS: more for pytest)
 	$(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm $(VLLM_FLAGS)
 
+# The newest release has no CPU build, but a scheduler needs no model: the release itself, without what it computes with.
+# vLLM keeps what it finds out about a model's code, which takes it a while, by release.
+NEWEST := $(VLLM_ENV)-scheduler
+
+$(NEWEST)/.packages: benches/peers/requirements/vllm-scheduler.txt constraints/dev.txt | $(VENV)/.packages
+	@echo "test-vllm-scheduler: the packages of vLLM's newest release (0.8 GB on disk beside those of test-vllm, 6 GB without)"
+	@$(UV) venv --quiet --clear --python $(PY) $(NEWEST)
+	@$(UV) pip install --quiet --python $(NEWEST)/bin/python --no-deps --requirements $<
+	@$(UV) pip install --quiet --python $(NEWEST)/bin/python --no-deps --constraints constraints/dev.txt $(VLLM_TESTS)
+	@touch $@
+
+$(NEWEST)/.kvtrie: $(NEWEST)/.packages target/wheels/.built
+	@$(UV) pip install --quiet --python $(NEWEST)/bin/python --no-deps --reinstall target/wheels/kvtrie-*.whl
+	@touch $@
+
+.PHONY: test-vllm-scheduler
+test-vllm-scheduler: $(NEWEST)/.kvtrie $(VLLM_ENV)/.kvtrie ## the vLLM connector in the scheduler of the newest release, and of the one that runs models; no model
+	VLLM_CACHE_ROOT=$(NEWEST)/cache $(NEWEST)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm_scheduler $(VLLM_FLAGS)
+	VLLM_CACHE_ROOT=$(VLLM_ENV)/cache $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm_scheduler $(VLLM_FLAGS)
+
 .PHONY: soak-vllm
 soak-vllm: $(VLLM_ENV)/.kvtrie ## 2,000 mixed requests in a small pool of a real engine, four times over (a quarter of an hour)
 	KVTRIE_VLLM_SOAK=2000 $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm/test_soak.py -s $(VLLM_FLAGS)

@@ -1,0 +1,64 @@
+"""Copies that fail, one at a time: nothing that did not arrive is ever read, by anybody."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.vllm_scheduler.worker import continuation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.vllm_scheduler.core import Core
+
+RNG = random.Random(1)
+QUESTION, THOUGHT, ANSWER, NEXT = (RNG.choices(range(3, 500), k=n) for n in (200, 160, 150, 40))
+EDITED = QUESTION + ANSWER + NEXT
+UNCHECKED = {"gate": "unchecked"}
+
+in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
+
+
+@pytest.mark.parametrize("gaps", [False, True], ids=["scheduler-of-vllm", "gaps"])
+@in_flight
+def test_a_copy_that_fails(core: Callable[..., Core], gaps: bool, in_flight: bool) -> None:
+    vllm = core(connector=UNCHECKED, gaps=gaps, in_flight=in_flight, shadow=False)
+    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.worker.fails = lambda _: True
+    name = vllm.add(EDITED)
+    vllm.drain(limit=100)
+    if gaps or in_flight:
+        assert vllm.answers[name].has_failed
+        assert not vllm.answers[name].tokens
+    else:
+        assert vllm.answers[name].tokens == continuation(EDITED, 8)
+    vllm.worker.fails = None
+    assert vllm.ask(EDITED, mode="exact") == continuation(EDITED, 8)
+
+
+@in_flight
+def test_who_shares_a_prefix_with_a_copy_that_failed(
+    core: Callable[..., Core], in_flight: bool
+) -> None:
+    vllm = core(
+        connector={"gate": None},
+        in_flight=in_flight,
+        shadow=False,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+    )
+    # The last block of a prompt is copied, and stands in the cache before it has come.
+    vllm.ask(QUESTION + NEXT)
+    vllm.worker.fails = lambda _: True
+    names = [vllm.add(QUESTION + ANSWER, max_tokens=12) for _ in range(3)]
+    for _ in range(3):
+        vllm.step()
+    vllm.worker.fails = None
+    names.append(vllm.add(QUESTION + ANSWER, max_tokens=12))
+    vllm.drain(limit=200)
+    assert vllm.answers[names[-1]].tokens
+    for answer in map(vllm.answers.get, names):
+        assert answer is not None
+        assert answer.has_failed or answer.tokens == continuation(QUESTION + ANSWER, 12)

@@ -1,0 +1,178 @@
+"""What vLLM may do to a request between two steps, with another step under way or not."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.vllm_scheduler.worker import BLOCK, continuation
+
+from kvtrie.integrations.vllm import _gate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.vllm_scheduler.core import Core
+
+UNCHECKED = {"gate": "unchecked"}
+in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
+
+
+def words(count: int, seed: int) -> list[int]:
+    """Random ids."""
+    return random.Random(seed).choices(range(3, 500), k=count)
+
+
+PARTS = [words(70, 60 + number) for number in range(5)]
+HISTORY = [token for part in PARTS for token in part]
+
+
+def gapped(parts: list[list[int]]) -> list[int]:
+    """Parts with a stub of another length before each."""
+    return [
+        token
+        for number, part in enumerate(parts)
+        for token in (*words(3 + number, 90 + number), *part)
+    ]
+
+
+@pytest.fixture
+def small(core: Callable[..., Core]) -> Callable[..., Core]:
+    """A core that has seen the history, and takes a gapped one in several steps."""
+
+    def start(**options: Any) -> Core:
+        options = {"connector": UNCHECKED, "gaps": True, "max_num_batched_tokens": 64, **options}
+        vllm = core(max_num_seqs=4, **options)
+        vllm.ask(HISTORY)
+        return vllm
+
+    return start
+
+
+@in_flight
+def test_islands_behind_gaps_are_not_computed(small: Callable[..., Core], in_flight: bool) -> None:
+    vllm = small(in_flight=in_flight)
+    assert vllm.computed_for(gapped(PARTS)) < len(gapped(PARTS)) // 3
+
+
+@in_flight
+def test_the_scheduler_of_vllm_computes_what_follows_a_gap(
+    small: Callable[..., Core], in_flight: bool
+) -> None:
+    vllm = small(in_flight=in_flight, gaps=False)
+    prompt = PARTS[0] + words(5, 1) + PARTS[1]
+    assert len(prompt) - vllm.computed_for(prompt) in range(
+        len(PARTS[0]) - BLOCK, len(PARTS[0]) + 1
+    )
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+@pytest.mark.parametrize("what", ["abort", "preempt", "reset"])
+@in_flight
+def test_amid_gaps(small: Callable[..., Core], what: str, steps: int, in_flight: bool) -> None:
+    vllm = small(in_flight=in_flight, connector=UNCHECKED | {"role": "kv_producer"})
+    name, other = vllm.add(gapped(PARTS), max_tokens=6), vllm.add(gapped(PARTS[1:]), max_tokens=6)
+    for _ in range(steps):
+        vllm.step()
+    if what == "abort":
+        vllm.abort([name])
+    elif what == "preempt" and name in (one.request_id for one in vllm.scheduler.running):
+        vllm.preempt(name)
+    elif what == "reset":
+        assert vllm.reset_cache()
+        assert len(vllm.connector.planner.sources) == 0
+    vllm.check()
+    vllm.drain()
+    assert what == "abort" or len(vllm.answers[name].tokens) == 6
+    assert len(vllm.answers[other].tokens) == 6
+    again = vllm.ask(gapped(PARTS), mode="exact")
+    assert again == continuation(gapped(PARTS), 8)
+
+
+@in_flight
+def test_a_pool_with_hardly_a_free_block(core: Callable[..., Core], in_flight: bool) -> None:
+    # The edited prompt needs as many blocks as are free beside those of its sources, or fewer.
+    vllm = core(connector=UNCHECKED, blocks=40, max_model_len=608, in_flight=in_flight)
+    question, thought, answer = words(200, 1), words(160, 2), words(150, 3)
+    for number in range(6):
+        vllm.ask(question + thought + answer)
+        prompt = question + answer + words(40, 10 + number)
+        assert vllm.ask(prompt, mode="exact") == continuation(prompt, 8)
+        assert len(vllm.ask(prompt)) == 8
+        assert len(vllm.ask(words(100, 50 + number) + answer)) == 8
+        vllm.check()
+
+
+@in_flight
+def test_a_plain_request_hits_nothing_approximate(
+    core: Callable[..., Core], in_flight: bool
+) -> None:
+    vllm = core(connector=UNCHECKED, in_flight=in_flight)
+    question, thought, answer = words(200, 1), words(160, 2), words(150, 3)
+    vllm.ask(question + thought + answer)
+    edited = question + answer + words(40, 4)
+    assert vllm.computed_for(edited) <= 41
+    # Its own exact hit, and the copied rest of the block in which the prompts part.
+    assert vllm.computed_for(edited, mode="exact") == len(edited) - len(question)
+    # Those who may use approximate KV find it, cached.
+    assert vllm.computed_for(edited + words(9, 5)) <= 9 + BLOCK
+
+
+@in_flight
+def test_tenants_share_nothing(core: Callable[..., Core], in_flight: bool) -> None:
+    vllm = core(connector=UNCHECKED, in_flight=in_flight)
+    question, thought, answer = words(200, 1), words(160, 2), words(150, 3)
+    vllm.ask(question + thought + answer, salt="one")
+    edited = question + answer
+    assert vllm.computed_for(edited, salt="two") == len(edited)
+    assert vllm.computed_for(edited) == len(edited)
+    assert vllm.computed_for(edited, salt="one") == 1
+
+
+@pytest.mark.parametrize("mode", ["exact", "approximate"])
+def test_adapters_share_nothing(core: Callable[..., Core], mode: str) -> None:
+    vllm = core(connector=UNCHECKED, enable_lora=True, max_loras=2)
+    question, thought, answer = words(200, 1), words(160, 2), words(150, 3)
+    edited = question + answer
+    vllm.ask(question + thought + answer, adapter="one")
+    # Nobody else finds it, in place or moved; neither do they lend anything.
+    for adapter in (None, "two"):
+        assert vllm.computed_for(edited, adapter=adapter, mode=mode) == len(edited)
+        again = vllm.computed_for(edited, adapter=adapter, mode=mode)
+        assert again == len(edited) % BLOCK
+    computed = vllm.computed_for(edited, adapter="one", mode=mode)
+    assert computed == (1 if mode == "approximate" else len(answer))
+    for adapter in (None, "one", "two"):
+        said = vllm.ask(edited, adapter=adapter, mode="exact")
+        assert said == continuation(edited, 8, adapter=adapter)
+
+
+def test_a_gate_speaks_of_no_adapter(core: Callable[..., Core], monkeypatch: Any) -> None:
+    vllm = core(connector=UNCHECKED, enable_lora=True, max_loras=2)
+    monkeypatch.setattr(_gate, "covers", lambda _, adapter: adapter is None)
+    question, thought, answer = words(200, 1), words(160, 2), words(150, 3)
+    vllm.ask(question + thought + answer, adapter="one")
+    assert vllm.computed_for(question + answer, adapter="one") == len(answer)
+    assert vllm.counts["requests_uncalibrated"] == 2
+    assert vllm.counts["tokens_moved"] == 0
+
+
+def test_a_block_that_is_not_cached_yet_is_not_taken(core: Callable[..., Core]) -> None:
+    # With drafts vLLM caches a block later than its last token is computed.
+    vllm = core(connector=UNCHECKED)
+    sources: Any = vllm.connector.planner.sources
+    offer, num_seen = sources.offer, 0
+
+    def late(seq: Any, block_ids: Any, *, num_computed: int, **more: Any) -> None:
+        nonlocal num_seen
+        last = vllm.pool.blocks[block_ids[num_computed // BLOCK - 1]]
+        vllm.pool.evict_blocks({last.block_id})
+        offer(seq, block_ids, num_computed=num_computed, **more)
+        num_seen = len(sources)
+
+    sources.offer = late
+    vllm.ask(words(10 * BLOCK + 3, 1), max_tokens=1)
+    sources.offer = offer
+    assert vllm.counts["errors"] == 0
+    assert num_seen >= 8

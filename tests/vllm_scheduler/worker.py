@@ -1,0 +1,286 @@
+"""A worker without a model: KV is numbers that depend on what a model's KV depends on.
+
+The number of a token is a hash of the token and of all numbers before it, each with the position
+that its slot stands for; what is sampled is a hash of all that the token reads. So one wrong slot
+anywhere in a request's context changes what it says from there on, as in a model, and what an exact
+request must say is known without any cache (`continuation`).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+BLOCK: Final = 16
+VOCAB: Final = 512
+
+_MASK: Final = (1 << 64) - 1
+_TURN: Final = 0x9E3779B97F4A7C15
+# Tokens that end a reply in a model; none does here.
+_SPECIAL: Final = 3
+
+
+def _mix(value: int) -> int:
+    value = (value + _TURN) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = values + np.uint64(_TURN)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _read(kv: int, position: int) -> int:
+    """What attention makes of one slot."""
+    return _mix((kv + position * _TURN) & _MASK)
+
+
+def _write(seen: int, token: int) -> int:
+    """The KV of a token that has read all before it."""
+    return _mix(seen ^ _mix(token))
+
+
+def _start(adapter: str | None) -> int:
+    """An adapter changes all KV."""
+    return 0 if adapter is None else _mix(int.from_bytes(adapter.encode()[:7], "big"))
+
+
+def _say(seen: int) -> int:
+    return _SPECIAL + _mix(seen) % (VOCAB - _SPECIAL)
+
+
+def continuation(prompt: Sequence[int], count: int, *, adapter: str | None = None) -> list[int]:
+    """What a request says whose KV is all its own.
+
+    Args:
+        prompt: Its prompt.
+        count: How many tokens it says.
+        adapter: The name of its LoRA adapter.
+    """
+    seen, said = _start(adapter), list[int]()
+    for position, token in enumerate(prompt):
+        seen = (seen + _read(_write(seen, token), position)) & _MASK
+    for position in range(len(prompt), len(prompt) + count):
+        said.append(_say(seen))
+        seen = (seen + _read(_write(seen, said[-1]), position)) & _MASK
+    return said
+
+
+@dataclass(slots=True)
+class _Row:
+    """What a model runner keeps of one request."""
+
+    num_prompt: int
+    tokens: list[int]
+    blocks: list[int]
+    computed: int
+    adapter: str | None
+
+
+class Worker(Executor):  # type: ignore[misc] # untyped here
+    """Answers vLLM's engine core in the place of a model.
+
+    Attributes:
+        fails: Says of a load whether its copy fails.
+        drafts: Says what to draft behind these tokens, given what the model would say next.
+        num_computed: Tokens computed.
+        num_moved: Tokens copied to another position.
+        num_copied: Tokens copied to the same.
+    """
+
+    def _init_executor(self) -> None:
+        config = self.vllm_config
+        self.fails: Callable[[Any], bool] | None = None
+        self.drafts: Callable[[list[int]], list[int]] | None = None
+        self.num_computed = self.num_moved = self.num_copied = 0
+        self._rows: dict[str, _Row] = {}
+        self._waiting: ModelRunnerOutput | None = None
+        self._proposed: DraftTokenIds | None = None
+        self._kv = np.zeros(0, np.uint64)
+        self._position = np.zeros(0, np.int64)
+        self._size = int(config.cache_config.block_size)
+
+    # --- what vLLM asks when it starts -----------------------------------------------------------
+
+    def get_kv_cache_specs(self) -> list[dict[str, Any]]:
+        spec = FullAttentionSpec(
+            block_size=self._size, num_kv_heads=2, head_size=32, dtype=torch.float32
+        )
+        return [{"layers.0": spec}]
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        return [["LBNHC", "LBHNC"]]
+
+    def set_kv_cache_layout(self, *args: Any) -> None: ...
+
+    def determine_available_memory(self) -> list[int]:
+        return [1 << 30]
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        slots = kv_cache_configs[0].num_blocks * self._size
+        # Whoever reads what nobody wrote says something else.
+        rng = np.random.default_rng(slots)
+        self._kv = rng.integers(0, _MASK, slots, np.uint64)
+        self._position = rng.integers(0, slots, slots)
+
+    def compile_or_warm_up_model(self) -> None: ...
+
+    def get_kv_connector_handshake_metadata(self) -> list[dict[Any, Any]]:
+        return []
+
+    def collective_rpc(self, method: Any, *_: Any, **__: Any) -> Any:
+        raise AssertionError(f"vLLM asks the worker for {method}")
+
+    def check_health(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def reset_encoder_cache(self) -> None: ...
+
+    def reset_mm_cache(self) -> None: ...
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        output = self._run(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            return _done(output) if non_block else output
+        self._waiting = output
+        return _done(None) if non_block else None
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:  # noqa: ARG002
+        output, self._waiting = self._waiting, None
+        return _done(output) if non_block else output
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        proposed, self._proposed = self._proposed, None
+        return proposed
+
+    def _run(self, output: Any) -> ModelRunnerOutput:
+        self._follow(output)
+        failed = self._load(output)
+        names, sampled = [], []
+        for name, count in output.num_scheduled_tokens.items():
+            names.append(name)
+            drafted = output.scheduled_spec_decode_tokens.get(name, ())
+            sampled.append(self._forward(self._rows[name], count, drafted))
+        if self.drafts is not None:
+            rows = [self._rows[name] for name in names]
+            drafts = [
+                self.drafts(row.tokens) if said else []
+                for row, said in zip(rows, sampled, strict=True)
+            ]
+            self._proposed = DraftTokenIds(names, drafts)
+        told = KVConnectorOutput(invalid_block_ids=failed) if failed else None
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=told,
+        )
+
+    def _follow(self, output: Any) -> None:
+        """Take over what the scheduler says, and nothing else."""
+        for name in output.finished_req_ids:
+            self._rows.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            tokens = new.prefill_token_ids or new.prompt_token_ids
+            adapter = new.lora_request.lora_name if new.lora_request else None
+            self._rows[new.req_id] = _Row(
+                num_prompt=len(new.prompt_token_ids),
+                tokens=list(tokens),
+                blocks=list(new.block_ids[0]),
+                computed=new.num_computed_tokens,
+                adapter=adapter,
+            )
+        cached = output.scheduled_cached_reqs
+        for at, name in enumerate(cached.req_ids):
+            row = self._rows[name]
+            row.computed = cached.num_computed_tokens[at]
+            blocks = cached.new_block_ids[at]
+            if name in cached.resumed_req_ids:
+                row.blocks = list(blocks[0])
+            elif blocks is not None:
+                row.blocks += blocks[0]
+            if name in cached.all_token_ids:
+                row.tokens = list(cached.all_token_ids[name])
+            # What was said on KV that did not arrive is taken back.
+            del row.tokens[row.num_prompt + cached.num_output_tokens[at] :]
+
+    def _load(self, output: Any) -> set[int]:
+        failed: set[int] = set()
+        metadata = output.kv_connector_metadata
+        # Of several connectors each has its own.
+        parts = getattr(metadata, "metadata", (metadata,))
+        for load in (load for part in parts for load in getattr(part, "loads", ())):
+            if load.moves is None or (self.fails is not None and self.fails(load)):
+                failed.update(load.blocks)
+                continue
+            runs = load.moves.tolist()
+            # As a kernel does: all is read before anything is written.
+            read = [
+                (self._kv[at : at + count].copy(), self._position[at : at + count] + delta)
+                for at, _, count, delta in runs
+            ]
+            for (_, at, count, delta), (kv, position) in zip(runs, read, strict=True):
+                self._kv[at : at + count], self._position[at : at + count] = kv, position
+                if delta:
+                    self.num_moved += count
+                else:
+                    self.num_copied += count
+        return failed
+
+    def _forward(self, row: _Row, count: int, drafted: Sequence[int]) -> list[int]:
+        start, end = row.computed, row.computed + count
+        known = len(row.tokens)
+        tokens = [*row.tokens, *drafted][start:end]
+        assert len(tokens) == count, "the scheduler counts on tokens that were never said"
+        slots = self._slots(row.blocks, end)
+        before = slots[:start]
+        read = _mixed(
+            self._kv[before] + self._position[before].astype(np.uint64) * np.uint64(_TURN)
+        )
+        seen = (_start(row.adapter) + int(read.sum(dtype=np.uint64))) & _MASK
+        said: list[int] = []
+        is_followed = True
+        for position, token, slot in zip(
+            range(start, end), tokens, slots[start:].tolist(), strict=True
+        ):
+            kv = _write(seen, token)
+            self._kv[slot], self._position[slot] = kv, position
+            seen = (seen + _read(kv, position)) & _MASK
+            # Behind the last known token, a draft counts as long as the model says the same.
+            if position >= known - 1 and is_followed:
+                said.append(_say(seen))
+                at = position + 1 - known
+                is_followed = at < len(drafted) and drafted[at] == said[-1]
+        self.num_computed += count
+        row.tokens += said
+        return said
+
+    def _slots(self, blocks: Sequence[int], end: int) -> NDArray[np.int64]:
+        table = np.asarray(blocks[: -(-end // self._size)], np.int64)
+        slots = table[:, None] * self._size + np.arange(self._size)
+        return slots.reshape(-1)[:end]
+
+
+def _done(output: ModelRunnerOutput | None) -> Future[ModelRunnerOutput | None]:
+    future: Future[ModelRunnerOutput | None] = Future()
+    future.set_result(output)
+    return future
