@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("vllm.kvtrie")
 
 TESTED: Final = ("0.32", "0.33")
-"""Minor versions whose sources were read: tests run the scheduler of each, the engine of the first."""
+"""Minor versions that tests run: the scheduler of each, and the engine of the first."""
 
 
 _DTYPES: Final = ("auto", "float16", "bfloat16", "float32")
