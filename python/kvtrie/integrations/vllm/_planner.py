@@ -15,6 +15,7 @@ from kvtrie.integrations.vllm import _gate, _lineage
 from kvtrie.integrations.vllm._dead import DeadThinking
 from kvtrie.integrations.vllm._metadata import Load, StepMetadata
 from kvtrie.integrations.vllm._requests import Live, Pending, Range
+from kvtrie.integrations.vllm._runners import send_whole
 from kvtrie.integrations.vllm._settings import request_policy
 from kvtrie.integrations.vllm._sources import Sources, used_by
 from kvtrie.integrations.vllm._tags import Reading, count_by_kind, tagger_of
@@ -109,6 +110,9 @@ class Planner:
         self._pending: dict[str, Request] = {}
         self._prefilling: dict[str, Request] = {}
         self._loads: list[Load] = []
+        # Those that go on elsewhere than where their workers believe.
+        self._moved: dict[str, Request] = {}
+        self._counts_itself = vllm_config.use_v2_model_runner
         self._tagger = tagger_of(settings, vllm_config)
         self.sources = Sources(self._pool, block_size, cleared, seed=settings.seed)
         self._dead: DeadThinking | None = None
@@ -361,6 +365,8 @@ class Planner:
                     raise
                 self._note_surprise("request %s goes on without kvtrie", request_id)
                 self.abandon(request_id)
+        if self._moved:
+            self._tell_workers(output)
         if self._prefilling:
             self._offer_prompts()
         loads, self._loads = self._loads, []
@@ -381,6 +387,27 @@ class Planner:
         written = request.num_computed_tokens if jumped is None else jumped[0]
         ids = self._manager.get_block_ids(request.request_id)[0][written // self._block_size :]
         self._pool.evict_blocks({block.block_id for block in self.sources.blocks(ids)})
+
+    def _tell_workers(self, output: SchedulerOutput) -> None:
+        """Send those whole that go on elsewhere, once they go on."""
+        for new in output.scheduled_new_reqs:
+            self._moved.pop(new.req_id, None)
+        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
+            self._moved.pop(request_id, None)
+        going_on = self._moved.keys() & set(output.scheduled_cached_reqs.req_ids)
+        if going_on:
+            # In the order in which they were moved, which is the same on every run.
+            told = {one: request for one, request in self._moved.items() if one in going_on}
+            send_whole(
+                output,
+                told,
+                self._manager,
+                counts_itself=self._counts_itself,
+                uses_mrope=self._vllm_config.model_config.uses_mrope,
+            )
+            self._moved = {
+                one: request for one, request in self._moved.items() if one not in going_on
+            }
 
     def preempted(self, request_id: str) -> None:
         """Let go of the sources of a request whose blocks vLLM has taken: it may need these too."""
@@ -404,6 +431,8 @@ class Planner:
             if request_id in output.num_scheduled_tokens:
                 self._load(request, live, pending.plan, start, end, most=end)
                 del pending.islands[0]
+                if self._counts_itself:
+                    self._moved[request_id] = request
             elif request.num_computed_tokens == end:
                 request.num_computed_tokens = start
         if not pending.allocated:
@@ -499,6 +528,7 @@ class Planner:
             request: vLLM's request.
             block_ids: Its blocks, which vLLM frees next.
         """
+        self._moved.pop(request.request_id, None)
         live = self._live.pop(request.request_id, None)
         self._prefilling.pop(request.request_id, None)
         if live is None:

@@ -27,8 +27,7 @@ class KvtrieScheduler(AsyncScheduler):
     A request that is preempted lets go of what it was going to copy.
 
     Raises:
-        UnsupportedError: If the connector is not `KvtrieConnector`, or the model runner counts a
-            request's computed tokens itself, so that they cannot go on behind an island.
+        UnsupportedError: If the connector is not `KvtrieConnector`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
@@ -36,12 +35,6 @@ class KvtrieScheduler(AsyncScheduler):
         if not isinstance(self.connector, KvtrieConnector):
             msg = "KvtrieScheduler: the KV connector is not KvtrieConnector: configure it, or "
             msg += "leave --scheduler-cls out"
-            raise UnsupportedError(msg)
-        if self.use_v2_model_runner:
-            msg = "KvtrieScheduler: vLLM's model runner V2 does not follow a scheduler that skips "
-            msg += (
-                "tokens: start vLLM with VLLM_USE_V2_MODEL_RUNNER=0, or leave --scheduler-cls out"
-            )
             raise UnsupportedError(msg)
         self._planner: Planner = self.connector.planner
         self._planner.resumes_behind_gaps = True
