@@ -22,6 +22,7 @@ from kvtrie.integrations.vllm._tags import Reading, count_by_kind, tagger_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
     from vllm.config import VllmConfig
@@ -105,6 +106,9 @@ class Planner:
         self._cleared = cleared
         self._counts = counts
         self._space_of = lru_cache(maxsize=_MAX_NAMESPACES)(self._new_namespace)
+        self._namespaces: dict[tuple[str | None, str | None], Namespace] = {}
+        # All of vLLM's, also those that kvtrie does nothing for: they may read what it copied.
+        self._requests: dict[str, Request] = {}
         self._live: dict[str, Live] = {}
         # Those that the step under way concerns: a decode step asks nothing of the others.
         self._pending: dict[str, Request] = {}
@@ -113,6 +117,7 @@ class Planner:
         # Those that go on elsewhere than where their workers believe.
         self._moved: dict[str, Request] = {}
         self._counts_itself = vllm_config.use_v2_model_runner
+        self._has_steps_in_flight = vllm_config.scheduler_config.async_scheduling
         self._tagger = tagger_of(settings, vllm_config)
         self.sources = Sources(self._pool, block_size, cleared, seed=settings.seed)
         self._dead: DeadThinking | None = None
@@ -126,6 +131,9 @@ class Planner:
     def arrive(self, request: Request) -> None:
         """Begin with a request; vLLM has not looked it up yet."""
         self._settle()
+        self._requests[request.request_id] = request
+        if self._dead is not None:
+            self._dead.settle()
         # A resumable request's tokens are cut and extended by vLLM without telling.
         if (
             request.mm_features
@@ -409,6 +417,41 @@ class Planner:
                 one: request for one, request in self._moved.items() if one not in going_on
             }
 
+    def failed(self, block_ids: Collection[int]) -> None:
+        """Have everything computed that was to be copied into some blocks, and what follows it.
+
+        vLLM has turned back the requests that it knows to read these blocks, and dropped what the
+        step said of them. It does not drop what the steps in flight will say, it goes on counting
+        the tokens that these were to sample, it lets other requests hit the blocks meanwhile, and
+        it does not tell model runner V2.
+        """
+        wrong = set(block_ids)
+        for request_id, request in self._requests.items():
+            if request.status != RequestStatus.RUNNING:
+                continue
+            table = self._manager.get_block_ids(request_id)[0]
+            first = next((at for at, one in enumerate(table) if one in block_ids), None)
+            if first is None:
+                continue
+            wrong.update(table[first:])
+            position = min(request.num_computed_tokens, first * self._block_size)
+            request.num_computed_tokens = position
+            request.num_output_placeholders = 0
+            request.spec_token_ids = []
+            request.num_stale_output_tokens = request.num_in_flight_tokens
+            request.drop_stale_output = True
+            if self._counts_itself or self._has_steps_in_flight:
+                self._moved[request_id] = request
+            live = self._live.get(request_id)
+            if live is not None:
+                self._drop_pending(request_id, live)
+                live.used = [
+                    (start, min(end, position), is_moved)
+                    for start, end, is_moved in live.used
+                    if start < position
+                ]
+        self._manager.evict_blocks(wrong)
+
     def preempted(self, request_id: str) -> None:
         """Let go of the sources of a request whose blocks vLLM has taken: it may need these too."""
         live = self._live.get(request_id)
@@ -528,6 +571,7 @@ class Planner:
             request: vLLM's request.
             block_ids: Its blocks, which vLLM frees next.
         """
+        self._requests.pop(request.request_id, None)
         self._moved.pop(request.request_id, None)
         live = self._live.pop(request.request_id, None)
         self._prefilling.pop(request.request_id, None)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 _LOG = logging.getLogger("vllm.kvtrie")
@@ -138,6 +139,11 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         # Nothing is caught here: the planner catches what concerns no copy, and a step may not go
         # out without its copies.
         return self.planner.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Go on without the copies that failed in a step whose output has come."""
+        if connector_output.invalid_block_ids:
+            self.planner.failed(connector_output.invalid_block_ids)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
