@@ -175,6 +175,11 @@ $(NEWEST)/.kvtrie: $(NEWEST)/.packages target/wheels/.built
 test-vllm-scheduler: $(NEWEST)/.kvtrie $(VLLM_ENV)/.kvtrie ## the vLLM connector in the scheduler of the newest release, and of the one that runs models; no model
 	VLLM_CACHE_ROOT=$(NEWEST)/cache $(NEWEST)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm_scheduler $(VLLM_FLAGS)
 	VLLM_CACHE_ROOT=$(VLLM_ENV)/cache $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm_scheduler $(VLLM_FLAGS)
+# Model runner V2, the default on GPUs, is of Triton kernels, which their interpreter runs here.
+.PHONY: test-vllm-v2
+test-vllm-v2: $(VLLM_ENV)/.kvtrie ## the same under vLLM's model runner V2, with steps in flight, where that makes a difference
+	KVTRIE_VLLM_V2=1 $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml \
+		$(addprefix tests/vllm/test_,$(addsuffix .py,reuse adversarial runners modes soak)) $(VLLM_FLAGS)
 
 .PHONY: soak-vllm
 soak-vllm: $(VLLM_ENV)/.kvtrie ## 2,000 mixed requests in a small pool of a real engine, four times over (a quarter of an hour)

@@ -30,9 +30,10 @@ def main() -> None:
     if settings is not None:
         options["kv_transfer_config"] = connector_config(**settings)
     engine = LLM(sys.argv[1], **options)
-    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False)
+    plain: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
-    def ask(prompt: list[int]) -> tuple[list[int], int]:
+    def ask(prompt: list[int], **sampling: float) -> tuple[list[int], int]:
+        params = SamplingParams(**plain, **sampling, detokenize=False)
         done = engine.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
         return list(done.outputs[0].token_ids), done.num_cached_tokens
 
@@ -43,7 +44,15 @@ def main() -> None:
     said = [ask(prompt)[0] for prompt in prompts]
     # The history of one of them, with what it said, behind another head.
     last, cached = ask(thought + head + loop + said[0] + loop[:20])
-    sys.stdout.write(json.dumps({"said": said, "last": last, "cached": cached}) + "\n")
+    # Known pieces, each behind a stub of its own.
+    stubs = [[rng.randrange(3, 500) for _ in range(3 + at)] for at in range(5)]
+    pieces = [head[:90], said[3], thought[40:], loop[:70], head[100:]]
+    gapped = [token for pair in zip(stubs, pieces, strict=True) for part in pair for token in part]
+    # What is counted of prompt and answer outlives being sent anew.
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.4}
+    more = [ask(gapped + said[at], **penalties)[0] for at in range(2)]
+    told = {"said": said, "last": last, "cached": cached, "gapped": more}
+    sys.stdout.write(json.dumps(told) + "\n")
 
 
 if __name__ == "__main__":

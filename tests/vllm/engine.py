@@ -16,6 +16,11 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from tests.vllm import runner
+
+if runner.RUNS_V2:
+    runner.interpret()
+
 from tests.vllm.shadow import Shadow
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
 
     from kvtrie.integrations.vllm.connector import KvtrieConnector
     from kvtrie.pool import KVPool
+
+runner.keep_steps_in_flight()
 
 BLOCK = 32
 SCHEDULER = "kvtrie.integrations.vllm.KvtrieScheduler"
@@ -91,6 +98,7 @@ class Engine:
             "enable_prefix_caching": True,
             "num_gpu_blocks_override": blocks,
             "seed": 0,
+            "async_scheduling": False,
             "disable_log_stats": True,
             **options,
         }
@@ -109,6 +117,7 @@ class Engine:
             self._watch_counts(self.worker)
         if shadow:
             self.shadow = Shadow(self, self.scheduler.block_size)
+            runner.watch(self)
 
     def _watch_steps(self) -> None:
         update = self.scheduler.update_from_output
@@ -247,6 +256,9 @@ class Engine:
             for live in planner._live.values():
                 if live.pending is not None:
                     owners.update(block.block_id for block in live.pending.pinned)
+        # With steps in flight, vLLM frees what they may still write when they are done.
+        for _, blocks in self.scheduler.deferred_frees:
+            owners.update(block.block_id for block in blocks)
         free = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
         assert len(set(free)) == len(free), "a block is twice in the free queue"
         assert len(free) == self.pool.get_num_free_blocks()
@@ -270,6 +282,8 @@ class Engine:
             assert not planner._pending
             assert not planner._prefilling
             assert not planner._loads
+            assert not planner._moved
+            assert not planner._requests
 
     @property
     def kv_pool(self) -> KVPool:

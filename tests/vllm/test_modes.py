@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.vllm import runner
+from tests.vllm.engine import SCHEDULER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +34,9 @@ EDITED = HEAD + ANSWER + MORE
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
 
-def alone(model: Path, settings: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
+def alone(
+    model: Path, settings: dict[str, Any] | None, *, v2: bool = runner.RUNS_V2, **options: Any
+) -> dict[str, Any]:
     """What an engine in a process of its own says."""
     done = subprocess.run(
         [
@@ -41,7 +45,13 @@ def alone(model: Path, settings: dict[str, Any] | None, **options: Any) -> dict[
         ],
         cwd=Path(__file__).parents[2],
         # Ranks share the cores of this machine, which may have one memory node alone.
-        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        env={
+            **os.environ,
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "KVTRIE_VLLM_V2": str(int(v2)),
+            "VLLM_USE_V2_MODEL_RUNNER": str(int(v2)),
+            "TRITON_INTERPRET": str(int(v2)),
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -63,6 +73,15 @@ def test_drafts_and_ranks_change_nothing(llama: Path, options: dict[str, Any]) -
     assert plain["last"] == exact["last"]
     # What drafts have left in rejected slots is not among what is reused.
     assert moving["cached"] > 300 > plain["cached"]
+
+
+@pytest.mark.parametrize("gaps", [False, True], ids=["vllm", "kvtrie"])
+@pytest.mark.parametrize("more", [{}, {"speculative_config": DRAFTS}], ids=["plain", "ngrams"])
+def test_both_model_runners_say_the_same(llama: Path, more: dict[str, Any], gaps: bool) -> None:
+    options = more | {"max_num_batched_tokens": 128, "scheduler_cls": SCHEDULER if gaps else None}
+    options = {name: one for name, one in options.items() if one is not None}
+    one, two = (alone(llama, APPROXIMATE, v2=v2, **options) for v2 in (False, True))
+    assert one == two
 
 
 def test_reset_forgets_all(engine: Callable[..., Engine]) -> None:

@@ -67,7 +67,8 @@ def test_soak(  # noqa: PLR0915 - one story
                 vllm.abort([name])
                 open_names.remove(name)
                 num_aborted += 1
-            if rng.random() < 0.01:
+            # With a connector and steps in flight, vLLM cannot reset.
+            if rng.random() < 0.01 and not vllm.core.batch_queue:
                 vllm.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
             for name in list(open_names):
                 answer = vllm.answers[name]
