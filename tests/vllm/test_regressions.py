@@ -8,7 +8,6 @@ from random import Random
 import pytest
 from tests.vllm.pipeline import SIZE, Pipeline
 from vllm.lora.request import LoRARequest
-from vllm.v1.request import RequestStatus
 
 APPROXIMATE = {"gate": "unchecked", "chat_format": None}
 
@@ -138,9 +137,5 @@ def test_behind_a_copy_that_failed_nothing_wrong_is_said(gaps: bool, depth: int)
     p.drain()
     for request in (other, again):
         assert list(request.output_token_ids) == p.truth(request)
-    if gaps or depth > 1:
-        assert failed.status == RequestStatus.FINISHED_ERROR
-        assert not failed.output_token_ids
-    else:
-        assert list(failed.output_token_ids) == p.truth(failed)
+    assert list(failed.output_token_ids) == p.truth(failed)
     assert p.pool.get_num_free_blocks() == p.pool.num_gpu_blocks - 1

@@ -24,13 +24,13 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from kvtrie.integrations.vllm import KvtrieConnector
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from vllm.v1.core.block_pool import BlockPool
+
+    from kvtrie.integrations.vllm import KvtrieConnector
 
 SCHEDULER = "kvtrie.integrations.vllm.KvtrieScheduler"
 
@@ -45,16 +45,6 @@ def connector_config(
         "kv_role": role,
         "kv_load_failure_policy": on_failure,
         "kv_connector_extra_config": {"chat_format": None, **extra},
-    }
-
-
-def multi_config(*connectors: Mapping[str, Any]) -> dict[str, object]:
-    """Several connectors in one engine; the last is asked first."""
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": list(connectors)[::-1]},
     }
 
 
@@ -82,7 +72,6 @@ class Core:
         gaps: Whether `KvtrieScheduler` resumes reuse behind gaps.
         in_flight: Whether vLLM schedules a step while the one before is under way.
         second_runner: Whether the scheduler works for vLLM's model runner V2.
-        beside: The configuration of another connector, which vLLM asks first.
         blocks: Blocks of the pool, the null block among them.
         shadow: Whether what every slot holds is followed.
         options: More for vLLM.
@@ -96,15 +85,12 @@ class Core:
         gaps: bool = False,
         in_flight: bool = False,
         second_runner: bool = False,
-        beside: Mapping[str, Any] | None = None,
         blocks: int = 200,
         shadow: bool = True,
         **options: Any,
     ) -> None:
         if connector is not None:
             options["kv_transfer_config"] = connector_config(**connector)
-        if beside is not None:
-            options["kv_transfer_config"] = multi_config(options["kv_transfer_config"], beside)
         if gaps:
             options["scheduler_cls"] = SCHEDULER
         options = {
@@ -153,9 +139,8 @@ class Core:
     @property
     def connector(self) -> KvtrieConnector:
         """The scheduler's half."""
-        found = self.scheduler.connector
-        parts = getattr(found, "sub_connectors", [found])
-        return next(one for one in parts if isinstance(one, KvtrieConnector))
+        found: KvtrieConnector = self.scheduler.connector
+        return found
 
     # --- requests --------------------------------------------------------------------------------
 

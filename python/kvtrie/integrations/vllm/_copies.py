@@ -68,7 +68,7 @@ class Copies:
                 continue
             try:
                 self.pool.apply(load.moves)
-            except Exception:  # noqa: BLE001 - whatever it is, vLLM can still compute
+            except Exception:
                 _LOG.exception("kvtrie: a copy failed; vLLM computes %d blocks", len(load.blocks))
                 self._failed.update(load.blocks)
 

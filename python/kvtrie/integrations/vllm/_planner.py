@@ -105,7 +105,6 @@ class Planner:
         self._cleared = cleared
         self._counts = counts
         self._space_of = lru_cache(maxsize=_MAX_NAMESPACES)(self._new_namespace)
-        self._namespaces: dict[tuple[str | None, str | None], Namespace] = {}
         # All of vLLM's, also those that kvtrie does nothing for: they may read what it copied.
         self._requests: dict[str, Request] = {}
         self._live: dict[str, Live] = {}
@@ -131,8 +130,6 @@ class Planner:
         """Begin with a request; vLLM has not looked it up yet."""
         self._settle()
         self._requests[request.request_id] = request
-        if self._dead is not None:
-            self._dead.settle()
         # A resumable request's tokens are cut and extended by vLLM without telling.
         if (
             request.mm_features
@@ -296,7 +293,7 @@ class Planner:
                 msg = f"vLLM counts on the tokens {start}..{end}, and {start}..{most} were promised"
                 raise RuntimeError(msg)  # noqa: TRY301 - told and counted like what others raise
             moves = self._moves(plan, ids, start, end)
-        except Exception:  # noqa: BLE001 - whatever it is, vLLM can still compute
+        except Exception:
             self._note_surprise("the copies of request %s failed", request.request_id)
             self._loads.append(Load(None, blocks))
             return
@@ -424,7 +421,6 @@ class Planner:
         the tokens that these were to sample, it lets other requests hit the blocks meanwhile, and
         it does not tell model runner V2.
         """
-        wrong = set(block_ids)
         for request_id, request in self._requests.items():
             if request.status != RequestStatus.RUNNING:
                 continue
@@ -432,7 +428,6 @@ class Planner:
             first = next((at for at, one in enumerate(table) if one in block_ids), None)
             if first is None:
                 continue
-            wrong.update(table[first:])
             position = min(request.num_computed_tokens, first * self._block_size)
             request.num_computed_tokens = position
             request.num_output_placeholders = 0
@@ -443,13 +438,16 @@ class Planner:
                 self._moved[request_id] = request
             live = self._live.get(request_id)
             if live is not None:
-                self._drop_pending(request_id, live)
                 live.used = [
                     (start, min(end, position), is_moved)
                     for start, end, is_moved in live.used
                     if start < position
                 ]
-        self._manager.evict_blocks(wrong)
+        # A request that has ended since may have left blocks behind its own, and others theirs
+        # behind these: an engine in which a copy fails can do without its cache for once.
+        self.reset()
+        cached = {block.block_id for block in self._pool.blocks if block.block_hash is not None}
+        self._manager.evict_blocks(cached)
 
     def preempted(self, request_id: str) -> None:
         """Let go of the sources of a request whose blocks vLLM has taken: it may need these too."""
@@ -513,7 +511,7 @@ class Planner:
                 live.is_offered = True
                 try:
                     self._offer(request, live, self._manager.get_block_ids(request_id)[0])
-                except Exception:  # noqa: BLE001 - whatever it is, vLLM can go on alone
+                except Exception:
                     self._note_surprise("request %s goes on without kvtrie", request_id)
                     self.abandon(request_id)
 

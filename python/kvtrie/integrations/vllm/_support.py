@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from vllm import __version__ as vllm_version
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-_LOG = logging.getLogger("vllm.kvtrie")
 
 TESTED: Final = ("0.32", "0.33")
 """Minor versions that tests run: the scheduler of each, and the engine of the first."""
@@ -106,31 +103,13 @@ def _check_settings(vllm_config: VllmConfig) -> None:
         _refuse(f"speculative decoding by {method!r} keeps KV of its own: use ngram, or none")
 
 
-def settle_failures(vllm_config: VllmConfig) -> None:
-    """Have vLLM end a request whose copy failed, where it cannot compute the tokens instead.
-
-    With another step in flight vLLM goes on with what that step says, behind KV that nobody wrote.
-    """
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_load_failure_policy != "recompute":
-        return
-    if vllm_config.scheduler_config.async_scheduling:
-        _LOG.warning(
-            "kvtrie: with steps in flight a request whose copy fails ends with an error: "
-            'kv_load_failure_policy is "fail"; for "recompute" start vLLM with '
-            "--no-async-scheduling"
-        )
-        transfer.kv_load_failure_policy = "fail"
-
-
-def check_alone(vllm_config: VllmConfig, *, approximate: bool) -> None:
-    """Refuse other connectors around this one that could pass approximate KV on as exact.
+def check_alone(vllm_config: VllmConfig) -> None:
+    """Refuse other connectors around this one.
 
     A worker alone can tell, by the configuration under which it is made.
 
     Args:
         vllm_config: What this connector was given, whose transfer configuration is its own.
-        approximate: Whether requests may reuse KV approximately.
 
     Raises:
         UnsupportedError: See the message.
@@ -140,20 +119,10 @@ def check_alone(vllm_config: VllmConfig, *, approximate: bool) -> None:
     mine = vllm_config.kv_transfer_config
     if around is None or mine is None or around.kv_connector == mine.kv_connector:
         return
-    if approximate:
-        _refuse(
-            f"{around.kv_connector} holds connectors that may store or send KV by its tokens, and "
-            "with it approximate KV as if it were exact: leave gate out of "
-            "kv_connector_extra_config (exact reuse works), or use KvtrieConnector alone"
-        )
-    if vllm_config.scheduler_config.async_scheduling and (
-        around.kv_load_failure_policy == "recompute"
-    ):
-        _refuse(
-            f"under {around.kv_connector} vLLM would go on with what a step in flight has said "
-            'when a copy fails: set its kv_load_failure_policy to "fail", or start vLLM with '
-            "--no-async-scheduling"
-        )
+    _refuse(
+        f"{around.kv_connector} holds connectors that may store or send approximate KV as exact, "
+        "and write to blocks that are still to be copied from: use KvtrieConnector alone"
+    )
 
 
 def check_pool(pool: BlockPool, block_size: int) -> None:

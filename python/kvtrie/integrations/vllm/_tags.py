@@ -103,7 +103,7 @@ def _from_parser(vllm_config: VllmConfig, tokenizer: Any) -> Tagger | None:  # n
         )
         # All is read as one message of the assistant: the parser knows of no roles.
         found = Tagger.from_ids(reasoning=(opens, closes), initial="assistant", boundary="never")
-    except Exception:  # noqa: BLE001 - parsers are anybody's code
+    except Exception:
         _LOG.warning("kvtrie: tokens are not tagged: reasoning parser %r", name, exc_info=True)
         return None
     _LOG.warning("kvtrie: thoughts are told by reasoning parser %r, and kept", name)

@@ -65,8 +65,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         if self._cleared.approximate:
             rope_of(vllm_config)
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        _support.settle_failures(vllm_config)
-        _support.check_alone(vllm_config, approximate=self._cleared.approximate)
+        _support.check_alone(vllm_config)
         self._counts = Counts()
         self._planner: Planner | None = None
         self._copies: Copies | None = None
@@ -106,7 +105,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         except SettingsError as error:
             _LOG.warning("kvtrie: request %s: %s", request.request_id, error)
             self._counts.add("requests_refused")
-        except Exception:  # noqa: BLE001 - as below: whatever it is, vLLM goes on alone
+        except Exception:
             self._surprise(request)
 
     def get_num_new_matched_tokens(
@@ -115,7 +114,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         """How many tokens behind vLLM's own hit are copied before the forward pass."""
         try:
             return self.planner.match(request, num_computed_tokens), False
-        except Exception:  # noqa: BLE001
+        except Exception:
             self._surprise(request)
             return 0, False
 
@@ -157,7 +156,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         """Keep what a request leaves in the cache; vLLM frees its blocks as ever."""
         try:
             self.planner.finish(request, block_ids[0])
-        except Exception:  # noqa: BLE001
+        except Exception:
             self._surprise(request)
         return False, None
 

@@ -38,8 +38,8 @@ class KvtrieScheduler(AsyncScheduler):
             raise UnsupportedError(msg)
         self._planner: Planner = self.connector.planner
         self._planner.resumes_behind_gaps = True
-        # Its counts are those of steps in flight, even where none are: see `settle_failures`.
-        self.recompute_kv_load_failures = False
+        # Blocks may be freed while a step that writes them is in flight: copies come in its order.
+        self.defer_block_free = False
         _LOG.info("kvtrie: reuse goes on behind gaps")
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:  # noqa: ANN401 - vLLM's own

@@ -99,7 +99,7 @@ class CheckedTransfer:
         if params and params.get(_BLOCKS):
             try:
                 params[MANIFEST] = self._manifest(request, block_ids[0])
-            except Exception:  # noqa: BLE001 - without a manifest the receiver computes
+            except Exception:
                 _LOG.exception("kvtrie: request %s is sent without manifest", request.request_id)
         return delay, params
 
@@ -165,7 +165,7 @@ class CheckedTransfer:
         except TransferRefused as error:
             self._tell(request, error.reason, str(error))
             return [], start
-        except Exception:  # noqa: BLE001 - what is not understood is computed
+        except Exception:
             _LOG.exception("kvtrie: request %s computes its prompt", request.request_id)
             self.outcomes["error"] += 1
             return [], start
