@@ -164,11 +164,11 @@ def test_a_block_that_is_not_cached_yet_is_not_taken(core: Callable[..., Core]) 
     sources: Any = vllm.connector.planner.sources
     offer, num_seen = sources.offer, 0
 
-    def late(seq: Any, block_ids: Any, *, num_computed: int, **more: Any) -> None:
+    def late(seq: Any, block_ids: Any, stretches: Any, **more: Any) -> None:
         nonlocal num_seen
-        last = vllm.pool.blocks[block_ids[num_computed // BLOCK - 1]]
+        last = vllm.pool.blocks[block_ids[sum(count for count, _ in stretches) - 1]]
         vllm.pool.evict_blocks({last.block_id})
-        offer(seq, block_ids, num_computed=num_computed, **more)
+        offer(seq, block_ids, stretches, **more)
         num_seen = len(sources)
 
     sources.offer = late

@@ -115,6 +115,8 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         self._kv = np.zeros(0, np.uint64)
         self._position = np.zeros(0, np.int64)
         self._size = int(config.cache_config.block_size)
+        # Model runner V2 looks at the scheduler's count of new requests alone.
+        self._counts_itself = config.use_v2_model_runner
 
     # --- what vLLM asks when it starts -----------------------------------------------------------
 
@@ -212,8 +214,11 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         cached = output.scheduled_cached_reqs
         for at, name in enumerate(cached.req_ids):
             row = self._rows[name]
-            row.computed = cached.num_computed_tokens[at]
             blocks = cached.new_block_ids[at]
+            if self._counts_itself:
+                row.blocks += () if blocks is None else blocks[0]
+                continue
+            row.computed = cached.num_computed_tokens[at]
             if name in cached.resumed_req_ids:
                 row.blocks = list(blocks[0])
             elif blocks is not None:
@@ -225,10 +230,7 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
 
     def _load(self, output: Any) -> set[int]:
         failed: set[int] = set()
-        metadata = output.kv_connector_metadata
-        # Of several connectors each has its own.
-        parts = getattr(metadata, "metadata", (metadata,))
-        for load in (load for part in parts for load in getattr(part, "loads", ())):
+        for load in getattr(output.kv_connector_metadata, "loads", ()):
             if load.moves is None or (self.fails is not None and self.fails(load)):
                 failed.update(load.blocks)
                 continue
@@ -272,6 +274,7 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
                 is_followed = at < len(drafted) and drafted[at] == said[-1]
         self.num_computed += count
         row.tokens += said
+        row.computed = end - (len(drafted) + 1 - len(said) if said else 0)
         return said
 
     def _slots(self, blocks: Sequence[int], end: int) -> NDArray[np.int64]:
