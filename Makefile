@@ -182,8 +182,9 @@ test-vllm-v2: $(VLLM_ENV)/.kvtrie ## the same under vLLM's model runner V2, with
 		$(addprefix tests/vllm/test_,$(addsuffix .py,reuse adversarial runners modes soak)) $(VLLM_FLAGS)
 
 .PHONY: soak-vllm
-soak-vllm: $(VLLM_ENV)/.kvtrie ## 2,000 mixed requests in a small pool of a real engine, four times over (a quarter of an hour)
+soak-vllm: $(VLLM_ENV)/.kvtrie ## 2,000 mixed requests in a small pool of a real engine, four times over; tensor parallelism, drafts and V2 beside V1 (half an hour)
 	KVTRIE_VLLM_SOAK=2000 $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm/test_soak.py -s $(VLLM_FLAGS)
+	$(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm/test_modes.py -m minutes $(VLLM_FLAGS)
 
 .PHONY: bench-vllm
 bench-vllm: $(VLLM_ENV)/.kvtrie ## what the vLLM connector saves on edited histories, and what it costs where nothing is reused

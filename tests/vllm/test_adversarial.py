@@ -15,6 +15,8 @@ from tests.vllm.reference import Reference
 from tests.vllm.test_reuse import ANSWER, NEXT, QUESTION, THOUGHT, evict, preempt, words
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
+from kvtrie.integrations.vllm import _ranges
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -197,7 +199,7 @@ def test_a_copy_that_fails_is_computed(
         raise RuntimeError("injected")
 
     if where == "planning":
-        monkeypatch.setattr(vllm.connector.planner, "_moves", fail)
+        monkeypatch.setattr(_ranges, "moves", fail)
     else:
         monkeypatch.setattr(vllm.kv_pool, "apply", fail)
     vllm.shadow.expect_failures()

@@ -20,7 +20,7 @@ from tests.vllm.engine import BLOCK
 from tests.vllm.reference import Reference
 
 import kvtrie
-from kvtrie.integrations.vllm import _planner
+from kvtrie.integrations.vllm import _ranges
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +42,7 @@ POLICY = {"min_run": 16}
 @pytest.fixture(autouse=True)
 def few_tokens_are_copied_too(monkeypatch: pytest.MonkeyPatch) -> None:
     # The connector computes what is too short to be worth a copy; the embedded engine copies it.
-    monkeypatch.setattr(_planner, "_LEAST_COPIED", 1)
+    monkeypatch.setattr(_ranges, "_LEAST_COPIED", 1)
 
 
 def words(count: int, seed: int) -> list[int]:

@@ -62,6 +62,7 @@ def alone(
     return said
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize(
     "options",
     [{"speculative_config": DRAFTS}, {"tensor_parallel_size": 2}],
@@ -75,6 +76,7 @@ def test_drafts_and_ranks_change_nothing(llama: Path, options: dict[str, Any]) -
     assert moving["cached"] > 300 > plain["cached"]
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize("gaps", [False, True], ids=["vllm", "kvtrie"])
 @pytest.mark.parametrize("more", [{}, {"speculative_config": DRAFTS}], ids=["plain", "ngrams"])
 def test_both_model_runners_say_the_same(llama: Path, more: dict[str, Any], gaps: bool) -> None:

@@ -7,13 +7,13 @@ import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeVar
 
-import numpy as np
 from vllm.v1.request import RequestStatus
 
 from kvtrie._core import EXACT_ONLY, SHARED, Namespace, TokenSequence
-from kvtrie.integrations.vllm import _gate, _lineage
+from kvtrie.integrations.vllm import _gate, _lineage, _ranges
 from kvtrie.integrations.vllm._dead import DeadThinking
 from kvtrie.integrations.vllm._metadata import Load, StepMetadata
+from kvtrie.integrations.vllm._ranges import APPROXIMATE
 from kvtrie.integrations.vllm._requests import Live, Pending, Range
 from kvtrie.integrations.vllm._runners import send_whole
 from kvtrie.integrations.vllm._settings import request_policy
@@ -23,7 +23,6 @@ from kvtrie.integrations.vllm._tags import Reading, count_by_kind, tagger_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from numpy.typing import NDArray
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -37,13 +36,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("vllm.kvtrie")
 _Answer = TypeVar("_Answer")
 
-_APPROXIMATE: Final = 1
-_COMPUTE: Final = 2
 # A request that could not be admitted so often while it pinned sources goes without any.
 _MAX_REFUSALS: Final = 2
-# A copy has its own cost, whatever its length, and delays the whole step: fewer tokens than these
-# are computed along with those that follow. Prompts that share no more than a first token are many.
-_LEAST_COPIED: Final = 8
 # Tenants whose namespaces are kept ready, of a server that may see any number of salts.
 _MAX_NAMESPACES: Final = 1024
 
@@ -200,7 +194,15 @@ class Planner:
         if plan is None:
             self._counts.add("plans_stale")
             return 0
-        promised, islands = self._usable(request, live, plan, num_local)
+        promised, islands = _ranges.usable(
+            plan,
+            num_local,
+            behind_gaps=self.resumes_behind_gaps,
+            # KV must not become approximate in a block that vLLM will hash by its tokens alone.
+            may_begin=None
+            if live.exact_until is not None
+            else lambda token: _lineage.covers(request, token // self._block_size),
+        )
         if promised[0] == promised[1] and not islands:
             plan.release()
             return 0
@@ -211,33 +213,6 @@ class Planner:
         self._label(request, live, plan, [promised, *islands])
         return promised[1] - promised[0]
 
-    def _usable(
-        self, request: Request, live: Live, plan: ReusePlan, num_local: int
-    ) -> tuple[Range, list[Range]]:
-        """The tokens that follow vLLM's hit, and the islands behind gaps, that are worth a copy."""
-        reusable = [
-            (max(segment[0], num_local), segment[1], segment[4] == _APPROXIMATE)
-            for segment in plan.segments.tolist()
-            if segment[1] > num_local and segment[4] != _COMPUTE
-        ]
-        ranges = [(num_local, num_local)]
-        for start, end, _ in reusable:
-            if start == ranges[-1][1]:
-                ranges[-1] = (ranges[-1][0], end)
-            elif self.resumes_behind_gaps:
-                ranges.append((start, end))
-            else:
-                break
-        ranges = [one for one in ranges if one[1] - one[0] >= _LEAST_COPIED]
-        if live.exact_until is None:
-            # KV must not become approximate in a block that vLLM will hash by its tokens alone.
-            first = _first_approximate(reusable, ranges)
-            if first is not None and not _lineage.covers(request, first // self._block_size):
-                ranges = [(start, min(end, first)) for start, end in ranges if start < first]
-        if ranges and ranges[0][0] == num_local:
-            return ranges[0], ranges[1:]
-        return (num_local, num_local), ranges
-
     def _label(
         self, request: Request, live: Live, plan: ReusePlan, ranges: Sequence[Range]
     ) -> None:
@@ -246,7 +221,7 @@ class Planner:
         A request that has one already may begin earlier than before: admitted again, when its exact
         prefix has been evicted.
         """
-        approximate = plan.segments[plan.segments["class"] == _APPROXIMATE]
+        approximate = plan.segments[plan.segments["class"] == APPROXIMATE]
         for start, end in ranges:
             inside = approximate[(approximate["end"] > start) & (approximate["start"] < end)]
             if not len(inside):
@@ -292,7 +267,7 @@ class Planner:
             if end > most:
                 msg = f"vLLM counts on the tokens {start}..{end}, and {start}..{most} were promised"
                 raise RuntimeError(msg)  # noqa: TRY301 - told and counted like what others raise
-            moves = self._moves(plan, ids, start, end)
+            moves = _ranges.moves(plan, ids, self._block_size, start, end)
         except Exception:
             self._note_surprise("the copies of request %s failed", request.request_id)
             self._loads.append(Load(None, blocks))
@@ -301,28 +276,11 @@ class Planner:
         segments = plan.segments
         for segment in segments[(segments["end"] > start) & (segments["start"] < end)].tolist():
             first, last = max(segment[0], start), min(segment[1], end)
-            is_moved = segment[4] == _APPROXIMATE
+            is_moved = segment[4] == APPROXIMATE
             self._counts.add("tokens_moved" if is_moved else "tokens_exact", last - first)
             live.used.append((first, last, is_moved))
             if is_moved:
                 live.moved.append((first, last, segment[5]))
-
-    def _moves(self, plan: ReusePlan, ids: Sequence[int], start: int, end: int) -> NDArray[np.void]:
-        table = np.zeros(len(plan.blocks) + plan.num_new_blocks, np.int32)
-        table[: len(ids)] = ids[: len(table)]
-        moves = plan.moves(table, start=start, end=end)
-        # What the plan uses in place and vLLM's own hit does not hold, for it lies under another
-        # lineage than the request had when it was looked up, is copied as it is.
-        stop = min(end, len(plan.blocks) * self._block_size)
-        if start >= stop:
-            return moves
-        numbers = np.arange(start // self._block_size, -(-stop // self._block_size))
-        begins = numbers * self._block_size
-        whole = np.zeros(len(numbers), moves.dtype)
-        whole["source_slot"] = plan.blocks[numbers].astype(np.int64) * self._block_size
-        whole["dest_slot"] = table[numbers].astype(np.int64) * self._block_size
-        whole["num_tokens"] = np.minimum(stop - begins, self._block_size)
-        return np.concatenate([whole[whole["source_slot"] != whole["dest_slot"]], moves])
 
     # --- islands behind gaps (asked by `KvtrieScheduler`) ----------------------------------------
 
@@ -585,18 +543,3 @@ class Planner:
         self._prefilling.pop(request_id, None)
         if live is not None:
             self._drop_pending(request_id, live)
-
-
-def _first_approximate(
-    reusable: Sequence[tuple[int, int, bool]], ranges: Sequence[Range]
-) -> int | None:
-    """The first approximate token inside ranges; both are in order."""
-    return next(
-        (
-            max(start, segment[0])
-            for start, end in ranges
-            for segment in reusable
-            if segment[2] and segment[1] > start and segment[0] < end
-        ),
-        None,
-    )

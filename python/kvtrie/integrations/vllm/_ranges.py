@@ -1,0 +1,109 @@
+"""Which tokens of a plan a request gets, and the slots that they are copied between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvtrie._core import ReusePlan
+    from kvtrie.integrations.vllm._requests import Range
+
+APPROXIMATE: Final = 1
+COMPUTE: Final = 2
+"""Classes of segments, as `kvtrie.ReusePlan.segments` has them."""
+
+# A copy has its own cost, whatever its length, and delays the whole step: fewer tokens than these
+# are computed along with those that follow. Prompts that share no more than a first token are many.
+_LEAST_COPIED: Final = 8
+
+
+def usable(
+    plan: ReusePlan,
+    num_local: int,
+    *,
+    behind_gaps: bool,
+    may_begin: Callable[[int], bool] | None,
+) -> tuple[Range, list[Range]]:
+    """The tokens that are worth a copy.
+
+    Args:
+        plan: The plan.
+        num_local: Tokens of vLLM's own hit, whole blocks.
+        behind_gaps: Whether reuse goes on behind a gap.
+        may_begin: Whether KV may become approximate at a token; None: it is already.
+
+    Returns:
+        Those that follow vLLM's hit, and islands behind gaps, ascending.
+    """
+    reusable = [
+        (max(segment[0], num_local), segment[1], segment[4] == APPROXIMATE)
+        for segment in plan.segments.tolist()
+        if segment[1] > num_local and segment[4] != COMPUTE
+    ]
+    ranges = [(num_local, num_local)]
+    for start, end, _ in reusable:
+        if start == ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], end)
+        elif behind_gaps:
+            ranges.append((start, end))
+        else:
+            break
+    ranges = [one for one in ranges if one[1] - one[0] >= _LEAST_COPIED]
+    if may_begin is not None:
+        first = _first_approximate(reusable, ranges)
+        if first is not None and not may_begin(first):
+            ranges = [(start, min(end, first)) for start, end in ranges if start < first]
+    if ranges and ranges[0][0] == num_local:
+        return ranges[0], ranges[1:]
+    return (num_local, num_local), ranges
+
+
+def _first_approximate(
+    reusable: Sequence[tuple[int, int, bool]], ranges: Sequence[Range]
+) -> int | None:
+    """The first approximate token inside ranges; both are in order."""
+    return next(
+        (
+            max(start, segment[0])
+            for start, end in ranges
+            for segment in reusable
+            if segment[2] and segment[1] > start and segment[0] < end
+        ),
+        None,
+    )
+
+
+def moves(
+    plan: ReusePlan, block_ids: Sequence[int], block_size: int, start: int, end: int
+) -> NDArray[np.void]:
+    """What is copied for the tokens of a range, as `kvtrie.ReusePlan.moves` says it.
+
+    What the plan uses in place and vLLM's own hit does not hold, for it lies under another lineage
+    than the request had when it was looked up, is copied as it is.
+
+    Args:
+        plan: The plan.
+        block_ids: The request's blocks, the one of position 0 first.
+        block_size: Tokens of a block.
+        start: The first token.
+        end: Behind the last.
+    """
+    table = np.zeros(len(plan.blocks) + plan.num_new_blocks, np.int32)
+    table[: len(block_ids)] = block_ids[: len(table)]
+    moved = plan.moves(table, start=start, end=end)
+    stop = min(end, len(plan.blocks) * block_size)
+    if start >= stop:
+        return moved
+    numbers = np.arange(start // block_size, -(-stop // block_size))
+    begins = numbers * block_size
+    whole = np.zeros(len(numbers), moved.dtype)
+    whole["source_slot"] = plan.blocks[numbers].astype(np.int64) * block_size
+    whole["dest_slot"] = table[numbers].astype(np.int64) * block_size
+    whole["num_tokens"] = np.minimum(stop - begins, block_size)
+    return np.concatenate([whole[whole["source_slot"] != whole["dest_slot"]], moved])
