@@ -37,9 +37,9 @@ class Content:
         return token
 
 
-def _space(request: Request) -> tuple[str | None, str | None]:
-    adapter = request.lora_request.lora_path if request.lora_request else None
-    return request.cache_salt, adapter
+def _space(request: Request) -> tuple[str | None, ...]:
+    lora = request.lora_request
+    return (request.cache_salt, *((lora.lora_name, lora.lora_path) if lora else ()))
 
 
 class Shadow:
@@ -213,6 +213,15 @@ class Shadow:
         plain.block_hashes = []
         hashes: list[bytes] = self._engine.core.request_block_hasher(plain)
         return hashes
+
+    def unwritten(self) -> list[int]:
+        """Blocks that others would find, and nobody has written."""
+        return [
+            block.block_id
+            for block in self._engine.pool.blocks
+            if block.block_hash is not None
+            and any(content is None for content in self._slots[block.block_id])
+        ]
 
     def check_index(self) -> None:
         """What the index calls exact is exact, and every block it knows holds its tokens."""

@@ -15,11 +15,11 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from tests.vllm.shadow import Shadow
-from tests.vllm_scheduler.worker import BLOCK, Worker
+from tests.vllm_scheduler.worker import BLOCK, Worker, lora_of
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.lora.request import LoRARequest
+from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
     from kvtrie.integrations.vllm import KvtrieConnector
 
@@ -135,6 +137,14 @@ class Core:
             preempt(*args, **kwargs)
 
         self.scheduler._preempt_request = preempting
+        take = self.pool.get_new_blocks
+
+        def get_new_blocks(count: int) -> list[KVCacheBlock]:
+            blocks: list[KVCacheBlock] = take(count)
+            self.worker.spoil(block.block_id for block in blocks)
+            return blocks
+
+        self.pool.get_new_blocks = get_new_blocks
 
     @property
     def connector(self) -> KvtrieConnector:
@@ -151,7 +161,7 @@ class Core:
         max_tokens: int = 8,
         mode: str | None = None,
         salt: str | None = None,
-        adapter: str | None = None,
+        adapter: str | LoRARequest | None = None,
         priority: int = 0,
     ) -> str:
         """Queue a request and return its id.
@@ -161,14 +171,13 @@ class Core:
             max_tokens: How many tokens it says.
             mode: What it says in ``kv_transfer_params``.
             salt: Its tenant.
-            adapter: The name of its LoRA adapter.
+            adapter: Its LoRA adapter, or that one's name.
             priority: The lower, the sooner.
         """
         self._number += 1
         name = f"request-{self._number}"
         params = None if mode is None else {"kv_transfer_params": {"kvtrie": mode}}
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=params)
-        lora = None if adapter is None else LoRARequest(adapter, 1 + sum(adapter.encode()), "/none")
         request = Request(
             name,
             list(prompt),
@@ -177,7 +186,7 @@ class Core:
             arrival_time=float(self._number),
             block_hasher=self.core.request_block_hasher,
             cache_salt=salt,
-            lora_request=lora,
+            lora_request=lora_of(adapter),
             priority=priority,
         )
         self.answers[name] = Answer()
@@ -205,13 +214,30 @@ class Core:
         self.scheduler.running.remove(request)
         self.scheduler._preempt_request(request, 0.0)
 
-    def plain_hashes(self, tokens: Sequence[int], adapter: str | None = None) -> list[bytes]:
+    def evict(self, tokens: Sequence[int]) -> None:
+        """Let vLLM forget the cached blocks of some tokens, as it does when it needs the room."""
+        hashes = self.plain_hashes(tokens)
+        gone = {
+            block.block_id
+            for block in self.pool.blocks
+            if block.block_hash is not None and get_block_hash(block.block_hash) in hashes
+        }
+        assert gone
+        self.pool.evict_blocks(gone)
+
+    def plain_hashes(
+        self, tokens: Sequence[int], adapter: str | LoRARequest | None = None
+    ) -> list[bytes]:
         """What vLLM calls the full blocks of these tokens."""
-        lora = None if adapter is None else LoRARequest(adapter, 1 + sum(adapter.encode()), "/none")
         sampling = SamplingParams(max_tokens=1)
         hasher = self.core.request_block_hasher
         made = Request(
-            "hashed", list(tokens), sampling, None, block_hasher=hasher, lora_request=lora
+            "hashed",
+            list(tokens),
+            sampling,
+            None,
+            block_hasher=hasher,
+            lora_request=lora_of(adapter),
         )
         hashes: list[bytes] = made.block_hashes
         return hashes
@@ -258,6 +284,7 @@ class Core:
         assert self.reset_cache()
         self.counts.clear()
         self.worker.fails = self.worker.drafts = None
+        self.worker.num_failed = 0
 
     # --- what must hold --------------------------------------------------------------------------
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.vllm.prompts import ANSWER, EDITED, QUESTION, THOUGHT, gapped, joined, words
 from tests.vllm_scheduler.worker import BLOCK, continuation
 
 from kvtrie.integrations.vllm import _gate
@@ -18,23 +18,8 @@ if TYPE_CHECKING:
 UNCHECKED = {"gate": "unchecked"}
 in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
 
-
-def words(count: int, seed: int) -> list[int]:
-    """Random ids."""
-    return random.Random(seed).choices(range(3, 500), k=count)
-
-
 PARTS = [words(70, 60 + number) for number in range(5)]
-HISTORY = [token for part in PARTS for token in part]
-
-
-def gapped(parts: list[list[int]]) -> list[int]:
-    """Parts with a stub of another length before each."""
-    return [
-        token
-        for number, part in enumerate(parts)
-        for token in (*words(3 + number, 90 + number), *part)
-    ]
+HISTORY = joined(*PARTS)
 
 
 @pytest.fixture
@@ -94,13 +79,12 @@ def test_amid_gaps(small: Callable[..., Core], what: str, steps: int, in_flight:
 def test_a_pool_with_hardly_a_free_block(core: Callable[..., Core], in_flight: bool) -> None:
     # The edited prompt needs as many blocks as are free beside those of its sources, or fewer.
     vllm = core(connector=UNCHECKED, blocks=40, max_model_len=608, in_flight=in_flight)
-    question, thought, answer = words(200, 1), words(160, 2), words(150, 3)
     for number in range(6):
-        vllm.ask(question + thought + answer)
-        prompt = question + answer + words(40, 10 + number)
+        vllm.ask(QUESTION + THOUGHT + ANSWER)
+        prompt = QUESTION + ANSWER + words(40, 10 + number)
         assert vllm.ask(prompt, mode="exact") == continuation(prompt, 8)
         assert len(vllm.ask(prompt)) == 8
-        assert len(vllm.ask(words(100, 50 + number) + answer)) == 8
+        assert len(vllm.ask(words(100, 50 + number) + ANSWER)) == 8
         vllm.check()
 
 
@@ -109,22 +93,19 @@ def test_a_plain_request_hits_nothing_approximate(
     core: Callable[..., Core], in_flight: bool
 ) -> None:
     vllm = core(connector=UNCHECKED, in_flight=in_flight)
-    question, thought, answer = words(200, 1), words(160, 2), words(150, 3)
-    vllm.ask(question + thought + answer)
-    edited = question + answer + words(40, 4)
-    assert vllm.computed_for(edited) <= 41
+    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    assert vllm.computed_for(EDITED) <= 41
     # Its own exact hit, and the copied rest of the block in which the prompts part.
-    assert vllm.computed_for(edited, mode="exact") == len(edited) - len(question)
+    assert vllm.computed_for(EDITED, mode="exact") == len(EDITED) - len(QUESTION)
     # Those who may use approximate KV find it, cached.
-    assert vllm.computed_for(edited + words(9, 5)) <= 9 + BLOCK
+    assert vllm.computed_for(EDITED + words(9, 5)) <= 9 + BLOCK
 
 
 @in_flight
 def test_tenants_share_nothing(core: Callable[..., Core], in_flight: bool) -> None:
     vllm = core(connector=UNCHECKED, in_flight=in_flight)
-    question, thought, answer = words(200, 1), words(160, 2), words(150, 3)
-    vllm.ask(question + thought + answer, salt="one")
-    edited = question + answer
+    vllm.ask(QUESTION + THOUGHT + ANSWER, salt="one")
+    edited = QUESTION + ANSWER
     assert vllm.computed_for(edited, salt="two") == len(edited)
     assert vllm.computed_for(edited) == len(edited)
     assert vllm.computed_for(edited, salt="one") == 1
@@ -133,16 +114,15 @@ def test_tenants_share_nothing(core: Callable[..., Core], in_flight: bool) -> No
 @pytest.mark.parametrize("mode", ["exact", "approximate"])
 def test_adapters_share_nothing(core: Callable[..., Core], mode: str) -> None:
     vllm = core(connector=UNCHECKED, enable_lora=True, max_loras=2)
-    question, thought, answer = words(200, 1), words(160, 2), words(150, 3)
-    edited = question + answer
-    vllm.ask(question + thought + answer, adapter="one")
+    edited = QUESTION + ANSWER
+    vllm.ask(QUESTION + THOUGHT + ANSWER, adapter="one")
     # Nobody else finds it, in place or moved; neither do they lend anything.
     for adapter in (None, "two"):
         assert vllm.computed_for(edited, adapter=adapter, mode=mode) == len(edited)
         again = vllm.computed_for(edited, adapter=adapter, mode=mode)
         assert again == len(edited) % BLOCK
     computed = vllm.computed_for(edited, adapter="one", mode=mode)
-    assert computed == (1 if mode == "approximate" else len(answer))
+    assert computed == (1 if mode == "approximate" else len(ANSWER))
     for adapter in (None, "one", "two"):
         said = vllm.ask(edited, adapter=adapter, mode="exact")
         assert said == continuation(edited, 8, adapter=adapter)
@@ -151,9 +131,8 @@ def test_adapters_share_nothing(core: Callable[..., Core], mode: str) -> None:
 def test_a_gate_speaks_of_no_adapter(core: Callable[..., Core], monkeypatch: Any) -> None:
     vllm = core(connector=UNCHECKED, enable_lora=True, max_loras=2)
     monkeypatch.setattr(_gate, "covers", lambda _, adapter: adapter is None)
-    question, thought, answer = words(200, 1), words(160, 2), words(150, 3)
-    vllm.ask(question + thought + answer, adapter="one")
-    assert vllm.computed_for(question + answer, adapter="one") == len(answer)
+    vllm.ask(QUESTION + THOUGHT + ANSWER, adapter="one")
+    assert vllm.computed_for(QUESTION + ANSWER, adapter="one") == len(ANSWER)
     assert vllm.counts["requests_uncalibrated"] == 2
     assert vllm.counts["tokens_moved"] == 0
 

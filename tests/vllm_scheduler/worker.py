@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -56,24 +57,37 @@ def _write(seen: int, token: int) -> int:
     return _mix(seen ^ _mix(token))
 
 
-def _start(adapter: str | None) -> int:
+def lora_of(adapter: str | LoRARequest | None) -> LoRARequest | None:
+    """What vLLM is told of an adapter; of a name alone, all come from the same path."""
+    if not isinstance(adapter, str):
+        return adapter
+    return LoRARequest(adapter, 1 + sum(adapter.encode()), "/none")
+
+
+def _start(adapter: LoRARequest | None) -> int:
     """An adapter changes all KV."""
-    return 0 if adapter is None else _mix(int.from_bytes(adapter.encode()[:7], "big"))
+    start = 0
+    if adapter is not None:
+        for byte in f"{adapter.lora_name} of {adapter.lora_path}".encode():
+            start = _mix(start ^ byte)
+    return start
 
 
 def _say(seen: int) -> int:
     return _SPECIAL + _mix(seen) % (VOCAB - _SPECIAL)
 
 
-def continuation(prompt: Sequence[int], count: int, *, adapter: str | None = None) -> list[int]:
+def continuation(
+    prompt: Sequence[int], count: int, *, adapter: str | LoRARequest | None = None
+) -> list[int]:
     """What a request says whose KV is all its own.
 
     Args:
         prompt: Its prompt.
         count: How many tokens it says.
-        adapter: The name of its LoRA adapter.
+        adapter: Its LoRA adapter, or that one's name.
     """
-    seen, said = _start(adapter), list[int]()
+    seen, said = _start(lora_of(adapter)), list[int]()
     for position, token in enumerate(prompt):
         seen = (seen + _read(_write(seen, token), position)) & _MASK
     for position in range(len(prompt), len(prompt) + count):
@@ -90,7 +104,7 @@ class _Row:
     tokens: list[int]
     blocks: list[int]
     computed: int
-    adapter: str | None
+    adapter: LoRARequest | None
 
 
 class Worker(Executor):  # type: ignore[misc] # untyped here
@@ -102,13 +116,14 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         num_computed: Tokens computed.
         num_moved: Tokens copied to another position.
         num_copied: Tokens copied to the same.
+        num_failed: Copies that failed.
     """
 
     def _init_executor(self) -> None:
         config = self.vllm_config
         self.fails: Callable[[Any], bool] | None = None
         self.drafts: Callable[[list[int]], list[int]] | None = None
-        self.num_computed = self.num_moved = self.num_copied = 0
+        self.num_computed = self.num_moved = self.num_copied = self.num_failed = 0
         self._rows: dict[str, _Row] = {}
         self._waiting: ModelRunnerOutput | None = None
         self._proposed: DraftTokenIds | None = None
@@ -137,9 +152,15 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
         slots = kv_cache_configs[0].num_blocks * self._size
         # Whoever reads what nobody wrote says something else.
-        rng = np.random.default_rng(slots)
-        self._kv = rng.integers(0, _MASK, slots, np.uint64)
-        self._position = rng.integers(0, slots, slots)
+        self._junk = np.random.default_rng(slots)
+        self._kv = self._junk.integers(0, _MASK, slots, np.uint64)
+        self._position = self._junk.integers(0, slots, slots)
+
+    def spoil(self, blocks: Iterable[int]) -> None:
+        """What blocks held that are handed out anew is nobody's, though a real worker keeps it."""
+        for block in blocks:
+            inside = slice(block * self._size, (block + 1) * self._size)
+            self._kv[inside] = self._junk.integers(0, _MASK, self._size, np.uint64)
 
     def compile_or_warm_up_model(self) -> None: ...
 
@@ -203,13 +224,12 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
             self._rows.pop(name, None)
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids or new.prompt_token_ids
-            adapter = new.lora_request.lora_name if new.lora_request else None
             self._rows[new.req_id] = _Row(
                 num_prompt=len(new.prompt_token_ids),
                 tokens=list(tokens),
                 blocks=list(new.block_ids[0]),
                 computed=new.num_computed_tokens,
-                adapter=adapter,
+                adapter=new.lora_request,
             )
         cached = output.scheduled_cached_reqs
         for at, name in enumerate(cached.req_ids):
@@ -233,6 +253,7 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         for load in getattr(output.kv_connector_metadata, "loads", ()):
             if load.moves is None or (self.fails is not None and self.fails(load)):
                 failed.update(load.blocks)
+                self.num_failed += 1
                 continue
             runs = load.moves.tolist()
             # As a kernel does: all is read before anything is written.
