@@ -11,7 +11,8 @@ import sys
 from random import Random
 from typing import Any
 
-from tests.vllm.engine import BLOCK, connector_config
+from tests.vllm.engine import BLOCK
+from tests.vllm.inside import connector_config
 from vllm import LLM, SamplingParams
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +20,16 @@ from tests.vllm import runner
 if runner.RUNS_V2:
     runner.interpret()
 
+from tests.vllm.inside import SCHEDULER, Inside, connector_config
 from tests.vllm.shadow import Shadow
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import kv_transfer_state
-from vllm.v1.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     import torch
-    from vllm.v1.core.block_pool import BlockPool
 
     from kvtrie.integrations.vllm.connector import KvtrieConnector
     from kvtrie.pool import KVPool
@@ -39,18 +37,6 @@ if TYPE_CHECKING:
 runner.keep_steps_in_flight()
 
 BLOCK = 32
-SCHEDULER = "kvtrie.integrations.vllm.KvtrieScheduler"
-
-
-def connector_config(**extra: object) -> dict[str, object]:
-    """What a user writes behind ``--kv-transfer-config``."""
-    return {
-        "kv_connector": "KvtrieConnector",
-        "kv_connector_module_path": "kvtrie.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
 
 
 @dataclass
@@ -63,7 +49,7 @@ class Answer:
     logprobs: list[dict[int, float]] = field(default_factory=list)
 
 
-class Engine:
+class Engine(Inside):
     """An engine under test.
 
     Args:
@@ -79,7 +65,7 @@ class Engine:
         self,
         model: Path,
         *,
-        connector: Mapping[str, object] | None = None,
+        connector: Mapping[str, Any] | None = None,
         gaps: bool = False,
         blocks: int = 200,
         shadow: bool = True,
@@ -103,18 +89,14 @@ class Engine:
             **options,
         }
         self.llm = LLM(str(model), **options)
-        self.core = self.llm.llm_engine.engine_core.engine_core
-        self.scheduler = self.core.scheduler
-        self.pool: BlockPool = self.scheduler.kv_cache_manager.block_pool
+        super().__init__(self.llm.llm_engine.engine_core.engine_core)
         self.num_computed = 0
-        self.counts: Counter[str] = Counter()
         self.answers: dict[str, Answer] = {}
         self._names: dict[str, str] = {}
         self._number = 0
         self._watch_steps()
         if self.scheduler.connector is not None:
-            self._watch_counts(self.connector)
-            self._watch_counts(self.worker)
+            self.watch_counts(self.worker)
         if shadow:
             self.shadow = Shadow(self, self.scheduler.block_size)
             runner.watch(self)
@@ -129,25 +111,10 @@ class Engine:
         self.scheduler.update_from_output = counting
 
     @property
-    def connector(self) -> KvtrieConnector:
-        """The scheduler's half."""
-        half: KvtrieConnector = self.scheduler.connector
-        return half
-
-    @property
     def worker(self) -> KvtrieConnector:
         """The worker's half."""
         half: KvtrieConnector = kv_transfer_state.get_kv_transfer_group()
         return half
-
-    def _watch_counts(self, half: KvtrieConnector) -> None:
-        add = half._counts.add
-
-        def counting(name: str, count: int = 1) -> None:
-            self.counts[name] += count
-            add(name, count)
-
-        half._counts.add = counting  # type: ignore[method-assign]
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -198,22 +165,6 @@ class Engine:
         """Abort requests."""
         self.llm.llm_engine.abort_request(list(names))
 
-    def request(self, name: str) -> Request:
-        """vLLM's record of a live request, which it gives a longer id."""
-        (found,) = (
-            one
-            for full, one in self.scheduler.requests.items()
-            if full == name or full.startswith(f"{name}-")
-        )
-        return found
-
-    def plain_hashes(self, tokens: Sequence[int]) -> list[bytes]:
-        """What vLLM calls the full blocks of these tokens."""
-        params = SamplingParams(max_tokens=1)
-        hasher = self.core.request_block_hasher
-        request = Request("hashed", list(tokens), params, None, block_hasher=hasher)
-        return [bytes(one) for one in request.block_hashes]
-
     @property
     def is_busy(self) -> bool:
         """Whether a request is unfinished."""
@@ -243,47 +194,7 @@ class Engine:
         self.ask(prompt, max_tokens=1, **options)
         return self.num_computed - before
 
-    # --- what must hold -----------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Every block is free or owned, as often as it is counted, and the index agrees."""
-        owners: Counter[int] = Counter()
-        for manager in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
-            for blocks in manager.req_to_blocks.values():
-                owners.update(block.block_id for block in blocks if not block.is_null)
-        if self.scheduler.connector is not None:
-            planner = self.connector.planner
-            for live in planner._live.values():
-                if live.pending is not None:
-                    owners.update(block.block_id for block in live.pending.pinned)
-        # With steps in flight, vLLM frees what they may still write when they are done.
-        for _, blocks in self.scheduler.deferred_frees:
-            owners.update(block.block_id for block in blocks)
-        free = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
-        assert len(set(free)) == len(free), "a block is twice in the free queue"
-        assert len(free) == self.pool.get_num_free_blocks()
-        for block in self.pool.blocks[1:]:
-            number = block.block_id
-            assert block.ref_cnt == owners[number], (number, block.ref_cnt, owners[number])
-            assert (number in set(free)) == (block.ref_cnt == 0), number
-        if self.scheduler.connector is not None:
-            sources = self.connector.planner.sources
-            sources.index.check()
-            assert sources.index.stats().indexed == len(sources)
-            self.shadow.check_index()
-
-    def check_idle(self) -> None:
-        """No request: all blocks are free, and nothing is remembered."""
-        self.check()
-        assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
-        if self.scheduler.connector is not None:
-            planner = self.connector.planner
-            assert not planner._live
-            assert not planner._pending
-            assert not planner._prefilling
-            assert not planner._loads
-            assert not planner._moved
-            assert not planner._requests
+    # --- tensors ---------------------------------------------------------------------------------
 
     @property
     def kv_pool(self) -> KVPool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 if TYPE_CHECKING:
-    from tests.vllm.engine import Engine
+    from tests.vllm.inside import Inside
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
@@ -46,14 +46,14 @@ class Shadow:
     """Follows one engine.
 
     Args:
-        engine: Its scheduler and pool are watched from here on; nothing is cached yet.
+        inside: Its scheduler and pool are watched from here on; nothing is cached yet.
         block_size: Tokens of a block.
     """
 
-    def __init__(self, engine: Engine, block_size: int) -> None:
-        self._engine = engine
+    def __init__(self, inside: Inside, block_size: int) -> None:
+        self._inside = inside
         self._size = block_size
-        self._slots: list[list[Content | None]] = [[None] * block_size for _ in engine.pool.blocks]
+        self._slots: list[list[Content | None]] = [[None] * block_size for _ in inside.pool.blocks]
         self._cached: list[tuple[KVCacheBlock, Any, Request, int]] = []
         self._verified: dict[str, int] = {}
         self._fails = False
@@ -61,7 +61,7 @@ class Shadow:
         self._watch()
 
     def _watch(self) -> None:
-        pool, scheduler = self._engine.pool, self._engine.scheduler
+        pool, scheduler = self._inside.pool, self._inside.scheduler
         get, cache, schedule = pool.get_new_blocks, pool.cache_full_blocks, scheduler.schedule
 
         def get_new_blocks(count: int) -> list[KVCacheBlock]:
@@ -90,11 +90,11 @@ class Shadow:
         self._fails = expected
 
     def _table(self, request_id: str) -> list[int]:
-        table: list[int] = self._engine.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+        table: list[int] = self._inside.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
         return table
 
     def _follow(self, output: Any) -> None:
-        requests = self._engine.scheduler.requests
+        requests = self._inside.scheduler.requests
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -138,7 +138,7 @@ class Shadow:
         # Where copies fail on purpose, vLLM computes what it had counted on.
         again = before is not None and not self._fails
         assert not again, f"slot {slot} of block {block} is written twice"
-        assert self._engine.pool.blocks[block].ref_cnt > 0, f"block {block} is written, and free"
+        assert self._inside.pool.blocks[block].ref_cnt > 0, f"block {block} is written, and free"
         self._slots[block][slot] = content
 
     def _verify(self, request: Request, start: int, count: int) -> None:
@@ -180,7 +180,7 @@ class Shadow:
         return content
 
     def _may_be_approximate(self, request: Request) -> bool:
-        connector = self._engine.scheduler.connector
+        connector = self._inside.scheduler.connector
         if connector is None or not connector._cleared.approximate:
             return False
         said = (request.kv_transfer_params or {}).get("kvtrie", connector._settings.default)
@@ -211,21 +211,21 @@ class Shadow:
         """What vLLM calls the full blocks of a request that got nothing approximate."""
         plain = copy.copy(request)
         plain.block_hashes = []
-        hashes: list[bytes] = self._engine.core.request_block_hasher(plain)
+        hashes: list[bytes] = self._inside.core.request_block_hasher(plain)
         return hashes
 
     def unwritten(self) -> list[int]:
         """Blocks that others would find, and nobody has written."""
         return [
             block.block_id
-            for block in self._engine.pool.blocks
+            for block in self._inside.pool.blocks
             if block.block_hash is not None
             and any(content is None for content in self._slots[block.block_id])
         ]
 
     def check_index(self) -> None:
         """What the index calls exact is exact, and every block it knows holds its tokens."""
-        sources = self._engine.connector.planner.sources
+        sources = self._inside.connector.planner.sources
         for number in sources._hashes:
             if sources.is_stale(number):
                 continue

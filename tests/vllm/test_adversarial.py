@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.vllm.conftest import APPROXIMATE, EXACT
 from tests.vllm.engine import BLOCK
+from tests.vllm.prompts import ANSWER, EDITED, NEXT, QUESTION, THOUGHT, gapped, words
 from tests.vllm.reference import Reference
-from tests.vllm.test_reuse import ANSWER, NEXT, QUESTION, THOUGHT, evict, preempt, words
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from kvtrie.integrations.vllm import _ranges
@@ -22,17 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.vllm.engine import Engine
-
-EDITED = QUESTION + ANSWER + NEXT
-
-
-def gapped(parts: list[list[int]]) -> list[int]:
-    """Parts with a stub of another length before each."""
-    return [
-        token
-        for number, part in enumerate(parts)
-        for token in (*words(3 + number, 90 + number), *part)
-    ]
 
 
 def test_a_pool_with_hardly_a_free_block(engine: Callable[..., Engine]) -> None:
@@ -118,7 +107,7 @@ def test_preempted_amid_gaps(engine: Callable[..., Engine], steps: int) -> None:
     name = vllm.add(gapped(parts), max_tokens=20)
     for _ in range(steps):
         vllm.step()
-    preempt(vllm, name)
+    vllm.preempt(name)
     vllm.check()
     assert vllm.pool.get_num_free_blocks() == vllm.pool.num_gpu_blocks - 1
     vllm.drain()
@@ -276,7 +265,7 @@ def test_exact_blocks_behind_a_hole(
     )
     prompt = words(250, 95)
     vllm.ask(prompt, mode="exact")
-    evict(vllm, prompt[: 3 * BLOCK])
+    vllm.evict(prompt[: 3 * BLOCK])
     before = vllm.num_computed
     answer = vllm.ask(prompt, mode="exact", max_tokens=5)
     assert vllm.num_computed - before < 3 * BLOCK + 2 * BLOCK

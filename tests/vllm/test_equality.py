@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tests.vllm.conftest import APPROXIMATE, EXACT
-from tests.vllm.test_reuse import ANSWER, NEXT, QUESTION, THOUGHT
+from tests.vllm.prompts import ANSWER, NEXT, QUESTION, THOUGHT
 from tests.vllm.traffic import Traffic
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ anew, as the model does without any cache, gives other KV and other probabilitie
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import torch
 from tests.vllm import models
 from tests.vllm.embedded import COMPUTED, EXACT, MOVED, Embedded, Watched
 from tests.vllm.engine import BLOCK
+from tests.vllm.prompts import ANSWER, NEXT, QUESTION, THOUGHT, joined, words
 from tests.vllm.reference import Reference
 
 import kvtrie
@@ -45,15 +45,6 @@ def few_tokens_are_copied_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ranges, "_LEAST_COPIED", 1)
 
 
-def words(count: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(3, 500), k=count)
-
-
-def joined(*parts: list[int]) -> list[int]:
-    return [token for part in parts for token in part]
-
-
-QUESTION, THOUGHT, ANSWER, NEXT = words(200, 1), words(160, 2), words(150, 3), words(40, 4)
 DOCUMENTS = [words(100, 10 + number) for number in range(6)]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.vllm import runner
-from tests.vllm.engine import SCHEDULER
+from tests.vllm.inside import SCHEDULER
 
 if TYPE_CHECKING:
     from collections.abc import Callable

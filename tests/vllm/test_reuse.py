@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.vllm.conftest import APPROXIMATE, EXACT
 from tests.vllm.engine import BLOCK
-from vllm.v1.core.kv_cache_utils import get_block_hash
+from tests.vllm.prompts import ANSWER, NEXT, QUESTION, THOUGHT, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.vllm.engine import Engine
-
-
-def words(count: int, seed: int) -> list[int]:
-    """Random ids."""
-    return random.Random(seed).choices(range(3, 500), k=count)
-
-
-QUESTION, THOUGHT, ANSWER, NEXT = words(200, 1), words(160, 2), words(150, 3), words(40, 4)
 
 
 def test_a_deleted_thought_costs_no_prompt(engine: Callable[..., Engine]) -> None:
@@ -72,7 +63,7 @@ def test_what_was_moved_is_not_moved_on(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE)
     vllm.ask(QUESTION + THOUGHT + ANSWER)
     vllm.ask(QUESTION + ANSWER + NEXT)
-    evict(vllm, QUESTION + THOUGHT + ANSWER)
+    vllm.evict(QUESTION + THOUGHT + ANSWER)
     # What is left of the answer was moved once, which is all that the policy allows.
     assert vllm.computed_for(ANSWER) == len(ANSWER)
 
@@ -111,25 +102,6 @@ def test_blocks_that_became_known_while_a_request_waited(engine: Callable[..., E
     assert first.tokens == second.tokens
 
 
-def evict(vllm: Engine, tokens: list[int]) -> None:
-    """Let vLLM forget the cached blocks of some tokens, as it does when it needs the room."""
-    hashes = vllm.plain_hashes(tokens)
-    gone = {
-        block.block_id
-        for block in vllm.pool.blocks
-        if block.block_hash is not None and get_block_hash(block.block_hash) in hashes
-    }
-    assert gone
-    vllm.pool.evict_blocks(gone)
-
-
-def preempt(vllm: Engine, name: str) -> None:
-    """Preempt a running request, as vLLM does when it is short of blocks."""
-    request = vllm.request(name)
-    vllm.scheduler.running.remove(request)
-    vllm.scheduler._preempt_request(request, 0.0)
-
-
 def test_a_lineage_begins_earlier_when_the_exact_prefix_is_gone(
     engine: Callable[..., Engine],
 ) -> None:
@@ -143,8 +115,8 @@ def test_a_lineage_begins_earlier_when_the_exact_prefix_is_gone(
     name = vllm.add(prompt, max_tokens=40)
     for _ in range(4):
         vllm.step()
-    preempt(vllm, name)
-    evict(vllm, prefix)
+    vllm.preempt(name)
+    vllm.evict(prefix)
     vllm.drain()
     assert vllm.answers[name].finished
     assert vllm.ask(prompt, mode="exact").num_cached < BLOCK

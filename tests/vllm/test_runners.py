@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.vllm.conftest import APPROXIMATE
+from tests.vllm.prompts import ANSWER, EDITED, QUESTION, THOUGHT, gapped, words
 from tests.vllm.reference import Reference
-from tests.vllm.test_adversarial import EDITED, gapped
-from tests.vllm.test_reuse import ANSWER, QUESTION, THOUGHT, words
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.request import Request

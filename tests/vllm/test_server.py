@@ -13,7 +13,7 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.vllm.engine import SCHEDULER, connector_config
+from tests.vllm.inside import SCHEDULER, connector_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

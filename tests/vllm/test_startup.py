@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import vllm
 from tests.vllm.conftest import APPROXIMATE
-from tests.vllm.engine import SCHEDULER, Engine
+from tests.vllm.engine import Engine
+from tests.vllm.inside import SCHEDULER
 
 import kvtrie
 from kvtrie import gates
