@@ -380,7 +380,14 @@ def test_a_key_that_is_none_is_refused(
 def test_the_namespace_is_that_of_the_request() -> None:
     bare = object.__new__(transfer.CheckedTransfer)
     bare._space = {"model": "m", "kv_dtype": "auto"}
-    lora = SimpleNamespace(lora_name="a")
-    request: Any = SimpleNamespace(lora_request=lora, cache_salt="s")
-    found = bare._namespace(request)
-    assert found == kvtrie.Namespace(model="m", kv_dtype="auto", adapter="a", salt="s")
+
+    def space(path: str | None) -> kvtrie.Namespace:
+        lora = SimpleNamespace(lora_name="a", lora_path=path) if path else None
+        request: Any = SimpleNamespace(lora_request=lora, cache_salt="s")
+        found: kvtrie.Namespace = bare._namespace(request)
+        return found
+
+    assert space(None) == kvtrie.Namespace(model="m", kv_dtype="auto", salt="s")
+    # A name may be given to another adapter while the engine runs.
+    assert len({space(None), space("/one"), space("/two")}) == 3
+    assert space("/one") == space("/one")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -14,7 +13,7 @@ from kvtrie.integrations.vllm import _gate, _lineage, _ranges
 from kvtrie.integrations.vllm._dead import DeadThinking
 from kvtrie.integrations.vllm._metadata import Load, StepMetadata
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
-from kvtrie.integrations.vllm._requests import Live, Pending, Range
+from kvtrie.integrations.vllm._requests import Live, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._runners import send_whole
 from kvtrie.integrations.vllm._settings import request_policy
 from kvtrie.integrations.vllm._sources import Sources, used_by
@@ -40,15 +39,6 @@ _Answer = TypeVar("_Answer")
 _MAX_REFUSALS: Final = 2
 # Tenants whose namespaces are kept ready, of a server that may see any number of salts.
 _MAX_NAMESPACES: Final = 1024
-
-
-def adapter_of(request: Request) -> str | None:
-    """What tells a request's LoRA adapter from others; None without one.
-
-    A name may be given to another adapter while the engine runs: vLLM hashes the path with it.
-    """
-    lora = request.lora_request
-    return None if lora is None else json.dumps([lora.lora_name, lora.lora_path])
 
 
 def summary(settings: Settings, cleared: ReusePolicy, tagger: Tagger | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -114,3 +115,12 @@ class Live:
     def becomes_approximate(self, position: int) -> None:
         """Note that tokens from ``position`` on are approximate."""
         self.exact_until = position if self.exact_until is None else min(self.exact_until, position)
+
+
+def adapter_of(request: Request) -> str | None:
+    """What tells a request's LoRA adapter from others; None without one.
+
+    A name may be given to another adapter while the engine runs: vLLM hashes the path with it.
+    """
+    lora = request.lora_request
+    return None if lora is None else json.dumps([lora.lora_name, lora.lora_path])

@@ -189,7 +189,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(
         self,
         forward_context: ForwardContext,  # noqa: ARG002 - vLLM's interface
-        **kwargs: Any,  # noqa: ANN401, ARG002
+        **kwargs: Any,  # noqa: ANN401, ARG002 - vLLM's interface
     ) -> None:
         """Copy, before the forward pass."""
         metadata = self._get_connector_metadata()

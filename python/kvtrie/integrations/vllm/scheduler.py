@@ -20,11 +20,13 @@ _LOG = logging.getLogger("vllm.kvtrie")
 
 
 class KvtrieScheduler(AsyncScheduler):
-    """vLLM's own scheduler, but for three things.
+    """vLLM's own scheduler, but for four things.
 
     A chunk of a prompt ends where KV that can be copied begins; and where it begins, the request's
     computed tokens go on behind it, the copies being part of the step that computes what follows.
-    A request that is preempted lets go of what it was going to copy.
+    A request that is preempted lets go of what it was going to copy, and nobody finds the blocks
+    that its step was to write. Blocks are freed at once: vLLM keeps them, while steps are in
+    flight, for connectors that write in an order of their own.
 
     Raises:
         UnsupportedError: If the connector is not `KvtrieConnector`.

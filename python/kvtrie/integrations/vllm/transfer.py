@@ -36,6 +36,7 @@ from kvtrie._core import (
     plan_transfer,
 )
 from kvtrie.integrations.vllm import _support
+from kvtrie.integrations.vllm._requests import adapter_of
 from kvtrie.integrations.vllm._settings import WHERE, SettingsError
 
 if TYPE_CHECKING:
@@ -191,8 +192,9 @@ class CheckedTransfer:
         _LOG.warning("kvtrie: request %s computes its prompt: %s", request.request_id, why)
 
     def _namespace(self, request: Request) -> Namespace:
-        adapter = request.lora_request.lora_name if request.lora_request else None
-        return Namespace(adapter=adapter, salt=request.cache_salt or SHARED, **self._space)
+        return Namespace(
+            adapter=adapter_of(request), salt=request.cache_salt or SHARED, **self._space
+        )
 
 
 class KvtrieNixlConnector(CheckedTransfer, NixlConnector):
