@@ -35,7 +35,7 @@ def workloads() -> list[str]:
 
 def conversation(name: str, number: int, scale: float) -> tuple[list[int], list[int], int]:
     """A computed history, the next prompt, and how many of its tokens are new."""
-    from workloads.registry import WORKLOADS  # noqa: PLC0415
+    from workloads.registry import WORKLOADS  # noqa: PLC0415 - as above
 
     case = WORKLOADS[name].build(number, scale=scale)
     kept = sum(len(range(run.old_start, run.old_end)) for run in case.kept)
@@ -46,8 +46,8 @@ def conversation(name: str, number: int, scale: float) -> tuple[list[int], list[
 
 def measure(configuration: str, rounds: int, scale: float) -> None:
     """Run all workloads in this process, and print a line of JSON for each."""
-    from tests.vllm import models  # noqa: PLC0415
-    from tests.vllm.engine import Engine  # noqa: PLC0415
+    from tests.vllm import models  # noqa: PLC0415 - as above
+    from tests.vllm.engine import Engine  # noqa: PLC0415 - as above
 
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(

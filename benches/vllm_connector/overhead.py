@@ -97,30 +97,30 @@ CALLS = (
 class Plumbing(KVConnectorBase_V1, SupportsHMA):
     """A connector that does nothing."""
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         """Nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:  # noqa: ANN401
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:  # noqa: ANN401 - vLLM's
         """Nothing."""
 
     def wait_for_save(self) -> None:
         """Nothing."""
 
-    def get_num_new_matched_tokens(self, request: Request, num: int) -> tuple[int, bool]:  # noqa: ARG002
+    def get_num_new_matched_tokens(self, request: Request, num: int) -> tuple[int, bool]:  # noqa: ARG002 - vLLM's
         """Nothing."""
         return 0, False
 
-    def update_state_after_alloc(self, request: Request, blocks: Any, num: int) -> None:  # noqa: ANN401
+    def update_state_after_alloc(self, request: Request, blocks: Any, num: int) -> None:  # noqa: ANN401 - vLLM's
         """Nothing."""
 
-    def build_connector_meta(self, output: Any) -> KVConnectorMetadata:  # noqa: ANN401, ARG002
+    def build_connector_meta(self, output: Any) -> KVConnectorMetadata:  # noqa: ANN401, ARG002 - vLLM's
         """Nothing."""
         return KVConnectorMetadata()
 
-    def request_finished_all_groups(self, request: Request, ids: Any) -> tuple[bool, None]:  # noqa: ANN401, ARG002
+    def request_finished_all_groups(self, request: Request, ids: Any) -> tuple[bool, None]:  # noqa: ANN401, ARG002 - vLLM's
         """Nothing."""
         return False, None
 
@@ -174,9 +174,9 @@ class Bench:
         )
         self._core, self._scheduler = self.engine.core, self.engine.scheduler
         if self._scheduler.use_v2_model_runner:
-            raise RuntimeError("vLLM's model runner V2 keeps the connector in another place")  # noqa: EM101
+            raise RuntimeError("vLLM's model runner V2 keeps the connector in another place")  # noqa: EM101 - read by a developer
         if self._core.batch_queue is not None:
-            raise RuntimeError("steps are in flight when the connector is taken away")  # noqa: EM101
+            raise RuntimeError("steps are in flight when the connector is taken away")  # noqa: EM101 - read by a developer
         self.kvtrie = (self.engine.connector, self.engine.worker)
         for half in self.kvtrie:
             # The tests' own counting.
@@ -266,7 +266,7 @@ class Bench:
         ended = clock()
         self.keep_up(requests)
         if any(request.num_output_tokens != ANSWER for request in requests):
-            raise RuntimeError(f"{work.name}: a step did not take all requests")  # noqa: EM102
+            raise RuntimeError(f"{work.name}: a step did not take all requests")  # noqa: EM102 - read by a developer
         return {
             "to the first token": first - began,
             f"to the end, {ANSWER} answered": ended - began,
