@@ -40,7 +40,7 @@
 //! | [`tag`](RadixIndex::tag), [`tags`](RadixIndex::tags) | O(*n* + blocks and tags of the path) |
 //! | [`num_evictable`](RadixIndex::num_evictable) | O(1) |
 //! | [`drop_namespace`](RadixIndex::drop_namespace), [`reset`](RadixIndex::reset) | O(blocks dropped + blocks that live plans pin there) |
-//! | [`explain`](RadixIndex::explain) | a plan without its pins + O(namespaces) + a lookup in each of the same salt; of what left it knows the latest 4,096 departures, 20 bytes each |
+//! | [`explain`](RadixIndex::explain) | a plan without its pins + O(log namespaces) + a lookup in each of at most 64 of the same salt; of what left it knows the latest 4,096 departures, 20 bytes each |
 //! | [`snapshot`](RadixIndex::snapshot), [`restore`](RadixIndex::restore) | O(tokens held + windows), O(bytes · log bytes); 4 · (`block_size` + 1) bytes a block and 17 an edge |
 //! | [`stats`](RadixIndex::stats) | O(edges) |
 //! | [`digest`](RadixIndex::digest), [`check`](RadixIndex::check) | O(tokens held + blocks pinned, once a plan) |
@@ -158,6 +158,7 @@ mod plan;
 mod policy;
 mod ranges;
 mod run;
+mod salts;
 mod siblings;
 mod slab;
 mod snapshot;

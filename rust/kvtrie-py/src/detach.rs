@@ -25,7 +25,7 @@ impl Cost {
     /// Blocks that are found in 50 to 100 µs where each is an edge of its own and none is in the
     /// CPU's cache; in long edges or a warm cache they take a tenth of it.
     const BLOCKS: usize = 256;
-    /// Tokens that are compared or copied in about 10 µs.
+    /// Tokens that are copied in about 10 µs.
     const TOKENS: usize = 1 << 16;
 
     /// The cost of work on so many blocks.
@@ -34,15 +34,6 @@ impl Cost {
             Self::Long
         } else {
             Self::Short
-        }
-    }
-
-    /// The cost of work on so many tokens, in blocks of that size.
-    pub(crate) fn path(tokens: usize, block_size: usize) -> Self {
-        if tokens >= Self::TOKENS {
-            Self::Long
-        } else {
-            Self::blocks(tokens / block_size)
         }
     }
 

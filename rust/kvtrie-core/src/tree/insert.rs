@@ -178,7 +178,8 @@ impl RadixIndex {
             .copied()
             .filter(|id| self.blocks.place(id.0) == Place::Unknown)
             .collect();
-        self.add_tags(seq, options.spans);
+        // No effort is too large.
+        let _ = self.add_tags(seq, options.spans, Effort::ANY);
         Ok(done)
     }
 

@@ -42,6 +42,23 @@ impl Effort {
         nodes: u64::MAX,
         bytes: u64::MAX,
     };
+
+    /// Steps that each take about as long as looking at an edge.
+    pub(crate) fn steps(self) -> Steps {
+        Steps(self.nodes)
+    }
+}
+
+/// Steps that a call may still take before it gives up.
+#[derive(Debug)]
+pub(crate) struct Steps(u64);
+
+impl Steps {
+    /// Counts so many; none if that is more than are left.
+    pub(crate) fn take(&mut self, count: u64) -> Option<()> {
+        self.0 = self.0.checked_sub(count)?;
+        Some(())
+    }
 }
 
 /// What a lookup found; the block ids are in the caller's buffer.
