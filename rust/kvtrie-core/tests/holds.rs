@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, Effort, ExplainOptions, InsertOptions, Namespace, PlanOptions, RadixIndex,
-    ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+    BlockId, Config, Effort, ExplainOptions, InsertOptions, LookupOptions, Namespace, PlanOptions,
+    RadixIndex, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
 };
 
 /// What the binding allows a call that keeps the interpreter.
@@ -209,6 +209,42 @@ fn calls_that_may_have_to_bound_the_holes_are_known_to_be_long() {
 }
 
 #[test]
+fn a_use_that_revives_much_is_known_to_be_long() {
+    let blocks = 2_000;
+    let (mut index, seq) = of_one_edge(blocks);
+    let marks: Vec<_> = (0..1_000).map(|at| (2 * at, 2 * at + 1)).collect();
+    assert_eq!(index.mark_dead(&seq, &marks).unwrap(), 1_000);
+    let (before, mut out) = (index.digest(), Vec::new());
+    let mut prompt = sequence(0..blocks);
+    let options = LookupOptions::default();
+    for _ in 0..3 {
+        let found = index.lookup_within(&mut prompt, options, BRIEF, &mut out);
+        assert_eq!(found.unwrap(), None);
+    }
+    let planned = index.plan_within(
+        &mut prompt,
+        &ReusePolicy::EXACT_ONLY,
+        PlanOptions::default(),
+        BRIEF,
+    );
+    assert!(planned.unwrap().is_none());
+    assert!(index.insert_steps(&prompt, 0) > BRIEF.nodes);
+    assert_eq!(index.digest(), before);
+    // Who only looks revives nothing.
+    let options = LookupOptions {
+        touch: false,
+        ..options
+    };
+    let found = index.lookup_within(&mut prompt, options, BRIEF, &mut out);
+    assert_eq!(found.unwrap().unwrap().num_tokens, 2_000);
+    index
+        .lookup(&mut prompt, LookupOptions::default(), &mut out)
+        .unwrap();
+    assert_eq!(index.stats().dead, 0);
+    index.check().unwrap();
+}
+
+#[test]
 fn tags_behind_the_prompt_are_not_looked_at() {
     let (mut index, seq) = of_one_edge(20_000);
     let kind = |at: usize| ["user", "tool"][at % 2].to_owned();
@@ -259,5 +295,42 @@ fn explain_looks_at_64_namespaces_at_most() {
     let near = namespace(Some("031"), tenant());
     let mut prompt = TokenSequence::new(near, tokens, vec![]).unwrap();
     assert_eq!(other(&mut index, &mut prompt), 4);
+    index.check().unwrap();
+}
+
+#[test]
+fn exact_blocks_replace_all_that_plans_pin_of_approximate_ones() {
+    let blocks = 400;
+    let mut index = index(4_000);
+    let mut seq = sequence(0..blocks);
+    let approximate = Source::Imported(kvtrie_core::Imported {
+        exact_until: 100,
+        hops: 1,
+    });
+    let options = InsertOptions::new(seq.len(), approximate);
+    index.insert(&mut seq, &ids(0..blocks), options).unwrap();
+    let policy = ReusePolicy {
+        approximate: true,
+        ..ReusePolicy::EXACT_ONLY
+    };
+    let options = PlanOptions {
+        keep_last: 0,
+        pin: true,
+    };
+    let held: Vec<_> = (0..8)
+        .map(|_| index.plan(&mut seq.clone(), &policy, options).unwrap())
+        .collect();
+    assert_eq!(held[0].blocks(), ids(0..blocks));
+    let mut again = sequence(0..blocks);
+    let offered = ids((0..100).chain(1_000..1_000 + blocks - 100));
+    insert(&mut index, &mut again, &offered);
+    index.check().unwrap();
+    let stats = index.stats();
+    assert_eq!((stats.condemned, stats.approximate), (300, 0));
+    for plan in &held {
+        assert!(index.validate(plan).unwrap().iter().all(|stayed| *stayed));
+        index.release(plan).unwrap();
+    }
+    assert_eq!(index.take_freed(), ids(100..blocks));
     index.check().unwrap();
 }

@@ -2,7 +2,8 @@
 //!
 //! [`Enter::enter`] runs a piece of work that may take locks and must not touch Python. Short work
 //! stays attached to the interpreter, because letting go and coming back costs more than the work;
-//! long work lets go, so that other threads run.
+//! long work lets go, so that other threads run. [`Enter::enter_briefly`] finds out which it is: by
+//! effort that the work counts, or by numbers that the index keeps and the work asks first.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -30,8 +30,8 @@ use crate::stats::PyIndexStats;
 /// 0..num_blocks, each for at most one place. Ids that it does not know belong to the caller:
 /// `insert` gives ids to the index, every other call that returns ids gives them back.
 ///
-/// One lock guards an index; any thread may call it. Calls that are expected to take longer than 50 µs
-/// let go of the interpreter. In a child after `os.fork` an index is a copy of its own; fork while no
+/// One lock guards an index; any thread may call it. A call that turns out to take longer than about
+/// 100 µs lets go of the interpreter. In a child after `os.fork` an index is a copy of its own; fork while no
 /// other thread is inside a call.
 ///
 /// Args:
@@ -174,7 +174,7 @@ impl PyRadixIndex {
     /// Nothing counts as used. What left is known of holes, and of the latest 4,096 departures as long
     /// as the prefix that they stood behind has stayed; what is forgotten, or was dropped with its
     /// namespace, is `"not_cached"`, or `"diverged"` where other tokens stand. Other namespaces are
-    /// looked at under the same salt alone.
+    /// looked at under the same salt alone, 64 at most: those next to its own by their fields.
     ///
     /// Args:
     ///     seq: The prompt.

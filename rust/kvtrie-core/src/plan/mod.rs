@@ -313,15 +313,15 @@ impl RadixIndex {
         Ok(draft.map(|draft| self.settle_on(seq, options, draft)))
     }
 
-    /// Whether the prompt's own path goes on behind what is exact for more than `effort`: through holes and approximate blocks,
-    /// each of which a plan looks at by itself.
+    /// Whether the prompt's own path takes more than `effort`: goes on behind what is exact through holes and approximate blocks, each
+    /// of which a plan looks at by itself, or has many dead runs, which a plan revives.
     fn is_broken_path(
         &mut self,
         seq: &mut TokenSequence,
         options: PlanOptions,
         effort: Effort,
     ) -> bool {
-        if !self.has_broken_paths() {
+        if !self.has_broken_paths() && self.num_dead == 0 {
             return false;
         }
         let exact = match self.exact_prefix(seq, options.keep_last, effort) {
@@ -329,6 +329,9 @@ impl RadixIndex {
             Some(exact) => exact,
             None => return true,
         };
+        if self.num_dead > 0 && self.count_revival(exact, &mut effort.steps()).is_none() {
+            return true;
+        }
         let len = seq.len().saturating_sub(options.keep_last);
         let limit = crate::ids::depth(len / self.block_size());
         let (mut steps, mut is_long) = (effort.steps(), false);

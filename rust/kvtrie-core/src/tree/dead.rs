@@ -12,7 +12,7 @@ use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex};
 use crate::node::Node;
 use crate::tokens::TokenSequence;
 use crate::tree::spans::Part;
-use crate::tree::{Effort, Position, RadixIndex, Sources};
+use crate::tree::{Effort, Position, RadixIndex, Sources, Steps};
 
 impl RadixIndex {
     /// Marks the blocks wholly inside `ranges` as dead, and answers how many of them were not: they are evicted before
@@ -70,18 +70,13 @@ impl RadixIndex {
         let mark = self.last_mark + 1;
         for (node, parts) in parts {
             let edge = &mut self.nodes[node];
-            let mut new = 0;
-            for part in parts.iter().filter(|part| !part.is_extended) {
-                let known = edge.extras().and_then(|extras| extras.dead.as_ref());
-                let alive = known.map_or(vec![(part.from, part.to)], |dead| {
-                    dead.marks.gaps(part.from, part.to)
-                });
-                for (from, to) in alive {
-                    let dead = edge.extras_mut().dead.get_or_insert_default();
-                    dead.marks.set(from, to, mark);
-                    new += u64::from(to - from);
-                }
+            let parts = parts.iter().filter(|part| !part.is_extended);
+            let mut parts = parts.map(|part| (part.from, part.to)).peekable();
+            if parts.peek().is_none() {
+                continue;
             }
+            let dead = edge.extras_mut().dead.get_or_insert_default();
+            let new = u64::from(dead.marks.fill(parts, mark));
             if new > 0 {
                 let tree = edge.tree;
                 self.trees[tree].num_dead += new;
@@ -111,6 +106,22 @@ impl RadixIndex {
             steps.take(known as u64)?;
         }
         Some(found)
+    }
+
+    /// Counts the steps of reviving the blocks down to `at`: one for each edge and each dead run of it. None if these are more than
+    /// are left.
+    #[cold]
+    pub(crate) fn count_revival(&self, at: Position, steps: &mut Steps) -> Option<()> {
+        if self.trees[self.nodes[at.node].tree].num_dead == 0 {
+            return Some(());
+        }
+        let mut node = at.node;
+        while node != NO_NODE {
+            let edge = &self.nodes[node];
+            steps.take(1 + edge.dead_marks().len() as u64)?;
+            node = edge.parent;
+        }
+        Some(())
     }
 
     /// Blocks down to `at` were used: they are dead no more.

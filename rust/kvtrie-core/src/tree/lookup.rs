@@ -105,7 +105,8 @@ impl RadixIndex {
     }
 
     /// As [`lookup`](Self::lookup), unless that takes more than `effort`: then nothing is answered or stamped, and the
-    /// sequence remembers how far it was matched, so that the next call goes on from there. For callers that hold something
+    /// sequence remembers how far it was matched, so that the next call goes on from there. Reviving what is dead on the path is
+    /// counted too; that is more than a small effort at every call. For callers that hold something
     /// others wait for.
     ///
     /// # Errors
@@ -141,6 +142,12 @@ impl RadixIndex {
             return Ok(None);
         };
         if options.touch {
+            if self.num_dead > 0
+                && found.depth > 0
+                && self.count_revival(found, &mut effort.steps()).is_none()
+            {
+                return Ok(None);
+            }
             let stamp = self.tick();
             self.stamp(found, stamp);
         }

@@ -324,7 +324,7 @@ impl RadixIndex {
     }
 
     /// As [`Self::leave`], of a block that was cut out of what pins it.
-    fn take_out(&mut self, node: NodeIndex, place: Depth) -> (u32, bool) {
+    pub(super) fn take_out(&mut self, node: NodeIndex, place: Depth) -> (u32, bool) {
         let id = self.nodes[node].id(place, self.block_size());
         self.unmark(node, place, place + 1);
         let mut left = (id, false);

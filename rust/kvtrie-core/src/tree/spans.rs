@@ -172,7 +172,7 @@ impl RadixIndex {
         }
         // The deepest edge first: one that nothing is left of goes with what is above it.
         for (node, parts) in gone.iter().rev() {
-            for &(from, to) in parts {
+            for &(from, to) in parts.iter().rev() {
                 self.unmark(*node, from, to);
                 self.vacate(*node, from, to, |_, _| ());
             }

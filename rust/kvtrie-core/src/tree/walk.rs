@@ -186,14 +186,19 @@ impl RadixIndex {
         (tokens / self.block_size().min(TOKENS_A_STEP)) as u64
     }
 
-    /// How many steps inserting so many blocks takes at most, in an index where nothing that stands is replaced; else, what leases
-    /// pin of it counts too. O(1).
+    /// How many steps inserting so many blocks takes at most, counting what leases pin of those that may be replaced, and what
+    /// is dead in its namespace. O(1).
     #[must_use]
     pub fn insert_steps(&self, seq: &TokenSequence, num_ids: usize) -> u64 {
         let ids = num_ids as u64;
         let replaced = if self.num_approximate > 0 { ids } else { 0 };
+        let tree = self
+            .tree_of
+            .get(seq.namespace())
+            .filter(|_| self.num_dead > 0);
+        let dead = tree.map_or(0, |&tree| self.trees[tree].num_dead);
         // Blocks that are offered take a fraction of a look at an edge.
-        self.unknown_steps(seq) + ids / 4 + replaced * self.leases.len() as u64
+        self.unknown_steps(seq) + ids / 4 + replaced * self.leases.len() as u64 + dead
     }
 
     /// Whether some path has holes or approximate blocks, at which a plan looks one by one. O(1).
