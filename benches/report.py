@@ -425,7 +425,8 @@ def _hostile(rows: list[Row]) -> str:
         )
         for row in rows
     ]
-    return table(("Call", "Longest wait", "Without the call", "CPU time of the call", "Each"), cells)
+    head = ("Call", "Longest wait", "Without the call", "CPU time of the call", "Each")
+    return table(head, cells)
 
 
 def _memory(rows: list[Row]) -> str:

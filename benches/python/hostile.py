@@ -59,7 +59,7 @@ class Case:
 
     Attributes:
         work: The call, in words.
-        call: The call itself; what it answers is let go of afterwards.
+        call: The call itself; plans that it answers, one or a list, are released afterwards.
         probe: What the other thread repeats.
         each: What the call's time is proportional to.
         count: How many of these it has.
@@ -145,22 +145,27 @@ def branched(index: kvtrie.RadixIndex, ids: Tokens) -> None:
         index.insert(branch, block, num_computed=len(branch), start=start, source=kvtrie.COMPUTED)
 
 
-def plan_over_holes() -> Case:
-    """An exact plan copies from behind each hole."""
-    index, ids = with_holes(edges=False)
+def planned(*, edges: bool) -> Case:
+    """An exact plan that copies from behind each hole of its path.
+
+    Args:
+        edges: Whether each block is an edge of its own.
+    """
+    index, ids = with_holes(edges=edges)
     holes = len(ids) // BLOCK_SIZE // 2
-    work = f"exact plan over {holes:,} holes"
+    work = f"exact plan over {holes:,} holes" + (", an edge a block" if edges else "")
     prompt = sequence(ids)
-    return Case(work, lambda: index.plan(prompt, pin=False), looks_up(index), "hole", holes)
+    return Case(work, lambda: index.plan(prompt), looks_up(index), "hole", holes)
+
+
+def plan_over_holes() -> Case:
+    """All holes in one edge."""
+    return planned(edges=False)
 
 
 def plan_over_holes_of_edges() -> Case:
-    """The same where each block is an edge."""
-    index, ids = with_holes(edges=True)
-    holes = len(ids) // BLOCK_SIZE // 2
-    work = f"exact plan over {holes:,} holes, an edge a block"
-    prompt = sequence(ids)
-    return Case(work, lambda: index.plan(prompt, pin=False), looks_up(index), "hole", holes)
+    """Each block an edge."""
+    return planned(edges=True)
 
 
 def release_over_holes() -> Case:
@@ -426,12 +431,11 @@ def longest_wait(probe: Callable[[], object], meanwhile: Callable[[], object]) -
     begun.wait()
     start = perf_counter()
     try:
-        kept = meanwhile()
+        meanwhile()
     finally:
         end = perf_counter()
         over.set()
         thread.join()
-    del kept
     # A probe that began before the call may wait for it.
     inside = [after - before for before, after in waits if after > start and before < end]
     return max(inside, default=end - start)
@@ -448,9 +452,12 @@ def measured(make: Callable[[], Case]) -> tuple[Case, Round]:
 
     def call() -> object:
         cpu, began = thread_time(), perf_counter()
-        kept = case.call()
+        answer = case.call()
         spent[:] = thread_time() - cpu, perf_counter() - began
-        return kept
+        for plan in answer if isinstance(answer, list) else [answer]:
+            if isinstance(plan, kvtrie.ReusePlan):
+                plan.release()
+        return answer
 
     waited = longest_wait(case.probe, call)
     idle = longest_wait(case.probe, lambda: time.sleep(max(spent[1], 1e-3)))

@@ -245,6 +245,21 @@ fn a_use_that_revives_much_is_known_to_be_long() {
 }
 
 #[test]
+fn ids_of_very_many_edges_are_known_to_be_long() {
+    let (mut index, _) = of_many_edges(1_500);
+    let mut prompt = sequence(0..1_500);
+    let mut out = Vec::new();
+    let options = LookupOptions::default();
+    let tries = (0..20).filter(|_| {
+        let found = index.lookup_within(&mut prompt, options, BRIEF, &mut out);
+        found.unwrap().is_some()
+    });
+    assert_eq!(tries.count(), 0);
+    let found = index.lookup(&mut prompt, options, &mut out).unwrap();
+    assert_eq!((found.num_tokens, out.len()), (1_500, 1_500));
+}
+
+#[test]
 fn tags_behind_the_prompt_are_not_looked_at() {
     let (mut index, seq) = of_one_edge(20_000);
     let kind = |at: usize| ["user", "tool"][at % 2].to_owned();

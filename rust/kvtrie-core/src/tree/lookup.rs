@@ -141,6 +141,11 @@ impl RadixIndex {
         let Some(found) = self.exact_prefix(seq, options.keep_last, effort) else {
             return Ok(None);
         };
+        // Ids are read edge by edge, which takes a fraction of a look at one.
+        let is_deep = u64::from(found.depth) / 4 > effort.nodes;
+        if is_deep && self.known_edges(seq) / 4 > effort.nodes {
+            return Ok(None);
+        }
         if options.touch {
             if self.num_dead > 0
                 && found.depth > 0
