@@ -292,7 +292,7 @@ pub(crate) fn lookup_many(
     }
     let steps =
         |index: &RadixIndex, seq: &TokenSequence, _: &LookupOptions| index.unknown_steps(seq);
-    let found = run(py, index, items, steps, |index, seq, &options| {
+    let found = run(py, index, &items, steps, |index, seq, &options| {
         let mut blocks = Vec::new();
         index
             .lookup(seq, options, &mut blocks)
@@ -342,7 +342,7 @@ pub(crate) fn plan_many(
         // The path that is known is gone over once more, to pin it.
         index.unknown_steps(seq) + index.known_edges(seq)
     };
-    let planned = run(py, index, items, steps, |index, seq, policy| {
+    let planned = run(py, index, &items, steps, |index, seq, policy| {
         index.plan(seq, policy, PlanOptions { keep_last, pin })
     })?;
     // From here on each plan releases itself, whatever happens.
@@ -406,7 +406,7 @@ pub(crate) fn insert_many(
     let inserted = run(
         py,
         index,
-        items,
+        &items,
         |index, seq, (given, ..)| index.insert_steps(seq, given.len()),
         |index, seq, (given, num_computed, start, source)| {
             let source = source.core();
@@ -470,8 +470,9 @@ pub(crate) fn release_many<'py>(
         ) {
             return Ok(None);
         }
-        let release = |plan: &Option<&PyReusePlan>| plan.map(|plan| plan.release_in(&mut index));
-        Ok(Some(items.iter().map(release).collect::<Vec<_>>()))
+        let mut release = |plan: &PyReusePlan| plan.release_in(&mut index);
+        let done = items.iter().map(|plan| plan.map(&mut release));
+        Ok(Some(done.collect::<Vec<_>>()))
     })?;
     for (item, done) in done.into_iter().enumerate() {
         errors.settle(item, done.map(|done| done.map_err(Failure::from)))?;
@@ -488,7 +489,7 @@ fn is_brief(steps: impl Iterator<Item = u64>, effort: Effort) -> bool {
 fn run<T: Send + Sync, R: Send>(
     py: Python<'_>,
     index: &SharedIndex,
-    items: Vec<Option<(&PyTokenSequence, T)>>,
+    items: &[Option<(&PyTokenSequence, T)>],
     steps: impl Fn(&RadixIndex, &TokenSequence, &T) -> u64 + Send + Sync,
     work: impl Fn(&mut RadixIndex, &mut TokenSequence, &T) -> Result<R, Error> + Send + Sync,
 ) -> PyResult<Vec<Option<Result<R, Failure>>>> {
