@@ -31,8 +31,8 @@ use crate::stats::PyIndexStats;
 /// `insert` gives ids to the index, every other call that returns ids gives them back.
 ///
 /// One lock guards an index; any thread may call it. A call that turns out to take longer than about
-/// 100 µs lets go of the interpreter. In a child after `os.fork` an index is a copy of its own; fork while no
-/// other thread is inside a call.
+/// 100 µs lets go of the interpreter. In a child after `os.fork` an index is a copy of its own; fork
+/// while no other thread is inside a call.
 ///
 /// Args:
 ///     num_blocks: Blocks in the engine's KV pool, 1 to 2**31.
