@@ -92,6 +92,7 @@ bench: setup workloads ## speed and memory: Rust, Python, peers beside us; write
 	$(PY) benches/python/limits.py
 	$(PY) benches/python/traces.py
 	$(PY) benches/python/moved.py
+	$(PY) benches/python/hostile.py
 	$(PY) benches/python/reuse.py
 	$(PY) benches/python/turns.py
 	$(PY) benches/python/generate.py

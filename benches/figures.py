@@ -25,8 +25,8 @@ def record(
     Other sections stay as they are.
 
     Args:
-        section: `peers`, `coverage`, `turns`, `generate`, `moved`, `python`, `limits`, `rust`,
-            `memory` or `instructions`.
+        section: `peers`, `coverage`, `turns`, `generate`, `moved`, `hostile`, `python`, `limits`,
+            `rust`, `memory` or `instructions`.
         rows: Flat dicts with at least `work`, `unit` and `kvtrie`.
         versions: What was measured, by name. Other names in the file stay.
         part: A key of the rows. Rows of the section that have another value there stay, so that

@@ -28,6 +28,7 @@ COMMANDS = {
     "turns": "make bench",
     "generate": "make bench",
     "moved": "make bench",
+    "hostile": "make bench",
     "python": "make bench",
     "rust": "make bench",
     "limits": "make bench",
@@ -97,6 +98,12 @@ def render(content: dict[str, Any]) -> str:
             lambda rows: words["generate"].strip() + "\n\n" + _generate(rows),
         ),
         _section(sections, "moved", "Moved runs", _own),
+        _section(
+            sections,
+            "hostile",
+            "What one tenant keeps another waiting for",
+            lambda rows: words["hostile"].strip() + "\n\n" + _hostile(rows),
+        ),
         _section(sections, "python", "From Python", _own),
         _section(sections, "rust", "In Rust", _own),
         _section(sections, "limits", "What the machine allows", _limits),
@@ -405,6 +412,21 @@ def _limits(rows: list[Row]) -> str:
         for row in rows
     ]
     return table(("Limit", "Time", "Beside it", "kvtrie", "Factor"), cells)
+
+
+def _hostile(rows: list[Row]) -> str:
+    cells = [
+        (
+            row["work"],
+            f"{number(row['kvtrie'])} {_unit(row)}",
+            f"{number(row['idle'])} {_unit(row)}",
+            f"{number(row['cpu'])} {_unit(row)}",
+            f"{number(row['ns_each'])} ns a {row['each']}",
+        )
+        for row in rows
+    ]
+    head = ("Call", "Longest wait", "Without the call", "CPU time of the call", "Each")
+    return table(head, cells)
 
 
 def _memory(rows: list[Row]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import figures
 import generate
+import hostile
 import limits
 import moved
 import pytest
@@ -99,6 +100,14 @@ def test_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tokens of W11 beside" in printed
     assert "tokens of recorded text with nothing to find" in printed
     assert "a period of 17 tokens" in printed
+
+
+@pytest.mark.skipif(not QUICK, reason="KVTRIE_BENCH_SCALE is not quick: hostile.py takes longer")
+def test_hostile(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile.main(["--dry-run"])
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(hostile.CASES)
+    assert all("ms of CPU" in line for line in printed)
 
 
 def test_moved_without_text_says_so(

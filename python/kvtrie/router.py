@@ -55,6 +55,8 @@ KINDS: Final[tuple[AnswerKind, ...]] = get_args(AnswerKind)
 _MAX_BLOCK_SIZE: Final = 1 << 20
 _MOST_TURNS_PLANNED: Final = 8
 _MOST_TURNS_ALIASED: Final = 64
+# Histories that are dropped before others may have the lock, where many go at once.
+_MOST_DROPPED: Final = 64
 
 _Key = tuple[Namespace, str | int]
 
@@ -126,40 +128,59 @@ class _Turn:
         """The caller's id, or None."""
         return self.key[1] if isinstance(self.key[1], str) else None
 
-    def before_thoughts(self) -> npt.NDArray[np.int32]:
-        """Places of the tokens right before a thought; none for one that begins the history."""
-        return self.places[[start - 1 for start, _ in self.thoughts if start]]
+    @property
+    def last(self) -> int:
+        """The place of its last token."""
+        return int(self.places[-1])
+
+    @property
+    def before_thought(self) -> int | None:
+        """The place right before its first thought; None without one that has anything before it.
+
+        A path that leads to any of its thoughts leads past this one.
+        """
+        start = next((start for start, _ in self.thoughts if start), None)
+        return None if start is None else int(self.places[start - 1])
 
 
 class _Marks:
-    """Histories by places, and which places have any."""
+    """Histories by a place each, and which places have any."""
 
     def __init__(self, num_places: int) -> None:
-        self._turns: dict[int, list[_Turn]] = {}
+        # By number, so oldest first.
+        self._turns: dict[int, dict[int, _Turn]] = {}
         self._any = np.zeros(num_places, np.bool_)
 
-    def add(self, places: npt.NDArray[np.int32], turn: _Turn) -> None:
-        """Note that this history is to be found at these places."""
-        for place in places.tolist():
-            self._turns.setdefault(place, []).append(turn)
-        self._any[places] = True
+    def add(self, place: int | None, turn: _Turn) -> None:
+        """Note that this history is to be found at a place, if there is one."""
+        if place is not None:
+            self._turns.setdefault(place, {})[turn.number] = turn
+            self._any[place] = True
 
-    def remove(self, places: npt.NDArray[np.int32], turn: _Turn) -> None:
+    def remove(self, place: int | None, turn: _Turn) -> None:
         """Undo `add`."""
-        for place in places.tolist():
-            self._turns[place].remove(turn)
-            if not self._turns[place]:
+        if place is not None:
+            turns = self._turns[place]
+            del turns[turn.number]
+            if not turns:
                 del self._turns[place]
                 self._any[place] = False
 
-    def on(self, path: npt.NDArray[np.int32]) -> list[_Turn]:
-        """Histories that are to be found at any of these places, oldest first."""
-        found = {
-            turn.number: turn
-            for place in path[self._any[path]].tolist()
-            for turn in self._turns[place]
-        }
-        return [found[number] for number in sorted(found)]
+    def newest(self, place: int) -> _Turn | None:
+        """The newest history that is to be found at a place."""
+        turns = self._turns.get(place)
+        return None if turns is None else next(reversed(turns.values()))
+
+    def on(self, path: npt.NDArray[np.int32], most: int | None = None) -> list[_Turn]:
+        """Histories that are to be found at any of these places, oldest first: the newest ones.
+
+        A path has few such places: histories that end at different depths have many tokens.
+        """
+        found: list[_Turn] = []
+        for place in path[self._any[path]].tolist():
+            found.extend(itertools.islice(reversed(self._turns[place].values()), most))
+        found.sort(key=lambda turn: turn.number)
+        return found if most is None else found[-most:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +203,36 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a question has read of the tracker at one moment; nothing of it changes afterwards.
+
+    `named` are the histories of the conversation that was asked for, or None. `longest` is the one
+    with most in common, as far as no search is needed: else `through` is the place that it has, and
+    `turns` are those of the namespace. `thinking` are those that may be an alias.
+    """
+
+    path: npt.NDArray[np.int32]
+    named: list[_Turn] | None
+    longest: _Turn | None
+    through: tuple[int, int] | None
+    turns: list[_Turn]
+    thinking: list[_Turn]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """An answer before anything is handed out."""
+
+    kind: AnswerKind
+    turn: _Turn
+    num_tokens: int
+    num_exact: int
+    num_common: int
+    send: npt.NDArray[np.uint32] | None = None
+    segments: npt.NDArray[np.void] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Asked:
     """Arguments of `compare`, checked."""
 
@@ -198,7 +249,10 @@ class TurnTracker:
 
     Tokens are compared, never hashes of them; every count is exact to the token. What is kept in
     one namespace is never seen from another. All calls may come from any thread: one lock guards a
-    tracker. Under it no call runs code of the caller, and what was kept and is forgotten dies only
+    tracker. A question holds it to look its prompt up and to hand something out, and compares
+    histories without it: so a long comparison keeps nobody waiting, and its answer is that of the
+    moment at which the prompt was looked up. Histories that expire together go a few at a time.
+    Under the lock no call runs code of the caller, and what was kept and is forgotten dies only
     after it. But Python may run a finalizer wherever garbage collection starts, and a signal
     handler between any two lines, under the lock too: those that call the tracker may wait for
     ever. In a child after `os.fork` a tracker is a copy of its own; fork while no other thread is
@@ -298,8 +352,10 @@ class TurnTracker:
         self._uses = np.zeros(num_places, np.int32)
         self._position = np.zeros(num_places, np.int32)
         self._newest = np.zeros(num_places, np.int64)
-        # Histories by what stands at a place: their end, or a thought right behind it.
+        # Histories by what stands at a place: their end, that of one without an id, or the first
+        # thought right behind it.
         self._ending = _Marks(num_places)
+        self._unnamed = _Marks(num_places)
         self._thinking = _Marks(num_places)
         # Histories by number, that is by age.
         self._turns: OrderedDict[int, _Turn] = OrderedDict()
@@ -385,6 +441,7 @@ class TurnTracker:
         )
         now = self._read_clock()
         dead: list[_Turn] = []
+        self._expire_in_parts(now, dead)
         with self._lock:
             self._expire(now, dead)
             self._keep(kept, dead)
@@ -442,9 +499,15 @@ class TurnTracker:
         asked = self._checked_asked(prompt, conversation, policy, alias, keep_last, take)
         now = self._read_clock()
         dead: list[_Turn] = []
+        self._expire_in_parts(now, dead)
         with self._lock:
             self._expire(now, dead)
-            answer = self._compare(asked)
+            seen, now = self._look_up(asked), self._now
+        found = self._compare(asked, seen)
+        if isinstance(found, TurnAnswer):
+            return found
+        with self._lock:
+            answer = self._answer(found, asked, now)
         # What is not handed out stays the tracker's.
         if take:
             return answer
@@ -475,10 +538,15 @@ class TurnTracker:
         _instance(call, "namespace", namespace, Namespace, "a Namespace")
         now = self._read_clock()
         dead: list[_Turn] = []
+        self._expire_in_parts(now, dead)
         with self._lock:
             self._expire(now, dead)
-            for turn in list(self._named(call, (namespace, key))):
-                self._drop(turn, dead)
+            turns = list(self._named(call, (namespace, key)))
+        for first in range(0, len(turns), _MOST_DROPPED):
+            with self._lock:
+                for turn in turns[first : first + _MOST_DROPPED]:
+                    if turn.number in self._turns:
+                        self._drop(turn, dead)
 
     # Arguments.
 
@@ -564,23 +632,34 @@ class TurnTracker:
             raise ValueError(msg)
         return float(now)
 
+    def _expire_in_parts(self, now: float, dead: list[_Turn]) -> None:
+        """Lets others have the lock now and then, where very many histories expire."""
+        more = True
+        while more:
+            with self._lock:
+                more = self._expire(now, dead, _MOST_DROPPED)
+
     # Time and room. The lock is held from here on. A history that is forgotten may be the last to
     # know its payload, whose finalizer may call the tracker: so it goes to `dead`, a list that the
     # call lets go of without the lock.
 
-    def _expire(self, now: float, dead: list[_Turn]) -> None:
+    def _expire(self, now: float, dead: list[_Turn], most: int | None = None) -> bool:
+        """Forget what has expired, or so many histories of it; whether there may be more."""
         # Threads may read the clock in one order and come here in another.
         self._now = max(self._now, now)
-        while self._turns:
-            turn = next(iter(self._turns.values()))
-            if self._now - turn.kept_at < self._ttl:
+        for _ in itertools.count() if most is None else range(most):
+            turn = next(iter(self._turns.values()), None)
+            if turn is None or self._now - turn.kept_at < self._ttl:
                 break
             if turn.conversation is not None:
                 self._expired[turn.key] = turn.kept_at
                 self._expired.move_to_end(turn.key)
             self._drop(turn, dead)
+        else:
+            return True
         while len(self._expired) > self._max_conversations:
             self._expired.popitem(last=False)
+        return False
 
     def _named(self, call: str, key: _Key) -> list[_Turn]:
         """The histories of a conversation, or an error that says why there are none."""
@@ -614,8 +693,10 @@ class TurnTracker:
         del space[turn.number]
         if not space:
             del self._spaces[turn.key[0]]
-        self._ending.remove(turn.places[-1:], turn)
-        self._thinking.remove(turn.before_thoughts(), turn)
+        self._ending.remove(turn.last, turn)
+        if turn.conversation is None:
+            self._unnamed.remove(turn.last, turn)
+        self._thinking.remove(turn.before_thought, turn)
         self._uses[turn.places] -= 1
         unused = turn.places[self._uses[turn.places] == 0]
         if len(unused):
@@ -678,8 +759,10 @@ class TurnTracker:
         self._uses[places] += 1
         self._newest[places] = turn.number
         self._position[fresh] = np.arange(len(path), len(places), dtype=np.int32)
-        self._ending.add(places[-1:], turn)
-        self._thinking.add(turn.before_thoughts(), turn)
+        self._ending.add(turn.last, turn)
+        if kept.conversation is None:
+            self._unnamed.add(turn.last, turn)
+        self._thinking.add(turn.before_thought, turn)
         self._turns[turn.number] = turn
         self._spaces.setdefault(space, {})[turn.number] = turn
         self._conversations.setdefault(key, []).append(turn)
@@ -693,13 +776,13 @@ class TurnTracker:
         """Histories that the new one starts with and takes the place of."""
         if kept.conversation is None:
             # The place at which a history ends is on the path of every longer one.
-            turns = [turn for turn in self._ending.on(path) if turn.conversation is None]
+            turns = self._unnamed.on(path)
         else:
             key = (kept.seq.namespace, kept.conversation)
             turns = [
                 turn
                 for turn in self._conversations.get(key, ())
-                if _common(path, turn.places) == len(turn.places)
+                if len(turn.places) <= len(path) and path[len(turn.places) - 1] == turn.last
             ]
         return [
             turn
@@ -708,22 +791,43 @@ class TurnTracker:
             or (turn.manifest is None and (turn.params is None or turn.params_taken))
         ]
 
-    # Comparing.
+    # Comparing. First what is read under the lock, then what is worked out without it.
 
-    def _compare(self, asked: _Asked) -> TurnAnswer:
+    def _look_up(self, asked: _Asked) -> _Seen:
         namespace = asked.prompt.namespace
         named: list[_Turn] | None = None
         if asked.conversation is not None:
-            named = self._named("TurnTracker.compare", (namespace, asked.conversation))
+            named = list(self._named("TurnTracker.compare", (namespace, asked.conversation)))
         path = self._index.lookup(asked.prompt).blocks
-        turn = self._longest(namespace, path, named)
+        longest: _Turn | None = None
+        through: tuple[int, int] | None = None
+        turns: list[_Turn] = []
+        if named is None and len(path):
+            place = int(path[-1])
+            longest = self._ending.newest(place) or self._known_through(namespace, place)
+            if longest is None:
+                through = (place, len(path) - 1)
+                turns = list(self._spaces[namespace].values())
+        thinking: list[_Turn] = []
+        if asked.alias:
+            # Up to the first thought that is left out, the prompt is the history.
+            thinking = self._thinking.on(path, _MOST_TURNS_ALIASED) if named is None else named
+        return _Seen(path, named, longest, through, turns, thinking)
+
+    def _known_through(self, namespace: Namespace, place: int) -> _Turn | None:
+        """The newest history that has this place, unless it was forgotten."""
+        return self._spaces.get(namespace, {}).get(int(self._newest[place]))
+
+    def _compare(self, asked: _Asked, seen: _Seen) -> _Found | TurnAnswer:
+        path = seen.path
+        turn = self._longest(seen)
         common = 0 if turn is None else _common(path, turn.places)
         if turn is not None and common == len(turn.places):
             num_tokens, num_exact = self._in_place(turn, common, len(asked.prompt), asked)
             if num_tokens:
-                return self._answer("exact_extension", turn, asked, num_tokens, num_exact, common)
+                return _Found("exact_extension", turn, num_tokens, num_exact, common)
         if asked.alias:
-            found = self._alias(asked, path, named)
+            found = self._alias(asked, seen.thinking)
             if found is not None:
                 aliased, send = found
                 num_tokens, num_exact = self._in_place(
@@ -731,52 +835,44 @@ class TurnTracker:
                 )
                 if num_tokens:
                     shared = _common(path, aliased.places)
-                    return self._answer(
-                        "alias", aliased, asked, num_tokens, num_exact, shared, send=send
-                    )
+                    return _Found("alias", aliased, num_tokens, num_exact, shared, send=send)
         if asked.policy.approximate:
-            moved = self._moved(asked, path, named, turn)
+            moved = self._moved(asked, seen, turn)
             if moved is not None:
                 source, segments = moved
                 num_tokens, num_exact = _leading(segments)
                 shared = _common(path, source.places)
-                return self._answer(
-                    "moved_runs", source, asked, num_tokens, num_exact, shared, segments=segments
+                return _Found(
+                    "moved_runs", source, num_tokens, num_exact, shared, segments=segments
                 )
         if turn is not None:
             num_tokens, num_exact = self._in_place(turn, common, len(asked.prompt), asked)
             if num_tokens:
-                return self._answer("common_prefix", turn, asked, num_tokens, num_exact, common)
+                return _Found("common_prefix", turn, num_tokens, num_exact, common)
         return TurnAnswer(kind="start_over", num_common=common)
 
-    def _longest(
-        self, namespace: Namespace, path: npt.NDArray[np.int32], named: list[_Turn] | None
-    ) -> _Turn | None:
+    def _longest(self, seen: _Seen) -> _Turn | None:
         """The history that has most in common; one that is wholly so first, then the newest."""
-        if named is not None:
-            turns = [(_common(path, turn.places), turn) for turn in named]
+        if seen.named is not None:
+            turns = [(_common(seen.path, turn.places), turn) for turn in seen.named]
             common, turn = max(
                 turns, key=lambda each: (each[0], each[0] == len(each[1].places), each[1].number)
             )
             return turn if common else None
-        if not len(path):
-            return None
-        ending = self._ending.on(path[-1:])
-        return ending[-1] if ending else self._through(namespace, int(path[-1]))
+        if seen.through is None:
+            return seen.longest
+        return self._searched(seen.turns, *seen.through)
 
-    def _through(self, namespace: Namespace, place: int) -> _Turn | None:
-        """The newest history that has this place."""
-        turns = self._spaces[namespace]
-        number = int(self._newest[place])
-        if number not in turns:
-            # It was forgotten. What is found is written down for the next time.
-            position = int(self._position[place])
-            for turn in reversed(turns.values()):
-                if len(turn.places) > position and turn.places[position] == place:
-                    self._newest[place] = turn.number
-                    return turn
-            return None
-        return turns[number]
+    def _searched(self, turns: list[_Turn], place: int, position: int) -> _Turn | None:
+        """The newest of these histories that has a place. It is written down for the next time."""
+        for turn in reversed(turns):
+            if len(turn.places) > position and turn.places[position] == place:
+                with self._lock:
+                    # A place that was given back may name something else by now.
+                    if turn.number in self._turns and int(self._newest[place]) not in self._turns:
+                        self._newest[place] = turn.number
+                return turn
+        return None
 
     def _in_place(self, turn: _Turn, common: int, size: int, asked: _Asked) -> tuple[int, int]:
         """Tokens at the front that may be used in place, and how many of them are exact."""
@@ -794,13 +890,11 @@ class TurnTracker:
         return (usable if allowed else exact), exact
 
     def _alias(
-        self, asked: _Asked, path: npt.NDArray[np.int32], named: list[_Turn] | None
+        self, asked: _Asked, turns: list[_Turn]
     ) -> tuple[_Turn, npt.NDArray[np.uint32]] | None:
         """A history that is the prompt's beginning without its thoughts, and what to send."""
         if asked.prompt.items:
             return None
-        # Up to the first thought that is left out, the prompt is the history.
-        turns = self._thinking.on(path)[-_MOST_TURNS_ALIASED:] if named is None else named
         prompt = asked.prompt[:]
         best: tuple[int, int] = (0, 0)
         found = None
@@ -814,13 +908,10 @@ class TurnTracker:
         return found
 
     def _moved(
-        self,
-        asked: _Asked,
-        path: npt.NDArray[np.int32],
-        named: list[_Turn] | None,
-        longest: _Turn | None,
+        self, asked: _Asked, seen: _Seen, longest: _Turn | None
     ) -> tuple[_Turn, npt.NDArray[np.void]] | None:
         """The history of which most is reused with moved runs, and the plan's segments."""
+        named = seen.named
         turns = self._sources(asked) if named is None else named[-_MOST_TURNS_PLANNED:]
         if longest is not None and longest not in turns:
             turns = [*turns, longest]
@@ -829,7 +920,7 @@ class TurnTracker:
         for turn in turns:
             segments, reused = self._planned(turn, asked)
             moved = segments[
-                (segments["class"] == 1) & (segments["start"] >= _common(path, turn.places))
+                (segments["class"] == 1) & (segments["start"] >= _common(seen.path, turn.places))
             ]
             if len(moved) and (reused, turn.number) > best:
                 best = (reused, turn.number)
@@ -839,15 +930,25 @@ class TurnTracker:
     def _sources(self, asked: _Asked) -> list[_Turn]:
         """Histories that hold runs of the prompt, those with most first."""
         namespace = asked.prompt.namespace
-        if namespace not in self._spaces:
-            return []
         plan = self._index.plan(asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False)
         places = plan.source_blocks
         plan.release()
-        _, firsts, counts = np.unique(self._newest[places], return_index=True, return_counts=True)
+        # What was forgotten since leaves a place that leads to no history, or to another one: each
+        # is planned by itself.
+        with self._lock:
+            newest, firsts, counts = np.unique(
+                self._newest[places], return_index=True, return_counts=True
+            )
+            most = np.argsort(-counts, kind="stable")[:_MOST_TURNS_PLANNED]
+            space = self._spaces.get(namespace, {})
+            known = [space.get(number) for number in newest[most].tolist()]
+            asked_for = [
+                (int(place), int(self._position[place])) for place in places[firsts[most]].tolist()
+            ]
+            turns = [] if all(known) else list(space.values())
         found: list[_Turn] = []
-        for each in np.argsort(-counts, kind="stable")[:_MOST_TURNS_PLANNED].tolist():
-            turn = self._through(namespace, int(places[firsts[each]]))
+        for each, (place, position) in zip(known, asked_for, strict=True):
+            turn = each or self._searched(turns, place, position)
             if turn is not None and turn not in found:
                 found.append(turn)
         return found
@@ -868,18 +969,9 @@ class TurnTracker:
         plan.release()
         return segments, reused
 
-    def _answer(
-        self,
-        kind: AnswerKind,
-        turn: _Turn,
-        asked: _Asked,
-        num_tokens: int,
-        num_exact: int,
-        num_common: int,
-        *,
-        send: npt.NDArray[np.uint32] | None = None,
-        segments: npt.NDArray[np.void] | None = None,
-    ) -> TurnAnswer:
+    def _answer(self, found: _Found, asked: _Asked, now: float) -> TurnAnswer:
+        """Hand out what was found. The lock is held."""
+        turn, kind, num_exact = found.turn, found.kind, found.num_exact
         if turn.params is None:
             cut = CutParams(None, 0, "none were kept")
         elif turn.conversation is not None and asked.conversation is None:
@@ -903,22 +995,23 @@ class TurnTracker:
                 )
         if asked.take:
             turn.params_taken |= cut.params is not None
-            self._conversations.move_to_end(turn.key)
+            if turn.key in self._conversations:
+                self._conversations.move_to_end(turn.key)
         return TurnAnswer(
             kind=kind,
-            num_tokens=num_tokens,
+            num_tokens=found.num_tokens,
             num_exact=num_exact,
-            num_common=num_common,
+            num_common=found.num_common,
             conversation=turn.conversation,
             num_kept=len(turn.places),
-            age=self._now - turn.kept_at,
+            age=now - turn.kept_at,
             kv_transfer_params=cut.params,
             num_transfer_tokens=cut.num_tokens,
             transfer_reason=cut.reason,
             payload=turn.payload,
             manifest=turn.manifest,
-            send=send,
-            segments=segments,
+            send=found.send,
+            segments=found.segments,
         )
 
 

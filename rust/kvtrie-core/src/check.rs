@@ -79,6 +79,13 @@ impl RadixIndex {
                 format!("tree {tree} has {} dead blocks", totals.dead - before)
             })?;
         }
+        must(self.salts.len() == self.trees.len(), || {
+            format!(
+                "{} namespaces are known by salt, there are {} trees",
+                self.salts.len(),
+                self.trees.len()
+            )
+        })?;
         must(self.tree_of.len() == self.trees.len(), || {
             "a namespace has no tree".into()
         })?;

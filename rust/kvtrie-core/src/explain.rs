@@ -14,6 +14,9 @@ use crate::siblings;
 use crate::tokens::TokenSequence;
 use crate::tree::{Effort, Position, RadixIndex};
 
+/// Namespaces of one salt that are looked at beside a prompt's own.
+const MOST_OTHERS: usize = 64;
+
 /// Why an exact match ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Reason {
@@ -146,7 +149,8 @@ impl RadixIndex {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the policy exceeds its limits, as for [`plan`](Self::plan).
     ///
     /// # Complexity
-    /// That of a plan without its pins, plus O(namespaces), plus a lookup in each of the same salt.
+    /// That of a plan without its pins, plus a lookup in each of at most 64 namespaces of the same salt: those that stand next to
+    /// the prompt's own in the order of their fields, half of them before it. O(log namespaces) of all others.
     ///
     /// # Examples
     /// ```
@@ -303,25 +307,19 @@ impl RadixIndex {
     }
 
     /// The namespace of the same salt in which most of `seq` is cached exactly, if that is more than `reached` blocks; of
-    /// several the one that differs in the fewest fields, then the first by its fields.
+    /// several the one that differs in the fewest fields, then the first by its fields. Of very many, those that stand next to
+    /// its own are looked at.
     fn other_namespace(&self, seq: &TokenSequence, reached: Depth) -> Option<NamespaceDifference> {
         let own = seq.namespace();
         let block_size = self.block_size();
         let limit = depth(seq.len() / block_size);
         let exact = |node: &Node, from, to| node.exact_until(from, to, block_size);
-        let others = self
-            .trees
-            .iter()
-            .filter(|(_, tree)| tree.namespace.salt() == own.salt() && tree.namespace != *own);
-        let found = others.filter_map(|(_, tree)| {
-            let root = Position {
-                node: tree.root,
-                depth: 0,
-            };
+        let others = self.salts.near(own, MOST_OTHERS / 2);
+        let found = others.filter_map(|namespace| {
+            let root = self.root(namespace)?;
             let walked = self.walk(seq.view(), root, limit, Effort::ANY, exact, |_, _, _| ());
             let depth = walked.at.depth;
-            let fields = differing(own, &tree.namespace);
-            (depth > reached).then_some((depth, fields, &tree.namespace))
+            (depth > reached).then(|| (depth, differing(own, namespace), namespace))
         });
         let (depth, fields, _) = found.min_by_key(|(depth, fields, namespace)| {
             let named = (namespace.model(), namespace.kv_dtype(), namespace.rope());

@@ -81,6 +81,13 @@ impl Lease {
         kept.flat_map(|kept| kept.paths.iter().chain(&kept.sources).copied())
     }
 
+    /// Entries that releasing it goes through.
+    pub(crate) fn num_entries(&self) -> usize {
+        let kept = self.kept.as_ref();
+        let kept = kept.map_or(0, |kept| kept.paths.len() + kept.sources.len());
+        self.paths.len() + self.sources.len() + kept
+    }
+
     pub(crate) fn take_kept_sources(&mut self) -> BTreeSet<u32> {
         let kept = self.kept.as_mut();
         kept.map_or_else(BTreeSet::new, |kept| std::mem::take(&mut kept.sources))

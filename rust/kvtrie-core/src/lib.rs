@@ -33,14 +33,14 @@
 //! | the same, with [`approximate`](ReusePolicy::approximate) | + O(tokens of the rest) + some two dozen windows a run, each tried at [`max_candidates`](Config::max_candidates) places at most; tokens of a run are compared as memory. Runs that fall short of `min_run` are tried likewise |
 //! | [`insert`](RadixIndex::insert) | O(*n* + ids given); where an edge is cut, its shorter part is copied once |
 //! | [`release`](RadixIndex::release) | O(edges no longer pinned + log leaves), and O(runs of sources + edges above them no longer pinned) |
-//! | [`evict`](RadixIndex::evict) | O(log leaves) a leaf or a run of dead blocks, and O(1) a block; past the bound on holes, one pass over the nodes |
-//! | [`discard`](RadixIndex::discard) | O(log leaves) a block; for a pinned one O(live plans · edges of their paths and sources); past the bound on holes, one pass over the nodes |
+//! | [`evict`](RadixIndex::evict) | O(log leaves) a leaf or a run of dead blocks, and O(1) a block; past the bound on holes, one pass over the leaves |
+//! | [`discard`](RadixIndex::discard) | O(log leaves) a block; if some are pinned, once O(live plans · edges of their paths and sources in the same namespaces); past the bound on holes, one pass over the leaves |
 //! | [`mark_dead`](RadixIndex::mark_dead) | O(*n* + edges of the path) and O(log dead runs) a run of blocks; from then on, a use costs O(edges of its path) in the namespaces that have dead blocks |
-//! | [`remove_spans`](RadixIndex::remove_spans) | O(*n* + edges of the path + blocks removed), and O(log leaves) an edge; if some are pinned, once O(live plans · edges of their paths and sources); past the bound on holes, one pass over the nodes |
-//! | [`tag`](RadixIndex::tag), [`tags`](RadixIndex::tags) | O(*n* + blocks and tags of the path) |
+//! | [`remove_spans`](RadixIndex::remove_spans) | O(*n* + edges of the path + blocks removed), and O(log leaves) an edge; if some are pinned, once O(live plans · edges of their paths and sources in the same namespace); past the bound on holes, one pass over the leaves |
+//! | [`tag`](RadixIndex::tag), [`tags`](RadixIndex::tags) | O(*n* + edges and tags of the path + spans · log spans), and O(blocks) in its edges with holes |
 //! | [`num_evictable`](RadixIndex::num_evictable) | O(1) |
 //! | [`drop_namespace`](RadixIndex::drop_namespace), [`reset`](RadixIndex::reset) | O(blocks dropped + blocks that live plans pin there) |
-//! | [`explain`](RadixIndex::explain) | a plan without its pins + O(namespaces) + a lookup in each of the same salt; of what left it knows the latest 4,096 departures, 20 bytes each |
+//! | [`explain`](RadixIndex::explain) | a plan without its pins + O(log namespaces) + a lookup in each of at most 64 of the same salt; of what left it knows the latest 4,096 departures, 20 bytes each |
 //! | [`snapshot`](RadixIndex::snapshot), [`restore`](RadixIndex::restore) | O(tokens held + windows), O(bytes · log bytes); 4 · (`block_size` + 1) bytes a block and 17 an edge |
 //! | [`stats`](RadixIndex::stats) | O(edges) |
 //! | [`digest`](RadixIndex::digest), [`check`](RadixIndex::check) | O(tokens held + blocks pinned, once a plan) |
@@ -158,6 +158,7 @@ mod plan;
 mod policy;
 mod ranges;
 mod run;
+mod salts;
 mod siblings;
 mod slab;
 mod snapshot;

@@ -5,7 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use crate::error::{Error, Result};
 
 /// Who may share KV: one tenant, or everybody.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Salt {
     /// Everybody who says so: sharing is said aloud.
     Shared,

@@ -8,6 +8,7 @@ use crate::ids::{ABSENT, BlockId, Depth, NO_NODE, NodeIndex};
 use crate::payload::{Label, Payload};
 use crate::ranges::{Range, Ranges};
 use crate::run::Run;
+use crate::span::TagRun;
 use crate::tokens::{Item, View};
 
 /// What a node has below it, in one word: an inner node its children, a leaf its place in the order of eviction.
@@ -477,6 +478,10 @@ impl Node {
     }
 
     /// Marks of dead blocks, by depth.
+    pub(crate) fn tags(&self) -> &[TagRun] {
+        self.extras().map_or(&[], |extras| extras.tags.runs())
+    }
+
     pub(crate) fn dead_marks(&self) -> &[Range] {
         let dead = self.extras.as_ref().and_then(|extras| extras.dead.as_ref());
         dead.map_or(&[], |dead| dead.marks.as_slice())

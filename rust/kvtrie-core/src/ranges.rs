@@ -54,6 +54,37 @@ impl Ranges {
         }
     }
 
+    /// Gives those depths of ascending, disjoint ranges this number that have none; answers how many. One pass over both lists where
+    /// that are many.
+    pub(crate) fn fill(
+        &mut self,
+        ranges: impl IntoIterator<Item = (Depth, Depth)>,
+        value: u64,
+    ) -> u32 {
+        let gaps = ranges
+            .into_iter()
+            .flat_map(|(from, to)| self.gaps(from, to));
+        let mut new: Vec<Range> = gaps.map(|(from, to)| Range { from, to, value }).collect();
+        let count = new.iter().map(|range| range.to - range.from).sum();
+        if new.len() < 8 {
+            for range in new {
+                self.set(range.from, range.to, value);
+            }
+            return count;
+        }
+        new.extend_from_slice(&self.0);
+        new.sort_unstable_by_key(|range| range.from);
+        new.dedup_by(|next, last| {
+            let joins = last.to == next.from && last.value == next.value;
+            if joins {
+                last.to = next.to;
+            }
+            joins
+        });
+        self.0 = new;
+        count
+    }
+
     /// Takes the numbers of the depths `from..to` away; answers how many had one.
     pub(crate) fn clear(&mut self, from: Depth, to: Depth) -> u32 {
         if self.0.is_empty() || from >= to {
@@ -187,6 +218,14 @@ mod tests {
                 let gaps: Vec<u32> = ranges.gaps(from, 30).iter().flat_map(|&(a, b)| a..b).collect();
                 let absent = |&depth: &u32| numbers[depth as usize].is_none();
                 prop_assert_eq!(gaps, (from..30).filter(absent).collect::<Vec<_>>());
+                // Every other depth of all, as many ranges.
+                let odd = (0..30).filter(|at| at % 2 == 1);
+                let mut filled = ranges.clone();
+                let count = filled.fill(odd.clone().map(|at| (at, at + 1)), 3);
+                prop_assert_eq!(count as usize, odd.clone().filter(|&at| numbers[at as usize].is_none()).count());
+                let expected: Vec<_> = (0..30u32).map(|at| numbers[at as usize].or((at % 2 == 1).then_some(3))).collect();
+                prop_assert_eq!(naive(&filled), expected);
+                prop_assert!(Ranges::from_vec(filled.0.clone()).is_some());
             }
             let front = ranges.split_front(cut);
             let cut = cut as usize;

@@ -141,6 +141,42 @@ impl Tags {
         self.rewrite(start, end, |old| old | mask);
     }
 
+    /// Adds the kinds of ascending, disjoint runs, each of which has some. O(runs of both), or O(log) for few.
+    pub(crate) fn merge(&mut self, more: &[TagRun]) {
+        if more.len() < 8 {
+            for run in more {
+                self.add(run.start, run.end, run.mask);
+            }
+            return;
+        }
+        let (mut out, mut at) = (Vec::<TagRun>::with_capacity(self.0.len() + more.len()), 0);
+        let (mut own, mut new) = (&self.0[..], more);
+        loop {
+            // What begins or ends next, and what holds until then.
+            let (mut end, mut mask) = (usize::MAX, 0);
+            for runs in [&mut own, &mut new] {
+                while let Some((run, behind)) = runs.split_first() {
+                    if run.end > at {
+                        end = end.min(if run.start > at { run.start } else { run.end });
+                        mask |= if run.start > at { 0 } else { run.mask };
+                        break;
+                    }
+                    *runs = behind;
+                }
+            }
+            if end == usize::MAX {
+                break;
+            }
+            let start = std::mem::replace(&mut at, end);
+            match out.last_mut() {
+                Some(run) if run.end == start && run.mask == mask => run.end = end,
+                _ if mask != 0 => out.push(TagRun { start, end, mask }),
+                _ => {}
+            }
+        }
+        self.0 = out;
+    }
+
     /// Forgets the kinds of the tokens `start..end`.
     pub(crate) fn clear(&mut self, start: usize, end: usize) {
         self.rewrite(start, end, |_| 0);
@@ -233,6 +269,29 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn many_tags_are_added_as_one_after_the_other(
+            old in prop::collection::vec((0usize..60, 1usize..9, 1u64..4), 0..12),
+            new in prop::collection::vec((1usize..5, 1usize..5, 1u64..4), 0..14),
+        ) {
+            let mut tags = Tags::default();
+            for (start, len, mask) in old {
+                tags.add(start, start + len, mask);
+            }
+            let (mut runs, mut at) = (Vec::new(), 0);
+            for (gap, len, mask) in new {
+                let start = at + gap - 1;
+                at = start + len;
+                runs.push(TagRun { start, end: at, mask });
+            }
+            let mut one_by_one = tags.clone();
+            for run in &runs {
+                one_by_one.add(run.start, run.end, run.mask);
+            }
+            tags.merge(&runs);
+            prop_assert_eq!(tags, one_by_one);
+        }
+
         #[test]
         fn tags_equal_one_mask_per_token(
             steps in prop::collection::vec((0usize..40, 0usize..40, 0u64..8, 0u8..3), 0..40)

@@ -112,5 +112,6 @@ impl RadixIndex {
             + self.waiting.capacity() * size_of::<u32>()
             + self.trees.heap_bytes()
             + self.tree_of.allocation_size()
+            + self.salts.heap_bytes()
     }
 }

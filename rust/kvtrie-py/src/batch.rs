@@ -6,7 +6,7 @@
 
 use std::sync::{Arc, MutexGuard};
 
-use kvtrie_core::{BlockId, Error, InsertOptions, Inserted, LookupOptions, PlanOptions};
+use kvtrie_core::{BlockId, Effort, Error, InsertOptions, Inserted, LookupOptions, PlanOptions};
 use kvtrie_core::{RadixIndex, ReusePolicy, TokenSequence};
 use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use crate::buffers::{Arg, Integers, int};
-use crate::detach::{Cost, Enter, Failure};
+use crate::detach::{Enter, Failure};
 use crate::hints::{Counts, ErrorsByItem, Ids, Plans};
 use crate::output::{counts, ids};
 use crate::plan::PyReusePlan;
@@ -290,7 +290,9 @@ pub(crate) fn lookup_many(
         };
         items.push(errors.keep(item, read())?);
     }
-    let found = run(py, index, items, |index, seq, options| {
+    let steps =
+        |index: &RadixIndex, seq: &TokenSequence, _: &LookupOptions| index.unknown_steps(seq);
+    let found = run(py, index, &items, steps, |index, seq, &options| {
         let mut blocks = Vec::new();
         index
             .lookup(seq, options, &mut blocks)
@@ -333,7 +335,14 @@ pub(crate) fn plan_many(
         };
         items.push(errors.keep(item, read())?);
     }
-    let planned = run(py, index, items, |index, seq, policy: &ReusePolicy| {
+    let steps = |index: &RadixIndex, seq: &TokenSequence, policy: &&ReusePolicy| {
+        if policy.approximate || index.has_broken_paths() {
+            return u64::MAX;
+        }
+        // The path that is known is gone over once more, to pin it.
+        index.unknown_steps(seq) + index.known_edges(seq)
+    };
+    let planned = run(py, index, &items, steps, |index, seq, policy| {
         index.plan(seq, policy, PlanOptions { keep_last, pin })
     })?;
     // From here on each plan releases itself, whatever happens.
@@ -397,15 +406,16 @@ pub(crate) fn insert_many(
     let inserted = run(
         py,
         index,
-        items,
+        &items,
+        |index, seq, (given, ..)| index.insert_steps(seq, given.len()),
         |index, seq, (given, num_computed, start, source)| {
             let source = source.core();
             index.insert(
                 seq,
-                &given,
+                given,
                 InsertOptions {
-                    num_computed,
-                    start,
+                    num_computed: *num_computed,
+                    start: *start,
                     source,
                     spans: &[],
                 },
@@ -451,16 +461,18 @@ pub(crate) fn release_many<'py>(
             .map_err(|_| Arg::new(CALL, "plans").wrong_type(plan, "a ReusePlan"));
         items.push(errors.keep(item, plan)?);
     }
-    let long = items.iter().flatten().any(|plan| plan.cost() == Cost::Long);
-    let cost = if long {
-        Cost::Long
-    } else {
-        Cost::blocks(items.len())
-    };
-    let done = py.enter(cost, |keys| {
+    let done = py.enter_briefly(|keys, effort| {
         let mut index = keys.lock(&index.core, INDEX)?;
-        let release = |plan: Option<&PyReusePlan>| plan.map(|plan| plan.release_in(&mut index));
-        Ok(items.into_iter().map(release).collect::<Vec<_>>())
+        let plans = items.iter().flatten();
+        if !is_brief(
+            plans.map(|plan| 1 + index.release_steps(plan.core())),
+            effort,
+        ) {
+            return Ok(None);
+        }
+        let mut release = |plan: &PyReusePlan| plan.release_in(&mut index);
+        let done = items.iter().map(|plan| plan.map(&mut release));
+        Ok(Some(done.collect::<Vec<_>>()))
     })?;
     for (item, done) in done.into_iter().enumerate() {
         errors.settle(item, done.map(|done| done.map_err(Failure::from)))?;
@@ -468,33 +480,50 @@ pub(crate) fn release_many<'py>(
     Ok(errors.dict().into_bound(py).into())
 }
 
-/// Runs `work` on every item that is one, in order, with all locks held.
-fn run<T: Send, R: Send>(
+/// Whether so many steps are little work.
+fn is_brief(steps: impl Iterator<Item = u64>, effort: Effort) -> bool {
+    steps.fold(0, u64::saturating_add) <= effort.nodes
+}
+
+/// Runs `work` on every item that is one, in order, with all locks held. `steps` says how long each takes at most.
+fn run<T: Send + Sync, R: Send>(
     py: Python<'_>,
     index: &SharedIndex,
-    items: Vec<Option<(&PyTokenSequence, T)>>,
-    work: impl Fn(&mut RadixIndex, &mut TokenSequence, T) -> Result<R, Error> + Send,
+    items: &[Option<(&PyTokenSequence, T)>],
+    steps: impl Fn(&RadixIndex, &TokenSequence, &T) -> u64 + Send + Sync,
+    work: impl Fn(&mut RadixIndex, &mut TokenSequence, &T) -> Result<R, Error> + Send + Sync,
 ) -> PyResult<Vec<Option<Result<R, Failure>>>> {
-    let mut tokens = 0;
-    for (seq, _) in items.iter().flatten() {
-        tokens += seq.unseen(py)?.0 + index.block_size;
-    }
-    py.enter(Cost::path(tokens, index.block_size), move |keys| {
-        let address = |seq: &PyTokenSequence| std::ptr::from_ref(seq).addr();
-        let mut seqs: Vec<&PyTokenSequence> = items.iter().flatten().map(|(seq, _)| *seq).collect();
-        seqs.sort_unstable_by_key(|seq| address(seq));
-        seqs.dedup_by_key(|seq| address(seq));
-        let mut locked: Vec<Option<MutexGuard<'_, TokenSequence>>> =
-            seqs.iter().map(|seq| seq.lock_and_see(keys).ok()).collect();
+    let address = |seq: &PyTokenSequence| std::ptr::from_ref(seq).addr();
+    let mut seqs: Vec<&PyTokenSequence> = items.iter().flatten().map(|(seq, _)| *seq).collect();
+    seqs.sort_unstable_by_key(|seq| address(seq));
+    seqs.dedup_by_key(|seq| address(seq));
+    let place_of = |seq: &PyTokenSequence| {
+        seqs.binary_search_by_key(&address(seq), |seq| address(seq))
+            .ok()
+    };
+    py.enter_briefly(|keys, effort| {
+        let mut locked: Vec<Option<MutexGuard<'_, TokenSequence>>> = seqs
+            .iter()
+            .map(|seq| keys.lock(&seq.core, SEQUENCE).ok())
+            .collect();
         let mut index = keys.lock(&index.core, INDEX)?;
-        let mut one = |(seq, item): (&PyTokenSequence, T)| {
-            let place = seqs.binary_search_by_key(&address(seq), |seq| address(seq));
-            match place.ok().and_then(|place| locked[place].as_mut()) {
-                Some(seq) => work(&mut index, seq, item).map_err(Failure::from),
-                None => Err(Failure::Poisoned(SEQUENCE)),
+        if effort != Effort::ANY {
+            let all = items.iter().flatten().map(|(seq, item)| {
+                let seq = place_of(seq).and_then(|place| locked[place].as_deref());
+                1 + seq.map_or(0, |seq| steps(&index, seq, item))
+            });
+            if !is_brief(all, effort) {
+                return Ok(None);
             }
+        }
+        let mut one = |(seq, item): &(&PyTokenSequence, T)| match place_of(seq)
+            .and_then(|place| locked[place].as_mut())
+        {
+            Some(seq) => work(&mut index, seq, item).map_err(Failure::from),
+            None => Err(Failure::Poisoned(SEQUENCE)),
         };
-        Ok(items.into_iter().map(|item| item.map(&mut one)).collect())
+        let done = items.iter().map(|item| item.as_ref().map(&mut one));
+        Ok(Some(done.collect()))
     })
 }
 

@@ -2,7 +2,8 @@
 //!
 //! [`Enter::enter`] runs a piece of work that may take locks and must not touch Python. Short work
 //! stays attached to the interpreter, because letting go and coming back costs more than the work;
-//! long work lets go, so that other threads run.
+//! long work lets go, so that other threads run. [`Enter::enter_briefly`] finds out which it is: by
+//! effort that the work counts, or by numbers that the index keeps and the work asks first.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -25,7 +26,7 @@ impl Cost {
     /// Blocks that are found in 50 to 100 µs where each is an edge of its own and none is in the
     /// CPU's cache; in long edges or a warm cache they take a tenth of it.
     const BLOCKS: usize = 256;
-    /// Tokens that are compared or copied in about 10 µs.
+    /// Tokens that are copied in about 10 µs.
     const TOKENS: usize = 1 << 16;
 
     /// The cost of work on so many blocks.
@@ -34,15 +35,6 @@ impl Cost {
             Self::Long
         } else {
             Self::Short
-        }
-    }
-
-    /// The cost of work on so many tokens, in blocks of that size.
-    pub(crate) fn path(tokens: usize, block_size: usize) -> Self {
-        if tokens >= Self::TOKENS {
-            Self::Long
-        } else {
-            Self::blocks(tokens / block_size)
         }
     }
 

@@ -18,7 +18,7 @@ use crate::plan::PyReusePlan;
 use crate::policy::{EXACT_ONLY, MIN_RUN, PyReusePolicy};
 use crate::results::{PyInsertResult, PyMatch, PyRemoved};
 use crate::sequence::{PyTokenSequence, SEQUENCE};
-use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
+use crate::shared::{INDEX, SharedIndex};
 use crate::snapshot;
 use crate::source::SourceArg;
 use crate::span::PySpan;
@@ -30,9 +30,9 @@ use crate::stats::PyIndexStats;
 /// 0..num_blocks, each for at most one place. Ids that it does not know belong to the caller:
 /// `insert` gives ids to the index, every other call that returns ids gives them back.
 ///
-/// One lock guards an index; any thread may call it. Calls that are expected to take longer than 50 µs
-/// let go of the interpreter. In a child after `os.fork` an index is a copy of its own; fork while no
-/// other thread is inside a call.
+/// One lock guards an index; any thread may call it. A call that turns out to take longer than about
+/// 100 µs lets go of the interpreter. In a child after `os.fork` an index is a copy of its own; fork
+/// while no other thread is inside a call.
 ///
 /// Args:
 ///     num_blocks: Blocks in the engine's KV pool, 1 to 2**31.
@@ -174,7 +174,7 @@ impl PyRadixIndex {
     /// Nothing counts as used. What left is known of holes, and of the latest 4,096 departures as long
     /// as the prefix that they stood behind has stayed; what is forgotten, or was dropped with its
     /// namespace, is `"not_cached"`, or `"diverged"` where other tokens stand. Other namespaces are
-    /// looked at under the same salt alone.
+    /// looked at under the same salt alone, 64 at most: those next to its own by their fields.
     ///
     /// Args:
     ///     seq: The prompt.
@@ -304,7 +304,7 @@ impl PyRadixIndex {
         };
         let (shared, seq) = (&*self.shared, seq.get());
         let attempt = |keys: &Keys<'_>, effort| {
-            let mut seq = seq.lock_and_see(keys)?;
+            let mut seq = keys.lock(&seq.core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
             let mut blocks = Vec::new();
             let found = index.lookup_within(&mut seq, options, effort, &mut blocks)?;
@@ -370,7 +370,7 @@ impl PyRadixIndex {
         let (shared, seq) = (&*self.shared, seq.get());
         let options = PlanOptions { keep_last, pin };
         let core = py.enter_briefly(|keys: &Keys<'_>, effort| {
-            let mut seq = seq.lock_and_see(keys)?;
+            let mut seq = keys.lock(&seq.core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
             // The path that is known is gone over once more, to pin it.
             let walks = index.known_edges(&seq) > effort.nodes;
@@ -443,11 +443,12 @@ impl PyRadixIndex {
             None => Vec::new(),
         };
         let (shared, seq) = (&*self.shared, seq.get());
-        let (unseen, _) = seq.unseen(py)?;
-        let offered = blocks.len() * shared.block_size / OFFERS_A_VISIT;
-        let core = py.enter(Cost::path(unseen.max(offered), shared.block_size), |keys| {
-            let mut seq = seq.lock_and_see(keys)?;
+        let core = py.enter_briefly(|keys, effort| {
+            let mut seq = keys.lock(&seq.core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
+            if index.insert_steps(&seq, blocks.len()) + spans.len() as u64 > effort.nodes {
+                return Ok(None);
+            }
             let source = source.core();
             let options = InsertOptions {
                 num_computed,
@@ -455,7 +456,7 @@ impl PyRadixIndex {
                 source,
                 spans: &spans,
             };
-            Ok(index.insert(&mut seq, &blocks, options)?)
+            Ok(Some(index.insert(&mut seq, &blocks, options)?))
         })?;
         Ok(PyInsertResult { core })
     }
@@ -644,8 +645,10 @@ impl PyRadixIndex {
     ///     array([6], dtype=int32)
     fn take_freed<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
         let shared = &*self.shared;
-        let freed = py.enter(Cost::Short, |keys| {
-            Ok(keys.lock(&shared.core, INDEX)?.take_freed())
+        let freed = py.enter_briefly(|keys, effort| {
+            let mut index = keys.lock(&shared.core, INDEX)?;
+            let is_brief = index.num_waiting() <= effort.nodes;
+            Ok(is_brief.then(|| index.take_freed()))
         })?;
         Ok(ids(py, &freed))
     }
@@ -681,8 +684,8 @@ impl PyRadixIndex {
     ) -> PyResult<Ids<'py>> {
         let n = Arg::new("RadixIndex.evict", "n").count(n)?;
         let shared = &*self.shared;
-        let evicted = py.enter(Cost::blocks(n), |keys| {
-            Ok(keys.lock(&shared.core, INDEX)?.evict(n))
+        let evicted = py.enter_briefly(|keys, effort| {
+            Ok(keys.lock(&shared.core, INDEX)?.evict_within(n, effort))
         })?;
         Ok(ids(py, &evicted))
     }
@@ -719,8 +722,10 @@ impl PyRadixIndex {
         let arg = Arg::new("RadixIndex.discard", "block_ids");
         let given = crate::buffers::block_ids(block_ids, self.shared.num_blocks, arg)?;
         let shared = &*self.shared;
-        let freed = py.enter(Cost::blocks(given.len()), |keys| {
-            Ok(keys.lock(&shared.core, INDEX)?.discard(&given)?)
+        let freed = py.enter_briefly(|keys, effort| {
+            Ok(keys
+                .lock(&shared.core, INDEX)?
+                .discard_within(&given, effort)?)
         })?;
         Ok(ids(py, &freed))
     }
@@ -765,10 +770,10 @@ impl PyRadixIndex {
     ) -> PyResult<u64> {
         let ranges = crate::buffers::ranges(ranges, Arg::new("RadixIndex.mark_dead", "ranges"))?;
         let (shared, seq) = (&*self.shared, seq.get());
-        py.enter(self.cost(py, seq)?, |keys| {
+        py.enter_briefly(|keys, effort| {
             let seq = keys.lock(&seq.core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
-            Ok(index.mark_dead(&seq, &ranges)?)
+            Ok(index.mark_dead_within(&seq, &ranges, effort)?)
         })
     }
 
@@ -814,10 +819,10 @@ impl PyRadixIndex {
     ) -> PyResult<PyRemoved> {
         let ranges = crate::buffers::ranges(ranges, Arg::new("RadixIndex.remove_spans", "ranges"))?;
         let (shared, seq) = (&*self.shared, seq.get());
-        let core = py.enter(self.cost(py, seq)?, |keys| {
+        let core = py.enter_briefly(|keys, effort| {
             let seq = keys.lock(&seq.core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
-            Ok(index.remove_spans(&seq, &ranges, force)?)
+            Ok(index.remove_spans_within(&seq, &ranges, force, effort)?)
         })?;
         Ok(PyRemoved { core })
     }
@@ -942,10 +947,10 @@ impl PyRadixIndex {
     ) -> PyResult<()> {
         let spans = crate::span::spans(spans, Arg::new("RadixIndex.tag", "spans"))?;
         let (shared, seq) = (&*self.shared, seq.get());
-        py.enter(self.cost(py, seq)?, |keys| {
+        py.enter_briefly(|keys, effort| {
             let seq = keys.lock(&seq.core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
-            Ok(index.tag(&seq, &spans)?)
+            Ok(index.tag_within(&seq, &spans, effort)?)
         })
     }
 
@@ -966,10 +971,10 @@ impl PyRadixIndex {
     #[pyo3(signature = (seq))]
     fn tags(&self, py: Python<'_>, seq: &Bound<'_, PyTokenSequence>) -> PyResult<Vec<PySpan>> {
         let (shared, seq) = (&*self.shared, seq.get());
-        let found = py.enter(self.cost(py, seq)?, |keys| {
+        let found = py.enter_briefly(|keys, effort| {
             let seq = keys.lock(&seq.core, SEQUENCE)?;
             let index = keys.lock(&shared.core, INDEX)?;
-            Ok(index.tags(&seq))
+            Ok(index.tags_within(&seq, effort))
         })?;
         Ok(found.into_iter().map(PySpan::from).collect())
     }
@@ -1059,9 +1064,5 @@ impl PyRadixIndex {
             max_candidates,
             moved_runs,
         }
-    }
-
-    fn cost(&self, py: Python<'_>, seq: &PyTokenSequence) -> PyResult<Cost> {
-        Ok(Cost::path(seq.len(py)?, self.shared.block_size))
     }
 }

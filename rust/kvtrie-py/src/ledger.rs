@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex};
 
 use kvtrie_core::{
-    Begin, BlockId, LedgerSource, Present, RequestId, ReusePlan, RolledBack, SequenceLedger, Step,
-    StepError,
+    Begin, BlockId, LedgerSource, Present, RadixIndex, RequestId, ReusePlan, RolledBack,
+    SequenceLedger, Step, StepError, TokenSequence,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -20,7 +20,7 @@ use crate::output::{self, ids};
 use crate::plan::PyReusePlan;
 use crate::results::PyInsertResult;
 use crate::sequence::{PyTokenSequence, SEQUENCE};
-use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
+use crate::shared::{INDEX, SharedIndex};
 use crate::source::{PyComputedSource, SourceArg};
 use crate::span::PySpan;
 
@@ -491,7 +491,7 @@ impl PySequenceLedger {
         }
         let names: Vec<RequestId> = live.iter().map(|live| live.get().id).collect();
         let seqs: Vec<&PyTokenSequence> = live.iter().map(|live| live.get().seq.get()).collect();
-        let done = py.enter(Cost::blocks(names.len()), |keys| {
+        let done = py.enter(Cost::blocks(names.len() + ids.len() / 16), |keys| {
             let mut ledger = keys.lock(&self.core, LEDGER)?;
             let step = Step {
                 requests: &names,
@@ -984,17 +984,19 @@ impl PySequenceLedger {
     ) -> PyResult<PyInsertResult> {
         let live = self.live(py, request, "SequenceLedger.commit")?;
         let (live, shared) = (live.get(), &*index.get().shared);
-        let cost = self.commit_cost(py, live, shared)?;
         let before = live.plans(py);
-        let done = py.enter(cost, |keys| {
+        let done = py.enter_briefly(|keys, effort| {
             let mut ledger = keys.lock(&self.core, LEDGER)?;
-            let mut seq = live.seq.get().lock_and_see(keys)?;
+            let mut seq = keys.lock(&live.seq.get().core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
+            if commit_steps(&ledger, live, &seq, &index, &before) > effort.nodes {
+                return Ok(None);
+            }
             let done = ledger.commit(live.id, &mut seq, &mut index)?;
             for plan in &before {
                 plan.get().look(&index);
             }
-            Ok((done, ledger.pins(live.id)?.to_vec()))
+            Ok(Some((done, ledger.pins(live.id)?.to_vec())))
         });
         let (core, pins) = done.map_err(of_request(request))?;
         if !pins.is_empty() {
@@ -1042,21 +1044,18 @@ impl PySequenceLedger {
         let entry = self.take(py, request, "SequenceLedger.finish")?;
         let (live, shared) = (entry.get(), &*index.get().shared);
         let plans = live.plans(py);
-        let mut cost = self
-            .commit_cost(py, live, shared)
-            .inspect_err(|_| self.put_back(py, request, &entry))?;
-        if plans.iter().any(|plan| plan.get().cost() == Cost::Long) {
-            cost = Cost::Long;
-        }
-        let done = py.enter(cost, |keys| {
+        let done = py.enter_briefly(|keys, effort| {
             let mut ledger = keys.lock(&self.core, LEDGER)?;
-            let mut seq = live.seq.get().lock_and_see(keys)?;
+            let mut seq = keys.lock(&live.seq.get().core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
+            if commit_steps(&ledger, live, &seq, &index, &plans) > effort.nodes {
+                return Ok(None);
+            }
             let done = ledger.finish(live.id, &mut seq, &mut index)?;
             for plan in &plans {
                 plan.get().was_released();
             }
-            Ok(done)
+            Ok(Some(done))
         });
         let core = done
             .inspect_err(|_| self.put_back(py, request, &entry))
@@ -1186,19 +1185,26 @@ impl PySequenceLedger {
         });
         done.map_err(of_request(request))
     }
+}
 
-    /// As for an insert.
-    fn commit_cost(&self, py: Python<'_>, live: &PyLive, index: &SharedIndex) -> PyResult<Cost> {
-        let (unseen, _) = live.seq.get().unseen(py)?;
-        let id = live.id;
-        let offered = py.enter(Cost::Short, |keys| {
-            let ledger = keys.lock(&self.core, LEDGER)?;
-            Ok(ledger
-                .new_range(id)
-                .map_or(0, |(start, end)| (end - start) / OFFERS_A_VISIT))
-        })?;
-        Ok(Cost::path(unseen.max(offered), index.block_size))
-    }
+/// How many steps handing the blocks of a request over takes at most, and ending its plans.
+fn commit_steps(
+    ledger: &SequenceLedger,
+    live: &PyLive,
+    seq: &TokenSequence,
+    index: &RadixIndex,
+    plans: &[Py<PyReusePlan>],
+) -> u64 {
+    let new = ledger
+        .new_range(live.id)
+        .map_or(0, |(start, end)| end - start);
+    let insert = index.insert_steps(seq, new / ledger.block_size());
+    // What was committed is pinned anew.
+    let pins = index.known_edges(seq) / 4;
+    let ends = plans
+        .iter()
+        .map(|plan| index.release_steps(plan.get().core()));
+    ends.fold(insert.saturating_add(pins), u64::saturating_add)
 }
 
 /// What may be asked for.

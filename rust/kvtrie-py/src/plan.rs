@@ -13,7 +13,7 @@ use crate::detach::{Cost, Enter};
 use crate::errors::StaleHandleError;
 use crate::hints::{Counts, Flags, Ids, Records};
 use crate::output::{self, ids, listed, truth};
-use crate::shared::{INDEX, SharedIndex};
+use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
 
 /// How to build the KV of one prompt; until it is released, what it uses stays.
 ///
@@ -104,9 +104,9 @@ impl PyReusePlan {
         self.released.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn cost(&self) -> Cost {
-        // A step up an edge takes a fraction of a visit.
-        Cost::blocks(usize::try_from(self.core.num_edges()).unwrap_or(usize::MAX) / 4)
+    /// What going over the plan costs.
+    fn cost(&self) -> Cost {
+        Cost::blocks(self.core.num_entries() / OFFERS_A_VISIT)
     }
 }
 
@@ -238,7 +238,7 @@ impl PyReusePlan {
             None => self.num_tokens,
         };
         let table = block_ids(table, self.index.num_blocks, Arg::new(CALL, "table"))?;
-        let moves = py.enter(Cost::Short, |_| Ok(self.core.moves(&table, start, end)?))?;
+        let moves = py.enter(self.cost(), |_| Ok(self.core.moves(&table, start, end)?))?;
         output::moves(py, &moves)
     }
 
@@ -282,10 +282,12 @@ impl PyReusePlan {
     ///     >>> with index.plan(kvtrie.TokenSequence([1, 2], space)) as plan:
     ///     ...     plan.release_sources()
     fn release_sources(&self, py: Python<'_>) -> PyResult<()> {
-        py.enter(Cost::Short, |keys| {
-            Ok(keys
-                .lock(&self.index.core, INDEX)?
-                .release_sources(&self.core)?)
+        py.enter_briefly(|keys, effort| {
+            let mut index = keys.lock(&self.index.core, INDEX)?;
+            if index.release_steps(&self.core) > effort.nodes {
+                return Ok(None);
+            }
+            Ok(Some(index.release_sources(&self.core)?))
         })
     }
 
@@ -306,9 +308,12 @@ impl PyReusePlan {
     ///     Traceback (most recent call last):
     ///     kvtrie.StaleHandleError: ReusePlan.release: the plan was released already
     fn release(&self, py: Python<'_>) -> PyResult<()> {
-        py.enter(self.cost(), |keys| {
+        py.enter_briefly(|keys, effort| {
             let mut index = keys.lock(&self.index.core, INDEX)?;
-            Ok(self.release_in(&mut index)?)
+            if index.release_steps(&self.core) > effort.nodes {
+                return Ok(None);
+            }
+            Ok(Some(self.release_in(&mut index)?))
         })
     }
 
@@ -355,14 +360,17 @@ impl PyReusePlan {
         if self.is_released() {
             return Ok(false);
         }
-        py.enter(self.cost(), |keys| {
+        py.enter_briefly(|keys, effort| {
             let mut index = keys.lock(&self.index.core, INDEX)?;
+            if index.release_steps(&self.core) > effort.nodes {
+                return Ok(None);
+            }
             // Another thread may have been faster.
             let live = !self.is_released();
             if live {
                 self.release_in(&mut index)?;
             }
-            Ok(live)
+            Ok(Some(live))
         })
     }
 

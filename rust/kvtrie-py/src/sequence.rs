@@ -1,7 +1,6 @@
 //! `TokenSequence`.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use kvtrie_core::{Item, TokenSequence};
 use numpy::PyArray1;
@@ -10,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PySlice, PyTuple};
 
 use crate::buffers::{Arg, TOKEN_IDS, int, integers, nothing};
-use crate::detach::{Cost, Enter, Failure, Keys};
+use crate::detach::{Cost, Enter};
 use crate::errors::exception;
 use crate::hints::{Items, TokenIterator, Tokens};
 use crate::item::PyItem;
@@ -50,8 +49,6 @@ pub(crate) const SEQUENCE: &str = "the sequence";
 pub(crate) struct PyTokenSequence {
     pub(crate) core: Mutex<TokenSequence>,
     namespace: Py<PyNamespace>,
-    /// Tokens that an index went over in an earlier call. A hint at what the next call costs, no more.
-    seen: AtomicUsize,
 }
 
 impl PyTokenSequence {
@@ -60,22 +57,6 @@ impl PyTokenSequence {
         py.enter(Cost::Short, |keys| {
             Ok(keys.lock(&self.core, SEQUENCE)?.len())
         })
-    }
-
-    /// Tokens that no index went over yet, and all tokens.
-    pub(crate) fn unseen(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
-        let len = self.len(py)?;
-        Ok((len.saturating_sub(self.seen.load(Ordering::Relaxed)), len))
-    }
-
-    /// Locks the sequence for a call that goes over all of it.
-    pub(crate) fn lock_and_see<'a>(
-        &'a self,
-        keys: &Keys<'_>,
-    ) -> Result<MutexGuard<'a, TokenSequence>, Failure> {
-        let seq = keys.lock(&self.core, SEQUENCE)?;
-        self.seen.store(seq.len(), Ordering::Relaxed);
-        Ok(seq)
     }
 }
 
@@ -97,7 +78,6 @@ impl PyTokenSequence {
         Ok(Self {
             core: Mutex::new(core.map_err(|error| exception(&error))?),
             namespace: namespace.unbind(),
-            seen: AtomicUsize::new(0),
         })
     }
 
@@ -156,9 +136,7 @@ impl PyTokenSequence {
     fn truncate(&self, py: Python<'_>, #[pyo3(from_py_with = int)] n: i128) -> PyResult<()> {
         let n = Arg::new("TokenSequence.truncate", "n").count(n)?;
         py.enter(Cost::copy(n), |keys| {
-            keys.lock(&self.core, SEQUENCE)?.truncate(n)?;
-            self.seen.fetch_min(n, Ordering::Relaxed);
-            Ok(())
+            Ok(keys.lock(&self.core, SEQUENCE)?.truncate(n)?)
         })
     }
 

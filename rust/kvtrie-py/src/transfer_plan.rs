@@ -220,6 +220,8 @@ pub(crate) fn plan_transfer(
         let largest = manifest.groups().map(|(_, block_size)| block_size).max();
         tokens = tokens.saturating_mul(largest.unwrap_or(1).max(LEAST_WINDOW));
     }
+    // All of the manifest is hashed, however short the prompt is.
+    tokens = tokens.saturating_add(manifest.to_bytes().len() / size_of::<u32>());
     let core = py.enter(hashing(tokens), move |keys| {
         let local: Vec<LocalGroup<'_>> = tables
             .iter()

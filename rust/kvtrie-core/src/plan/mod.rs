@@ -37,8 +37,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::ids::{BlockId, Depth};
+use crate::ids::{BlockId, Depth, NO_NODE};
 use crate::lease::Lease;
+use crate::node::Node;
 use crate::policy::ReusePolicy;
 use crate::slab::Handle;
 use crate::tokens::{Snapshot, TokenSequence};
@@ -185,6 +186,12 @@ impl ReusePlan {
         self.edges
     }
 
+    /// Segments, and block ids that they name: what reading the plan goes over.
+    #[must_use]
+    pub fn num_entries(&self) -> usize {
+        self.segments.len() + self.num_blocks_in_place + self.source_ids.len()
+    }
+
     /// Whether the plan was made to pin what it uses.
     #[must_use]
     pub fn is_pinned(&self) -> bool {
@@ -281,15 +288,16 @@ impl RadixIndex {
         Ok(self.settle_on(seq, options, draft.unwrap_or_default()))
     }
 
-    /// As [`plan`](Self::plan), unless finding the exact prefix takes more than `effort`: then nothing is planned or stamped, and the
-    /// sequence remembers how far it was matched, so that the next call goes on from there.
+    /// As [`plan`](Self::plan), unless following the prompt's own path takes more than `effort`, be it the exact prefix or what stands
+    /// behind holes: then nothing is planned or stamped, and the sequence remembers how far it was matched, so that the next call
+    /// goes on from there.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
     ///
     /// # Complexity
-    /// O(effort), plus one step for each of [`known_edges`](Self::known_edges), plus what [`plan`](Self::plan) takes behind the
-    /// exact prefix.
+    /// O(effort), plus one step for each of [`known_edges`](Self::known_edges), plus what [`plan`](Self::plan) takes to search for
+    /// moved runs.
     pub fn plan_within(
         &mut self,
         seq: &mut TokenSequence,
@@ -298,8 +306,43 @@ impl RadixIndex {
         effort: Effort,
     ) -> Result<Option<ReusePlan>> {
         policy.check(self.config.min_run, "RadixIndex.plan")?;
+        if effort != Effort::ANY && self.is_broken_path(seq, options, effort) {
+            return Ok(None);
+        }
         let draft = self.draft(seq, policy, options, effort);
         Ok(draft.map(|draft| self.settle_on(seq, options, draft)))
+    }
+
+    /// Whether the prompt's own path takes more than `effort`: goes on behind what is exact through holes and approximate blocks, each
+    /// of which a plan looks at by itself, or has many dead runs, which a plan revives.
+    fn is_broken_path(
+        &mut self,
+        seq: &mut TokenSequence,
+        options: PlanOptions,
+        effort: Effort,
+    ) -> bool {
+        if !self.has_broken_paths() && self.num_dead == 0 {
+            return false;
+        }
+        let exact = match self.exact_prefix(seq, options.keep_last, effort) {
+            Some(exact) if exact.node == NO_NODE => return false,
+            Some(exact) => exact,
+            None => return true,
+        };
+        if self.num_dead > 0 && self.count_revival(exact, &mut effort.steps()).is_none() {
+            return true;
+        }
+        let len = seq.len().saturating_sub(options.keep_last);
+        let limit = crate::ids::depth(len / self.block_size());
+        let (mut steps, mut is_long) = (effort.steps(), false);
+        let pass = |node: &Node, from, to| {
+            if node.num_holes() > 0 || node.num_approximate() > 0 {
+                is_long |= steps.take(u64::from(to - from)).is_none();
+            }
+        };
+        let whole = |_: &Node, _, to| to;
+        let walked = self.walk(seq.view(), exact, limit, effort, whole, pass);
+        walked.gave_up || is_long
     }
 
     /// Makes a plan of a draft: what it uses is stamped, and pinned.
@@ -355,6 +398,15 @@ impl RadixIndex {
         let lease = plan.lease_index(self, "ReusePlan.release_sources")?;
         self.unpin_sources(lease);
         Ok(())
+    }
+
+    /// How many steps ending the plan takes, each about as long as looking at an edge. O(1).
+    #[must_use]
+    pub fn release_steps(&self, plan: &ReusePlan) -> u64 {
+        let lease = self.leases.get(plan.lease);
+        let entries = lease.map_or(0, Lease::num_entries) as u64;
+        // A step up an edge takes a fraction of a look at it.
+        entries + plan.edges / 4 + self.bound_steps(0)
     }
 
     /// Whether the plan was released.

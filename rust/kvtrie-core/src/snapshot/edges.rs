@@ -223,6 +223,7 @@ fn read_tree(index: &mut RadixIndex, from: &mut Reader<'_>, tree: u32) -> Result
     let namespace = Arc::new(read_namespace(from)?);
     let known = index.tree_of.insert(Arc::clone(&namespace), tree);
     from.must(known.is_none(), || "a namespace comes twice")?;
+    index.salts.add(&namespace);
     let version = index.next_version();
     let root = index.nodes.insert(Node::new(tree, NO_NODE, 0));
     index.trees.fill(

@@ -11,7 +11,8 @@ use crate::error::Result;
 use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex};
 use crate::node::Node;
 use crate::tokens::TokenSequence;
-use crate::tree::{Position, RadixIndex, Sources};
+use crate::tree::spans::Part;
+use crate::tree::{Effort, Position, RadixIndex, Sources, Steps};
 
 impl RadixIndex {
     /// Marks the blocks wholly inside `ranges` as dead, and answers how many of them were not: they are evicted before
@@ -43,23 +44,39 @@ impl RadixIndex {
     /// # Ok::<(), kvtrie_core::Error>(())
     /// ```
     pub fn mark_dead(&mut self, seq: &TokenSequence, ranges: &[(usize, usize)]) -> Result<u64> {
+        let marked = self.mark_dead_within(seq, ranges, Effort::ANY)?;
+        // No effort is too large.
+        Ok(marked.unwrap_or_default())
+    }
+
+    /// As [`mark_dead`](Self::mark_dead), unless that takes more than `effort`: then nothing is marked.
+    ///
+    /// # Errors
+    /// As [`mark_dead`](Self::mark_dead).
+    ///
+    /// # Complexity
+    /// O(effort + ranges).
+    pub fn mark_dead_within(
+        &mut self,
+        seq: &TokenSequence,
+        ranges: &[(usize, usize)],
+        effort: Effort,
+    ) -> Result<Option<u64>> {
         let ranges = self.block_ranges(seq, ranges, "RadixIndex.mark_dead")?;
+        let Some(parts) = self.parts_to_mark(seq, &ranges, effort) else {
+            return Ok(None);
+        };
         let mut marked = 0;
         let mark = self.last_mark + 1;
-        for (node, parts) in self.parts_inside(seq, &ranges, false) {
+        for (node, parts) in parts {
             let edge = &mut self.nodes[node];
-            let mut new = 0;
-            for part in parts.iter().filter(|part| !part.is_extended) {
-                let known = edge.extras().and_then(|extras| extras.dead.as_ref());
-                let alive = known.map_or(vec![(part.from, part.to)], |dead| {
-                    dead.marks.gaps(part.from, part.to)
-                });
-                for (from, to) in alive {
-                    let dead = edge.extras_mut().dead.get_or_insert_default();
-                    dead.marks.set(from, to, mark);
-                    new += u64::from(to - from);
-                }
+            let parts = parts.iter().filter(|part| !part.is_extended);
+            let mut parts = parts.map(|part| (part.from, part.to)).peekable();
+            if parts.peek().is_none() {
+                continue;
             }
+            let dead = edge.extras_mut().dead.get_or_insert_default();
+            let new = u64::from(dead.marks.fill(parts, mark));
             if new > 0 {
                 let tree = edge.tree;
                 self.trees[tree].num_dead += new;
@@ -71,7 +88,40 @@ impl RadixIndex {
             self.num_dead += marked;
             self.last_mark = mark;
         }
-        Ok(marked)
+        Ok(Some(marked))
+    }
+
+    /// The blocks of the path of `seq` that a mark is for; none if finding or marking them takes more than `effort`.
+    fn parts_to_mark(
+        &self,
+        seq: &TokenSequence,
+        ranges: &[(Depth, Depth)],
+        effort: Effort,
+    ) -> Option<Vec<(NodeIndex, Vec<Part>)>> {
+        let found = self.parts_inside(seq, ranges, false, effort)?;
+        let mut steps = effort.steps();
+        for (node, parts) in &found {
+            // What is dead of an edge is put into order anew.
+            let known = self.nodes[*node].dead_marks().len() + parts.len();
+            steps.take(known as u64)?;
+        }
+        Some(found)
+    }
+
+    /// Counts the steps of reviving the blocks down to `at`: one for each edge and each dead run of it. None if these are more than
+    /// are left.
+    #[cold]
+    pub(crate) fn count_revival(&self, at: Position, steps: &mut Steps) -> Option<()> {
+        if self.trees[self.nodes[at.node].tree].num_dead == 0 {
+            return Some(());
+        }
+        let mut node = at.node;
+        while node != NO_NODE {
+            let edge = &self.nodes[node];
+            steps.take(1 + edge.dead_marks().len() as u64)?;
+            node = edge.parent;
+        }
+        Some(())
     }
 
     /// Blocks down to `at` were used: they are dead no more.

@@ -2,13 +2,14 @@
 
 use crate::blocks::Place;
 use crate::error::{Error, Result};
-use crate::ids::{BlockId, Depth, depth};
+use crate::ids::{BlockId, Depth, NodeIndex, depth};
 use crate::node::Node;
 use crate::payload::{Label, Payload};
 use crate::plan::ReusePlan;
 use crate::span::Span;
 use crate::tokens::TokenSequence;
 use crate::tree::edges::NewBlocks;
+use crate::tree::pins::Leaving;
 use crate::tree::{Effort, Position, RadixIndex, Walked, Work};
 
 /// KV that came from elsewhere.
@@ -178,7 +179,8 @@ impl RadixIndex {
             .copied()
             .filter(|id| self.blocks.place(id.0) == Place::Unknown)
             .collect();
-        self.add_tags(seq, options.spans);
+        // No effort is too large.
+        let _ = self.add_tags(seq, options.spans, Effort::ANY);
         Ok(done)
     }
 
@@ -342,7 +344,13 @@ impl RadixIndex {
                 node: path.at.node,
                 depth: depth(first + settled),
             };
-            'path: for (node, from, to) in self.edges_to(self.normal(until), from) {
+            let edges = self.edges_to(self.normal(until), from);
+            if self.num_approximate > 0 && self.leases.len() > 0 {
+                let leaving = self.replaced(&edges, &ids[offers.same..], labels, behind);
+                let cuts = self.find_cuts(&leaving, &mut Effort::ANY.steps());
+                self.cut_out(cuts.unwrap_or_default());
+            }
+            'path: for (node, from, to) in edges {
                 for place in from..to {
                     let offer = ids[done.blocks.len()];
                     let label = labels.label(place, behind);
@@ -401,8 +409,57 @@ impl RadixIndex {
         (Some(at), exact)
     }
 
-    /// D2 and D12 for one place of the path. Answers what stands there then; none if nothing does and the offer cannot
-    /// be taken.
+    /// What becomes of an offer at one place of the path: D2 and D12.
+    fn outcome(&self, node: u32, place: Depth, offer: BlockId, label: Label) -> Outcome {
+        let now = self.nodes[node].payload(place, self.block_size());
+        let held = || self.blocks.place(offer.0) == Place::Unknown;
+        let new = Payload { id: offer.0, label };
+        let better = !now.label.is_exact() && (label.is_exact() || label.hops() < now.label.hops());
+        if now.id == offer.0 {
+            Outcome::Stays(now)
+        } else if !held() {
+            if now.is_present() {
+                Outcome::Stays(now)
+            } else {
+                Outcome::Refused
+            }
+        } else if !now.is_present() {
+            Outcome::Fills(new)
+        } else if better {
+            Outcome::Replaces(new)
+        } else {
+            Outcome::Duplicate(now)
+        }
+    }
+
+    /// The blocks of a path that offers replace, as far as somebody may pin them: what leases pin of them is found once.
+    fn replaced(
+        &self,
+        edges: &[(NodeIndex, Depth, Depth)],
+        ids: &[BlockId],
+        labels: &Labels<'_>,
+        mut behind: bool,
+    ) -> Leaving {
+        let mut leaving = Leaving::default();
+        let places = edges
+            .iter()
+            .flat_map(|&(node, from, to)| (from..to).map(move |place| (node, place)));
+        for ((node, place), &offer) in places.zip(ids) {
+            let outcome = self.outcome(node, place, offer, labels.label(place, behind));
+            let replaces = matches!(outcome, Outcome::Replaces(_));
+            if replaces && self.may_be_pinned(node, place) {
+                leaving.add(self.nodes[node].tree, node, place, place + 1);
+            }
+            let Some(now) = outcome.stands() else {
+                break;
+            };
+            behind |= !now.label.is_exact();
+        }
+        leaving
+    }
+
+    /// Does what becomes of an offer at one place of the path; a block that it replaces was cut out of what pins it. Answers what
+    /// stands there then; none if nothing does and the offer cannot be taken.
     fn settle_offer(
         &mut self,
         node: u32,
@@ -411,28 +468,21 @@ impl RadixIndex {
         label: Label,
         done: &mut Inserted,
     ) -> Option<Payload> {
-        let now = self.nodes[node].payload(place, self.block_size());
-        if now.id == offer.0 {
-            return Some(now);
-        }
-        let held = self.blocks.place(offer.0) == Place::Unknown;
-        let new = Payload { id: offer.0, label };
-        if !now.is_present() {
-            if !held {
-                return None;
+        let outcome = self.outcome(node, place, offer, label);
+        let new = match outcome {
+            Outcome::Replaces(new) => new,
+            Outcome::Fills(new) => {
+                self.fill(node, place, new);
+                return Some(new);
             }
-            self.fill(node, place, new);
-            return Some(new);
-        }
-        let better = !now.label.is_exact() && (label.is_exact() || label.hops() < now.label.hops());
-        if !held || !better {
-            if held {
+            Outcome::Duplicate(now) => {
                 done.duplicates.push(offer);
+                return Some(now);
             }
-            return Some(now);
-        }
+            Outcome::Stays(_) | Outcome::Refused => return outcome.stands(),
+        };
         let tags = self.tags_of_block(node, place);
-        let (old, condemned) = self.leave(node, place);
+        let (old, condemned) = self.take_out(node, place);
         if !condemned {
             done.freed.push(BlockId(old));
         }
@@ -464,6 +514,32 @@ impl RadixIndex {
             *known = Some(known.map_or(at, |known| known.min(at)));
         }
         self.pin_path(lease, end);
+    }
+}
+
+/// What becomes of an offer.
+#[derive(Clone, Copy)]
+enum Outcome {
+    /// The entry stays, and the offer is not the caller's.
+    Stays(Payload),
+    /// The entry stays, and the offer goes back.
+    Duplicate(Payload),
+    /// The offer is taken where nothing stands.
+    Fills(Payload),
+    /// The offer is taken in the place of a worse entry.
+    Replaces(Payload),
+    /// Nothing stands there, and the offer cannot be taken.
+    Refused,
+}
+
+impl Outcome {
+    /// What stands there then.
+    fn stands(self) -> Option<Payload> {
+        match self {
+            Self::Stays(now) | Self::Duplicate(now) => Some(now),
+            Self::Fills(new) | Self::Replaces(new) => Some(new),
+            Self::Refused => None,
+        }
     }
 }
 

@@ -42,6 +42,23 @@ impl Effort {
         nodes: u64::MAX,
         bytes: u64::MAX,
     };
+
+    /// Steps that each take about as long as looking at an edge.
+    pub(crate) fn steps(self) -> Steps {
+        Steps(self.nodes)
+    }
+}
+
+/// Steps that a call may still take before it gives up.
+#[derive(Debug)]
+pub(crate) struct Steps(u64);
+
+impl Steps {
+    /// Counts so many; none if that is more than are left.
+    pub(crate) fn take(&mut self, count: u64) -> Option<()> {
+        self.0 = self.0.checked_sub(count)?;
+        Some(())
+    }
 }
 
 /// What a lookup found; the block ids are in the caller's buffer.
@@ -88,7 +105,8 @@ impl RadixIndex {
     }
 
     /// As [`lookup`](Self::lookup), unless that takes more than `effort`: then nothing is answered or stamped, and the
-    /// sequence remembers how far it was matched, so that the next call goes on from there. For callers that hold something
+    /// sequence remembers how far it was matched, so that the next call goes on from there. Reviving what is dead on the path is
+    /// counted too; that is more than a small effort at every call. For callers that hold something
     /// others wait for.
     ///
     /// # Errors
@@ -123,7 +141,18 @@ impl RadixIndex {
         let Some(found) = self.exact_prefix(seq, options.keep_last, effort) else {
             return Ok(None);
         };
+        // Ids are read edge by edge, which takes a fraction of a look at one.
+        let is_deep = u64::from(found.depth) / 4 > effort.nodes;
+        if is_deep && self.known_edges(seq) / 4 > effort.nodes {
+            return Ok(None);
+        }
         if options.touch {
+            if self.num_dead > 0
+                && found.depth > 0
+                && self.count_revival(found, &mut effort.steps()).is_none()
+            {
+                return Ok(None);
+            }
             let stamp = self.tick();
             self.stamp(found, stamp);
         }

@@ -31,6 +31,7 @@ use crate::lease::Lease;
 use crate::lru::EvictionOrder;
 use crate::namespace::{Namespace, Salt};
 use crate::node::Node;
+use crate::salts::Salts;
 use crate::slab::Slab;
 use crate::span::Kinds;
 use crate::windows::Windows;
@@ -38,6 +39,7 @@ use crate::windows::Windows;
 use pins::Anchors;
 
 pub use insert::{Imported, InsertOptions, Inserted, Source};
+pub(crate) use lookup::Steps;
 pub use lookup::{Effort, LookupOptions, Match};
 pub(crate) use pins::{SourceRun, Sources};
 pub use spans::Removed;
@@ -109,6 +111,8 @@ pub struct RadixIndex {
     pub(crate) hasher: EdgeHasher,
     pub(crate) trees: Slab<Tree>,
     pub(crate) tree_of: HashMap<Arc<Namespace>, u32, FixedState>,
+    /// The same namespaces, for [`explain`](Self::explain).
+    pub(crate) salts: Salts,
     pub(crate) blocks: BlockTable,
     pub(crate) order: EvictionOrder,
     /// Dead blocks that may go, in the order in which they do.
@@ -196,6 +200,7 @@ impl RadixIndex {
             nodes: Arena::new(config.seed),
             edges: EdgeTable::default(),
             trees: Slab::default(),
+            salts: Salts::default(),
             blocks: BlockTable::default(),
             order: EvictionOrder::default(),
             dead: DeadOrder::default(),
@@ -336,6 +341,7 @@ impl RadixIndex {
         let root = self.nodes.insert(Node::new(tree, NO_NODE, 0));
         self.trees[tree].root = root;
         self.tree_of.insert(Arc::clone(namespace), tree);
+        self.salts.add(namespace);
         Position {
             node: root,
             depth: 0,

@@ -11,13 +11,14 @@
 
 use foldhash::quality::FixedState;
 use hashbrown::HashMap;
+use hashbrown::hash_map::Entry;
 use smallvec::SmallVec;
 
 use crate::blocks::Place;
 use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex};
 use crate::lease::{Lease, Stretch};
 use crate::node::{Guard, Node};
-use crate::tree::{Position, RadixIndex};
+use crate::tree::{Effort, Position, RadixIndex, Steps};
 
 /// Where paths that leases pin end in a node: (end of the protected blocks, how many), ends ascending.
 pub(crate) type Anchors = SmallVec<[(Depth, u32); 2]>;
@@ -29,6 +30,43 @@ pub(crate) struct SourceRun {
     pub(crate) from: Depth,
     pub(crate) to: Depth,
 }
+
+/// Present blocks that are about to leave their places.
+#[derive(Debug, Default)]
+pub(super) struct Leaving {
+    /// By node, as ascending, disjoint ranges.
+    parts: HashMap<NodeIndex, Vec<(Depth, Depth)>, FixedState>,
+    /// By tree, from which depth to which.
+    within: HashMap<u32, (Depth, Depth), FixedState>,
+}
+
+impl Leaving {
+    pub(super) fn is_empty(&self) -> bool {
+        self.parts.is_empty()
+    }
+
+    /// Adds blocks of a node, which lie behind those of it that were added before.
+    pub(super) fn add(&mut self, tree: u32, node: NodeIndex, from: Depth, to: Depth) {
+        let within = self.within.entry(tree).or_insert((from, to));
+        *within = (within.0.min(from), within.1.max(to));
+        let parts = self.parts.entry(node).or_default();
+        match parts.last_mut() {
+            Some(last) if last.1 == from => last.1 = to,
+            _ => parts.push((from, to)),
+        }
+    }
+}
+
+/// A stretch that a lease pins, and the parts of it that leave, the last first.
+#[derive(Debug)]
+pub(super) struct Cut {
+    whole: Stretch,
+    is_source: bool,
+    parts: Vec<SourceRun>,
+}
+
+/// Those of each lease.
+pub(super) type Cuts = Vec<(u32, Vec<Cut>)>;
 
 /// The sources that protect blocks of a node.
 #[derive(Debug, Default)]
@@ -201,19 +239,34 @@ impl RadixIndex {
         self.protection_changed(at, guard, end(before), end(after));
     }
 
-    /// The blocks `from..to` of the node are pinned as sources.
-    fn add_source(&mut self, at: NodeIndex, from: Depth, to: Depth) {
-        let (guard, before) = (self.nodes[at].guard(), self.protected_end(at));
-        self.sources.entry(at).or_default().add(from, to, 1);
-        self.nodes[at].protection |= Node::SOURCED;
-        self.protection_changed(at, guard, before, before.max(to));
+    /// Blocks are pinned as sources. What follows from that is worked out once for runs of one node that stand together.
+    fn add_sources(&mut self, runs: &[SourceRun]) {
+        for own in runs.chunk_by(|a, b| a.node == b.node) {
+            let at = own[0].node;
+            let (guard, before) = (self.nodes[at].guard(), self.protected_end(at));
+            let sources = self.sources.entry(at).or_default();
+            let mut after = before;
+            for run in own {
+                sources.add(run.from, run.to, 1);
+                after = after.max(run.to);
+            }
+            self.nodes[at].protection |= Node::SOURCED;
+            self.protection_changed(at, guard, before, after);
+        }
     }
 
-    /// One such pin ends.
-    fn remove_source(&mut self, at: NodeIndex, from: Depth, to: Depth) {
-        let (guard, before) = (self.nodes[at].guard(), self.protected_end(at));
-        self.change_sources(at, |sources| sources.remove(from, to));
-        self.protection_changed(at, guard, before, self.protected_end(at));
+    /// Pins of such blocks end.
+    fn remove_sources(&mut self, runs: &[SourceRun]) {
+        for own in runs.chunk_by(|a, b| a.node == b.node) {
+            let at = own[0].node;
+            let (guard, before) = (self.nodes[at].guard(), self.protected_end(at));
+            self.change_sources(at, |sources| {
+                for run in own {
+                    sources.remove(run.from, run.to);
+                }
+            });
+            self.protection_changed(at, guard, before, self.protected_end(at));
+        }
     }
 
     /// Changes what is known of the sources in a node, and forgets it once it is nothing.
@@ -386,7 +439,7 @@ impl RadixIndex {
     }
 
     /// Whether anybody pins the block at a place, or what is left of a path that it was taken out of.
-    fn may_be_pinned(&self, node: NodeIndex, place: Depth) -> bool {
+    pub(super) fn may_be_pinned(&self, node: NodeIndex, place: Depth) -> bool {
         let is_source = || {
             let sources = self.sources.get(&node);
             sources.is_some_and(|sources| sources.covers(place))
@@ -394,53 +447,90 @@ impl RadixIndex {
         place < self.path_end(node) || place < self.protected_end(node) && is_source()
     }
 
-    /// Blocks are about to leave their places, those of `gone(node)`: ascending, disjoint ranges of present blocks, of which
-    /// the first starts at the depth `from` or below and the last ends at `to` or above. Whoever pins some of them keeps
-    /// those by their ids from here on, and pins what is left.
-    pub(crate) fn cut_out<'a>(
-        &mut self,
-        (from, to): (Depth, Depth),
-        gone: impl Fn(NodeIndex) -> &'a [(Depth, Depth)],
-    ) {
-        let mut cuts = Vec::new();
+    /// What leases pin of blocks that are about to leave their places; none if finding it takes more steps than are left.
+    ///
+    /// One step for each stretch that a lease pins, and in the trees of those blocks one for each edge of a stretch from its end up
+    /// to the first of them, whatever their number.
+    pub(super) fn find_cuts(&self, leaving: &Leaving, steps: &mut Steps) -> Option<Cuts> {
+        let mut cuts = Cuts::new();
         for (lease, held) in self.leases.iter() {
             let paths = held.paths.iter().map(|&path| (path, false));
             let sources = held.sources.iter().map(|&source| (source, true));
+            let mut own = Vec::new();
             for (stretch, is_source) in paths.chain(sources) {
-                let last = self.anchor_place(stretch.last).map(|(_, depth)| depth);
-                if stretch.from >= to || last.is_none_or(|last| last < from) {
+                steps.take(1)?;
+                let Some((node, last)) = self.anchor_place(stretch.last) else {
+                    continue;
+                };
+                let Some(&(from, to)) = leaving.within.get(&self.nodes[node].tree) else {
+                    continue;
+                };
+                if stretch.from >= to || last < from {
                     continue;
                 }
-                let mut cut = Vec::new();
-                for part in self.parts(stretch).skip_while(|part| part.from >= to) {
-                    for &(start, end) in gone(part.node).iter().rev() {
+                let mut parts = Vec::new();
+                for part in self.parts(stretch) {
+                    steps.take(1)?;
+                    let gone = leaving.parts.get(&part.node);
+                    for &(start, end) in gone.into_iter().flatten().rev() {
                         let (from, to) = (start.max(part.from), end.min(part.to));
                         if from < to {
-                            cut.push(SourceRun { from, to, ..part });
+                            steps.take(u64::from(to - from))?;
+                            parts.push(SourceRun { from, to, ..part });
                         }
                     }
                     if part.from <= from {
                         break;
                     }
                 }
-                if !cut.is_empty() {
-                    cuts.push((lease, stretch, is_source, cut));
+                if !parts.is_empty() {
+                    own.push(Cut {
+                        whole: stretch,
+                        is_source,
+                        parts,
+                    });
                 }
             }
+            if !own.is_empty() {
+                cuts.push((lease, own));
+            }
         }
-        for (lease, stretch, is_source, cut) in cuts {
-            self.cut_stretch(lease, stretch, is_source, &cut);
+        Some(cuts)
+    }
+
+    /// Blocks are about to leave their places: whoever pins some of them keeps those by their ids from here on, and pins what is
+    /// left.
+    pub(super) fn cut_out(&mut self, cuts: Cuts) {
+        for (lease, cuts) in cuts {
+            let key = |is_source, stretch: &Stretch| (is_source, stretch.last, stretch.from);
+            let mut wholes: Vec<_> = cuts
+                .iter()
+                .map(|cut| key(cut.is_source, &cut.whole))
+                .collect();
+            wholes.sort_unstable();
+            let stays =
+                |is_source, known: &Stretch| wholes.binary_search(&key(is_source, known)).is_err();
+            let held = &mut self.leases[lease];
+            held.paths.retain(|known| stays(false, known));
+            held.sources.retain(|known| stays(true, known));
+            // Where each path stands in the list, by its last block.
+            let ends = held.paths.iter().enumerate();
+            let mut ends: HashMap<u32, usize, FixedState> =
+                ends.map(|(at, path)| (path.last, at)).collect();
+            for cut in &cuts {
+                self.cut_stretch(lease, cut, &mut ends);
+            }
         }
     }
 
-    /// Cuts these blocks, the last first, out of a stretch that a lease pins.
-    fn cut_stretch(&mut self, lease: u32, whole: Stretch, is_source: bool, cut: &[SourceRun]) {
-        let block_size = self.block_size();
+    /// Cuts blocks out of a stretch that a lease has pinned until then.
+    fn cut_stretch(&mut self, lease: u32, cut: &Cut, ends: &mut HashMap<u32, usize, FixedState>) {
+        let (whole, block_size) = (cut.whole, self.block_size());
         let mut rest: SmallVec<[Stretch; 2]> = SmallVec::new();
         let mut last = Some(whole.last);
         let mut end = self.anchor_place(whole.last).map_or(0, |at| at.1 + 1);
         let mut gone = Vec::new();
-        for run in cut {
+        for run in &cut.parts {
             let edge = &self.nodes[run.node];
             gone.extend(edge.ids(run.from, run.to, block_size).map(|id| id.0));
             if let Some(last) = last
@@ -463,29 +553,31 @@ impl RadixIndex {
             rest.push(Stretch { last, from });
         }
         // What is left is protected before the whole goes: nothing is unprotected in between.
-        let held = &mut self.leases[lease];
-        if is_source {
-            held.sources.retain(|known| *known != whole);
-            held.sources.extend(rest.iter().copied());
+        if cut.is_source {
+            self.leases[lease].sources.extend(rest.iter().copied());
             for &part in &rest {
                 self.pin_stretch(part);
             }
-            self.unpin_stretch(whole);
+            self.unpin_stretches(&[whole]);
         } else {
-            held.paths.retain(|known| *known != whole);
             for part in rest {
                 let paths = &mut self.leases[lease].paths;
-                if let Some(known) = paths.iter_mut().find(|known| known.last == part.last) {
-                    known.from = known.from.min(part.from);
-                } else {
-                    paths.push(part);
-                    self.anchor(part.last);
+                match ends.entry(part.last) {
+                    Entry::Occupied(known) => {
+                        let known = &mut paths[*known.get()];
+                        known.from = known.from.min(part.from);
+                    }
+                    Entry::Vacant(new) => {
+                        new.insert(paths.len());
+                        paths.push(part);
+                        self.anchor(part.last);
+                    }
                 }
             }
             self.unanchor(whole.last);
         }
         for id in gone {
-            if self.leases[lease].keep(id, is_source) {
+            if self.leases[lease].keep(id, cut.is_source) {
                 *self.pins.entry(id).or_default() += 1;
             }
         }
@@ -494,8 +586,10 @@ impl RadixIndex {
     /// A block is about to leave its place: whoever pins it keeps it by its id.
     pub(crate) fn unpath(&mut self, node: NodeIndex, place: Depth) {
         if self.may_be_pinned(node, place) {
-            let own = [(place, place + 1)];
-            self.cut_out((place, place + 1), |at| if at == node { &own } else { &[] });
+            let mut leaving = Leaving::default();
+            leaving.add(self.nodes[node].tree, node, place, place + 1);
+            let cuts = self.find_cuts(&leaving, &mut Effort::ANY.steps());
+            self.cut_out(cuts.unwrap_or_default());
         }
     }
 
@@ -563,28 +657,27 @@ impl RadixIndex {
             return;
         }
         let block_size = self.block_size();
-        for run in runs.iter().filter(|run| run.from < run.to) {
+        for run in runs {
             let last = self.nodes[run.node].id(run.to - 1, block_size);
             let from = run.from;
             self.leases[lease].sources.push(Stretch { last, from });
-            self.add_source(run.node, run.from, run.to);
         }
+        self.add_sources(runs);
     }
 
     /// Pins a stretch of sources that a lease names.
     fn pin_stretch(&mut self, stretch: Stretch) {
         let parts: SmallVec<[SourceRun; 4]> = self.parts(stretch).collect();
-        for part in parts {
-            self.add_source(part.node, part.from, part.to);
-        }
+        self.add_sources(&parts);
     }
 
-    /// Ends one pin of a stretch of sources.
-    fn unpin_stretch(&mut self, stretch: Stretch) {
-        let parts: SmallVec<[SourceRun; 4]> = self.parts(stretch).collect();
-        for part in parts {
-            self.remove_source(part.node, part.from, part.to);
-        }
+    /// Ends one pin each of stretches of sources, the last first: those of a node are taken away from their end, as they were
+    /// added to it.
+    fn unpin_stretches(&mut self, stretches: &[Stretch]) {
+        let all = stretches.iter().rev();
+        let parts: SmallVec<[SourceRun; 4]> =
+            all.flat_map(|&stretch| self.parts(stretch)).collect();
+        self.remove_sources(&parts);
     }
 
     /// Ends the pins of the sources of a lease.
@@ -592,10 +685,7 @@ impl RadixIndex {
         let held = &mut self.leases[lease];
         let sources = std::mem::take(&mut held.sources);
         let kept = held.take_kept_sources();
-        // Those of a node are taken away from their end, as they were added to it.
-        for stretch in sources.into_iter().rev() {
-            self.unpin_stretch(stretch);
-        }
+        self.unpin_stretches(&sources);
         self.unkeep(kept);
     }
 
@@ -605,9 +695,7 @@ impl RadixIndex {
             return;
         };
         // First, as long as the path protects most that is above them.
-        for &stretch in ended.sources.iter().rev() {
-            self.unpin_stretch(stretch);
-        }
+        self.unpin_stretches(&ended.sources);
         for path in &ended.paths {
             self.unanchor(path.last);
         }

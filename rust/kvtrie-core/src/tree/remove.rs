@@ -13,7 +13,8 @@ use crate::ids::{ABSENT, BlockId, Depth, NodeIndex};
 use crate::namespace::Namespace;
 use crate::payload::Payload;
 use crate::siblings;
-use crate::tree::RadixIndex;
+use crate::tree::pins::Leaving;
+use crate::tree::{Effort, RadixIndex, Steps};
 
 impl RadixIndex {
     /// Takes these ids out of the index wherever they stand, and answers those that nobody pins, in call order. Pinned
@@ -23,10 +24,35 @@ impl RadixIndex {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id lies outside the pool; nothing is discarded then.
     ///
     /// # Complexity
-    /// O(log leaves) a block; a pinned one O(live plans · edges of their paths and sources), and past the bound on holes one
-    /// pass over the nodes.
+    /// O(log leaves) a block; if some are pinned, once O(live plans · edges of their paths and sources in the same namespaces); past
+    /// the bound on holes, one pass over the leaves.
     pub fn discard(&mut self, ids: &[BlockId]) -> Result<Vec<BlockId>> {
+        let freed = self.discard_within(ids, Effort::ANY)?;
+        // No effort is too large.
+        Ok(freed.unwrap_or_default())
+    }
+
+    /// As [`discard`](Self::discard), unless that takes more than `effort`: then nothing is discarded or counted.
+    ///
+    /// # Errors
+    /// As [`discard`](Self::discard).
+    ///
+    /// # Complexity
+    /// O(effort + ids).
+    pub fn discard_within(
+        &mut self,
+        ids: &[BlockId],
+        effort: Effort,
+    ) -> Result<Option<Vec<BlockId>>> {
         self.check_ids(ids, "RadixIndex.discard")?;
+        let mut steps = effort.steps();
+        let cuts = self
+            .count_removal(ids.len() as u64, &mut steps)
+            .and_then(|()| self.find_cuts(&self.pinned_of(ids), &mut steps));
+        let Some(cuts) = cuts else {
+            return Ok(None);
+        };
+        self.cut_out(cuts);
         let mut unknown = Vec::new();
         let mut freed = Vec::new();
         for &id in ids {
@@ -43,7 +69,7 @@ impl RadixIndex {
             if edge.has_children() || depth + 1 < edge.end() {
                 self.renew_version(node);
             }
-            let (_, condemned) = self.leave(node, depth);
+            let (_, condemned) = self.take_out(node, depth);
             if !condemned {
                 freed.push(id);
             }
@@ -52,7 +78,41 @@ impl RadixIndex {
         self.blocks.clear_seen(ids.iter().map(|id| id.0));
         self.unknown_discards += unknown.len() as u64;
         self.bound_holes();
-        Ok(freed)
+        Ok(Some(freed))
+    }
+
+    /// Those of these ids that somebody may pin.
+    fn pinned_of(&self, ids: &[BlockId]) -> Leaving {
+        let place = |id: &BlockId| match self.blocks.place(id.0) {
+            Place::Indexed { node, depth } if self.may_be_pinned(node, depth) => {
+                Some((node, depth))
+            }
+            _ => None,
+        };
+        let mut places: Vec<(NodeIndex, Depth)> = ids.iter().filter_map(place).collect();
+        places.sort_unstable();
+        places.dedup();
+        let mut leaving = Leaving::default();
+        for (node, depth) in places {
+            leaving.add(self.nodes[node].tree, node, depth, depth + 1);
+        }
+        leaving
+    }
+
+    /// Counts the steps of taking so many blocks out: one each, and if that may exceed the bound on holes, one a leaf. None if
+    /// these are more than are left.
+    pub(super) fn count_removal(&self, blocks: u64, steps: &mut Steps) -> Option<()> {
+        steps.take(blocks)?;
+        steps.take(self.bound_steps(blocks))
+    }
+
+    /// What bounding the holes takes after so many more at most: a step for each leaf, if they may come to be too many.
+    pub(crate) fn bound_steps(&self, holes: u64) -> u64 {
+        if self.num_holes + holes > self.config.num_blocks {
+            self.order.entries().len() as u64
+        } else {
+            0
+        }
     }
 
     /// Hands out at most `n` blocks: those that wait for [`take_freed`](Self::take_freed) first, then those that
@@ -75,6 +135,22 @@ impl RadixIndex {
     /// # Ok::<(), kvtrie_core::Error>(())
     /// ```
     pub fn evict(&mut self, n: usize) -> Vec<BlockId> {
+        let evicted = self.evict_within(n, Effort::ANY);
+        // No effort is too large.
+        evicted.unwrap_or_default()
+    }
+
+    /// As [`evict`](Self::evict), unless that takes more than `effort`: then nothing is evicted.
+    ///
+    /// # Complexity
+    /// O(effort).
+    pub fn evict_within(&mut self, n: usize, effort: Effort) -> Option<Vec<BlockId>> {
+        let there = self.num_evictable() + self.num_waiting();
+        let mut steps = effort.steps();
+        steps.take(there.min(n as u64))?;
+        if self.num_dead > 0 {
+            steps.take(self.bound_steps(self.num_dead.min(n as u64)))?;
+        }
         let mut out = Vec::new();
         while out.len() < n {
             let Some(id) = self.waiting.pop_front() else {
@@ -100,7 +176,7 @@ impl RadixIndex {
         if any_dead {
             self.bound_holes();
         }
-        out
+        Some(out)
     }
 
     /// Takes blocks from the end of the leaf that goes first, while it does and `out` has fewer than `n`.
@@ -141,6 +217,9 @@ impl RadixIndex {
     }
 
     /// Hands out the condemned blocks whose last pin ended, oldest release first, ascending within one release.
+    ///
+    /// # Complexity
+    /// O([`num_waiting`](Self::num_waiting)).
     pub fn take_freed(&mut self) -> Vec<BlockId> {
         let taken: Vec<u32> = self.waiting.drain(..).collect();
         for &id in &taken {
@@ -233,14 +312,20 @@ impl RadixIndex {
     fn remove_tree(&mut self, tree: u32) {
         if let Some(gone) = self.trees.remove(tree) {
             self.tree_of.remove(&gone.namespace);
+            self.salts.remove(&gone.namespace);
         }
     }
 
     /// A block leaves its place, which becomes a hole; the caller settles the edge. Answers the id and whether it is
     /// condemned.
     pub(crate) fn leave(&mut self, node: NodeIndex, place: Depth) -> (u32, bool) {
-        let id = self.nodes[node].id(place, self.block_size());
         self.unpath(node, place);
+        self.take_out(node, place)
+    }
+
+    /// As [`Self::leave`], of a block that was cut out of what pins it.
+    pub(super) fn take_out(&mut self, node: NodeIndex, place: Depth) -> (u32, bool) {
+        let id = self.nodes[node].id(place, self.block_size());
         self.unmark(node, place, place + 1);
         let mut left = (id, false);
         self.vacate(node, place, place + 1, |id, condemned| {

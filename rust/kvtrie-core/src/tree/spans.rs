@@ -1,13 +1,11 @@
 //! Parts of a sequence that its owner wants out of the cache: which blocks they are, and their removal (D10, D11).
 
-use foldhash::quality::FixedState;
-use hashbrown::HashMap;
-
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex, depth};
 use crate::siblings;
 use crate::tokens::TokenSequence;
-use crate::tree::{Position, RadixIndex};
+use crate::tree::pins::{Cuts, Leaving};
+use crate::tree::{Effort, Position, RadixIndex, Steps};
 
 /// What became of the blocks inside the ranges, each list in path order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -29,6 +27,17 @@ pub(super) struct Part {
     pub(super) is_extended: bool,
 }
 
+/// What `remove_spans` is about to do.
+#[derive(Default)]
+struct Removal {
+    /// The blocks that leave: (node, parts), both ascending.
+    gone: Vec<(NodeIndex, Vec<(Depth, Depth)>)>,
+    /// What leases pin of them.
+    cuts: Cuts,
+    /// What is known of the answer: the blocks that stay.
+    removed: Removed,
+}
+
 impl RadixIndex {
     /// Takes the blocks wholly inside `ranges` out of the index. Those that straddle an edge of a range stay: this frees
     /// memory, it does not redact. What lies behind is cut off from exact matching until the hole is filled again.
@@ -44,7 +53,8 @@ impl RadixIndex {
     ///
     /// # Complexity
     /// O(edges of the path, and tokens that the sequence was not known to share) + O(blocks removed) + O(log leaves) an edge. If
-    /// some are pinned, once O(live plans · edges of their paths and sources); past the bound on holes, one pass over the nodes.
+    /// some are pinned, once O(live plans · edges of their paths and sources in the same namespace); past the bound on holes, one
+    /// pass over the leaves.
     ///
     /// # Examples
     /// ```
@@ -67,55 +77,88 @@ impl RadixIndex {
         ranges: &[(usize, usize)],
         force: bool,
     ) -> Result<Removed> {
+        let removed = self.remove_spans_within(seq, ranges, force, Effort::ANY)?;
+        // No effort is too large.
+        Ok(removed.unwrap_or_default())
+    }
+
+    /// As [`remove_spans`](Self::remove_spans), unless that takes more than `effort`: then nothing is removed.
+    ///
+    /// # Errors
+    /// As [`remove_spans`](Self::remove_spans).
+    ///
+    /// # Complexity
+    /// O(effort + ranges).
+    pub fn remove_spans_within(
+        &mut self,
+        seq: &TokenSequence,
+        ranges: &[(usize, usize)],
+        force: bool,
+        effort: Effort,
+    ) -> Result<Option<Removed>> {
         let ranges = self.block_ranges(seq, ranges, "RadixIndex.remove_spans")?;
-        let block_size = self.block_size();
-        let (mut removed, mut gone) = (Removed::default(), Vec::new());
-        for (node, parts) in self.parts_inside(seq, &ranges, true) {
-            let mut own = Vec::new();
-            for part in parts {
-                if force || !part.is_extended {
-                    own.push((part.from, part.to));
-                } else {
-                    let ids = self.nodes[node].ids(part.from, part.to, block_size);
-                    removed.kept.extend(ids);
-                }
-            }
-            if !own.is_empty() {
-                gone.push((node, own));
-            }
-        }
-        if let (Some(first), Some(last)) = (gone.first(), gone.last()) {
-            let (from, to) = (first.1[0].0, last.1[last.1.len() - 1].1);
+        let Some(Removal {
+            gone,
+            cuts,
+            mut removed,
+        }) = self.removal(seq, &ranges, force, effort)
+        else {
+            return Ok(None);
+        };
+        if let Some(last) = gone.last() {
             let edge = &self.nodes[last.0];
-            let at_end = !edge.has_children() && to == edge.end();
+            let at_end = !edge.has_children() && last.1[last.1.len() - 1].1 == edge.end();
             if !at_end || gone.len() > 1 || last.1.len() > 1 {
                 self.renew_version(last.0);
             }
-            self.remove_parts(&gone, (from, to), &mut removed);
+            self.cut_out(cuts);
+            self.remove_parts(&gone, &mut removed);
             self.bound_holes();
         }
-        Ok(removed)
+        Ok(Some(removed))
     }
 
-    /// Takes these present blocks of one path out of the index: (node, parts), both ascending, between two depths.
-    fn remove_parts(
-        &mut self,
-        gone: &[(NodeIndex, Vec<(Depth, Depth)>)],
-        within: (Depth, Depth),
-        removed: &mut Removed,
-    ) {
+    /// What ranges of blocks of the path of `seq` remove; none if finding or removing it takes more than `effort`.
+    fn removal(
+        &self,
+        seq: &TokenSequence,
+        ranges: &[(Depth, Depth)],
+        force: bool,
+        effort: Effort,
+    ) -> Option<Removal> {
         let block_size = self.block_size();
-        let may_be_pinned = |(node, parts): &(NodeIndex, Vec<(Depth, Depth)>)| {
-            let end = self.protected_end(*node);
-            parts.iter().any(|&(from, _)| from < end)
-        };
-        if gone.iter().any(may_be_pinned) {
-            let own: HashMap<NodeIndex, &[(Depth, Depth)], FixedState> = gone
-                .iter()
-                .map(|(node, parts)| (*node, &parts[..]))
-                .collect();
-            self.cut_out(within, |node| own.get(&node).copied().unwrap_or_default());
+        let (mut removal, mut leaving) = (Removal::default(), Leaving::default());
+        let mut blocks = 0;
+        for (node, parts) in self.parts_inside(seq, ranges, true, effort)? {
+            let protected = self.protected_end(node);
+            let mut own = Vec::new();
+            for part in parts {
+                if force || !part.is_extended {
+                    blocks += u64::from(part.to - part.from);
+                    own.push((part.from, part.to));
+                    if part.from < protected {
+                        leaving.add(self.nodes[node].tree, node, part.from, part.to);
+                    }
+                } else {
+                    let ids = self.nodes[node].ids(part.from, part.to, block_size);
+                    removal.removed.kept.extend(ids);
+                }
+            }
+            if !own.is_empty() {
+                removal.gone.push((node, own));
+            }
         }
+        let mut steps = effort.steps();
+        self.count_removal(blocks, &mut steps)?;
+        if !leaving.is_empty() {
+            removal.cuts = self.find_cuts(&leaving, &mut steps)?;
+        }
+        Some(removal)
+    }
+
+    /// Takes these present blocks of one path, which were cut out of what pins them, out of the index.
+    fn remove_parts(&mut self, gone: &[(NodeIndex, Vec<(Depth, Depth)>)], removed: &mut Removed) {
+        let block_size = self.block_size();
         for (node, parts) in gone {
             for &(from, to) in parts {
                 for id in self.nodes[*node].ids(from, to, block_size) {
@@ -129,7 +172,7 @@ impl RadixIndex {
         }
         // The deepest edge first: one that nothing is left of goes with what is above it.
         for (node, parts) in gone.iter().rev() {
-            for &(from, to) in parts {
+            for &(from, to) in parts.iter().rev() {
                 self.unmark(*node, from, to);
                 self.vacate(*node, from, to, |_, _| ());
             }
@@ -172,18 +215,23 @@ impl RadixIndex {
     }
 
     /// The present blocks of the path of `seq` inside ranges of blocks, by edge, ascending; those that are extended only if
-    /// they are asked for.
+    /// they are asked for. None if finding them takes more than `effort`.
     pub(super) fn parts_inside(
         &self,
         seq: &TokenSequence,
         ranges: &[(Depth, Depth)],
         with_extended: bool,
-    ) -> Vec<(NodeIndex, Vec<Part>)> {
+        effort: Effort,
+    ) -> Option<Vec<(NodeIndex, Vec<Part>)>> {
         let mut found = Vec::new();
-        let (Some(&(first, _)), Some(end)) = (ranges.first(), self.whole_path(seq)) else {
-            return found;
+        let Some(&(first, _)) = ranges.first() else {
+            return Some(found);
         };
-        let extended = self.extended_end(end);
+        let Some(end) = self.whole_path(seq, effort)? else {
+            return Some(found);
+        };
+        let mut steps = effort.steps();
+        let extended = self.extended_end(end, &mut steps)?;
         let from = if with_extended {
             first
         } else {
@@ -191,8 +239,12 @@ impl RadixIndex {
         };
         let block_size = self.block_size();
         let mut ranges = ranges.iter().copied().peekable();
-        for (node, start, end) in self.edges_to(end, from) {
+        for (node, start, end) in self.edges_within(end, from, &mut steps)? {
             let edge = &self.nodes[node];
+            if edge.num_holes() > 0 {
+                // Its blocks are asked one by one.
+                steps.take(u64::from(end - start))?;
+            }
             let mut parts = Vec::new();
             while let Some(&(from, to)) = ranges.peek() {
                 // All blocks before this end are extended, and none behind it.
@@ -220,24 +272,26 @@ impl RadixIndex {
                 found.push((node, parts));
             }
         }
-        found
+        Some(found)
     }
 
     /// The blocks of a path before this depth have a present block below them that is not on it. A block below one is below
-    /// everything above that, so it is the beginning of the path that is extended.
-    fn extended_end(&self, end: Position) -> Depth {
+    /// everything above that, so it is the beginning of the path that is extended. None if finding it takes more steps than are
+    /// left.
+    fn extended_end(&self, end: Position, steps: &mut Steps) -> Option<Depth> {
         let edge = &self.nodes[end.node];
         // The end of a path is the end of a block that is there, or holds something up.
         if end.depth < edge.end() || edge.has_children() {
-            return end.depth;
+            return Some(end.depth);
         }
         let mut at = edge.parent;
         while at != NO_NODE {
+            steps.take(1)?;
             if siblings::only(&self.nodes, at).is_none() {
-                return self.nodes[at].end();
+                return Some(self.nodes[at].end());
             }
             at = self.nodes[at].parent;
         }
-        0
+        Some(0)
     }
 }

@@ -17,19 +17,46 @@ impl RadixIndex {
     /// brings a 65th kind; nothing is tagged then.
     ///
     /// # Complexity
-    /// O(blocks of the path, and tokens that the sequence was not known to share) plus, per edge, its tags.
+    /// O(edges of the path, and tokens that the sequence was not known to share) + O(spans · log spans) + per edge, its tags, and
+    /// its blocks if it has holes.
     pub fn tag(&mut self, seq: &TokenSequence, spans: &[Span]) -> Result<()> {
+        self.tag_within(seq, spans, Effort::ANY).map(|_| ())
+    }
+
+    /// As [`tag`](Self::tag), unless that takes more than `effort`: then nothing is tagged, and the answer is none.
+    ///
+    /// # Errors
+    /// As [`tag`](Self::tag).
+    ///
+    /// # Complexity
+    /// O(effort + spans).
+    pub fn tag_within(
+        &mut self,
+        seq: &TokenSequence,
+        spans: &[Span],
+        effort: Effort,
+    ) -> Result<Option<()>> {
         self.kinds.check(spans, seq.len(), "RadixIndex.tag")?;
-        self.add_tags(seq, spans);
-        Ok(())
+        Ok(self.add_tags(seq, spans, effort))
     }
 
     /// The tags of every present block on the path of `seq`: for each kind maximal runs, sorted by (start, end, kind).
     ///
     /// # Complexity
-    /// O(blocks of the path, and tokens that the sequence was not known to share, + tags · kinds).
+    /// O(edges of the path, and tokens that the sequence was not known to share, + tags · kinds).
     #[must_use]
     pub fn tags(&self, seq: &TokenSequence) -> Vec<Span> {
+        let found = self.tags_within(seq, Effort::ANY);
+        // No effort is too large.
+        found.unwrap_or_default()
+    }
+
+    /// As [`tags`](Self::tags); none if that takes more than `effort`.
+    ///
+    /// # Complexity
+    /// O(effort).
+    #[must_use]
+    pub fn tags_within(&self, seq: &TokenSequence, effort: Effort) -> Option<Vec<Span>> {
         let mut found: Vec<Span> = Vec::new();
         let mut open: BTreeMap<u32, (usize, usize)> = BTreeMap::new();
         let mut close = |bit: u32, (start, end): (usize, usize)| {
@@ -39,7 +66,7 @@ impl RadixIndex {
                 kind: self.kinds.names()[bit as usize].clone(),
             });
         };
-        for run in self.path_tags(seq) {
+        for run in self.path_tags(seq, effort)? {
             for bit in 0..u64::BITS {
                 if run.mask >> bit & 1 == 0 {
                     continue;
@@ -58,42 +85,79 @@ impl RadixIndex {
             close(bit, span);
         }
         found.sort_unstable();
-        found
+        Some(found)
     }
 
-    /// As [`Self::tag`], for spans that were checked.
-    pub(crate) fn add_tags(&mut self, seq: &TokenSequence, spans: &[Span]) {
-        let masks: Vec<(usize, usize, u64)> = spans
-            .iter()
-            .filter(|span| span.start < span.end)
-            .map(|span| (span.start, span.end, self.kinds.intern(&span.kind)))
-            .collect();
-        let Some(end) = self.whole_path(seq).filter(|_| !masks.is_empty()) else {
-            return;
+    /// As [`Self::tag_within`], for spans that were checked.
+    pub(crate) fn add_tags(
+        &mut self,
+        seq: &TokenSequence,
+        spans: &[Span],
+        effort: Effort,
+    ) -> Option<()> {
+        let mut steps = effort.steps();
+        steps.take(spans.len() as u64)?;
+        if spans.iter().all(|span| span.start >= span.end) {
+            return Some(());
+        }
+        let Some(end) = self.whole_path(seq, effort)? else {
+            // The names are known from here on.
+            self.flattened(spans);
+            return Some(());
         };
-        self.is_tagged = true;
-        let block_size = self.block_size();
-        for (node, from, to) in self.edges_to(end, 0) {
-            let edge = &mut self.nodes[node];
-            let mut at = from;
-            while at < to {
-                if !edge.payload(at, block_size).is_present() {
-                    at += 1;
-                    continue;
-                }
-                let until = edge.present_until(at, to, block_size);
-                for &(start, end, mask) in &masks {
-                    let (start, end) = (
-                        start.max(at as usize * block_size),
-                        end.min(until as usize * block_size),
-                    );
-                    if start < end {
-                        edge.extras_mut().tags.add(start, end, mask);
-                    }
-                }
-                at = until;
+        let edges = self.edges_within(end, 0, &mut steps)?;
+        for &(node, from, to) in &edges {
+            steps.take(self.nodes[node].tags().len() as u64)?;
+            if self.nodes[node].num_holes() > 0 {
+                // Its blocks are asked one by one.
+                steps.take(u64::from(to - from))?;
             }
         }
+        let tags = self.flattened(spans);
+        self.is_tagged = true;
+        let block_size = self.block_size();
+        for (node, from, to) in edges {
+            let edge = &mut self.nodes[node];
+            let (mut own, mut at) = (Vec::new(), from);
+            while at < to {
+                let until = edge.present_until(at, to, block_size);
+                let (start, end) = (at as usize * block_size, until as usize * block_size);
+                let first = tags.partition_point(|run| run.end <= start);
+                let inside = tags[first..].iter().take_while(|run| run.start < end);
+                own.extend(inside.map(|run| TagRun {
+                    start: run.start.max(start),
+                    end: run.end.min(end),
+                    mask: run.mask,
+                }));
+                at = edge.absent_until(until, to, block_size);
+            }
+            if !own.is_empty() {
+                edge.extras_mut().tags.merge(&own);
+            }
+        }
+        Some(())
+    }
+
+    /// The tokens of spans as ascending, disjoint runs with all their kinds, which are known from here on.
+    fn flattened(&mut self, spans: &[Span]) -> Vec<TagRun> {
+        let mut turns: Vec<(usize, bool, u32)> = Vec::with_capacity(2 * spans.len());
+        for span in spans.iter().filter(|span| span.start < span.end) {
+            let bit = self.kinds.intern(&span.kind).trailing_zeros();
+            turns.extend([(span.start, true, bit), (span.end, false, bit)]);
+        }
+        turns.sort_unstable();
+        let (mut found, mut open, mut mask, mut start) = (Vec::new(), [0u32; 64], 0u64, 0);
+        for (at, begins, bit) in turns {
+            if start < at && mask != 0 {
+                let end = at;
+                found.push(TagRun { start, end, mask });
+            }
+            start = at;
+            let count = &mut open[bit as usize];
+            *count = if begins { *count + 1 } else { *count - 1 };
+            mask = mask & !(1 << bit) | u64::from(*count > 0) << bit;
+        }
+        found
     }
 
     /// All kinds of the tokens `start..end` on the path down to `at`.
@@ -118,8 +182,7 @@ impl RadixIndex {
     /// The tags of one block.
     pub(crate) fn tags_of_block(&self, node: u32, place: Depth) -> Vec<TagRun> {
         let (start, end) = self.tokens_of(place);
-        let tags = self.nodes[node].extras().map(|extras| extras.tags.runs());
-        let tags = tags.unwrap_or_default();
+        let tags = self.nodes[node].tags();
         let first = tags.partition_point(|run| run.end <= start);
         let last = first + tags[first..].partition_point(|run| run.start < end);
         tags[first..last]
@@ -147,33 +210,45 @@ impl RadixIndex {
         (start, start + self.block_size())
     }
 
-    fn path_tags(&self, seq: &TokenSequence) -> Vec<TagRun> {
-        let Some(end) = self.whole_path(seq) else {
-            return Vec::new();
-        };
-        let until = end.depth as usize * self.block_size();
+    fn path_tags(&self, seq: &TokenSequence, effort: Effort) -> Option<Vec<TagRun>> {
         let mut found = Vec::new();
-        for (node, _, _) in self.edges_to(end, 0) {
-            if let Some(extras) = self.nodes[node].extras() {
-                let inside = extras.tags.runs().iter().filter(|run| run.start < until);
-                found.extend(inside.map(|run| TagRun {
-                    end: run.end.min(until),
-                    ..*run
-                }));
-            }
+        let Some(end) = self.whole_path(seq, effort)?.filter(|_| self.is_tagged) else {
+            return Some(found);
+        };
+        let (until, mut steps) = (end.depth as usize * self.block_size(), effort.steps());
+        for (node, _, _) in self.edges_within(end, 0, &mut steps)? {
+            let tags = self.nodes[node].tags();
+            let inside = &tags[..tags.partition_point(|run| run.start < until)];
+            steps.take(inside.len() as u64)?;
+            found.extend(inside.iter().map(|run| TagRun {
+                end: run.end.min(until),
+                ..*run
+            }));
         }
-        found
+        Some(found)
     }
 
-    /// The deepest place that the whole blocks of `seq` reach, through holes and approximate blocks.
-    pub(super) fn whole_path(&self, seq: &TokenSequence) -> Option<Position> {
+    /// The deepest place that the whole blocks of `seq` reach, through holes and approximate blocks, if its namespace has a tree;
+    /// none if finding it takes more than `effort`.
+    #[expect(
+        clippy::option_option,
+        reason = "there may be no path, and finding it may take too much"
+    )]
+    pub(super) fn whole_path(
+        &self,
+        seq: &TokenSequence,
+        effort: Effort,
+    ) -> Option<Option<Position>> {
         let limit = depth(seq.len() / self.block_size());
         let from = match self.at_cursor(seq) {
             Some((at, _)) => at,
-            None => self.root(seq.namespace())?,
+            None => match self.root(seq.namespace()) {
+                Some(root) => root,
+                None => return Some(None),
+            },
         };
         let whole = |_: &Node, _, to| to;
-        let walked = self.walk(seq.view(), from, limit, Effort::ANY, whole, |_, _, _| ());
-        Some(walked.at)
+        let walked = self.walk(seq.view(), from, limit, effort, whole, |_, _, _| ());
+        (!walked.gave_up).then_some(Some(walked.at))
     }
 }

@@ -7,7 +7,7 @@ use crate::ids::{BlockId, Depth, NodeIndex, depth};
 use crate::node::Node;
 use crate::siblings;
 use crate::tokens::{TokenSequence, View};
-use crate::tree::{Effort, RadixIndex};
+use crate::tree::{Effort, RadixIndex, Steps};
 
 /// A place in a tree: `depth` blocks from the root, `node` being the edge that holds the last of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +31,9 @@ pub(crate) struct Work {
     pub(crate) nodes_visited: u64,
     pub(crate) bytes_compared: u64,
 }
+
+/// Tokens that are compared in the time of looking at an edge that is not in the CPU's cache.
+const TOKENS_A_STEP: usize = 256;
 
 impl RadixIndex {
     /// Where the sequence's cursor stands, with how far the blocks above are exact.
@@ -174,6 +177,36 @@ impl RadixIndex {
         }
     }
 
+    /// How many steps following the sequence takes at most, each about as long as looking at an edge: its blocks that it is not known
+    /// to share, or what comparing their tokens takes. O(1).
+    #[must_use]
+    pub fn unknown_steps(&self, seq: &TokenSequence) -> u64 {
+        let known = self.at_cursor(seq).map_or(0, |(at, _)| at.depth as usize);
+        let tokens = seq.len() - (known * self.block_size()).min(seq.len());
+        (tokens / self.block_size().min(TOKENS_A_STEP)) as u64
+    }
+
+    /// How many steps inserting so many blocks takes at most, counting what leases pin of those that may be replaced, and what
+    /// is dead in its namespace. O(1).
+    #[must_use]
+    pub fn insert_steps(&self, seq: &TokenSequence, num_ids: usize) -> u64 {
+        let ids = num_ids as u64;
+        let replaced = if self.num_approximate > 0 { ids } else { 0 };
+        let tree = self
+            .tree_of
+            .get(seq.namespace())
+            .filter(|_| self.num_dead > 0);
+        let dead = tree.map_or(0, |&tree| self.trees[tree].num_dead);
+        // Blocks that are offered take a fraction of a look at an edge.
+        self.unknown_steps(seq) + ids / 4 + replaced * self.leases.len() as u64 + dead
+    }
+
+    /// Whether some path has holes or approximate blocks, at which a plan looks one by one. O(1).
+    #[must_use]
+    pub fn has_broken_paths(&self) -> bool {
+        self.num_holes > 0 || self.num_approximate > 0
+    }
+
     /// Edges of the path that the sequence was last matched to, as far as it was walked: what planning it again goes over.
     #[must_use]
     pub fn known_edges(&self, seq: &TokenSequence) -> u64 {
@@ -210,16 +243,29 @@ impl RadixIndex {
 
     /// The edges on the way down to `at` that hold blocks from depth `from` on: (node, first depth, end).
     pub(crate) fn edges_to(&self, at: Position, from: Depth) -> Vec<(NodeIndex, Depth, Depth)> {
+        let edges = self.edges_within(at, from, &mut Effort::ANY.steps());
+        // No number of steps is too large.
+        edges.unwrap_or_default()
+    }
+
+    /// As [`Self::edges_to`], with a step for each edge; none if these are more than are left.
+    pub(crate) fn edges_within(
+        &self,
+        at: Position,
+        from: Depth,
+        steps: &mut Steps,
+    ) -> Option<Vec<(NodeIndex, Depth, Depth)>> {
         let mut found = Vec::new();
         let (mut node, mut end) = (at.node, at.depth);
         while end > from {
+            steps.take(1)?;
             let start = self.nodes[node].depth;
             found.push((node, start.max(from), end));
             end = start;
             node = self.nodes[node].parent;
         }
         found.reverse();
-        found
+        Some(found)
     }
 
     /// Writes the block ids of the path down to `at`, from depth `from` on, into `out`; holes are [`ABSENT`](crate::ids::ABSENT).

@@ -155,7 +155,10 @@ impl Pair {
         let (namespace, tokens) = self.tokens(seq);
         let ranges = Self::cut(&self.live[seq].1, ranges);
         let before = (self.index.digest(), self.index.stats());
-        let marked = self.index.mark_dead(&self.live[seq].1, &ranges);
+        let marked = self.at_once(
+            |index, seq, effort| index.mark_dead_within(seq, &ranges, effort),
+            seq,
+        );
         let expected = self.model.mark_dead(namespace, &tokens, &ranges);
         prop_assert_eq!(marked.as_ref().ok().copied(), expected, "{:?}", marked);
         if expected.is_none_or(|marked| marked == 0) {
@@ -173,7 +176,10 @@ impl Pair {
         let (namespace, tokens) = self.tokens(seq);
         let ranges = Self::cut(&self.live[seq].1, ranges);
         let before = (self.index.digest(), self.index.stats());
-        let found = self.index.remove_spans(&self.live[seq].1, &ranges, force);
+        let found = self.at_once(
+            |index, seq, effort| index.remove_spans_within(seq, &ranges, force, effort),
+            seq,
+        );
         let expected = self.model.remove_spans(namespace, &tokens, &ranges, force);
         if expected.is_none() {
             prop_assert_eq!(before, (self.index.digest(), self.index.stats()));
@@ -189,7 +195,8 @@ impl Pair {
 
     pub(crate) fn evict(&mut self, n: usize) -> Result<(), TestCaseError> {
         let able = self.index.num_waiting() + self.index.num_evictable();
-        let evicted = raw(&self.index.evict(n));
+        let evicted = self.at_once(|index, _, effort| Ok(index.evict_within(n, effort)), 0);
+        let evicted = raw(&evicted.unwrap());
         prop_assert_eq!(evicted.len(), n.min(usize::try_from(able).unwrap()));
         prop_assert_eq!(evicted, self.model.evict(n));
         Ok(())

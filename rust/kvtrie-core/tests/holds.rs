@@ -1,0 +1,351 @@
+//! How long a call may hold an index is counted in steps, and known before it changes anything.
+
+#![expect(clippy::unwrap_used, reason = "helpers of a test")]
+
+use std::sync::Arc;
+
+use kvtrie_core::{
+    BlockId, Config, Effort, ExplainOptions, InsertOptions, LookupOptions, Namespace, PlanOptions,
+    RadixIndex, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+};
+
+/// What the binding allows a call that keeps the interpreter.
+const BRIEF: Effort = Effort {
+    nodes: 256,
+    bytes: 1 << 20,
+};
+
+fn steps(nodes: u64) -> Effort {
+    Effort {
+        nodes,
+        bytes: u64::MAX,
+    }
+}
+
+fn namespace(adapter: Option<&str>, salt: Salt) -> Arc<Namespace> {
+    let adapter = adapter.map(String::from);
+    Arc::new(Namespace::new("m", "bfloat16", "default", adapter, salt).unwrap())
+}
+
+fn sequence(tokens: impl IntoIterator<Item = u32>) -> TokenSequence {
+    let tokens = tokens.into_iter().collect();
+    TokenSequence::new(namespace(None, Salt::Shared), tokens, vec![]).unwrap()
+}
+
+fn ids(range: impl IntoIterator<Item = u32>) -> Vec<BlockId> {
+    range.into_iter().map(BlockId).collect()
+}
+
+fn index(num_blocks: u64) -> RadixIndex {
+    RadixIndex::new(Config {
+        num_blocks,
+        block_size: 1,
+        ..Config::default()
+    })
+    .unwrap()
+}
+
+fn insert(index: &mut RadixIndex, seq: &mut TokenSequence, ids: &[BlockId]) {
+    let options = InsertOptions::new(seq.len(), Source::Computed);
+    index.insert(seq, ids, options).unwrap();
+}
+
+/// An index with a sequence of so many blocks, in one edge.
+fn of_one_edge(blocks: u32) -> (RadixIndex, TokenSequence) {
+    let mut index = index(8 * u64::from(blocks));
+    let mut seq = sequence(0..blocks);
+    insert(&mut index, &mut seq, &ids(0..blocks));
+    (index, seq)
+}
+
+/// As [`of_one_edge`], with a branch behind each block, so that each is an edge of its own.
+fn of_many_edges(blocks: u32) -> (RadixIndex, TokenSequence) {
+    let (mut index, seq) = of_one_edge(blocks);
+    for at in 1..blocks {
+        let mut branch = sequence((0..at).chain([blocks + at]));
+        let all: Vec<BlockId> = ids((0..at).chain([blocks + at]));
+        insert(&mut index, &mut branch, &all);
+    }
+    (index, seq)
+}
+
+fn plans(index: &mut RadixIndex, seq: &TokenSequence, count: usize) -> Vec<ReusePlan> {
+    let options = PlanOptions {
+        keep_last: 0,
+        pin: true,
+    };
+    let policy = ReusePolicy::EXACT_ONLY;
+    let mut one = || index.plan(&mut seq.clone(), &policy, options).unwrap();
+    (0..count).map(|_| one()).collect()
+}
+
+#[test]
+fn what_plans_pin_is_gone_over_once_however_many_blocks_are_discarded() {
+    let (edges, leases, gone) = (200, 16, 64);
+    let (mut index, seq) = of_many_edges(edges);
+    let held = plans(&mut index, &seq, leases);
+    let list = ids(1..=gone);
+    // A step for each block, each plan, each of its edges, and each block that it keeps by its id.
+    let most = u64::from(gone) + leases as u64 * u64::from(1 + edges + gone);
+    assert_eq!(index.discard_within(&list, steps(most / 2)).unwrap(), None);
+    let freed = index.discard_within(&list, steps(most)).unwrap();
+    assert_eq!(freed, Some(vec![]));
+    index.check().unwrap();
+    for plan in &held {
+        index.release(plan).unwrap();
+    }
+    assert_eq!(index.take_freed(), list);
+    index.check().unwrap();
+}
+
+#[test]
+fn what_other_namespaces_pin_costs_a_step_a_plan() {
+    let (mut index, seq) = of_many_edges(200);
+    let _held = plans(&mut index, &seq, 16);
+    let other = namespace(Some("other"), Salt::Shared);
+    let mut mine = TokenSequence::new(other, vec![1, 2, 3, 4], vec![]).unwrap();
+    let own = ids(1_000..1_004);
+    insert(&mut index, &mut mine, &own);
+    let _pinned = plans(&mut index, &mine, 1);
+    // Two blocks, 17 plans, an edge, and two blocks that the plan keeps.
+    let done = index.remove_spans_within(&mine, &[(1, 3)], false, steps(40));
+    assert_eq!(done.unwrap().unwrap().condemned, own[1..3]);
+    index.check().unwrap();
+}
+
+#[test]
+fn a_path_is_pinned_in_as_many_pieces_as_discards_leave() {
+    let blocks = 4_000;
+    let (mut index, seq) = of_one_edge(blocks);
+    let held = plans(&mut index, &seq, 3);
+    let list = ids((1..blocks).step_by(2));
+    assert_eq!(index.discard(&list).unwrap(), []);
+    assert_eq!(index.stats().pinned, u64::from(blocks));
+    index.check().unwrap();
+    // Once more, out of the pieces: what is left of the first half.
+    let rest = ids((0..blocks / 2).step_by(2));
+    assert_eq!(index.discard(&rest).unwrap(), []);
+    index.check().unwrap();
+    for plan in &held {
+        index.release(plan).unwrap();
+    }
+    assert_eq!(index.take_freed().len(), list.len() + rest.len());
+    index.check().unwrap();
+}
+
+#[test]
+fn forks_of_a_plan_share_what_is_left_before_them() {
+    let mut index = index(64);
+    let mut seq = sequence(0..8);
+    insert(&mut index, &mut seq, &ids(0..8));
+    let plan = plans(&mut index, &seq, 1).remove(0);
+    // A second branch under the same plan, behind four blocks.
+    let mut fork = sequence((0..8).chain(20..24));
+    let options = InsertOptions::new(12, Source::Plan(&plan));
+    let all = ids((0..8).chain(20..24));
+    index.insert(&mut fork, &all, options).unwrap();
+    assert_eq!(index.discard(&ids([2, 5, 21])).unwrap(), []);
+    index.check().unwrap();
+    index.release(&plan).unwrap();
+    assert_eq!(index.take_freed(), ids([2, 5, 21]));
+    index.check().unwrap();
+}
+
+#[test]
+fn an_exact_plan_over_many_holes_is_known_to_be_long() {
+    for many_edges in [false, true] {
+        let blocks = 2_000;
+        let (mut index, seq) = if many_edges {
+            of_many_edges(blocks)
+        } else {
+            of_one_edge(blocks)
+        };
+        let policy = ReusePolicy::EXACT_ONLY;
+        let options = PlanOptions::default();
+        index.discard(&ids((1..blocks - 1).step_by(2))).unwrap();
+        let (before, clock) = (index.digest(), index.stats().clock);
+        let mut prompt = sequence(seq.tokens().iter().copied());
+        let given_up = index.plan_within(&mut prompt, &policy, options, BRIEF);
+        assert!(given_up.unwrap().is_none());
+        assert_eq!((index.digest(), index.stats().clock), (before, clock));
+        // Few of them are nothing to speak of, and neither are holes elsewhere.
+        let mut short = sequence(seq.tokens().iter().copied().take(50));
+        let plan = index.plan_within(&mut short, &policy, options, BRIEF);
+        index.release(&plan.unwrap().unwrap()).unwrap();
+        let plan = index.plan_within(&mut prompt, &policy, options, Effort::ANY);
+        index.release(&plan.unwrap().unwrap()).unwrap();
+    }
+}
+
+#[test]
+fn calls_that_may_have_to_bound_the_holes_are_known_to_be_long() {
+    let leaves = 400;
+    let mut index = index(1_000);
+    for leaf in 0..leaves {
+        insert(&mut index, &mut sequence([10_000 + leaf]), &ids([leaf]));
+    }
+    let mut free: Vec<BlockId> = ids(leaves..1_000);
+    let mut number = 0;
+    while index.stats().holes + 60 < 1_000 {
+        let mut path = sequence((0..50).map(|at| 20_000 + 100 * number + at));
+        number += 1;
+        let blocks = free.split_off(free.len() - 50);
+        insert(&mut index, &mut path, &blocks);
+        free.extend(index.remove_spans(&path, &[(0, 49)], false).unwrap().freed);
+    }
+    let mut path = sequence((0..100).map(|at| 90_000 + at));
+    let blocks = free.split_off(free.len() - 100);
+    insert(&mut index, &mut path, &blocks);
+    assert!(index.stats().evictable > 256);
+    let before = index.digest();
+    let within = index.remove_spans_within(&path, &[(0, 99)], false, BRIEF);
+    assert_eq!(within.unwrap(), None);
+    assert_eq!(index.discard_within(&blocks[..99], BRIEF).unwrap(), None);
+    index.mark_dead(&path, &[(0, 99)]).unwrap();
+    assert_eq!(index.evict_within(99, BRIEF), None);
+    assert_ne!(index.digest(), before);
+    assert_eq!(index.evict_within(99, Effort::ANY).unwrap().len(), 99);
+    index.check().unwrap();
+}
+
+#[test]
+fn a_use_that_revives_much_is_known_to_be_long() {
+    let blocks = 2_000;
+    let (mut index, seq) = of_one_edge(blocks);
+    let marks: Vec<_> = (0..1_000).map(|at| (2 * at, 2 * at + 1)).collect();
+    assert_eq!(index.mark_dead(&seq, &marks).unwrap(), 1_000);
+    let (before, mut out) = (index.digest(), Vec::new());
+    let mut prompt = sequence(0..blocks);
+    let options = LookupOptions::default();
+    for _ in 0..3 {
+        let found = index.lookup_within(&mut prompt, options, BRIEF, &mut out);
+        assert_eq!(found.unwrap(), None);
+    }
+    let planned = index.plan_within(
+        &mut prompt,
+        &ReusePolicy::EXACT_ONLY,
+        PlanOptions::default(),
+        BRIEF,
+    );
+    assert!(planned.unwrap().is_none());
+    assert!(index.insert_steps(&prompt, 0) > BRIEF.nodes);
+    assert_eq!(index.digest(), before);
+    // Who only looks revives nothing.
+    let options = LookupOptions {
+        touch: false,
+        ..options
+    };
+    let found = index.lookup_within(&mut prompt, options, BRIEF, &mut out);
+    assert_eq!(found.unwrap().unwrap().num_tokens, 2_000);
+    index
+        .lookup(&mut prompt, LookupOptions::default(), &mut out)
+        .unwrap();
+    assert_eq!(index.stats().dead, 0);
+    index.check().unwrap();
+}
+
+#[test]
+fn ids_of_very_many_edges_are_known_to_be_long() {
+    let (mut index, _) = of_many_edges(1_500);
+    let mut prompt = sequence(0..1_500);
+    let mut out = Vec::new();
+    let options = LookupOptions::default();
+    let tries = (0..20).filter(|_| {
+        let found = index.lookup_within(&mut prompt, options, BRIEF, &mut out);
+        found.unwrap().is_some()
+    });
+    assert_eq!(tries.count(), 0);
+    let found = index.lookup(&mut prompt, options, &mut out).unwrap();
+    assert_eq!((found.num_tokens, out.len()), (1_500, 1_500));
+}
+
+#[test]
+fn tags_behind_the_prompt_are_not_looked_at() {
+    let (mut index, seq) = of_one_edge(20_000);
+    let kind = |at: usize| ["user", "tool"][at % 2].to_owned();
+    let spans: Vec<Span> = (0..20_000)
+        .map(|at| Span {
+            start: at,
+            end: at + 1,
+            kind: kind(at),
+        })
+        .collect();
+    assert_eq!(index.tag_within(&seq, &spans, BRIEF).unwrap(), None);
+    assert!(index.tags(&seq).is_empty());
+    index.tag(&seq, &spans).unwrap();
+    let mut short = sequence(0..4);
+    assert_eq!(index.tags_within(&short, steps(16)).unwrap(), spans[..4]);
+    assert_eq!(index.tags_within(&seq, BRIEF), None);
+    assert_eq!(index.tags(&seq), spans);
+    insert(&mut index, &mut short, &ids(0..4));
+    index.check().unwrap();
+}
+
+#[test]
+fn explain_looks_at_64_namespaces_at_most() {
+    let mut index = index(1_000);
+    let tenant = || Salt::Tenant("t".to_owned());
+    let tokens = vec![1, 2, 3, 4];
+    let mut next = 0;
+    for number in 0..100 {
+        if number == 50 {
+            continue;
+        }
+        let adapter = format!("{number:03}");
+        let len = if number % 99 == 0 { 4 } else { 1 };
+        let own = namespace(Some(&adapter), tenant());
+        let mut seq = TokenSequence::new(own, tokens[..len].to_vec(), vec![]).unwrap();
+        let blocks = ids(next..next + u32::try_from(len).unwrap());
+        next += 4;
+        insert(&mut index, &mut seq, &blocks);
+    }
+    let own = namespace(Some("050"), tenant());
+    let mut prompt = TokenSequence::new(own, tokens.clone(), vec![]).unwrap();
+    let other = |index: &mut RadixIndex, prompt: &mut TokenSequence| {
+        let why = index.explain(prompt, &ExplainOptions::default()).unwrap();
+        why.other_namespace.unwrap().num_tokens
+    };
+    // The two that have all of it are 49 places away, and 32 are looked at on each side.
+    assert_eq!(other(&mut index, &mut prompt), 1);
+    let near = namespace(Some("031"), tenant());
+    let mut prompt = TokenSequence::new(near, tokens, vec![]).unwrap();
+    assert_eq!(other(&mut index, &mut prompt), 4);
+    index.check().unwrap();
+}
+
+#[test]
+fn exact_blocks_replace_all_that_plans_pin_of_approximate_ones() {
+    let blocks = 400;
+    let mut index = index(4_000);
+    let mut seq = sequence(0..blocks);
+    let approximate = Source::Imported(kvtrie_core::Imported {
+        exact_until: 100,
+        hops: 1,
+    });
+    let options = InsertOptions::new(seq.len(), approximate);
+    index.insert(&mut seq, &ids(0..blocks), options).unwrap();
+    let policy = ReusePolicy {
+        approximate: true,
+        ..ReusePolicy::EXACT_ONLY
+    };
+    let options = PlanOptions {
+        keep_last: 0,
+        pin: true,
+    };
+    let held: Vec<_> = (0..8)
+        .map(|_| index.plan(&mut seq.clone(), &policy, options).unwrap())
+        .collect();
+    assert_eq!(held[0].blocks(), ids(0..blocks));
+    let mut again = sequence(0..blocks);
+    let offered = ids((0..100).chain(1_000..1_000 + blocks - 100));
+    insert(&mut index, &mut again, &offered);
+    index.check().unwrap();
+    let stats = index.stats();
+    assert_eq!((stats.condemned, stats.approximate), (300, 0));
+    for plan in &held {
+        assert!(index.validate(plan).unwrap().iter().all(|stayed| *stayed));
+        index.release(plan).unwrap();
+    }
+    assert_eq!(index.take_freed(), ids(100..blocks));
+    index.check().unwrap();
+}
