@@ -171,21 +171,15 @@ class ModelPlan:
         start = as_count(start, "start")
         end = length if end is None else as_count(end, "end")
         if not start <= end <= length:
-            message = f"the range {start}..{end} does not lie in 0..{length}"
+            message = f"the range [{start}, {end}) does not lie in [0, {length}]"
             raise ValueError(message)
-        if len(ids) < -(-end // size):
-            message = f"table has {len(ids)} blocks, too few for {end} tokens"
-            raise ValueError(message)
-        read = copied_from(self._draft) | set(self._in_place)
+        self._check_table(ids, start // size, -(-end // size))
         moves: list[list[int]] = []
         for position in range(start, end):
             origin = self._draft[position]
             if origin is None or origin.piece == IN_PLACE:
                 continue
             dest, source = ids[position // size], origin.source
-            if dest in read:
-                message = f"block {dest} would be written, but the plan reads it"
-                raise ValueError(message)
             goes_on = (
                 moves
                 and position % size
@@ -200,6 +194,19 @@ class ModelPlan:
                 dest_slot = dest * size + position % size
                 moves.append([source_slot, dest_slot, 1, position - source.position])
         return np.array([tuple(move) for move in moves], dtype=MOVE_DTYPE)
+
+    def _check_table(self, ids: list[int], first: int, needed: int) -> None:
+        """Refuse a table by which others' KV would be written, at the blocks `first..needed`."""
+        front = list(zip(ids, self._in_place, strict=False))
+        written = ids[max(first, len(self._in_place)) : needed]
+        for wrong, message in (
+            (len(ids) < needed, f"table has {len(ids)} blocks; it needs {needed}"),
+            (any(given != own for given, own in front), "table does not start with blocks"),
+            (len(set(ids)) < len(ids), "table has a block twice"),
+            (not copied_from(self._draft).isdisjoint(written), "table has a source of the plan"),
+        ):
+            if wrong:
+                raise ValueError(message)
 
     def validate(self) -> npt.NDArray[np.bool_]:
         """One answer a segment: true while pinned, or while its blocks never left."""
