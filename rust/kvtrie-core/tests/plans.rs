@@ -236,8 +236,7 @@ fn moves_refuses_what_does_not_fit() {
     assert!(refused(&table, 9, 8).contains("start and end are 9 and 8; "));
     assert!(refused(&table, 0, 32).contains("must ascend and lie in [0, 31]"));
     assert!(
-        refused(&table[..7], 0, 31)
-            .contains("table has 7 blocks; the 31 tokens before end need 8")
+        refused(&table[..7], 0, 31).contains("table has 7 blocks; the 31 tokens before end need 8")
     );
     assert!(plan.moves(&table[..7], 0, 28).is_ok());
     assert!(plan.moves(&table, 31, 31).unwrap().is_empty());

@@ -94,10 +94,10 @@ impl ReusePlan {
         let mut sorted = table.to_vec();
         // This sort takes one pass over what ascends already, as tables mostly do.
         sorted.sort();
-        if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+        let mut neighbours = sorted.iter().zip(&sorted[1.min(sorted.len())..]);
+        if let Some((twice, _)) = neighbours.find(|(one, next)| one == next) {
             return Err(Error::invalid(format!(
-                "{call}: table has block {} twice; each block may be in it once",
-                pair[0]
+                "{call}: table has block {twice} twice; each block may be in it once"
             )));
         }
         let filled = (start / self.block_size).max(in_place.len())..needed;
