@@ -269,7 +269,7 @@ class Twin:
         self.real.check()
         if self.mirror is not None:
             self.same("digest of the mirror", self.real.digest(), self.mirror.digest())
-        owned = stats["indexed"] + stats["condemned"] + stats["waiting"]
+        owned = stats["indexed"] + stats["condemned"]
         self.same("conservation", len(self.held) + owned, self.num_blocks)
 
     def give(self, what: str, ids: Any) -> None:

@@ -13,7 +13,7 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::buffers::{Arg, Integers, int};
+use crate::buffers::{Arg, Integers};
 use crate::detach::{Cost, Enter, Failure};
 use crate::hints::{Counts, ErrorsByItem, Ids, Plans};
 use crate::output::{counts, ids};
@@ -277,7 +277,7 @@ pub(crate) fn lookup_many(
     let mut items = Vec::with_capacity(seqs.len());
     for (item, seq) in seqs.iter().enumerate() {
         let read = || {
-            let seq = sequence(seq, CALL)?;
+            let seq = sequence(seq, item, CALL)?;
             let start = count_at(starts.as_ref(), item, Arg::new(CALL, "starts"))?;
             Ok((
                 seq,
@@ -325,13 +325,20 @@ pub(crate) fn plan_many(
     let mut items = Vec::with_capacity(seqs.len());
     for (item, seq) in seqs.iter().enumerate() {
         let read = || {
-            let seq = sequence(seq, CALL)?;
+            let seq = sequence(seq, item, CALL)?;
             Ok((
                 seq,
-                policy(policies.as_ref().map(|policies| &policies[item]), CALL)?,
+                policy(
+                    policies.as_ref().map(|policies| &policies[item]),
+                    item,
+                    CALL,
+                )?,
             ))
         };
         items.push(errors.keep(item, read())?);
+    }
+    for (_, policy) in items.iter().flatten() {
+        index.warn_of_unknown_kinds(py, policy, CALL)?;
     }
     let planned = run(py, index, items, |index, seq, policy: &ReusePolicy| {
         index.plan(seq, policy, PlanOptions { keep_last, pin })
@@ -383,7 +390,7 @@ pub(crate) fn insert_many(
     let mut items = Vec::with_capacity(seqs.len());
     for (item, seq) in seqs.iter().enumerate() {
         let read = || {
-            let seq = sequence(seq, CALL)?;
+            let seq = sequence(seq, item, CALL)?;
             let range = offsets[item]..offsets[item + 1];
             let given = blocks.read(range, index.num_blocks, Arg::new(CALL, "blocks"))?;
             let given: Vec<BlockId> = given.into_iter().map(BlockId).collect();
@@ -448,7 +455,7 @@ pub(crate) fn release_many<'py>(
         let plan = plan
             .cast::<PyReusePlan>()
             .map(Bound::get)
-            .map_err(|_| Arg::new(CALL, "plans").wrong_type(plan, "a ReusePlan"));
+            .map_err(|_| Arg::new(CALL, "plans").wrong_item(item, plan, "a ReusePlan"));
         items.push(errors.keep(item, plan)?);
     }
     let long = items.iter().flatten().any(|plan| plan.cost() == Cost::Long);
@@ -542,10 +549,7 @@ impl<'py> Errors<'py> {
 }
 
 fn objects<'py>(value: &Bound<'py, PyAny>, arg: Arg) -> PyResult<Objects<'py>> {
-    value
-        .try_iter()
-        .map_err(|_| arg.wrong_type(value, "a list"))?
-        .collect()
+    arg.iterate(value, "a list")?.collect()
 }
 
 fn exactly<'py>(value: &Bound<'py, PyAny>, count: usize, arg: Arg) -> PyResult<Objects<'py>> {
@@ -554,7 +558,7 @@ fn exactly<'py>(value: &Bound<'py, PyAny>, count: usize, arg: Arg) -> PyResult<O
         return Ok(found);
     }
     Err(PyValueError::new_err(format!(
-        "{}: {} has {} items for {count} sequences",
+        "{}: {} has {} items; it must have {count}, one for each of seqs",
         arg.call,
         arg.name,
         found.len()
@@ -571,19 +575,24 @@ fn optional<'py>(
 
 fn count_at(values: Option<&Objects<'_>>, item: usize, arg: Arg) -> PyResult<usize> {
     match values {
-        Some(values) => arg.count(int(&values[item])?),
+        Some(values) => arg.count(arg.int_at(item, &values[item])?),
         None => Ok(0),
     }
 }
 
-fn sequence<'a>(value: &'a Bound<'_, PyAny>, call: &'static str) -> PyResult<&'a PyTokenSequence> {
+fn sequence<'a>(
+    value: &'a Bound<'_, PyAny>,
+    item: usize,
+    call: &'static str,
+) -> PyResult<&'a PyTokenSequence> {
     let seq = value.cast::<PyTokenSequence>();
     seq.map(Bound::get)
-        .map_err(|_| Arg::new(call, "seqs").wrong_type(value, "a TokenSequence"))
+        .map_err(|_| Arg::new(call, "seqs").wrong_item(item, value, "a TokenSequence"))
 }
 
 fn policy<'a>(
     value: Option<&'a Bound<'_, PyAny>>,
+    item: usize,
     call: &'static str,
 ) -> PyResult<&'a ReusePolicy> {
     let Some(value) = value else {
@@ -592,7 +601,7 @@ fn policy<'a>(
     let policy = value.cast::<PyReusePolicy>();
     policy
         .map(|policy| policy.get().core())
-        .map_err(|_| Arg::new(call, "policies").wrong_type(value, "a ReusePolicy"))
+        .map_err(|_| Arg::new(call, "policies").wrong_item(item, value, "a ReusePolicy"))
 }
 
 fn read_offsets(
@@ -615,13 +624,14 @@ fn read_offsets(
     if ascending {
         return Ok(offsets);
     }
+    let end = |offset: Option<&usize>| offset.map_or("none".to_owned(), usize::to_string);
     Err(PyValueError::new_err(format!(
-        "{}: {} must be {} values that ascend from 0 to {num_ids}, the number of ids; got {} from {:?} to {:?}",
+        "{}: {} has {} values from {} to {}; it must have {}, which ascend from 0 to {num_ids}, the number of ids",
         arg.call,
         arg.name,
-        count + 1,
         offsets.len(),
-        offsets.first(),
-        offsets.last()
+        end(offsets.first()),
+        end(offsets.last()),
+        count + 1,
     )))
 }

@@ -1,7 +1,7 @@
 //! `TokenSequence`.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, MutexGuard};
 
 use kvtrie_core::{Item, TokenSequence};
 use numpy::PyArray1;
@@ -9,8 +9,9 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySlice, PyTuple};
 
-use crate::buffers::{Arg, TOKEN_IDS, int, integers, nothing};
-use crate::detach::{Cost, Enter, Failure, Keys};
+use crate::arguments::{arg, call, int, of};
+use crate::buffers::{Arg, TOKEN_IDS, integers, nothing};
+use crate::detach::{Cost, Enter, Failure, Keys, Lock};
 use crate::errors::exception;
 use crate::hints::{Items, TokenIterator, Tokens};
 use crate::item::PyItem;
@@ -46,9 +47,9 @@ pub(crate) const SEQUENCE: &str = "the sequence";
 ///     >>> seq.extend([8, 9])
 ///     >>> len(seq), seq[-1], seq[1:3]
 ///     (5, 9, array([6, 7], dtype=uint32))
-#[pyclass(frozen, module = "kvtrie", name = "TokenSequence")]
+#[pyclass(frozen, weakref, module = "kvtrie", name = "TokenSequence")]
 pub(crate) struct PyTokenSequence {
-    pub(crate) core: Mutex<TokenSequence>,
+    pub(crate) core: Lock<TokenSequence>,
     namespace: Py<PyNamespace>,
     /// Tokens that an index went over in an earlier call. A hint at what the next call costs, no more.
     seen: AtomicUsize,
@@ -83,11 +84,12 @@ impl PyTokenSequence {
 impl PyTokenSequence {
     #[new]
     #[pyo3(signature = (
-        ids: "_Integers", namespace, items: "Iterable[Item]" = nothing()
+        ids: "_Integers", namespace: "Namespace", items: "Iterable[Item]" = nothing()
     ), text_signature = "(ids, namespace, items=())")]
     fn new(
         ids: &Bound<'_, PyAny>,
-        namespace: Bound<'_, PyNamespace>,
+        #[pyo3(from_py_with = of::<call::TokenSequence, arg::Namespace, PyNamespace>)]
+        namespace: &Bound<'_, PyNamespace>,
         items: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         const CALL: &str = "TokenSequence";
@@ -95,8 +97,8 @@ impl PyTokenSequence {
         let items = read_items(items, Arg::new(CALL, "items"))?;
         let core = TokenSequence::new(Arc::clone(&namespace.get().core), ids, items);
         Ok(Self {
-            core: Mutex::new(core.map_err(|error| exception(&error))?),
-            namespace: namespace.unbind(),
+            core: Lock::new(core.map_err(|error| exception(&error))?),
+            namespace: namespace.clone().unbind(),
             seen: AtomicUsize::new(0),
         })
     }
@@ -153,7 +155,11 @@ impl PyTokenSequence {
     ///     >>> seq[:]
     ///     array([1, 2], dtype=uint32)
     #[pyo3(signature = (n: "SupportsIndex"))]
-    fn truncate(&self, py: Python<'_>, #[pyo3(from_py_with = int)] n: i128) -> PyResult<()> {
+    fn truncate(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = int::<call::TokenSequenceTruncate, arg::N>)] n: i128,
+    ) -> PyResult<()> {
         let n = Arg::new("TokenSequence.truncate", "n").count(n)?;
         py.enter(Cost::copy(n), |keys| {
             keys.lock(&self.core, SEQUENCE)?.truncate(n)?;
@@ -268,7 +274,7 @@ impl<'py> FromPyObject<'_, 'py> for Key<'py> {
     fn extract(key: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         match key.cast::<PySlice>() {
             Ok(slice) => Ok(Self::Slice(slice.to_owned())),
-            Err(_) => int(&key).map(Self::Position),
+            Err(_) => crate::buffers::int(&key).map(Self::Position),
         }
     }
 }
@@ -286,15 +292,14 @@ fn read_items(value: Option<&Bound<'_, PyAny>>, arg: Arg) -> PyResult<Vec<Item>>
     {
         return Ok(Vec::new());
     }
-    let items = value
-        .try_iter()
-        .map_err(|_| arg.wrong_type(value, "an iterable of Item"))?;
+    let items = arg.iterate(value, "an iterable of Item")?;
     items
-        .map(|item| {
+        .enumerate()
+        .map(|(at, item)| {
             let item = item?;
             let item = item
                 .cast::<PyItem>()
-                .map_err(|_| arg.wrong_type(&item, "an Item"))?;
+                .map_err(|_| arg.wrong_item(at, &item, "an Item"))?;
             Ok(item.get().core.clone())
         })
         .collect()
