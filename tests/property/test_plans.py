@@ -57,7 +57,7 @@ def test_plans_agree_with_model(
         plans = [
             index.plan(prompt.sequence(), policy, keep_last=keep_last, pin=False) for index in both
         ]
+        real, model = (pick(plan, PLAN) for plan in plans)
         for plan in plans:
             plan.release()
-        real, model = (pick(plan, PLAN) for plan in plans)
         assert real == model

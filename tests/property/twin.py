@@ -365,7 +365,7 @@ class Twin:
             computed = self.rng.choice([-1, length + 1])
         start = self.start(length)
         if isinstance(source, Plans) and self.chance(0.3):
-            start = min(len(source.model.blocks) * size, length // size * size)
+            start = min(len(source.model._in_place) * size, length // size * size)
         first = max(0, start) // size
         count = max(0, computed // size - first)
         if self.chance(0.3):

@@ -313,7 +313,7 @@ fn contradictions_are_refused() {
         &spoilt(|index| index.waiting.push_back(64)),
     );
     told(
-        "not in 0..20",
+        "not in [0, 20)",
         &spoilt(|index| index.config.num_blocks = 20),
     );
     told(
