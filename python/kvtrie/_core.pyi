@@ -96,7 +96,7 @@ class BlockAllocator:
         3
         >>> pool.free(ids[1:])
         Traceback (most recent call last):
-        ValueError: BlockAllocator.free: block 1 is not held: it was freed before, or never handed out
+        ValueError: BlockAllocator.free: ids holds 1, which is not handed out: it was freed before, or never allocated
     """
     def __new__(cls, /, num_blocks: SupportsIndex) -> BlockAllocator: ...
     def allocate(
