@@ -784,7 +784,7 @@ impl Engine {
         self.seen.condemned += u64::from(stats.condemned > 0);
         self.seen.holes += u64::from(stats.holes > 0);
         self.seen.approximate += u64::from(stats.approximate > 0);
-        let owned = stats.indexed + stats.condemned + stats.waiting;
+        let owned = stats.indexed + stats.condemned;
         assert_eq!(
             owned,
             self.count(Owner::Index) as u64,

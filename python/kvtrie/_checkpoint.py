@@ -132,7 +132,7 @@ def _header(file: Path) -> Iterator[tuple[str, _Tensor]]:
         except (KeyError, TypeError, ValueError):
             _refuse(file, f"its header does not say where {name!r} lies")
         if not 0 <= start <= end <= room:
-            _refuse(file, f"{name!r} is to lie at {start}..{end} of {room} bytes")
+            _refuse(file, f"{name!r} is to lie at [{start}, {end}) of {room} bytes")
         yield name, _Tensor(file, dtype, shape, 8 + size + start, end - start)
 
 

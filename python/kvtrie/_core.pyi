@@ -96,7 +96,7 @@ class BlockAllocator:
         3
         >>> pool.free(ids[1:])
         Traceback (most recent call last):
-        ValueError: BlockAllocator.free: block 1 is not held: it was freed before, or never handed out
+        ValueError: BlockAllocator.free: ids holds 1, which is not handed out: it was freed before, or never allocated
     """
     def __new__(cls, /, num_blocks: SupportsIndex) -> BlockAllocator: ...
     def allocate(
@@ -395,7 +395,7 @@ class IndexStats:
     """
     Counters of an index at one moment, all of them int. `RadixIndex.stats` makes them.
 
-    A block id that an index knows is indexed, condemned or waiting; all others are the caller's.
+    A block id that an index knows is indexed or condemned; all others are the caller's, free or held.
 
     Example:
         >>> import kvtrie
@@ -429,7 +429,8 @@ class IndexStats:
     @property
     def condemned(self, /) -> int:
         """
-        Blocks that left the index while a plan pinned them, and still are pinned.
+        Blocks that are neither indexed nor the caller's: they left the index while a plan pinned them, and
+        are pinned still or wait for `take_freed()`.
         """
     @property
     def dead(self, /) -> int:
@@ -485,7 +486,7 @@ class IndexStats:
     @property
     def waiting(self, /) -> int:
         """
-        Blocks that were condemned, are no longer pinned, and wait for `take_freed()`.
+        Condemned blocks that no plan pins any more: they wait for `take_freed()`.
         """
     @property
     def windows(self, /) -> int:
@@ -729,8 +730,10 @@ class Namespace:
         kv_dtype: Element type and scales of the KV.
         rope: How positions turn K, for instance `"yarn:4"`.
         adapter: Content id of the adapter (LoRA), or None.
-        salt: Who may share: one salt a tenant, or `kvtrie.SHARED` to share on purpose. There is no
-            default, because sharing across tenants tells each what the others have asked.
+        salt: Who may share: one salt per tenant, or `kvtrie.SHARED` to share on purpose. There is no
+            default, because sharing across tenants tells each what the others have asked. A tenant's
+            salt is a secret: no `repr`, message or log shows it. The attribute, pickles and snapshots
+            have it.
 
     Raises:
         TypeError: A field is not a str, or the salt is neither a str nor `SHARED`.
@@ -863,8 +866,8 @@ class RadixIndex:
     `insert` gives ids to the index, every other call that returns ids gives them back.
 
     One lock guards an index; any thread may call it. Calls that are expected to take longer than 50 µs
-    let go of the interpreter. In a child after `os.fork` an index is a copy of its own; fork while no
-    other thread is inside a call.
+    let go of the interpreter. After `os.fork` it is the parent's: in the child it raises
+    `StaleHandleError`, as do plans, sequences, ledgers and allocators that the child inherited.
 
     Args:
         num_blocks: Blocks in the engine's KV pool, 1 to 2**31.
@@ -1521,7 +1524,7 @@ class RadixIndex:
         Example:
             >>> import kvtrie
             >>> stats = kvtrie.RadixIndex(num_blocks=8).stats()
-            >>> stats.indexed + stats.condemned + stats.waiting
+            >>> stats.indexed + stats.condemned
             0
         """
     def tag(self, /, seq: TokenSequence, spans: Iterable[Span]) -> None:
@@ -1625,6 +1628,10 @@ class ReusePlan:
     copied and tokens that must be computed. Release every plan, or use it in a `with` statement.
     A plan that is collected unreleased releases itself and emits a `ResourceWarning`.
 
+    Once it was released a plan names no block, for these may be others' by then: `blocks`,
+    `source_blocks` and `moves` raise `StaleHandleError`, as does whatever needs its pins. What it
+    says of the prompt stays: its counts, `gaps`, `segments` and `validate`.
+
     Array attributes are fresh arrays at every access: take them once and keep them.
 
     Example:
@@ -1652,7 +1659,8 @@ class ReusePlan:
     @property
     def blocks(self, /) -> npt.NDArray[np.int32]:
         """
-        Ids used in place for the first whole blocks of the prompt (int32). Nobody writes to them.
+        Ids used in place for the first whole blocks of the prompt (int32). Nobody writes to them. A
+        `StaleHandleError` once the plan was released.
         """
     @property
     def candidates_dropped(self, /) -> int:
@@ -1671,11 +1679,11 @@ class ReusePlan:
         """
         The copies that fill a block table, as plain data for whoever has the memory.
 
-        A slot is block id · block size + offset. Pieces end at block edges on both sides. The plan
-        need not be live: this is arithmetic on what the plan knows.
+        A slot is block id · block size + offset. Pieces end at block edges on both sides. The whole
+        table is checked, which takes about 10 ns a block.
 
         Args:
-            table: Block ids of the prompt from position 0: `blocks`, then the new ones.
+            table: Block ids of the prompt from position 0: `blocks`, then the new ones, each id once.
             start: Only copies to positions from here on, in tokens.
             end: Only copies to positions before this one; None is the end of the prompt.
 
@@ -1684,9 +1692,11 @@ class ReusePlan:
             `delta` (by how many positions K is turned).
 
         Raises:
+            StaleHandleError: The plan was released.
             TypeError: The table is no list of integers.
-            ValueError: The range is reversed or beyond the prompt, or the table is too short, holds
-                an id outside the pool, or would write a block that the plan reads.
+            ValueError: The range is reversed or beyond the prompt, or the table is too short, does not
+                start with `blocks`, holds an id outside the pool or an id twice, or has a source block
+                where the range is filled.
 
         Example:
             >>> import kvtrie
@@ -1778,14 +1788,16 @@ class ReusePlan:
     @property
     def source_blocks(self, /) -> npt.NDArray[np.int32]:
         """
-        Ids that are copied from, ascending, each once (int32). A block in place may be among them.
+        Ids that are copied from, ascending, each once (int32). A block in place may be among them. A
+        `StaleHandleError` once the plan was released.
         """
     def validate(self, /) -> npt.NDArray[np.bool_]:
         """
         Whether what the plan uses is still there as it was planned.
 
         True while it is pinned; without pins, true as long as none of the blocks has left the index
-        since the plan was made. What is computed is always true.
+        since the plan was made. What is computed is always true. After `release_sources` the copied
+        segments are without pins, after `release` all are.
 
         Returns:
             One bool a segment, as an array.
@@ -1820,7 +1832,8 @@ class ReusePolicy:
             with more of them is made exact only.
         recompute_first: Tokens at the front of every moved run that are computed anyway.
         recompute_last: Tokens at the end of every moved run that are computed anyway.
-        forbid_kinds: Kinds of spans that are not reused approximately.
+        forbid_kinds: Kinds of spans that are not reused approximately. Where no tag of an index has such
+            a kind, it is a `UserWarning` once, with the nearest kind: the name may be misspelt.
         partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
             engine that copies nothing says False, and `approximate=False`.
 

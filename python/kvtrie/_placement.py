@@ -211,7 +211,7 @@ class _Finder:
             if len(v_rows.tensors) != len(k_rows.tensors):
                 self._refuse(f"K has {len(k_rows.tensors)} layers, V {len(v_rows.tensors)}")
         if not 1 <= num_blocks <= MAX_BLOCKS:
-            self._refuse(f"the tensors hold {num_blocks} blocks, not 1..={MAX_BLOCKS}")
+            self._refuse(f"the tensors hold {num_blocks} blocks, not [1, {MAX_BLOCKS}]")
         return Found(
             placement=Placement(num_blocks, sizes.tokens, sizes.heads, k_rows, v_rows),
             tensors=every,

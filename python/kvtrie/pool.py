@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from kvtrie._core import LayoutError
+from kvtrie._core import KvTrieError, LayoutError
 from kvtrie._moves import check_moves
 from kvtrie._placement import Placement, Rows
 from kvtrie.kernels import ops, reference
@@ -24,6 +24,25 @@ if TYPE_CHECKING:
     BlockIds = NDArray[np.integer] | Sequence[int] | torch.Tensor
 
 MAX_BLOCKS: Final = 2**31
+# Rows that are looked at together: memory for the check is bounded by this many, of one layer.
+_CHECKED_ROWS: Final = 16_384
+
+
+class NonFiniteError(KvTrieError):
+    """K or V that would be copied is NaN or infinite; nothing was copied.
+
+    Attributes:
+        block_ids: The source blocks with such slots among those that would be copied, ascending:
+            what ``RadixIndex.discard`` takes.
+    """
+
+    def __init__(self, message: str, block_ids: list[int]) -> None:
+        super().__init__(message)
+        self.block_ids = block_ids
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, list[int]]]:
+        """Pickled with both arguments."""
+        return type(self), (str(self), self.block_ids)
 
 
 class CopyEvent:
@@ -116,7 +135,7 @@ class KVPool:
             msg = f"KVPool: num_blocks must be an int, not {num_blocks!r}"
             raise TypeError(msg)
         if not 1 <= num_blocks <= MAX_BLOCKS:
-            msg = f"KVPool: num_blocks must be in 1..={MAX_BLOCKS}, not {num_blocks}"
+            msg = f"KVPool: num_blocks must be in [1, {MAX_BLOCKS}], not {num_blocks}"
             raise ValueError(msg)
         if layout.axes is not None:
             msg = (
@@ -256,7 +275,7 @@ class KVPool:
         """V, one view a layer: ``[num_blocks, block_size, kv_heads, v_head_dim]``, or ``None``."""
         return self._v
 
-    def apply(self, moves: NDArray[Any]) -> CopyEvent:
+    def apply(self, moves: NDArray[Any], *, check_finite: bool = False) -> CopyEvent:
         """Carry out the copies of a plan: K is turned by the delta of its move, V is copied.
 
         All layers are copied in one pass. The call needs no index: a worker process applies what
@@ -265,6 +284,9 @@ class KVPool:
         Args:
             moves: A structured array with ``source_slot``, ``dest_slot``, ``num_tokens`` and
                 ``delta`` (new position less old), integers.
+            check_finite: Whether to look at K and V of every source slot first, in all layers. It
+                reads the sources once more than the copies do, and on a GPU the call waits for
+                the device. Memory: the rows of 16,384 slots of one layer.
 
         Returns:
             An event that is done when the copies are. Sources may be let go once every later writer
@@ -276,6 +298,7 @@ class KVPool:
                 (beyond 2**27 where K turns), a destination is named twice, or a slot is source and
                 destination at once (nobody writes a block that is still read).
             LayoutError: If a move has a delta and the pool no ``rope``.
+            NonFiniteError: With ``check_finite``, if K or V of a source slot is NaN or infinite.
         """
         pieces = check_moves(moves, self._num_blocks * self._layout.block_size)
         if self._rope is None and bool(pieces.delta.any()):
@@ -286,6 +309,8 @@ class KVPool:
             raise LayoutError(msg)
         if len(pieces.count):
             slots, deltas = pieces.expand(self._num_blocks * self._layout.block_size)
+            if check_finite:
+                self._check_finite(slots[0])
             cos, sin = _tables(self._rotaries, deltas, self._dtype)
             ops.move_rows(self._tensors, torch.from_numpy(slots), cos, sin, self._geometry)
         return CopyEvent(self._device)
@@ -390,6 +415,27 @@ class KVPool:
         """
         return torch.from_numpy(self._checked_blocks(blocks, 0, end)).to(self._device)
 
+    def _check_finite(self, sources: NDArray[np.integer[Any]]) -> None:
+        """Refuse slots whose K or V is NaN or infinite in a layer; one wait for the device."""
+        sources = np.unique(sources)
+        slots = torch.from_numpy(sources.astype(np.int64)).to(self._device)
+        bad = torch.zeros(len(slots), dtype=torch.bool, device=self._device)
+        for view in (*self._k, *self._v):
+            if view is None:
+                continue
+            for start in range(0, len(slots), _CHECKED_ROWS):
+                some = slice(start, start + _CHECKED_ROWS)
+                rows = reference.gather_rows(view, slots[some])
+                bad[some] |= ~rows.isfinite().flatten(1).all(dim=1)
+        wrong = sources[bad.cpu().numpy()]
+        if len(wrong):
+            blocks = np.unique(wrong // self._layout.block_size).tolist()
+            msg = (
+                f"KVPool.apply: moves copy slot {wrong[0]} of block {blocks[0]}, whose K or V is "
+                f"NaN or infinite; so are {len(wrong)} source slots in {len(blocks)} blocks"
+            )
+            raise NonFiniteError(msg, blocks)
+
     def _check_given(self, name: str, rows: torch.Tensor, num_tokens: int, dim: int) -> None:
         layout = self._layout
         if tuple(rows.shape) != (layout.num_layers, num_tokens, layout.num_kv_heads, dim):
@@ -422,7 +468,7 @@ class KVPool:
         if not 0 <= start <= end <= limit:
             msg = (
                 f"KVPool: positions [{start}, {end}) lie outside the table of {len(table)} blocks "
-                f"(0..={limit})"
+                f"([0, {limit}])"
             )
             raise ValueError(msg)
         used = table[start // block_size : -(-end // block_size)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -244,6 +245,26 @@ class _Asked:
     take: bool
 
 
+class _OwnLock:
+    """A lock that raises in a forked child: a thread that the child does not have may hold it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._pid:
+            msg = (
+                "TurnTracker: the tracker was made before os.fork, in the parent; this child makes "
+                "its own"
+            )
+            raise StaleHandleError(msg)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class TurnTracker:
     """Keeps what decode engines returned, and says how the next prompt relates to it.
 
@@ -343,7 +364,7 @@ class TurnTracker:
             if receiver_block_size is None
             else _whole(call, "receiver_block_size", receiver_block_size, 1, _MAX_BLOCK_SIZE)
         )
-        self._lock = threading.Lock()
+        self._lock = _OwnLock()
         # A block of the index is one token, and its id names a place in the tree of histories.
         # While a history takes the place of another, both are there.
         num_places = 2 * self._max_tokens
@@ -1102,7 +1123,7 @@ def _text(call: str, name: str, value: str) -> str:
 def _whole(call: str, name: str, value: SupportsIndex, least: int, most: int) -> int:
     number = _index(call, name, value)
     if not least <= number <= most:
-        msg = f"{call}: {name} is {number}, not in {least}..={most}"
+        msg = f"{call}: {name} is {number}; it must be in [{least}, {most}]"
         raise ValueError(msg)
     return number
 

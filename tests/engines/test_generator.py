@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+import kvtrie
 from kvtrie._core import LayoutError
 from kvtrie.engines.transformers import Generator
 
@@ -195,6 +196,44 @@ def test_bad_options_are_refused(
     with pytest.raises(error, match=named):
         generator.submit(ids(5), **{"max_new_tokens": 4, **options})
     assert generator.num_waiting == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "user", "tool_calls": [{"type": "function"}]},
+        {"role": "assistant", "content": None, "tool_calls": []},
+    ],
+    ids=str,
+)
+def test_a_message_without_content_is_refused(talk: Generator, message: dict[str, Any]) -> None:
+    """As `kvtrie demo` refuses it; the template would write "None", or nothing at all."""
+    with pytest.raises(ValueError, match=r"Generator: prompt\[1\] is a message without content"):
+        talk.submit([CHAT[0], message])
+    assert talk.num_waiting == 0
+
+
+def test_a_call_of_a_tool_needs_no_content(talk: Generator) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    asked: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert talk.encode([dict(CHAT[0]), asked])
+
+
+def test_a_completion_says_why_an_approximate_policy_reused_exactly(
+    models: Models, ids: Ids
+) -> None:
+    """Without a gate the policy becomes exact, and the caller is told."""
+    policy = kvtrie.ReusePolicy(approximate=True)
+    generator = Generator(models("llama-gqa"), num_blocks=64, block_size=4)
+    done = generator.generate(ids(9), max_new_tokens=1, policy=policy)
+    assert not done.decision.is_cleared
+    assert done.decision.policy == kvtrie.EXACT_ONLY
+    assert "there is no gate" in done.decision.reason
+    done = generator.generate(ids(9), max_new_tokens=1)
+    assert done.decision.is_cleared
+    assert done.decision.reason == "exact reuse needs no clearance"
 
 
 def test_messages_without_chat_template_are_refused(

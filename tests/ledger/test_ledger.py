@@ -240,17 +240,17 @@ CONTRADICTIONS = [
     ),
     (
         lambda led: led.append("a", [1 << 32]),
-        r"ids\[0\] is 4294967296; it must lie in -1\.\.=4294967295",
+        r"ids\[0\] is 4294967296; it must be in \[-1, 4294967295\]",
     ),
     (lambda led: led.append("a", [1, -2]), r"ids\[1\] is -2"),
     (
         lambda led: led.blocks_for("a", 0, 5),
-        "the range 0..5 must ascend and lie inside the 4 tokens",
+        r"start and end are 0 and 5; the range must ascend and lie in \[0, 4\]",
     ),
-    (lambda led: led.blocks_for("a", 2, 1), "the range 2..1"),
+    (lambda led: led.blocks_for("a", 2, 1), "start and end are 2 and 1"),
     (
         lambda led: led.tag("a", [kvtrie.Span(0, 6, "user")]),
-        "0..6 must ascend and lie inside the 5 final",
+        r"\[0, 6\); it must ascend and lie in \[0, 5\], the final tokens",
     ),
     (lambda led: led.begin("a", sequence(2), [9]), "the request is live already"),
     (
@@ -259,7 +259,7 @@ CONTRADICTIONS = [
     ),
     (
         lambda led: led.begin("b", sequence(2), [9], num_computed=3),
-        "num_computed is 3, the sequence has 2",
+        r"num_computed is 3; it must be in \[0, 2\]",
     ),
     (
         lambda led: led.begin("b", sequence(6), [9], num_computed=5),
@@ -267,15 +267,15 @@ CONTRADICTIONS = [
     ),
     (
         lambda led: led.begin("b", sequence(6), [9], missing=[(0, 7)]),
-        "0..7 must ascend and lie inside the 6",
+        r"missing has \[0, 7\); it must ascend and lie in \[0, 6\]",
     ),
     (
         lambda led: led.begin("b", sequence(6), [8, 9], missing=[(2, 4), (3, 5)]),
-        "3..5 begins before 4",
+        r"missing has \[3, 5\) after a range that ends at 4",
     ),
     (
         lambda led: led.begin("b", sequence(6), [8, 9], missing=[(2, 4)], num_computed=2),
-        r"\(2\) and missing exclude",
+        r"num_computed is 2 and missing is given",
     ),
     (
         lambda led: led.commit("a", kvtrie.RadixIndex(8, 16)),
@@ -527,7 +527,7 @@ def test_refused_insert_leaves_the_request_live() -> None:
     ledger = begun(9, 3, num_computed=9)
     before, digest = dump(ledger), index.digest()
     for call in (ledger.commit, ledger.finish):
-        with pytest.raises(kvtrie.BlockInUseError, match=r"block 1 .*\(request 'a'\)"):
+        with pytest.raises(kvtrie.BlockInUseError, match=r"blocks has 1, .*\(request 'a'\)"):
             call("a", index)
         assert (dump(ledger), index.digest()) == (before, digest)
     assert ledger.forget("a").tolist() == [0, 1, 2]

@@ -163,7 +163,7 @@ class Engine:
         self.index.check()
         stats = self.index.stats()
         held = sum(len(request.held) for request in self.requests)
-        owned = stats.indexed + stats.condemned + stats.waiting
+        owned = stats.indexed + stats.condemned
         assert self.pool.num_free + held + owned == self.num_blocks
         for seq, right in self.known:
             match = self.index.lookup(seq, touch=False)

@@ -7,13 +7,19 @@ computed stands its start.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from tests.property.kit import OTHER, Kit, hit, put, result, rows, stats
 
 from kvtrie import EXACT_ONLY, Imported, Item, ReusePolicy, Span
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Some policies forbid kinds that nothing is tagged with.
+pytestmark = pytest.mark.filterwarnings("ignore:.* forbids nothing:UserWarning")
 
 ANY = ReusePolicy()
 WHOLE = ReusePolicy(approximate=False, partial_blocks=False)
@@ -32,10 +38,20 @@ def cache(index: Any, seq: Any, first: int = 0, **more: Any) -> list[int]:
 
 
 def plan_of(index: Any, seq: Any, policy: Any = ANY, **more: Any) -> Any:
-    """A plan that is released, and may be looked at."""
-    plan = index.plan(seq, policy, **more)
-    plan.release()
+    """A plan that pins nothing, and may be looked at until the end of the test."""
+    plan = index.plan(seq, policy, pin=False, **more)
+    LOOKED_AT.append(plan)
     return plan
+
+
+LOOKED_AT: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def release_what_was_looked_at() -> Iterator[None]:
+    yield
+    while LOOKED_AT:
+        LOOKED_AT.pop().release()
 
 
 # --- what is found --------------------------------------------------------------------------------
@@ -940,7 +956,7 @@ def test_plan_segments_are_plain_data(kit: Kit) -> None:
     assert plan.source_blocks.dtype == np.int32
     assert plan.gaps.dtype == np.int64
     assert plan.segments.dtype["class"] == np.uint8
-    assert plan.moves([10, 11, 12, 13, 14]).dtype.names == (
+    assert plan.moves([*plan.blocks, 11, 12, 13, 14][:5]).dtype.names == (
         "source_slot",
         "dest_slot",
         "num_tokens",

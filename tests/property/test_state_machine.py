@@ -14,6 +14,9 @@ from tests.property.twin import Pair, Twin
 from kvtrie.testing import strategies as kv
 from kvtrie.testing.model import ModelSequence
 
+# Some policies forbid kinds that nothing is tagged with.
+pytestmark = pytest.mark.filterwarnings("ignore:.* forbids nothing:UserWarning")
+
 RANDOMS = st.randoms(use_true_random=False)
 
 

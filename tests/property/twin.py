@@ -269,7 +269,7 @@ class Twin:
         self.real.check()
         if self.mirror is not None:
             self.same("digest of the mirror", self.real.digest(), self.mirror.digest())
-        owned = stats["indexed"] + stats["condemned"] + stats["waiting"]
+        owned = stats["indexed"] + stats["condemned"]
         self.same("conservation", len(self.held) + owned, self.num_blocks)
 
     def give(self, what: str, ids: Any) -> None:
@@ -365,7 +365,7 @@ class Twin:
             computed = self.rng.choice([-1, length + 1])
         start = self.start(length)
         if isinstance(source, Plans) and self.chance(0.3):
-            start = min(len(source.model.blocks) * size, length // size * size)
+            start = min(len(source.model._in_place) * size, length // size * size)
         first = max(0, start) // size
         count = max(0, computed // size - first)
         if self.chance(0.3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -270,28 +269,6 @@ def test_a_step_does_not_wait_for_a_plan_of_a_transfer() -> None:
     assert (start, more) == (0, [])
     assert 5 * size <= end <= len(mine)
     assert len(mine) == 5 * size + steps
-
-
-@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="os.fork is POSIX only")
-def test_index_is_usable_in_a_forked_child() -> None:
-    """A child that was forked while no call was running has the index as it was."""
-    code = """
-import os, sys
-import kvtrie
-ns = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-index = kvtrie.RadixIndex(8, 1)
-seq = kvtrie.TokenSequence([1, 2, 3], ns)
-index.insert(seq, [0, 1, 2], num_computed=3, source=kvtrie.COMPUTED)
-before = index.digest()
-child = os.fork()
-if child == 0:
-    good = index.digest() == before and index.lookup(seq).num_tokens == 3
-    good = good and index.evict(1).tolist() == [2]
-    os._exit(0 if good else 1)
-_, status = os.waitpid(child, 0)
-sys.exit(os.waitstatus_to_exitcode(status) or index.digest() != before)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_snapshots_and_explanations_beside_other_calls() -> None:

@@ -168,8 +168,8 @@ def test_from_blocks_refuses_a_block_twice() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cached": (3, 2)}, "cached range 3..2"),
-        ({"cached": (0, 41)}, "within 40 tokens"),
+        ({"cached": (3, 2)}, r"cached is \[3, 2\)"),
+        ({"cached": (0, 41)}, r"lie in \[0, 40\]"),
         ({"keep_last": -1}, "keep_last is -1"),
         ({"block_size": 8}, "has 3 blocks, 40 tokens need 5 of 8 tokens"),
         ({"key": b"k" * 65}, "the key has 65 bytes"),

@@ -152,7 +152,6 @@ def test_ids_are_copied() -> None:
         {1, 2},
         {1: 2},
         (token for token in [1, 2]),
-        range(2),
         None,
         1,
     ],
@@ -169,7 +168,7 @@ def test_what_holds_no_integers_is_a_type_error(ids: Any) -> None:
 
 @pytest.mark.parametrize("value", [-1, 2**32, -(2**63), 2**63 - 1, 2**64 - 1, 2**64, -(2**200)])
 def test_id_out_of_range_names_value_and_limit(value: int) -> None:
-    said = rf"TokenSequence: ids\[1\] is {value}; it must lie in 0\.\.4294967296"
+    said = rf"TokenSequence: ids\[1\] is {value}; it must be in \[0, 4294967296\)"
     with pytest.raises(ValueError, match=said if abs(value) < 2**127 else "beyond every limit"):
         tokens([0, value])
     for dtype in ("i8", "u8", ">i8", "i4", "i1"):

@@ -86,7 +86,8 @@ def test_plan_outlives_the_index_object() -> None:
     plan.release()
     with pytest.raises(kvtrie.StaleHandleError):
         plan.release()
-    assert plan.moves([6, 0, 1]).shape == (0,)
+    with pytest.raises(kvtrie.StaleHandleError):
+        plan.moves([6, 0, 1])
 
 
 def test_nothing_is_said_at_the_end_of_the_interpreter() -> None:
@@ -207,7 +208,7 @@ def test_lists_of_different_lengths_do_nothing() -> None:
         lambda: index.insert_many([seq], [1], [0, 1], [2], sources=[]),
         lambda: index.insert_many([seq], [1], [0, 1], [2], sources=[kvtrie.COMPUTED], starts=[]),
     ):
-        with pytest.raises(ValueError, match="for 1 sequences"):
+        with pytest.raises(ValueError, match="it must have 1, one for each of seqs"):
             call()
     assert index.digest() == before
 

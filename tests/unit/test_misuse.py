@@ -72,7 +72,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     foreign = another.plan(seq)
     found = World(index, seq, other, plan, released, foreign)
     stats = index.stats()
-    assert (stats.indexed, stats.condemned, stats.waiting) == (4, 1, 1)
+    assert (stats.indexed, stats.condemned, stats.waiting) == (4, 2, 1)
     yield found
     plan.release()
     foreign.release()

@@ -134,5 +134,5 @@ def _ids(name: str, text: str) -> list[int] | None:
         return None
     for place, value in enumerate(values):
         if not 0 <= value < _MOST:
-            fail(f"{name}: number {place} is {value}; a token id lies in 0..{_MOST - 1}")
+            fail(f"{name}: number {place} is {value}; a token id is in [0, {_MOST})")
     return list(values)

@@ -144,6 +144,8 @@ class Completion:
         text: Their text, special tokens left out.
         usage: What the prompt cost.
         finish_reason: ``"stop"`` or ``"length"``.
+        decision: What the request was allowed to reuse, and why: where ``decision.is_cleared`` is
+            False, ``decision.reason`` says why an approximate policy became ``kvtrie.EXACT_ONLY``.
         logits: ``[len(tokens), vocabulary]``, where asked for.
     """
 
@@ -151,4 +153,5 @@ class Completion:
     text: str
     usage: Usage
     finish_reason: FinishReason
+    decision: Decision
     logits: torch.Tensor | None = None

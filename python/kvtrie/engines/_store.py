@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Who has the blocks of a pool; the five sum up to ``total``.
+    """Who has the blocks of a pool; free, held, indexed and condemned are ``total``.
 
     Attributes:
         free: In the free list.
         held: In the tables of running requests and not shared.
         indexed: Owned by the index, reusable.
-        condemned: Left the index while pinned.
-        waiting: Unpinned since, and not collected.
+        condemned: Left the index while pinned; pinned still, or not collected yet.
+        waiting: Those of the condemned that are not pinned any more.
         total: Blocks of the pool.
     """
 
@@ -33,7 +33,7 @@ class BlockCounts:
     @property
     def lost(self) -> int:
         """Blocks that nobody has: 0, or there is a bug."""
-        return self.total - self.free - self.held - self.indexed - self.condemned - self.waiting
+        return self.total - self.free - self.held - self.indexed - self.condemned
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,8 +82,9 @@ class Generator:
         block_size: Tokens of a block.
         policy: What requests may reuse that say nothing else.
         gate: What `kvtrie calibrate` measured on this model. Approximate policies that it does not
-            clear, and all of them without a gate, become ``kvtrie.EXACT_ONLY``; the request's
-            ``decision`` says why. ``"unchecked"``: the caller answers for what they cost.
+            clear, and all of them without a gate, become ``kvtrie.EXACT_ONLY``; the ``decision`` of
+            the request and of its completion says why. ``"unchecked"``: the caller answers for
+            what they cost.
         salt: Tenant of requests that name none; ``kvtrie.SHARED`` to share on purpose.
         adapter: Content id of the LoRA adapter that the model carries, if any.
         seed: Makes sampling repeatable, and the hashes of the index.
@@ -295,7 +296,8 @@ class Generator:
             Token ids.
 
         Raises:
-            ValueError: If messages or text are given and there is no tokenizer or chat template.
+            ValueError: If messages or text are given and there is no tokenizer or chat template, or
+                a message has neither content nor tool calls.
         """
         messages: list[dict[str, Any]] = []
         if isinstance(prompt, (list, tuple)):
@@ -310,6 +312,14 @@ class Generator:
         if len(messages) != len(prompt):
             msg = "Generator: a list of messages holds messages alone"
             raise TypeError(msg)
+        for number, message in enumerate(messages):
+            is_call = message.get("role") == "assistant" and message.get("tool_calls")
+            if message.get("content") is None and not is_call:
+                msg = (
+                    f"Generator: prompt[{number}] is a message without content; it must have text, "
+                    "or be an assistant's with tool_calls"
+                )
+                raise ValueError(msg)
         if self._tokenizer.chat_template is None:
             msg = "Generator: the tokenizer has no chat template, so it cannot take messages"
             raise ValueError(msg)
@@ -390,6 +400,7 @@ class Generator:
             text=request.text,
             usage=request.usage,
             finish_reason=request.finish_reason or "stop",
+            decision=request.decision,
             logits=torch.stack(rows) if rows else None,
         )
 

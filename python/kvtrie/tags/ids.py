@@ -33,7 +33,7 @@ def as_tokens(
                 msg = f"{call}: a token id is {token!r}, not an integer"
                 raise TypeError(msg)
             if not 0 <= token <= MAX_TOKEN:
-                msg = f"{call}: token id {token} is not in 0..={MAX_TOKEN}"
+                msg = f"{call}: token id {token} is not in [0, {MAX_TOKEN}]"
                 raise ValueError(msg)
         if len(ids) <= _FEW:
             return [int(token) for token in ids]
@@ -49,7 +49,7 @@ def as_tokens(
     # What a `TokenSequence` gives has the right type already.
     for bound in () if array.dtype == np.uint32 else (array.min(), array.max()):
         if not 0 <= int(bound) <= MAX_TOKEN:
-            msg = f"{call}: token id {bound} is not in 0..={MAX_TOKEN}"
+            msg = f"{call}: token id {bound} is not in [0, {MAX_TOKEN}]"
             raise ValueError(msg)
     return array.astype(np.int64)
 

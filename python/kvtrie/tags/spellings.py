@@ -147,7 +147,7 @@ def spelling_of(value: object, what: str) -> Spelling:
             msg = f"{what} is {value!r}, neither a token id nor a row of them"
             raise TypeError(msg)
         if not 0 <= token <= MAX_TOKEN:
-            msg = f"{what}: token id {token} is not in 0..={MAX_TOKEN}"
+            msg = f"{what}: token id {token} is not in [0, {MAX_TOKEN}]"
             raise ValueError(msg)
         spelling.append(int(token))
     if not spelling:

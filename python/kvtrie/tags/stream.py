@@ -238,7 +238,7 @@ class Stream:
     def _within(self, position: SupportsIndex, call: str) -> int:
         length = as_position(position, f"{call}: length")
         if not self._base <= length <= self._length:
-            msg = f"{call}: length is {length}, not in {self._base}..={self._length}"
+            msg = f"{call}: length is {length}; it must be in [{self._base}, {self._length}]"
             raise ValueError(msg)
         return length
 

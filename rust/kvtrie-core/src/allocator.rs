@@ -36,7 +36,7 @@ impl BlockAllocator {
     pub fn new(num_blocks: u64) -> Result<Self> {
         if num_blocks == 0 || num_blocks > BlockId::MAX_BLOCKS {
             return Err(Error::invalid(format!(
-                "BlockAllocator: num_blocks is {num_blocks}; it must lie in 1..={}",
+                "BlockAllocator: num_blocks is {num_blocks}; it must be in [1, {}]",
                 BlockId::MAX_BLOCKS
             )));
         }
@@ -128,14 +128,14 @@ impl BlockAllocator {
         for id in ids {
             if u64::from(id.0) >= self.num_blocks {
                 result = Err(Error::invalid(format!(
-                    "{CALL}: block id {id} is not in 0..{} (num_blocks)",
+                    "{CALL}: ids holds {id}; it must be in [0, {}) (num_blocks)",
                     self.num_blocks
                 )));
                 break;
             }
             if !self.is_held(id.0) {
                 result = Err(Error::invalid(format!(
-                    "{CALL}: block {id} is not held: it was freed before, or never handed out"
+                    "{CALL}: ids holds {id}, which is not handed out: it was freed before, or never allocated"
                 )));
                 break;
             }

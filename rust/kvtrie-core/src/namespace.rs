@@ -1,11 +1,12 @@
 //! What KV depends on besides tokens: a value that walls caches off from each other.
 
+use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::error::{Error, Result};
 
-/// Who may share KV: one tenant, or everybody.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// Who may share KV: one tenant, or everybody. A tenant's salt is a secret: `Debug` does not show it.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Salt {
     /// Everybody who says so: sharing is said aloud.
     Shared,
@@ -13,9 +14,19 @@ pub enum Salt {
     Tenant(String),
 }
 
+impl fmt::Debug for Salt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Shared => "Shared",
+            Self::Tenant(_) => "Tenant(<redacted>)",
+        })
+    }
+}
+
 /// Everything besides tokens that KV depends on, compared by value.
 ///
-/// No query sees across a namespace.
+/// No query sees across a namespace. `Debug` shows neither a tenant's salt nor a hash of it, from which a salt could be
+/// guessed.
 ///
 /// # Examples
 /// ```
@@ -25,7 +36,7 @@ pub enum Salt {
 /// assert_ne!(a, b);
 /// # Ok::<(), kvtrie_core::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Namespace {
     /// Of all that follows: a lookup reads none of it where the namespace is the very one that was inserted with.
     hash: u64,
@@ -118,8 +129,37 @@ impl Namespace {
     }
 }
 
+impl fmt::Debug for Namespace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Namespace")
+            .field("model", &self.model)
+            .field("kv_dtype", &self.kv_dtype)
+            .field("rope", &self.rope)
+            .field("adapter", &self.adapter)
+            .field("salt", &self.salt)
+            .finish_non_exhaustive()
+    }
+}
+
 impl Hash for Namespace {
     fn hash<H: Hasher>(&self, state: &mut H) {
         state.write_u64(self.hash);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn debug_shows_neither_a_salt_nor_what_it_could_be_guessed_from() {
+        let shown = |salt: Salt| {
+            let namespace = Namespace::new("m", "auto", "default", None, salt).unwrap();
+            format!("{namespace:?}")
+        };
+        let one = shown(Salt::Tenant("s3cr3t".into()));
+        assert!(one.contains("Tenant(<redacted>)"), "{one}");
+        assert_eq!(one, shown(Salt::Tenant("another".into())));
+        assert!(shown(Salt::Shared).contains("salt: Shared"));
     }
 }

@@ -62,14 +62,14 @@ impl ReusePolicy {
         }
         if self.max_hops > Self::MAX_HOPS {
             return Err(Error::invalid(format!(
-                "{call}: the policy's max_hops is {}; the limit is {}",
+                "{call}: the policy's max_hops is {}; it must be in [0, {}]",
                 self.max_hops,
                 Self::MAX_HOPS
             )));
         }
         if !(0.0..=1.0).contains(&self.max_approximate_share) {
             return Err(Error::invalid(format!(
-                "{call}: the policy's max_approximate_share is {}; it must lie in 0..=1",
+                "{call}: the policy's max_approximate_share is {}; it must be in [0, 1]",
                 self.max_approximate_share
             )));
         }

@@ -68,12 +68,12 @@ impl Kinds {
             let (start, end, kind) = (span.start, span.end, span.kind.as_str());
             if start > end || end > len {
                 return Err(Error::invalid(format!(
-                    "{call}: the span {start}..{end} must ascend and lie inside the {len} tokens of the sequence"
+                    "{call}: spans has [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
                 )));
             }
             if kind.is_empty() {
                 return Err(Error::invalid(format!(
-                    "{call}: the kind of the span {start}..{end} is empty"
+                    "{call}: the kind of the span [{start}, {end}) is empty"
                 )));
             }
             if start < end && self.bit(kind).is_none() && !new.contains(&kind) {
@@ -82,7 +82,7 @@ impl Kinds {
             let total = self.0.len() + new.len();
             if total > MAX_KINDS {
                 return Err(Error::invalid(format!(
-                    "{call}: the kind {kind:?} would be number {total}; an index has at most {MAX_KINDS}"
+                    "{call}: the kind {kind:?} of spans would be number {total}; an index has at most {MAX_KINDS}"
                 )));
             }
         }

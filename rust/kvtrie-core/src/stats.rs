@@ -10,9 +10,9 @@ use crate::windows::Windows;
 pub struct Stats {
     /// Blocks that back an entry.
     pub indexed: u64,
-    /// Blocks that left while pinned and still are.
+    /// Blocks that are neither indexed nor the caller's: they left while pinned and still are, or wait to be taken.
     pub condemned: u64,
-    /// Blocks that were condemned, are no longer pinned, and wait to be taken.
+    /// Condemned blocks that are not pinned, and wait to be taken.
     pub waiting: u64,
     /// Blocks with a pin, indexed or condemned.
     pub pinned: u64,
@@ -53,7 +53,7 @@ impl RadixIndex {
     pub fn stats(&self) -> Stats {
         Stats {
             indexed: self.num_indexed,
-            condemned: self.num_condemned,
+            condemned: self.num_condemned + self.num_waiting(),
             waiting: self.num_waiting(),
             pinned: self.num_pinned(),
             evictable: self.num_evictable(),

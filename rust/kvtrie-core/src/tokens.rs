@@ -31,7 +31,7 @@ impl Item {
     pub fn new(start: usize, end: usize, digest: &[u8]) -> Result<Self> {
         if start >= end {
             return Err(Error::invalid(format!(
-                "Item: the range {start}..{end} is empty or reversed"
+                "Item: start and end are {start} and {end}; end must be above start"
             )));
         }
         if digest.is_empty() || digest.len() > Self::MAX_DIGEST {
@@ -210,7 +210,7 @@ impl TokenSequence {
         self.check_free("TokenSequence.truncate")?;
         if len > self.tokens.len() {
             return Err(Error::invalid(format!(
-                "TokenSequence.truncate: {len} tokens asked for, the sequence has {}",
+                "TokenSequence.truncate: n is {len}; it must be in [0, {}], the tokens of the sequence",
                 self.tokens.len()
             )));
         }
@@ -336,7 +336,7 @@ fn check_items(items: &[Item], from: usize, len: usize, call: &str) -> Result<()
     for item in items {
         if item.start < end || item.end > len {
             return Err(Error::invalid(format!(
-                "{call}: the item {}..{} must lie in {end}..{len} (items ascend and do not overlap)",
+                "{call}: items has [{}, {}); it must lie in [{end}, {len}] (items ascend and do not overlap)",
                 item.start, item.end
             )));
         }

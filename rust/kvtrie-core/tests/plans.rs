@@ -233,28 +233,80 @@ fn moves_refuses_what_does_not_fit() {
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         error.to_string()
     };
-    assert!(refused(&table, 9, 8).contains("the range 9..8"));
-    assert!(refused(&table, 0, 32).contains("end within 31 tokens"));
-    assert!(refused(&table[..7], 0, 31).contains("the table has 7 blocks, 31 tokens need 8"));
+    assert!(refused(&table, 9, 8).contains("start and end are 9 and 8; "));
+    assert!(refused(&table, 0, 32).contains("must ascend and lie in [0, 31]"));
+    assert!(
+        refused(&table[..7], 0, 31).contains("table has 7 blocks; the 31 tokens before end need 8")
+    );
     assert!(plan.moves(&table[..7], 0, 28).is_ok());
     assert!(plan.moves(&table, 31, 31).unwrap().is_empty());
     let mut outside = table.clone();
     outside[7] = BlockId(64);
-    assert!(refused(&outside, 0, 31).contains("block id 64 is not in 0..64"));
+    assert!(refused(&outside, 0, 31).contains("table[7] is 64; it must be in [0, 64)"));
     outside[7] = BlockId(63);
     assert!(plan.moves(&outside, 0, 31).is_ok());
-    // In place, and copied from.
-    for read in [20, 21, 22, 24, 28] {
-        let mut own = table.clone();
-        own[2] = BlockId(read);
-        assert!(
-            refused(&own, 0, 31).contains(&format!("block {read} would be written")),
-            "{read}"
-        );
-        // What lies before the range is not written.
-        assert!(plan.moves(&own, 12, 31).is_ok());
+}
+
+#[test]
+fn moves_refuses_a_table_that_does_not_begin_with_the_blocks_in_place() {
+    let mut index = cached();
+    let plan = plan(&mut index, &mut edited(), false);
+    assert_eq!(plan.blocks(), ids([20, 21]));
+    for at in 0..2 {
+        let mut wrong = table();
+        wrong[at] = BlockId(60);
+        // The range needs nothing of the front; the table is wrong all the same.
+        for (start, end) in [(0, 31), (8, 31), (13, 29), (31, 31)] {
+            let error = plan.moves(&wrong, start, end).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            let wanted = format!("table[{at}] is 60; it must be {}", 20 + at);
+            assert!(error.to_string().contains(&wanted), "{error}");
+        }
     }
-    let mut other = table.clone();
+    // As far as the table goes.
+    assert!(plan.moves(&ids([20]), 0, 4).is_ok());
+    assert!(plan.moves(&ids([21]), 0, 4).is_err());
+    assert!(plan.moves(&[], 0, 0).is_ok());
+}
+
+#[test]
+fn moves_refuses_a_block_that_comes_twice() {
+    let mut index = cached();
+    let plan = plan(&mut index, &mut edited(), false);
+    for one in 0..8 {
+        for other in (one + 1).max(2)..8 {
+            let mut twice = table();
+            twice[other] = twice[one];
+            // Behind the range too: the engine fills the rest later.
+            for end in [0, 8, 31] {
+                let error = plan.moves(&twice, 0, end).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+                let wanted = format!("table has block {} twice", twice[one]);
+                assert!(error.to_string().contains(&wanted), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn moves_refuses_to_have_a_block_written_that_the_plan_reads() {
+    let mut index = cached();
+    let plan = plan(&mut index, &mut edited(), false);
+    for read in [22, 24, 28] {
+        // Blocks 2 and 3 are copied to in part; block 7 is wholly computed but for a token.
+        for at in 2..8 {
+            let mut own = table();
+            own[at] = BlockId(read);
+            let error = plan.moves(&own, 0, 31).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            let wanted = format!("table[{at}] is {read}; the plan reads this block");
+            assert!(error.to_string().contains(&wanted), "{error}");
+            // What lies before or after the range is not written.
+            assert!(plan.moves(&own, 31.min(4 * at + 4), 31).is_ok() == (at < 7));
+            assert!(plan.moves(&own, 0, 4 * at).is_ok());
+        }
+    }
+    let mut other = table();
     other[2] = BlockId(23);
     assert!(plan.moves(&other, 0, 31).is_ok());
 }

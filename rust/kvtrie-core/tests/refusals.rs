@@ -76,10 +76,10 @@ fn limits_of_an_index() {
         (&|config| config.num_blocks = 0, "num_blocks is 0"),
         (
             &|config| config.num_blocks = (1 << 31) + 1,
-            "1..=2147483648",
+            "[1, 2147483648]",
         ),
         (&|config| config.block_size = 0, "block_size is 0"),
-        (&|config| config.block_size = max + 1, "1..=4096"),
+        (&|config| config.block_size = max + 1, "[1, 4096]"),
         (&|config| config.hash_bits = 65, "hash_bits is 65"),
         (
             &|config| config.min_run = Config::MIN_RUN - 1,
@@ -122,21 +122,29 @@ fn limits_of_an_insert() {
         (
             with(10, 0, computed),
             ids([0, 1, 2, 3, 4]),
-            "num_computed is 10, the sequence has 9",
+            "num_computed is 10; it must be in [0, 9]",
         ),
         (with(8, 7, computed), ids([3]), "start is 7"),
         (with(8, 10, computed), ids([]), "start is 10"),
         (
             with(8, 0, computed),
             ids([0, 1, 2]),
-            "3 block ids for 4 whole",
+            "blocks has 3 ids; it must have 4",
         ),
-        (with(8, 6, computed), ids([]), "0 block ids for 1 whole"),
-        (with(8, 6, computed), ids([8]), "block id 8 is not in 0..8"),
+        (
+            with(8, 6, computed),
+            ids([]),
+            "blocks has 0 ids; it must have 1",
+        ),
+        (
+            with(8, 6, computed),
+            ids([8]),
+            "blocks holds 8; it must be in [0, 8)",
+        ),
         (
             with(8, 6, imported(most + 1)),
             ids([7]),
-            "Imported.hops is 32768; the limit is 32767",
+            "the hops of source are 32768; they must be in [0, 32767]",
         ),
     ] {
         let mut index = filled();
@@ -220,7 +228,7 @@ fn limits_of_spans_and_ids() {
     }
     assert_refused(
         &index.discard(&ids([0, 8])).unwrap_err(),
-        "block id 8 is not in 0..8",
+        "blocks holds 8; it must be in [0, 8)",
     );
     assert_eq!(index.digest(), before);
     assert_eq!(index.tags(seq), [span(0, 6)]);

@@ -296,10 +296,10 @@ fn bad_ranges_change_nothing() {
     index.mark_dead(&seq, &[(14, 16)]).unwrap();
     let before = (index.digest(), index.stats());
     let bad: [(&[(usize, usize)], &str); 4] = [
-        (&[(0, 2), (6, 4)], "6..4"),
-        (&[(0, 17)], "16 tokens"),
-        (&[(4, 8), (0, 2)], "begins before 8"),
-        (&[(4, 8), (6, 10)], "begins before 8"),
+        (&[(0, 2), (6, 4)], "[6, 4)"),
+        (&[(0, 17)], "[0, 16]"),
+        (&[(4, 8), (0, 2)], "ends at 8"),
+        (&[(4, 8), (6, 10)], "ends at 8"),
     ];
     for (ranges, says) in bad {
         let marked = index.mark_dead(&seq, ranges).unwrap_err();

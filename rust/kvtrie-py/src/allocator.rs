@@ -1,12 +1,11 @@
 //! `BlockAllocator`.
 
-use std::sync::Mutex;
-
 use kvtrie_core::BlockAllocator;
 use pyo3::prelude::*;
 
-use crate::buffers::{Arg, block_ids, int};
-use crate::detach::{Cost, Enter};
+use crate::arguments::{arg, call, int, optional_of};
+use crate::buffers::{Arg, block_ids};
+use crate::detach::{Cost, Enter, Lock};
 use crate::errors::exception;
 use crate::hints::Ids;
 use crate::index::PyRadixIndex;
@@ -34,10 +33,10 @@ const ALLOCATOR: &str = "the allocator";
 ///     3
 ///     >>> pool.free(ids[1:])
 ///     Traceback (most recent call last):
-///     ValueError: BlockAllocator.free: block 1 is not held: it was freed before, or never handed out
-#[pyclass(frozen, module = "kvtrie", name = "BlockAllocator")]
+///     ValueError: BlockAllocator.free: ids holds 1, which is not handed out: it was freed before, or never allocated
+#[pyclass(frozen, weakref, module = "kvtrie", name = "BlockAllocator")]
 pub(crate) struct PyBlockAllocator {
-    core: Mutex<BlockAllocator>,
+    core: Lock<BlockAllocator>,
     num_blocks: u64,
 }
 
@@ -45,7 +44,9 @@ pub(crate) struct PyBlockAllocator {
 impl PyBlockAllocator {
     #[new]
     #[pyo3(signature = (num_blocks: "SupportsIndex"))]
-    fn new(#[pyo3(from_py_with = int)] num_blocks: i128) -> PyResult<Self> {
+    fn new(
+        #[pyo3(from_py_with = int::<call::BlockAllocator, arg::NumBlocks>)] num_blocks: i128,
+    ) -> PyResult<Self> {
         let num_blocks = Arg::new("BlockAllocator", "num_blocks").within(
             num_blocks,
             1,
@@ -53,7 +54,7 @@ impl PyBlockAllocator {
         )?;
         let core = BlockAllocator::new(num_blocks).map_err(|error| exception(&error))?;
         Ok(Self {
-            core: Mutex::new(core),
+            core: Lock::new(core),
             num_blocks,
         })
     }
@@ -83,11 +84,12 @@ impl PyBlockAllocator {
     ///     ... except kvtrie.OutOfBlocksError:
     ///     ...     print("later")
     ///     later
-    #[pyo3(signature = (n: "SupportsIndex", evict_from=None))]
+    #[pyo3(signature = (n: "SupportsIndex", evict_from: "RadixIndex | None" = None))]
     fn allocate<'py>(
         &self,
         py: Python<'py>,
-        #[pyo3(from_py_with = int)] n: i128,
+        #[pyo3(from_py_with = int::<call::BlockAllocatorAllocate, arg::N>)] n: i128,
+        #[pyo3(from_py_with = optional_of::<call::BlockAllocatorAllocate, arg::EvictFrom, PyRadixIndex>)]
         evict_from: Option<&Bound<'py, PyRadixIndex>>,
     ) -> PyResult<Ids<'py>> {
         let n = Arg::new("BlockAllocator.allocate", "n").count(n)?;

@@ -13,7 +13,7 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::buffers::{Arg, Integers, int};
+use crate::buffers::{Arg, Integers};
 use crate::detach::{Enter, Failure};
 use crate::hints::{Counts, ErrorsByItem, Ids, Plans};
 use crate::output::{counts, ids};
@@ -277,7 +277,7 @@ pub(crate) fn lookup_many(
     let mut items = Vec::with_capacity(seqs.len());
     for (item, seq) in seqs.iter().enumerate() {
         let read = || {
-            let seq = sequence(seq, CALL)?;
+            let seq = sequence(seq, item, CALL)?;
             let start = count_at(starts.as_ref(), item, Arg::new(CALL, "starts"))?;
             Ok((
                 seq,
@@ -327,13 +327,20 @@ pub(crate) fn plan_many(
     let mut items = Vec::with_capacity(seqs.len());
     for (item, seq) in seqs.iter().enumerate() {
         let read = || {
-            let seq = sequence(seq, CALL)?;
+            let seq = sequence(seq, item, CALL)?;
             Ok((
                 seq,
-                policy(policies.as_ref().map(|policies| &policies[item]), CALL)?,
+                policy(
+                    policies.as_ref().map(|policies| &policies[item]),
+                    item,
+                    CALL,
+                )?,
             ))
         };
         items.push(errors.keep(item, read())?);
+    }
+    for (_, policy) in items.iter().flatten() {
+        index.warn_of_unknown_kinds(py, policy, CALL)?;
     }
     let steps = |index: &RadixIndex, seq: &TokenSequence, policy: &&ReusePolicy| {
         if policy.approximate || index.has_broken_paths() {
@@ -392,7 +399,7 @@ pub(crate) fn insert_many(
     let mut items = Vec::with_capacity(seqs.len());
     for (item, seq) in seqs.iter().enumerate() {
         let read = || {
-            let seq = sequence(seq, CALL)?;
+            let seq = sequence(seq, item, CALL)?;
             let range = offsets[item]..offsets[item + 1];
             let given = blocks.read(range, index.num_blocks, Arg::new(CALL, "blocks"))?;
             let given: Vec<BlockId> = given.into_iter().map(BlockId).collect();
@@ -458,7 +465,7 @@ pub(crate) fn release_many<'py>(
         let plan = plan
             .cast::<PyReusePlan>()
             .map(Bound::get)
-            .map_err(|_| Arg::new(CALL, "plans").wrong_type(plan, "a ReusePlan"));
+            .map_err(|_| Arg::new(CALL, "plans").wrong_item(item, plan, "a ReusePlan"));
         items.push(errors.keep(item, plan)?);
     }
     let done = py.enter_briefly(|keys, effort| {
@@ -571,10 +578,7 @@ impl<'py> Errors<'py> {
 }
 
 fn objects<'py>(value: &Bound<'py, PyAny>, arg: Arg) -> PyResult<Objects<'py>> {
-    value
-        .try_iter()
-        .map_err(|_| arg.wrong_type(value, "a list"))?
-        .collect()
+    arg.iterate(value, "a list")?.collect()
 }
 
 fn exactly<'py>(value: &Bound<'py, PyAny>, count: usize, arg: Arg) -> PyResult<Objects<'py>> {
@@ -583,7 +587,7 @@ fn exactly<'py>(value: &Bound<'py, PyAny>, count: usize, arg: Arg) -> PyResult<O
         return Ok(found);
     }
     Err(PyValueError::new_err(format!(
-        "{}: {} has {} items for {count} sequences",
+        "{}: {} has {} items; it must have {count}, one for each of seqs",
         arg.call,
         arg.name,
         found.len()
@@ -600,19 +604,24 @@ fn optional<'py>(
 
 fn count_at(values: Option<&Objects<'_>>, item: usize, arg: Arg) -> PyResult<usize> {
     match values {
-        Some(values) => arg.count(int(&values[item])?),
+        Some(values) => arg.count(arg.int_at(item, &values[item])?),
         None => Ok(0),
     }
 }
 
-fn sequence<'a>(value: &'a Bound<'_, PyAny>, call: &'static str) -> PyResult<&'a PyTokenSequence> {
+fn sequence<'a>(
+    value: &'a Bound<'_, PyAny>,
+    item: usize,
+    call: &'static str,
+) -> PyResult<&'a PyTokenSequence> {
     let seq = value.cast::<PyTokenSequence>();
     seq.map(Bound::get)
-        .map_err(|_| Arg::new(call, "seqs").wrong_type(value, "a TokenSequence"))
+        .map_err(|_| Arg::new(call, "seqs").wrong_item(item, value, "a TokenSequence"))
 }
 
 fn policy<'a>(
     value: Option<&'a Bound<'_, PyAny>>,
+    item: usize,
     call: &'static str,
 ) -> PyResult<&'a ReusePolicy> {
     let Some(value) = value else {
@@ -621,7 +630,7 @@ fn policy<'a>(
     let policy = value.cast::<PyReusePolicy>();
     policy
         .map(|policy| policy.get().core())
-        .map_err(|_| Arg::new(call, "policies").wrong_type(value, "a ReusePolicy"))
+        .map_err(|_| Arg::new(call, "policies").wrong_item(item, value, "a ReusePolicy"))
 }
 
 fn read_offsets(
@@ -644,13 +653,14 @@ fn read_offsets(
     if ascending {
         return Ok(offsets);
     }
+    let end = |offset: Option<&usize>| offset.map_or("none".to_owned(), usize::to_string);
     Err(PyValueError::new_err(format!(
-        "{}: {} must be {} values that ascend from 0 to {num_ids}, the number of ids; got {} from {:?} to {:?}",
+        "{}: {} has {} values from {} to {}; it must have {}, which ascend from 0 to {num_ids}, the number of ids",
         arg.call,
         arg.name,
-        count + 1,
         offsets.len(),
-        offsets.first(),
-        offsets.last()
+        end(offsets.first()),
+        end(offsets.last()),
+        count + 1,
     )))
 }

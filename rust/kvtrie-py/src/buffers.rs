@@ -9,7 +9,11 @@ use numpy::{
 use pyo3::exceptions::{PyException, PyMemoryError, PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PyMemoryView, PyTuple, PyType};
+use pyo3::types::{
+    PyBool, PyBytes, PyInt, PyIterator, PyList, PyMemoryView, PyRange, PyTuple, PyType,
+};
+
+use crate::span::PySpan;
 
 /// One past the largest token id.
 pub(crate) const TOKEN_IDS: u64 = 1 << 32;
@@ -28,17 +32,25 @@ pub(crate) fn int(value: &Bound<'_, PyAny>) -> PyResult<i128> {
             "'bool' object cannot be interpreted as an integer here",
         ));
     }
+    let beyond = |error: &PyErr| error.is_instance_of::<PyOverflowError>(value.py());
     match value.extract::<i64>() {
         Ok(value) => Ok(value.into()),
-        Err(error) if error.is_instance_of::<PyOverflowError>(value.py()) => {
-            value.extract::<i128>().map_err(|_| {
+        Err(error) if beyond(&error) => value.extract::<i128>().map_err(|error| {
+            if beyond(&error) {
                 PyValueError::new_err(
                     "the integer is beyond every limit: it has more than 128 bits",
                 )
-            })
-        }
+            } else {
+                error
+            }
+        }),
         Err(error) => Err(error),
     }
+}
+
+/// Whether an error is not about the argument: what is no `Exception`, such as `KeyboardInterrupt`, and lack of memory.
+fn is_foreign(error: &PyErr, py: Python<'_>) -> bool {
+    !error.is_instance_of::<PyException>(py) || error.is_instance_of::<PyMemoryError>(py)
 }
 
 /// The default of an argument that Python's signature shows as an empty tuple.
@@ -49,15 +61,6 @@ pub(crate) fn nothing<'a, 'py>() -> Option<&'a Bound<'py, PyAny>> {
 /// The default of an argument that Python's signature shows as empty bytes.
 pub(crate) fn no_bytes<'a, 'py>() -> Option<&'a Bound<'py, PyBytes>> {
     None
-}
-
-/// As [`int`], or none.
-pub(crate) fn optional_int(value: &Bound<'_, PyAny>) -> PyResult<Option<i128>> {
-    if value.is_none() {
-        Ok(None)
-    } else {
-        int(value).map(Some)
-    }
 }
 
 impl Arg {
@@ -75,7 +78,7 @@ impl Arg {
         match T::try_from(value) {
             Ok(fitting) if limits.contains(&value) => Ok(fitting),
             _ => Err(PyValueError::new_err(format!(
-                "{}: {} is {value}; it must lie in {}..={}",
+                "{}: {} is {value}; it must be in [{}, {}]",
                 self.call,
                 self.name,
                 limits.start(),
@@ -100,21 +103,21 @@ impl Arg {
         ))
     }
 
-    /// A `TypeError` for an argument, or an item of one, that is not `wanted`.
+    /// A `TypeError` for an argument that is not `wanted`.
     pub(crate) fn wrong_type(self, value: &Bound<'_, PyAny>, wanted: &str) -> PyErr {
         self.type_error(value, wanted)
     }
 
     fn range_error(self, position: usize, value: i128, limit: u64) -> PyErr {
         PyValueError::new_err(format!(
-            "{}: {}[{position}] is {value}; it must lie in 0..{limit}",
+            "{}: {}[{position}] is {value}; it must be in [0, {limit})",
             self.call, self.name
         ))
     }
 
     fn limits_error(self, position: usize, value: i128, limits: &RangeInclusive<i64>) -> PyErr {
         PyValueError::new_err(format!(
-            "{}: {}[{position}] is {value}; it must lie in {}..={}",
+            "{}: {}[{position}] is {value}; it must be in [{}, {}]",
             self.call,
             self.name,
             limits.start(),
@@ -122,18 +125,77 @@ impl Arg {
         ))
     }
 
-    fn element_error(self, position: usize, error: &PyErr, py: Python<'_>) -> PyErr {
-        let message = format!(
-            "{}: {}[{position}]: {}",
-            self.call,
-            self.name,
-            error.value(py)
-        );
-        if error.is_instance_of::<PyValueError>(py) {
+    /// The error for an item that could not be read, because of `error`.
+    fn element_error(self, position: usize, error: PyErr, py: Python<'_>) -> PyErr {
+        self.because(&format!("[{position}]"), error, py)
+    }
+
+    /// The error for an argument that could not be read as what is `wanted`, because of `error`.
+    pub(crate) fn not_read(self, value: &Bound<'_, PyAny>, error: PyErr, wanted: &str) -> PyErr {
+        let py = value.py();
+        if !error.is_instance_of::<PyTypeError>(py) {
+            return self.because("", error, py);
+        }
+        let wrong = self.wrong_type(value, wanted);
+        wrong.set_cause(py, Some(error));
+        wrong
+    }
+
+    /// `error` with the argument's name before it, and itself as the cause. A `ValueError` stays one; any other
+    /// exception of the value's own methods says that the value is no integer, so it is a `TypeError`.
+    fn because(self, place: &str, error: PyErr, py: Python<'_>) -> PyErr {
+        if is_foreign(&error, py) {
+            return error;
+        }
+        let message = format!("{}: {}{place}: {}", self.call, self.name, error.value(py));
+        let wrong = if error.is_instance_of::<PyValueError>(py) {
             PyValueError::new_err(message)
         } else {
             PyTypeError::new_err(message)
+        };
+        wrong.set_cause(py, Some(error));
+        wrong
+    }
+
+    /// Goes over an argument that should be `wanted`.
+    pub(crate) fn iterate<'py>(
+        self,
+        value: &Bound<'py, PyAny>,
+        wanted: &str,
+    ) -> PyResult<Bound<'py, PyIterator>> {
+        let iterator = value.try_iter();
+        iterator.map_err(|error| self.not_read(value, error, wanted))
+    }
+
+    /// The error for a buffer that is none of bytes, because of `error`.
+    pub(crate) fn not_buffer(self, value: &Bound<'_, PyAny>, error: PyErr, wanted: &str) -> PyErr {
+        let py = value.py();
+        if is_foreign(&error, py) {
+            return error;
         }
+        let wrong = self.wrong_type(value, wanted);
+        wrong.set_cause(py, Some(error));
+        wrong
+    }
+
+    /// An integer among others.
+    pub(crate) fn int_at(self, position: usize, value: &Bound<'_, PyAny>) -> PyResult<i128> {
+        int(value).map_err(|error| self.element_error(position, error, value.py()))
+    }
+
+    /// A `TypeError` for an item that is not `wanted`.
+    pub(crate) fn wrong_item(
+        self,
+        position: usize,
+        value: &Bound<'_, PyAny>,
+        wanted: &str,
+    ) -> PyErr {
+        PyTypeError::new_err(format!(
+            "{}: {}[{position}] is of type '{}'; it must be {wanted}",
+            self.call,
+            self.name,
+            type_name(value)
+        ))
     }
 }
 
@@ -162,7 +224,7 @@ pub(crate) enum Integers<'py> {
 }
 
 impl<'py> Integers<'py> {
-    const WANTED: &'static str = "a list, a tuple, an array.array, a memoryview, a one-dimensional \
+    const WANTED: &'static str = "a list, a tuple, a range, an array.array, a memoryview, a one-dimensional \
         numpy array or a CPU tensor of integers";
 
     /// Accepts what [`Self::WANTED`] says; looks at the elements of lists and tuples later.
@@ -180,6 +242,11 @@ impl<'py> Integers<'py> {
             return Self::convert(array, arg);
         }
         let py = value.py();
+        if value.is_instance_of::<PyRange>() {
+            return Ok(Self::List(
+                py.get_type::<PyList>().call1((value,))?.cast_into()?,
+            ));
+        }
         let known = value.is_instance_of::<PyMemoryView>()
             || value.is_instance(array_type(py)?)?
             || value.get_type().hasattr("__array__")?;
@@ -187,8 +254,7 @@ impl<'py> Integers<'py> {
             return Err(arg.type_error(value, Self::WANTED));
         }
         let array = asarray(value).map_err(|error| {
-            if !error.is_instance_of::<PyException>(py) || error.is_instance_of::<PyMemoryError>(py)
-            {
+            if is_foreign(&error, py) {
                 return error;
             }
             let wrong = arg.type_error(value, Self::WANTED);
@@ -330,7 +396,7 @@ fn signed_object(
     {
         return Ok(number);
     }
-    let number = int(value).map_err(|error| arg.element_error(at, &error, value.py()))?;
+    let number = arg.int_at(at, value)?;
     match i64::try_from(number) {
         Ok(fitting) if limits.contains(&fitting) => Ok(fitting),
         _ => Err(arg.limits_error(at, number, limits)),
@@ -370,6 +436,8 @@ pub(crate) fn block_ids(
 pub(crate) fn ranges(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<(usize, usize)>> {
     const WANTED: &str =
         "a list or a tuple of pairs of positions, or an integer array of shape (n, 2)";
+    const SPAN: &str = "a list of pairs: pass [(span.start, span.end)]";
+    const PAIR_OF_SPAN: &str = "a pair of positions: pass (span.start, span.end)";
     let items: Vec<Bound<'_, PyAny>> = if let Some(items) = listed(value) {
         items
     } else if value.get_type().hasattr("__array__")? {
@@ -392,16 +460,18 @@ pub(crate) fn ranges(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<(usize,
         }
         listed(&array.call_method0("tolist")?).unwrap_or_default()
     } else {
-        return Err(arg.type_error(value, WANTED));
+        let span = value.is_instance_of::<PySpan>();
+        return Err(arg.type_error(value, if span { SPAN } else { WANTED }));
     };
     let pair = |(at, item): (usize, Bound<'_, PyAny>)| {
         let ends = listed(&item).ok_or_else(|| {
-            PyTypeError::new_err(format!(
-                "{}: {}[{at}] is of type '{}'; it must be a pair of positions",
-                arg.call,
-                arg.name,
-                type_name(&item)
-            ))
+            let span = item.is_instance_of::<PySpan>();
+            let wanted = if span {
+                PAIR_OF_SPAN
+            } else {
+                "a pair of positions"
+            };
+            arg.wrong_item(at, &item, wanted)
         })?;
         let [start, end] = &ends[..] else {
             return Err(PyValueError::new_err(format!(
@@ -427,13 +497,13 @@ fn listed<'py>(value: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
 
 /// An end of the range at `at` in an argument.
 fn position(value: &Bound<'_, PyAny>, at: usize, arg: Arg) -> PyResult<usize> {
-    let number = int(value).map_err(|error| arg.element_error(at, &error, value.py()))?;
+    let number = arg.int_at(at, value)?;
     i64::try_from(number)
         .ok()
         .and_then(|number| usize::try_from(number).ok())
         .ok_or_else(|| {
             PyValueError::new_err(format!(
-                "{}: {}[{at}] has the position {number}; it must lie in 0..={}",
+                "{}: {}[{at}] has the position {number}; it must be in [0, {}]",
                 arg.call,
                 arg.name,
                 i64::MAX
@@ -459,10 +529,7 @@ fn read_objects<'py>(
         } else {
             int(&value)
         };
-        let value = match value {
-            Ok(value) => value,
-            Err(error) => return Err(arg.element_error(at, &error, py)),
-        };
+        let value = value.map_err(|error| arg.element_error(at, error, py))?;
         match u32::try_from(value) {
             Ok(fitting) if u64::from(fitting) < limit => out.push(fitting),
             _ => return Err(arg.range_error(at, value, limit)),

@@ -4,16 +4,22 @@
 //! stays attached to the interpreter, because letting go and coming back costs more than the work;
 //! long work lets go, so that other threads run. [`Enter::enter_briefly`] finds out which it is: by
 //! effort that the work counts, or by numbers that the index keeps and the work asks first.
+//!
+//! [`Lock`] is the one kind of lock. Those that a forked child inherits are never taken there: a thread that the
+//! child does not have may hold them, and what they guard may be half changed. Taking one is an error in the child,
+//! and what it guards is not dropped there.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use kvtrie_core::Effort;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
+use pyo3::types::{PyCFunction, PyDict};
 
-use crate::errors::{KvTrieError, exception};
+use crate::errors::{KvTrieError, StaleHandleError, exception};
 
 /// Whether a piece of work is expected to take longer than about 50 µs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,6 +63,8 @@ pub(crate) enum Failure {
     Poisoned(&'static str),
     /// The work panicked: a bug in the core.
     Panicked(String),
+    /// This was made before this process was forked.
+    Inherited(&'static str),
 }
 
 impl From<kvtrie_core::Error> for Failure {
@@ -75,6 +83,85 @@ impl From<Failure> for PyErr {
             Failure::Panicked(message) => KvTrieError::new_err(format!(
                 "internal error: {message}; what the call was working on is unusable"
             )),
+            Failure::Inherited(what) => inherited(what),
+        }
+    }
+}
+
+/// How often this process and those before it were forked, up to here: each child counts one more.
+static FORKS: AtomicU64 = AtomicU64::new(0);
+
+/// The error of a handle in a process that inherited it.
+pub(crate) fn inherited(what: &str) -> PyErr {
+    StaleHandleError::new_err(format!(
+        "{what} was made before os.fork, in the parent; this child makes its own (RadixIndex.restore brings a snapshot over)"
+    ))
+}
+
+/// Counts the forks of the interpreter, from the import of the module on.
+pub(crate) fn count_forks(py: Python<'_>) -> PyResult<()> {
+    let count = PyCFunction::new_closure(py, None, None, |_, _| {
+        FORKS.fetch_add(1, Ordering::Relaxed);
+    })?;
+    let os = py.import("os")?;
+    if os.hasattr("register_at_fork")? {
+        let hooks = PyDict::new(py);
+        hooks.set_item("after_in_child", count)?;
+        os.call_method("register_at_fork", (), Some(&hooks))?;
+    }
+    Ok(())
+}
+
+/// The process in which something was made.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Birth(u64);
+
+impl Birth {
+    /// This process.
+    pub(crate) fn here() -> Self {
+        Self(FORKS.load(Ordering::Relaxed))
+    }
+
+    /// Whether it was another process, which forked this one.
+    pub(crate) fn is_inherited(self) -> bool {
+        self.0 != FORKS.load(Ordering::Relaxed)
+    }
+}
+
+/// A lock that only the process can take that made it. O(1) more than a mutex: one comparison.
+pub(crate) struct Lock<T> {
+    /// None only while it is dropped.
+    mutex: Option<Mutex<T>>,
+    birth: Birth,
+}
+
+impl<T> Lock<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self {
+            mutex: Some(Mutex::new(value)),
+            birth: Birth::here(),
+        }
+    }
+
+    /// Whether another process made it, which forked this one.
+    pub(crate) fn is_inherited(&self) -> bool {
+        self.birth.is_inherited()
+    }
+
+    /// The mutex, in the process that made it.
+    fn mutex(&self, what: &'static str) -> Result<&Mutex<T>, Failure> {
+        match &self.mutex {
+            Some(mutex) if !self.is_inherited() => Ok(mutex),
+            _ => Err(Failure::Inherited(what)),
+        }
+    }
+}
+
+impl<T> Drop for Lock<T> {
+    fn drop(&mut self) {
+        if self.is_inherited() {
+            // A thread of the parent may have been changing it: its memory is left alone.
+            Box::leak(Box::new(self.mutex.take()));
         }
     }
 }
@@ -86,12 +173,13 @@ pub(crate) struct Keys<'py> {
 }
 
 impl Keys<'_> {
-    /// Locks `mutex`, which guards `what`; lets go of the interpreter while it has to wait.
+    /// Takes `lock`, which guards `what`; lets go of the interpreter while it has to wait.
     pub(crate) fn lock<'a, T>(
         &self,
-        mutex: &'a Mutex<T>,
+        lock: &'a Lock<T>,
         what: &'static str,
     ) -> Result<MutexGuard<'a, T>, Failure> {
+        let mutex = lock.mutex(what)?;
         let locked = match self.py {
             Some(py) => mutex.lock_py_attached(py),
             None => mutex.lock(),

@@ -27,7 +27,7 @@ create_exception!(
     kvtrie,
     StaleHandleError,
     KvTrieError,
-    "A plan was used after it was released, or a request that a ledger does not have (any more)."
+    "A plan was used after it was released, a request that a ledger does not have (any more), or, in a child after\n`os.fork`, a handle that the parent made."
 );
 create_exception!(
     kvtrie,
@@ -71,6 +71,12 @@ pub(crate) fn exception(error: &Error) -> PyErr {
         ErrorKind::Malformed => KvTrieError::new_err(message),
         _ => KvTrieError::new_err(message),
     }
+}
+
+/// The error of a plan that is used after it was released.
+#[cold]
+pub(crate) fn released(call: &str) -> PyErr {
+    StaleHandleError::new_err(format!("{call}: the plan was released already"))
 }
 
 fn refused(message: String, reason: &'static str) -> PyErr {

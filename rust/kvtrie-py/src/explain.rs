@@ -27,6 +27,7 @@ pub(crate) fn explain(
         ..ExplainOptions::default()
     };
     if let Some(policy) = policy {
+        shared.warn_of_unknown_kinds(py, policy.core(), "RadixIndex.explain")?;
         options.policy = policy.core().clone();
     }
     let core = py.enter(Cost::Long, |keys| {

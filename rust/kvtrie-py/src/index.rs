@@ -1,14 +1,15 @@
 //! `RadixIndex`.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use kvtrie_core::{Config, InsertOptions, LookupOptions, PlanOptions, RadixIndex, RestoreLimits};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
+use crate::arguments::{arg, call, flag, int, of, optional_of};
 use crate::batch::{self, PyInsertBatch, PyMatchBatch, PyPlanBatch};
-use crate::buffers::{Arg, block_ids, int, nothing};
-use crate::detach::{Cost, Enter, Keys};
+use crate::buffers::{Arg, block_ids, nothing};
+use crate::detach::{Cost, Enter, Keys, Lock};
 use crate::errors::exception;
 use crate::explain::{self, PyExplanation};
 use crate::hints::{ErrorsByItem, Ids, Names};
@@ -31,8 +32,8 @@ use crate::stats::PyIndexStats;
 /// `insert` gives ids to the index, every other call that returns ids gives them back.
 ///
 /// One lock guards an index; any thread may call it. A call that turns out to take longer than about
-/// 100 µs lets go of the interpreter. In a child after `os.fork` an index is a copy of its own; fork
-/// while no other thread is inside a call.
+/// 100 µs lets go of the interpreter. After `os.fork` it is the parent's: in the child it raises
+/// `StaleHandleError`, as do plans, sequences, ledgers and allocators that the child inherited.
 ///
 /// Args:
 ///     num_blocks: Blocks in the engine's KV pool, 1 to 2**31.
@@ -63,7 +64,7 @@ use crate::stats::PyIndexStats;
 ///     >>> with index.plan(second) as plan:
 ///     ...     print(plan.blocks, plan.num_exact, plan.gaps.tolist())
 ///     [0] 6 [[6, 8]]
-#[pyclass(frozen, module = "kvtrie", name = "RadixIndex")]
+#[pyclass(frozen, weakref, module = "kvtrie", name = "RadixIndex")]
 pub(crate) struct PyRadixIndex {
     pub(crate) shared: Arc<SharedIndex>,
     min_run: usize,
@@ -76,17 +77,17 @@ impl PyRadixIndex {
     #[new]
     #[pyo3(signature = (
         num_blocks: "SupportsIndex", block_size: "SupportsIndex" = 16, *, min_run: "SupportsIndex" = 16,
-        max_candidates: "SupportsIndex" = 64, moved_runs=true, seed: "SupportsIndex" = 0,
+        max_candidates: "SupportsIndex" = 64, moved_runs: "bool" = true, seed: "SupportsIndex" = 0,
         hash_bits: "SupportsIndex" = 64
     ))]
     fn new(
-        #[pyo3(from_py_with = int)] num_blocks: i128,
-        #[pyo3(from_py_with = int)] block_size: i128,
-        #[pyo3(from_py_with = int)] min_run: i128,
-        #[pyo3(from_py_with = int)] max_candidates: i128,
-        moved_runs: bool,
-        #[pyo3(from_py_with = int)] seed: i128,
-        #[pyo3(from_py_with = int)] hash_bits: i128,
+        #[pyo3(from_py_with = int::<call::RadixIndex, arg::NumBlocks>)] num_blocks: i128,
+        #[pyo3(from_py_with = int::<call::RadixIndex, arg::BlockSize>)] block_size: i128,
+        #[pyo3(from_py_with = int::<call::RadixIndex, arg::MinRun>)] min_run: i128,
+        #[pyo3(from_py_with = int::<call::RadixIndex, arg::MaxCandidates>)] max_candidates: i128,
+        #[pyo3(from_py_with = flag::<call::RadixIndex, arg::MovedRuns>)] moved_runs: bool,
+        #[pyo3(from_py_with = int::<call::RadixIndex, arg::Seed>)] seed: i128,
+        #[pyo3(from_py_with = int::<call::RadixIndex, arg::HashBits>)] hash_bits: i128,
     ) -> PyResult<Self> {
         let arg = |name| Arg::new("RadixIndex", name);
         let max_block_size = i64::try_from(Config::MAX_BLOCK_SIZE).unwrap_or(i64::MAX);
@@ -145,7 +146,7 @@ impl PyRadixIndex {
     fn restore(
         py: Python<'_>,
         blob: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = int)] max_blocks: i128,
+        #[pyo3(from_py_with = int::<call::RadixIndexRestore, arg::MaxBlocks>)] max_blocks: i128,
     ) -> PyResult<Self> {
         let arg = Arg::new("RadixIndex.restore", "max_blocks");
         let num_blocks = arg.within(max_blocks, 1, kvtrie_core::BlockId::MAX_BLOCKS)?;
@@ -200,15 +201,17 @@ impl PyRadixIndex {
     ///     >>> index.explain(seq)
     ///     <Explanation: evicted at 2, 2 of 4 tokens exact>
     #[pyo3(signature = (
-        seq, policy=None, *, context: "SupportsIndex" = 8, keep_last: "SupportsIndex" = 1
+        seq: "TokenSequence", policy: "ReusePolicy | None" = None, *, context: "SupportsIndex" = 8, keep_last: "SupportsIndex" = 1
     ))]
     fn explain(
         &self,
         py: Python<'_>,
+        #[pyo3(from_py_with = of::<call::RadixIndexExplain, arg::Seq, PyTokenSequence>)]
         seq: &Bound<'_, PyTokenSequence>,
+        #[pyo3(from_py_with = optional_of::<call::RadixIndexExplain, arg::Policy, PyReusePolicy>)]
         policy: Option<&Bound<'_, PyReusePolicy>>,
-        #[pyo3(from_py_with = int)] context: i128,
-        #[pyo3(from_py_with = int)] keep_last: i128,
+        #[pyo3(from_py_with = int::<call::RadixIndexExplain, arg::Context>)] context: i128,
+        #[pyo3(from_py_with = int::<call::RadixIndexExplain, arg::KeepLast>)] keep_last: i128,
     ) -> PyResult<PyExplanation> {
         let arg = |name| Arg::new("RadixIndex.explain", name);
         let context = arg("context").count(context)?;
@@ -287,14 +290,17 @@ impl PyRadixIndex {
     ///     >>> match = index.lookup(seq, keep_last=1)
     ///     >>> match.num_tokens, match.blocks
     ///     (2, array([6], dtype=int32))
-    #[pyo3(signature = (seq, *, keep_last: "SupportsIndex" = 0, touch=true, start: "SupportsIndex" = 0))]
+    #[pyo3(signature = (seq: "TokenSequence", *, keep_last: "SupportsIndex" = 0, touch: "bool" = true, start: "SupportsIndex" = 0))]
     fn lookup(
         &self,
         py: Python<'_>,
-        seq: &Bound<'_, PyTokenSequence>,
-        #[pyo3(from_py_with = int)] keep_last: i128,
-        touch: bool,
-        #[pyo3(from_py_with = int)] start: i128,
+        #[pyo3(from_py_with = of::<call::RadixIndexLookup, arg::Seq, PyTokenSequence>)] seq: &Bound<
+            '_,
+            PyTokenSequence,
+        >,
+        #[pyo3(from_py_with = int::<call::RadixIndexLookup, arg::KeepLast>)] keep_last: i128,
+        #[pyo3(from_py_with = flag::<call::RadixIndexLookup, arg::Touch>)] touch: bool,
+        #[pyo3(from_py_with = int::<call::RadixIndexLookup, arg::Start>)] start: i128,
     ) -> PyResult<PyMatch> {
         const CALL: &str = "RadixIndex.lookup";
         let options = LookupOptions {
@@ -356,18 +362,23 @@ impl PyRadixIndex {
     ///     (4, 5, 0, 0)
     ///     (5, 17, -15, 1)
     ///     (17, 25, 0, 2)
-    #[pyo3(signature = (seq, policy=None, *, keep_last: "SupportsIndex" = 1, pin=true))]
+    #[pyo3(signature = (seq: "TokenSequence", policy: "ReusePolicy | None" = None, *, keep_last: "SupportsIndex" = 1, pin: "bool" = true))]
     fn plan(
         &self,
         py: Python<'_>,
-        seq: &Bound<'_, PyTokenSequence>,
+        #[pyo3(from_py_with = of::<call::RadixIndexPlan, arg::Seq, PyTokenSequence>)] seq: &Bound<
+            '_,
+            PyTokenSequence,
+        >,
+        #[pyo3(from_py_with = optional_of::<call::RadixIndexPlan, arg::Policy, PyReusePolicy>)]
         policy: Option<&Bound<'_, PyReusePolicy>>,
-        #[pyo3(from_py_with = int)] keep_last: i128,
-        pin: bool,
+        #[pyo3(from_py_with = int::<call::RadixIndexPlan, arg::KeepLast>)] keep_last: i128,
+        #[pyo3(from_py_with = flag::<call::RadixIndexPlan, arg::Pin>)] pin: bool,
     ) -> PyResult<PyReusePlan> {
         let keep_last = Arg::new("RadixIndex.plan", "keep_last").count(keep_last)?;
         let policy = policy.map_or(&EXACT_ONLY, |policy| policy.get());
         let (shared, seq) = (&*self.shared, seq.get());
+        shared.warn_of_unknown_kinds(py, policy.core(), "RadixIndex.plan")?;
         let options = PlanOptions { keep_last, pin };
         let core = py.enter_briefly(|keys: &Keys<'_>, effort| {
             let mut seq = keys.lock(&seq.core, SEQUENCE)?;
@@ -418,7 +429,7 @@ impl PyRadixIndex {
     ///     >>> done.blocks, done.surplus, done.num_exact
     ///     (array([4], dtype=int32), array([5], dtype=int32), 2)
     #[pyo3(signature = (
-        seq, blocks: "_Integers", *,
+        seq: "TokenSequence", blocks: "_Integers", *,
         num_computed: "SupportsIndex", start: "SupportsIndex" = 0,
         source: "ReusePlan | ComputedSource | Imported", spans: "Iterable[Span]" = nothing()
     ), text_signature = "($self, seq, blocks, *, num_computed, start=0, source, spans=())")]
@@ -426,10 +437,13 @@ impl PyRadixIndex {
     fn insert(
         &self,
         py: Python<'_>,
-        seq: &Bound<'_, PyTokenSequence>,
+        #[pyo3(from_py_with = of::<call::RadixIndexInsert, arg::Seq, PyTokenSequence>)] seq: &Bound<
+            '_,
+            PyTokenSequence,
+        >,
         blocks: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = int)] num_computed: i128,
-        #[pyo3(from_py_with = int)] start: i128,
+        #[pyo3(from_py_with = int::<call::RadixIndexInsert, arg::NumComputed>)] num_computed: i128,
+        #[pyo3(from_py_with = int::<call::RadixIndexInsert, arg::Start>)] start: i128,
         source: &Bound<'_, PyAny>,
         spans: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyInsertResult> {
@@ -486,15 +500,15 @@ impl PyRadixIndex {
     ///     >>> batch.num_tokens, batch.blocks[batch.offsets[1] : batch.offsets[2]]
     ///     (array([4, 2]), array([6], dtype=int32))
     #[pyo3(signature = (
-        seqs: "Iterable[TokenSequence]", *, keep_last: "SupportsIndex" = 0, touch=true,
+        seqs: "Iterable[TokenSequence]", *, keep_last: "SupportsIndex" = 0, touch: "bool" = true,
         starts: "Iterable[SupportsIndex] | None" = None
     ))]
     fn lookup_many(
         &self,
         py: Python<'_>,
         seqs: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = int)] keep_last: i128,
-        touch: bool,
+        #[pyo3(from_py_with = int::<call::RadixIndexLookupMany, arg::KeepLast>)] keep_last: i128,
+        #[pyo3(from_py_with = flag::<call::RadixIndexLookupMany, arg::Touch>)] touch: bool,
         starts: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyMatchBatch> {
         batch::lookup_many(py, &self.shared, seqs, keep_last, touch, starts)
@@ -527,15 +541,15 @@ impl PyRadixIndex {
     ///     {}
     #[pyo3(signature = (
         seqs: "Iterable[TokenSequence]", policies: "Iterable[ReusePolicy] | None" = None, *,
-        keep_last: "SupportsIndex" = 1, pin=true
+        keep_last: "SupportsIndex" = 1, pin: "bool" = true
     ))]
     fn plan_many(
         &self,
         py: Python<'_>,
         seqs: &Bound<'_, PyAny>,
         policies: Option<&Bound<'_, PyAny>>,
-        #[pyo3(from_py_with = int)] keep_last: i128,
-        pin: bool,
+        #[pyo3(from_py_with = int::<call::RadixIndexPlanMany, arg::KeepLast>)] keep_last: i128,
+        #[pyo3(from_py_with = flag::<call::RadixIndexPlanMany, arg::Pin>)] pin: bool,
     ) -> PyResult<PyPlanBatch> {
         batch::plan_many(py, &self.shared, seqs, policies, keep_last, pin)
     }
@@ -680,7 +694,7 @@ impl PyRadixIndex {
     fn evict<'py>(
         &self,
         py: Python<'py>,
-        #[pyo3(from_py_with = int)] n: i128,
+        #[pyo3(from_py_with = int::<call::RadixIndexEvict, arg::N>)] n: i128,
     ) -> PyResult<Ids<'py>> {
         let n = Arg::new("RadixIndex.evict", "n").count(n)?;
         let shared = &*self.shared;
@@ -761,10 +775,11 @@ impl PyRadixIndex {
     ///     1
     ///     >>> index.evict(2)
     ///     array([0, 3], dtype=int32)
-    #[pyo3(signature = (seq, ranges: "_Ranges"))]
+    #[pyo3(signature = (seq: "TokenSequence", ranges: "_Ranges"))]
     fn mark_dead(
         &self,
         py: Python<'_>,
+        #[pyo3(from_py_with = of::<call::RadixIndexMarkDead, arg::Seq, PyTokenSequence>)]
         seq: &Bound<'_, PyTokenSequence>,
         ranges: &Bound<'_, PyAny>,
     ) -> PyResult<u64> {
@@ -809,13 +824,14 @@ impl PyRadixIndex {
     ///     array([0], dtype=int32)
     ///     >>> index.lookup(seq).num_tokens, index.stats().holes
     ///     (2, 1)
-    #[pyo3(signature = (seq, ranges: "_Ranges", force=false))]
+    #[pyo3(signature = (seq: "TokenSequence", ranges: "_Ranges", force: "bool" = false))]
     fn remove_spans(
         &self,
         py: Python<'_>,
+        #[pyo3(from_py_with = of::<call::RadixIndexRemoveSpans, arg::Seq, PyTokenSequence>)]
         seq: &Bound<'_, PyTokenSequence>,
         ranges: &Bound<'_, PyAny>,
-        force: bool,
+        #[pyo3(from_py_with = flag::<call::RadixIndexRemoveSpans, arg::Force>)] force: bool,
     ) -> PyResult<PyRemoved> {
         let ranges = crate::buffers::ranges(ranges, Arg::new("RadixIndex.remove_spans", "ranges"))?;
         let (shared, seq) = (&*self.shared, seq.get());
@@ -843,10 +859,11 @@ impl PyRadixIndex {
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> index.drop(space)
     ///     array([0, 6], dtype=int32)
-    #[pyo3(signature = (namespace))]
+    #[pyo3(signature = (namespace: "Namespace"))]
     fn drop<'py>(
         &self,
         py: Python<'py>,
+        #[pyo3(from_py_with = of::<call::RadixIndexDrop, arg::Namespace, PyNamespace>)]
         namespace: &Bound<'py, PyNamespace>,
     ) -> PyResult<Ids<'py>> {
         let (shared, namespace) = (&*self.shared, &namespace.get().core);
@@ -938,11 +955,14 @@ impl PyRadixIndex {
     ///     >>> index.tag(seq, [kvtrie.Span(1, 3, "reasoning")])
     ///     >>> index.tags(seq)
     ///     [Span(1, 3, 'reasoning')]
-    #[pyo3(signature = (seq, spans: "Iterable[Span]"))]
+    #[pyo3(signature = (seq: "TokenSequence", spans: "Iterable[Span]"))]
     fn tag(
         &self,
         py: Python<'_>,
-        seq: &Bound<'_, PyTokenSequence>,
+        #[pyo3(from_py_with = of::<call::RadixIndexTag, arg::Seq, PyTokenSequence>)] seq: &Bound<
+            '_,
+            PyTokenSequence,
+        >,
         spans: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let spans = crate::span::spans(spans, Arg::new("RadixIndex.tag", "spans"))?;
@@ -968,8 +988,15 @@ impl PyRadixIndex {
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
     ///     >>> index.tags(kvtrie.TokenSequence([1, 2], space))
     ///     []
-    #[pyo3(signature = (seq))]
-    fn tags(&self, py: Python<'_>, seq: &Bound<'_, PyTokenSequence>) -> PyResult<Vec<PySpan>> {
+    #[pyo3(signature = (seq: "TokenSequence"))]
+    fn tags(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = of::<call::RadixIndexTags, arg::Seq, PyTokenSequence>)] seq: &Bound<
+            '_,
+            PyTokenSequence,
+        >,
+    ) -> PyResult<Vec<PySpan>> {
         let (shared, seq) = (&*self.shared, seq.get());
         let found = py.enter_briefly(|keys, effort| {
             let seq = keys.lock(&seq.core, SEQUENCE)?;
@@ -987,7 +1014,7 @@ impl PyRadixIndex {
     /// Example:
     ///     >>> import kvtrie
     ///     >>> stats = kvtrie.RadixIndex(num_blocks=8).stats()
-    ///     >>> stats.indexed + stats.condemned + stats.waiting
+    ///     >>> stats.indexed + stats.condemned
     ///     0
     fn stats(&self, py: Python<'_>) -> PyResult<PyIndexStats> {
         let shared = &*self.shared;
@@ -1052,7 +1079,8 @@ impl PyRadixIndex {
             max_candidates,
         } = *core.config();
         let shared = SharedIndex {
-            core: Mutex::new(core),
+            core: Lock::new(core),
+            warned_of: Lock::new(Vec::new()),
             num_blocks,
             block_size,
             seed,

@@ -6,7 +6,8 @@ use kvtrie_core::Item;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 
-use crate::buffers::{Arg, int};
+use crate::arguments::{arg, call, int, of};
+use crate::buffers::Arg;
 use crate::errors::exception;
 use crate::output::signed;
 
@@ -48,9 +49,9 @@ impl PyItem {
     #[new]
     #[pyo3(signature = (start: "SupportsIndex", end: "SupportsIndex", digest: "bytes"))]
     fn new(
-        #[pyo3(from_py_with = int)] start: i128,
-        #[pyo3(from_py_with = int)] end: i128,
-        digest: &Bound<'_, PyBytes>,
+        #[pyo3(from_py_with = int::<call::Item, arg::Start>)] start: i128,
+        #[pyo3(from_py_with = int::<call::Item, arg::End>)] end: i128,
+        #[pyo3(from_py_with = of::<call::Item, arg::Digest, PyBytes>)] digest: &Bound<'_, PyBytes>,
     ) -> PyResult<Self> {
         let start = Arg::new("Item", "start").count(start)?;
         let end = Arg::new("Item", "end").count(end)?;

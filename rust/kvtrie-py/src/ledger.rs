@@ -11,9 +11,10 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::buffers::{Arg, block_ids, count_list, int, signed_integers};
-use crate::detach::{Cost, Enter, Failure};
-use crate::errors::{StaleHandleError, exception};
+use crate::arguments::{arg, call, flag, int, of, optional_of};
+use crate::buffers::{Arg, block_ids, count_list, signed_integers};
+use crate::detach::{Cost, Enter, Failure, Lock};
+use crate::errors::{StaleHandleError, exception, released};
 use crate::hints::{Counts, Ids, Records};
 use crate::index::PyRadixIndex;
 use crate::output::{self, ids};
@@ -37,7 +38,8 @@ pub(crate) struct PyLive {
     plan: Option<Py<PyReusePlan>>,
     /// As it was given; none stands for `COMPUTED`.
     source: Option<Py<PyAny>>,
-    /// What commits without a plan made. If the ledger is dropped they release themselves, as every plan.
+    /// What commits without a plan made. If the ledger is dropped they release themselves, as every plan. Locked by
+    /// attached threads alone, for a few instructions, so a fork never happens meanwhile.
     pins: Mutex<Vec<Py<PyReusePlan>>>,
 }
 
@@ -138,9 +140,9 @@ impl PyLive {
 ///     >>> done = ledger.finish("a", index)
 ///     >>> done.blocks, done.surplus
 ///     (array([6], dtype=int32), array([0], dtype=int32))
-#[pyclass(frozen, module = "kvtrie", name = "SequenceLedger")]
+#[pyclass(frozen, weakref, module = "kvtrie", name = "SequenceLedger")]
 pub(crate) struct PySequenceLedger {
-    pub(crate) core: Mutex<SequenceLedger>,
+    pub(crate) core: Lock<SequenceLedger>,
     block_size: usize,
     /// Live requests by what the engine calls them. Whoever asks it holds no lock: hashing is Python.
     requests: Py<PyDict>,
@@ -150,11 +152,14 @@ pub(crate) struct PySequenceLedger {
 impl PySequenceLedger {
     #[new]
     #[pyo3(signature = (block_size: "SupportsIndex" = 16))]
-    fn new(py: Python<'_>, #[pyo3(from_py_with = int)] block_size: i128) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        #[pyo3(from_py_with = int::<call::SequenceLedger, arg::BlockSize>)] block_size: i128,
+    ) -> PyResult<Self> {
         let block_size = Arg::new("SequenceLedger", "block_size").count(block_size)?;
         let core = SequenceLedger::new(block_size).map_err(|error| exception(&error))?;
         Ok(Self {
-            core: Mutex::new(core),
+            core: Lock::new(core),
             block_size,
             requests: PyDict::new(py).unbind(),
         })
@@ -224,7 +229,7 @@ impl PySequenceLedger {
         reason = "the arguments of the Python call"
     )]
     #[pyo3(signature = (
-        request: "Hashable", seq, blocks: "_Integers", *,
+        request: "Hashable", seq: "TokenSequence", blocks: "_Integers", *,
         source: "ReusePlan | ComputedSource | Imported | None" = None,
         num_computed: "SupportsIndex" = 0, missing: "_Ranges | None" = None,
         plan: "ReusePlan | None" = None
@@ -233,11 +238,14 @@ impl PySequenceLedger {
         &self,
         py: Python<'_>,
         request: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = of::<call::SequenceLedgerBegin, arg::Seq, PyTokenSequence>)]
         seq: &Bound<'_, PyTokenSequence>,
         blocks: &Bound<'_, PyAny>,
         source: Option<&Bound<'_, PyAny>>,
-        #[pyo3(from_py_with = int)] num_computed: i128,
+        #[pyo3(from_py_with = int::<call::SequenceLedgerBegin, arg::NumComputed>)]
+        num_computed: i128,
         missing: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = optional_of::<call::SequenceLedgerBegin, arg::Plan, PyReusePlan>)]
         plan: Option<&Bound<'_, PyReusePlan>>,
     ) -> PyResult<()> {
         const CALL: &str = "SequenceLedger.begin";
@@ -253,7 +261,7 @@ impl PySequenceLedger {
         let present = match &missing {
             Some(_) if num_computed > 0 => {
                 return Err(of_request(request)(PyValueError::new_err(format!(
-                    "{CALL}: num_computed ({num_computed}) and missing exclude each other"
+                    "{CALL}: num_computed is {num_computed} and missing is given; they exclude each other"
                 ))));
             }
             Some(missing) => Some(Present::AllBut(missing)),
@@ -324,8 +332,10 @@ impl PySequenceLedger {
         &self,
         py: Python<'_>,
         request: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = int)] num_tokens: i128,
-        #[pyo3(from_py_with = int)] num_drafts: i128,
+        #[pyo3(from_py_with = int::<call::SequenceLedgerSchedule, arg::NumTokens>)]
+        num_tokens: i128,
+        #[pyo3(from_py_with = int::<call::SequenceLedgerSchedule, arg::NumDrafts>)]
+        num_drafts: i128,
     ) -> PyResult<()> {
         const CALL: &str = "SequenceLedger.schedule";
         let num_tokens = Arg::new(CALL, "num_tokens").count(num_tokens)?;
@@ -416,7 +426,8 @@ impl PySequenceLedger {
         &self,
         py: Python<'_>,
         request: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = int)] num_computed: i128,
+        #[pyo3(from_py_with = int::<call::SequenceLedgerConfirm, arg::NumComputed>)]
+        num_computed: i128,
     ) -> PyResult<()> {
         const CALL: &str = "SequenceLedger.confirm";
         let num_computed = Arg::new(CALL, "num_computed").count(num_computed)?;
@@ -575,12 +586,13 @@ impl PySequenceLedger {
     ///     RolledBack(ranges=[[1, 4]], blocks=[7])
     ///     >>> ledger.final_range("a")
     ///     (0, 1)
-    #[pyo3(signature = (request: "Hashable", to: "SupportsIndex", *, drop_blocks=false))]
+    #[pyo3(signature = (request: "Hashable", to: "SupportsIndex", *, drop_blocks: "bool" = false))]
     fn rollback(
         &self,
         py: Python<'_>,
         request: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = int)] to: i128,
+        #[pyo3(from_py_with = int::<call::SequenceLedgerRollback, arg::To>)] to: i128,
+        #[pyo3(from_py_with = flag::<call::SequenceLedgerRollback, arg::DropBlocks>)]
         drop_blocks: bool,
     ) -> PyResult<PyRolledBack> {
         const CALL: &str = "SequenceLedger.rollback";
@@ -839,8 +851,8 @@ impl PySequenceLedger {
         &self,
         py: Python<'py>,
         request: &Bound<'py, PyAny>,
-        #[pyo3(from_py_with = int)] start: i128,
-        #[pyo3(from_py_with = int)] end: i128,
+        #[pyo3(from_py_with = int::<call::SequenceLedgerBlocksFor, arg::Start>)] start: i128,
+        #[pyo3(from_py_with = int::<call::SequenceLedgerBlocksFor, arg::End>)] end: i128,
     ) -> PyResult<Ids<'py>> {
         const CALL: &str = "SequenceLedger.blocks_for";
         let start = Arg::new(CALL, "start").count(start)?;
@@ -975,11 +987,12 @@ impl PySequenceLedger {
     ///     InsertResult(blocks=[6], num_exact=2, duplicates=[], surplus=[], freed=[])
     ///     >>> ledger.commit("a", index).blocks
     ///     array([], dtype=int32)
-    #[pyo3(signature = (request: "Hashable", index))]
+    #[pyo3(signature = (request: "Hashable", index: "RadixIndex"))]
     fn commit(
         &self,
         py: Python<'_>,
         request: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = of::<call::SequenceLedgerCommit, arg::Index, PyRadixIndex>)]
         index: &Bound<'_, PyRadixIndex>,
     ) -> PyResult<PyInsertResult> {
         let live = self.live(py, request, "SequenceLedger.commit")?;
@@ -1034,11 +1047,12 @@ impl PySequenceLedger {
     ///     InsertResult(blocks=[6], num_exact=2, duplicates=[], surplus=[0], freed=[])
     ///     >>> "a" in ledger
     ///     False
-    #[pyo3(signature = (request: "Hashable", index))]
+    #[pyo3(signature = (request: "Hashable", index: "RadixIndex"))]
     fn finish(
         &self,
         py: Python<'_>,
         request: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = of::<call::SequenceLedgerFinish, arg::Index, PyRadixIndex>)]
         index: &Bound<'_, PyRadixIndex>,
     ) -> PyResult<PyInsertResult> {
         let entry = self.take(py, request, "SequenceLedger.finish")?;
@@ -1257,11 +1271,6 @@ fn not_live(request: &Bound<'_, PyAny>, call: &str) -> PyErr {
 }
 
 #[cold]
-fn released(call: &str) -> PyErr {
-    StaleHandleError::new_err(format!("{call}: the plan was released already"))
-}
-
-#[cold]
 fn live_already(request: &Bound<'_, PyAny>) -> PyErr {
     of_request(request)(PyValueError::new_err(
         "SequenceLedger.begin: the request is live already; finish or forget it first",
@@ -1272,10 +1281,7 @@ fn list_of<'py>(value: &Bound<'py, PyAny>, arg: Arg) -> PyResult<Bound<'py, PyLi
     if let Ok(list) = value.cast::<PyList>() {
         return Ok(list.clone());
     }
-    let items: PyResult<Vec<Bound<'py, PyAny>>> = value
-        .try_iter()
-        .map_err(|_| arg.wrong_type(value, "a list"))?
-        .collect();
+    let items: PyResult<Vec<Bound<'py, PyAny>>> = arg.iterate(value, "a list")?.collect();
     PyList::new(value.py(), items?)
 }
 

@@ -1,8 +1,9 @@
 //! The compiled module `kvtrie._core`: what Python sees of `kvtrie-core`.
 //!
 //! Every class is frozen; what changes sits behind a lock. Locks are taken in one order: the ledger,
-//! then sequences (by address), then the block allocator, then the index. While one is held no Python runs and no
-//! Python object is made: a collection of garbage may drop a plan, which takes the index's lock.
+//! then sequences (by address), then the block allocator, then the index, then the names that it has warned of.
+//! While one is held no Python runs and no Python object is made: a collection of garbage may drop a plan, which
+//! takes the index's lock. A child after `os.fork` takes no lock that it inherited: its handles raise.
 #![expect(
     clippy::doc_markdown,
     clippy::doc_link_with_quotes,
@@ -10,6 +11,7 @@
 )]
 
 mod allocator;
+mod arguments;
 mod batch;
 mod buffers;
 mod detach;
@@ -87,13 +89,12 @@ mod _core {
     #[pymodule_export]
     const EXACT_ONLY: PyReusePolicy = PyReusePolicy::EXACT_ONLY;
 
-    /// What a `TransferRefused` that nobody filled in has for a reason.
+    /// Counts forks; and what a `TransferRefused` that nobody filled in has for a reason.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        module
-            .py()
-            .get_type::<TransferRefused>()
-            .setattr("reason", "")
+        let py = module.py();
+        crate::detach::count_forks(py)?;
+        py.get_type::<TransferRefused>().setattr("reason", "")
     }
 
     /// The version of the extension and of the package.

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use kvtrie_core::{Namespace, Salt};
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString, PyTuple};
 
-use crate::buffers::type_name;
+use crate::arguments::{arg, call, optional_text, text};
+use crate::buffers::Arg;
 use crate::hints::{NewArguments, SaltValue};
 use crate::output::quoted;
 
@@ -55,8 +55,10 @@ fn shared(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
 ///     kv_dtype: Element type and scales of the KV.
 ///     rope: How positions turn K, for instance `"yarn:4"`.
 ///     adapter: Content id of the adapter (LoRA), or None.
-///     salt: Who may share: one salt a tenant, or `kvtrie.SHARED` to share on purpose. There is no
-///         default, because sharing across tenants tells each what the others have asked.
+///     salt: Who may share: one salt per tenant, or `kvtrie.SHARED` to share on purpose. There is no
+///         default, because sharing across tenants tells each what the others have asked. A tenant's
+///         salt is a secret: no `repr`, message or log shows it. The attribute, pickles and snapshots
+///         have it.
 ///
 /// Raises:
 ///     TypeError: A field is not a str, or the salt is neither a str nor `SHARED`.
@@ -79,14 +81,16 @@ pub(crate) struct PyNamespace {
 impl PyNamespace {
     #[new]
     #[pyo3(signature = (
-        *, model, kv_dtype=String::from("auto"), rope=String::from("default"), adapter=None,
+        *, model: "str", kv_dtype: "str" = String::from("auto"), rope: "str" = String::from("default"), adapter: "str | None" = None,
         salt: "str | SharedSalt"
     ), text_signature = "(*, model, kv_dtype='auto', rope='default', adapter=None, salt)")]
     fn new(
-        model: String,
-        kv_dtype: String,
-        rope: String,
-        adapter: Option<String>,
+        #[pyo3(from_py_with = text::<call::Namespace, arg::Model>)] model: String,
+        #[pyo3(from_py_with = text::<call::Namespace, arg::KvDtype>)] kv_dtype: String,
+        #[pyo3(from_py_with = text::<call::Namespace, arg::Rope>)] rope: String,
+        #[pyo3(from_py_with = optional_text::<call::Namespace, arg::Adapter>)] adapter: Option<
+            String,
+        >,
         salt: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
         let salt = if salt.is_instance_of::<PySharedSalt>() {
@@ -94,10 +98,8 @@ impl PyNamespace {
         } else if let Ok(salt) = salt.cast::<PyString>() {
             Salt::Tenant(salt.extract()?)
         } else {
-            return Err(PyTypeError::new_err(format!(
-                "Namespace: salt is of type '{}'; it must be a str, one a tenant, or kvtrie.SHARED",
-                type_name(salt)
-            )));
+            let arg = Arg::new("Namespace", "salt");
+            return Err(arg.wrong_type(salt, "a str, one per tenant, or kvtrie.SHARED"));
         };
         let core = Namespace::new(model, kv_dtype, rope, adapter, salt);
         Ok(Self {
@@ -145,7 +147,10 @@ impl PyNamespace {
             quoted(py, self.core.model())?,
             quoted(py, self.core.kv_dtype())?,
             quoted(py, self.core.rope())?,
-            self.salt_object(py)?.repr()?
+            match self.core.salt() {
+                Salt::Shared => "SHARED",
+                Salt::Tenant(_) => "<redacted>",
+            }
         ))
     }
 

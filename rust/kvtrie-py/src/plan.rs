@@ -8,9 +8,10 @@ use numpy::PyArray1;
 use pyo3::exceptions::PyResourceWarning;
 use pyo3::prelude::*;
 
-use crate::buffers::{Arg, block_ids, int, optional_int};
-use crate::detach::{Cost, Enter};
-use crate::errors::StaleHandleError;
+use crate::arguments::{arg, call, int, optional_int};
+use crate::buffers::{Arg, block_ids};
+use crate::detach::{Cost, Enter, inherited};
+use crate::errors::released;
 use crate::hints::{Counts, Flags, Ids, Records};
 use crate::output::{self, ids, listed, truth};
 use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
@@ -20,6 +21,10 @@ use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
 /// `RadixIndex.plan` makes plans. Blocks used in place come first; behind them lie tokens that are
 /// copied and tokens that must be computed. Release every plan, or use it in a `with` statement.
 /// A plan that is collected unreleased releases itself and emits a `ResourceWarning`.
+///
+/// Once it was released a plan names no block, for these may be others' by then: `blocks`,
+/// `source_blocks` and `moves` raise `StaleHandleError`, as does whatever needs its pins. What it
+/// says of the prompt stays: its counts, `gaps`, `segments` and `validate`.
 ///
 /// Array attributes are fresh arrays at every access: take them once and keep them.
 ///
@@ -36,7 +41,7 @@ use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
 ///     [1] [[3, 5]]
 ///     >>> plan.released
 ///     True
-#[pyclass(frozen, module = "kvtrie", name = "ReusePlan")]
+#[pyclass(frozen, weakref, module = "kvtrie", name = "ReusePlan")]
 pub(crate) struct PyReusePlan {
     core: Arc<ReusePlan>,
     index: Arc<SharedIndex>,
@@ -104,6 +109,17 @@ impl PyReusePlan {
         self.released.load(Ordering::Relaxed)
     }
 
+    /// The plan, for what names its blocks: these may be others' once it was released, or in a forked child.
+    fn live(&self, call: &str) -> PyResult<&ReusePlan> {
+        if self.index.core.is_inherited() {
+            return Err(inherited("the plan"));
+        }
+        if self.is_released() {
+            return Err(released(call));
+        }
+        Ok(&self.core)
+    }
+
     /// What going over the plan costs.
     fn cost(&self) -> Cost {
         Cost::blocks(self.core.num_entries() / OFFERS_A_VISIT)
@@ -112,10 +128,11 @@ impl PyReusePlan {
 
 #[pymethods]
 impl PyReusePlan {
-    /// Ids used in place for the first whole blocks of the prompt (int32). Nobody writes to them.
+    /// Ids used in place for the first whole blocks of the prompt (int32). Nobody writes to them. A
+    /// `StaleHandleError` once the plan was released.
     #[getter]
-    fn blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
-        ids(py, self.core.blocks())
+    fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
+        Ok(ids(py, self.live("ReusePlan.blocks")?.blocks()))
     }
 
     /// How many blocks the caller brings for the rest of the prompt.
@@ -166,10 +183,14 @@ impl PyReusePlan {
         output::segments(py, self.core.segments())
     }
 
-    /// Ids that are copied from, ascending, each once (int32). A block in place may be among them.
+    /// Ids that are copied from, ascending, each once (int32). A block in place may be among them. A
+    /// `StaleHandleError` once the plan was released.
     #[getter]
-    fn source_blocks<'py>(&self, py: Python<'py>) -> Ids<'py> {
-        ids(py, &self.core.source_blocks())
+    fn source_blocks<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
+        Ok(ids(
+            py,
+            &self.live("ReusePlan.source_blocks")?.source_blocks(),
+        ))
     }
 
     /// Places that the search for moved runs did not try, because a window of the prompt has more than
@@ -193,11 +214,11 @@ impl PyReusePlan {
 
     /// The copies that fill a block table, as plain data for whoever has the memory.
     ///
-    /// A slot is block id · block size + offset. Pieces end at block edges on both sides. The plan
-    /// need not be live: this is arithmetic on what the plan knows.
+    /// A slot is block id · block size + offset. Pieces end at block edges on both sides. The whole
+    /// table is checked, which takes about 10 ns a block.
     ///
     /// Args:
-    ///     table: Block ids of the prompt from position 0: `blocks`, then the new ones.
+    ///     table: Block ids of the prompt from position 0: `blocks`, then the new ones, each id once.
     ///     start: Only copies to positions from here on, in tokens.
     ///     end: Only copies to positions before this one; None is the end of the prompt.
     ///
@@ -206,9 +227,11 @@ impl PyReusePlan {
     ///     `delta` (by how many positions K is turned).
     ///
     /// Raises:
+    ///     StaleHandleError: The plan was released.
     ///     TypeError: The table is no list of integers.
-    ///     ValueError: The range is reversed or beyond the prompt, or the table is too short, holds
-    ///         an id outside the pool, or would write a block that the plan reads.
+    ///     ValueError: The range is reversed or beyond the prompt, or the table is too short, does not
+    ///         start with `blocks`, holds an id outside the pool or an id twice, or has a source block
+    ///         where the range is filled.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -228,8 +251,8 @@ impl PyReusePlan {
         &self,
         py: Python<'py>,
         table: &Bound<'py, PyAny>,
-        #[pyo3(from_py_with = int)] start: i128,
-        #[pyo3(from_py_with = optional_int)] end: Option<i128>,
+        #[pyo3(from_py_with = int::<call::ReusePlanMoves, arg::Start>)] start: i128,
+        #[pyo3(from_py_with = optional_int::<call::ReusePlanMoves, arg::End>)] end: Option<i128>,
     ) -> PyResult<Records<'py>> {
         const CALL: &str = "ReusePlan.moves";
         let start = Arg::new(CALL, "start").count(start)?;
@@ -238,14 +261,19 @@ impl PyReusePlan {
             None => self.num_tokens,
         };
         let table = block_ids(table, self.index.num_blocks, Arg::new(CALL, "table"))?;
-        let moves = py.enter(self.cost(), |_| Ok(self.core.moves(&table, start, end)?))?;
+        let plan = self.live(CALL)?;
+        // Checking a block takes a fraction of looking one up.
+        let entries = plan.num_entries() + table.len();
+        let cost = Cost::blocks(entries / OFFERS_A_VISIT);
+        let moves = py.enter(cost, |_| Ok(plan.moves(&table, start, end)?))?;
         output::moves(py, &moves)
     }
 
     /// Whether what the plan uses is still there as it was planned.
     ///
     /// True while it is pinned; without pins, true as long as none of the blocks has left the index
-    /// since the plan was made. What is computed is always true.
+    /// since the plan was made. What is computed is always true. After `release_sources` the copied
+    /// segments are without pins, after `release` all are.
     ///
     /// Returns:
     ///     One bool a segment, as an array.
@@ -318,11 +346,7 @@ impl PyReusePlan {
     }
 
     fn __enter__(slf: PyRef<'_, Self>) -> PyResult<PyRef<'_, Self>> {
-        if slf.is_released() {
-            return Err(StaleHandleError::new_err(
-                "ReusePlan.__enter__: the plan was released already",
-            ));
-        }
+        slf.live("ReusePlan.__enter__")?;
         Ok(slf)
     }
 
@@ -342,10 +366,13 @@ impl PyReusePlan {
     }
 
     fn __repr__(&self) -> String {
+        let blocks = match self.live("") {
+            Ok(plan) => format!("blocks={}, ", listed(plan.blocks())),
+            Err(_) => String::new(),
+        };
         format!(
-            "<ReusePlan of {} tokens: blocks={}, num_exact={}, num_compute={}, pinned={}, released={}>",
+            "<ReusePlan of {} tokens: {blocks}num_exact={}, num_compute={}, pinned={}, released={}>",
             self.num_tokens,
-            listed(self.core.blocks()),
             self.num_exact(),
             self.num_compute(),
             truth(self.pinned()),
@@ -393,7 +420,8 @@ impl PyReusePlan {
 
 impl Drop for PyReusePlan {
     fn drop(&mut self) {
-        if self.is_released() {
+        // What a forked child inherited is its parent's to release.
+        if self.is_released() || self.index.core.is_inherited() {
             return;
         }
         // Without an interpreter, or with one that is going away, nobody is left to use the index.

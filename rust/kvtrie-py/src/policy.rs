@@ -3,11 +3,12 @@
 use std::hash::{Hash, Hasher};
 
 use kvtrie_core::ReusePolicy;
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyString, PyTuple};
+use pyo3::types::{PyDict, PyString, PyTuple};
 
-use crate::buffers::{Arg, int, nothing, optional_int, type_name};
+use crate::arguments::{arg, call, flag, int, optional_int, share};
+use crate::buffers::{Arg, nothing};
 use crate::hints::{Names, NewArguments};
 use crate::output::{quoted, truth};
 
@@ -33,7 +34,8 @@ pub(crate) const MIN_RUN: i64 = 8;
 ///         with more of them is made exact only.
 ///     recompute_first: Tokens at the front of every moved run that are computed anyway.
 ///     recompute_last: Tokens at the end of every moved run that are computed anyway.
-///     forbid_kinds: Kinds of spans that are not reused approximately.
+///     forbid_kinds: Kinds of spans that are not reused approximately. Where no tag of an index has such
+///         a kind, it is a `UserWarning` once, with the nearest kind: the name may be misspelt.
 ///     partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
 ///         engine that copies nothing says False, and `approximate=False`.
 ///
@@ -80,21 +82,24 @@ impl PyReusePolicy {
 impl PyReusePolicy {
     #[new]
     #[pyo3(signature = (
-        *, approximate=true, min_run: "SupportsIndex | None" = None, max_hops: "SupportsIndex" = 1,
+        *, approximate: "bool" = true, min_run: "SupportsIndex | None" = None, max_hops: "SupportsIndex" = 1,
         max_approximate_share: "SupportsFloat" = 1.0, recompute_first: "SupportsIndex" = 0,
         recompute_last: "SupportsIndex" = 0, forbid_kinds: "Iterable[str]" = nothing(),
-        partial_blocks=true
+        partial_blocks: "bool" = true
     ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), partial_blocks=True)")]
     #[expect(clippy::too_many_arguments, reason = "all are keywords")]
     fn new(
-        approximate: bool,
-        #[pyo3(from_py_with = optional_int)] min_run: Option<i128>,
-        #[pyo3(from_py_with = int)] max_hops: i128,
-        #[pyo3(from_py_with = share)] max_approximate_share: f64,
-        #[pyo3(from_py_with = int)] recompute_first: i128,
-        #[pyo3(from_py_with = int)] recompute_last: i128,
+        #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::Approximate>)] approximate: bool,
+        #[pyo3(from_py_with = optional_int::<call::ReusePolicy, arg::MinRun>)] min_run: Option<
+            i128,
+        >,
+        #[pyo3(from_py_with = int::<call::ReusePolicy, arg::MaxHops>)] max_hops: i128,
+        #[pyo3(from_py_with = share::<call::ReusePolicy, arg::MaxApproximateShare>)]
+        max_approximate_share: f64,
+        #[pyo3(from_py_with = int::<call::ReusePolicy, arg::RecomputeFirst>)] recompute_first: i128,
+        #[pyo3(from_py_with = int::<call::ReusePolicy, arg::RecomputeLast>)] recompute_last: i128,
         forbid_kinds: Option<&Bound<'_, PyAny>>,
-        partial_blocks: bool,
+        #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::PartialBlocks>)] partial_blocks: bool,
     ) -> PyResult<Self> {
         const CALL: &str = "ReusePolicy";
         let min_run = match min_run {
@@ -106,7 +111,7 @@ impl PyReusePolicy {
         };
         if !(0.0..=1.0).contains(&max_approximate_share) {
             return Err(PyValueError::new_err(format!(
-                "{CALL}: max_approximate_share is {max_approximate_share}; it must lie in 0..=1"
+                "{CALL}: max_approximate_share is {max_approximate_share}; it must be in [0, 1]"
             )));
         }
         Ok(Self {
@@ -212,36 +217,27 @@ impl PyReusePolicy {
     }
 }
 
-fn share(value: &Bound<'_, PyAny>) -> PyResult<f64> {
-    if value.is_instance_of::<PyBool>() {
-        return Err(PyTypeError::new_err("'bool' object is no share"));
-    }
-    value.extract()
-}
-
 fn kinds(value: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<String>> {
+    let arg = Arg::new("ReusePolicy", "forbid_kinds");
     let Some(value) = value else {
         return Ok(Vec::new());
     };
     if value.is_instance_of::<PyString>() {
-        return Err(PyTypeError::new_err(
-            "ReusePolicy: forbid_kinds is of type 'str'; it must be a tuple of names of kinds",
-        ));
+        return Err(arg.wrong_type(value, "a tuple of names of kinds"));
     }
     let mut kinds = Vec::new();
-    for kind in value.try_iter()? {
+    let wanted = "a tuple of names of kinds";
+    for (at, kind) in arg.iterate(value, wanted)?.enumerate() {
         let kind = kind?;
-        let name = kind.cast::<PyString>().map_err(|_| {
-            PyTypeError::new_err(format!(
-                "ReusePolicy: forbid_kinds holds a value of type '{}'; it must hold names of kinds",
-                type_name(&kind)
-            ))
-        })?;
+        let name = kind
+            .cast::<PyString>()
+            .map_err(|_| arg.wrong_item(at, &kind, "a str, the name of a kind"))?;
         let name: String = name.extract()?;
         if name.is_empty() {
-            return Err(PyValueError::new_err(
-                "ReusePolicy: forbid_kinds holds an empty name",
-            ));
+            return Err(PyValueError::new_err(format!(
+                "{}: {}[{at}] is empty; it must name a kind",
+                arg.call, arg.name
+            )));
         }
         kinds.push(name);
     }

@@ -1,6 +1,6 @@
 //! `TokenSequence`.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use kvtrie_core::{Item, TokenSequence};
 use numpy::PyArray1;
@@ -8,8 +8,9 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySlice, PyTuple};
 
-use crate::buffers::{Arg, TOKEN_IDS, int, integers, nothing};
-use crate::detach::{Cost, Enter};
+use crate::arguments::{arg, call, int, of};
+use crate::buffers::{Arg, TOKEN_IDS, integers, nothing};
+use crate::detach::{Cost, Enter, Lock};
 use crate::errors::exception;
 use crate::hints::{Items, TokenIterator, Tokens};
 use crate::item::PyItem;
@@ -45,9 +46,9 @@ pub(crate) const SEQUENCE: &str = "the sequence";
 ///     >>> seq.extend([8, 9])
 ///     >>> len(seq), seq[-1], seq[1:3]
 ///     (5, 9, array([6, 7], dtype=uint32))
-#[pyclass(frozen, module = "kvtrie", name = "TokenSequence")]
+#[pyclass(frozen, weakref, module = "kvtrie", name = "TokenSequence")]
 pub(crate) struct PyTokenSequence {
-    pub(crate) core: Mutex<TokenSequence>,
+    pub(crate) core: Lock<TokenSequence>,
     namespace: Py<PyNamespace>,
 }
 
@@ -64,11 +65,12 @@ impl PyTokenSequence {
 impl PyTokenSequence {
     #[new]
     #[pyo3(signature = (
-        ids: "_Integers", namespace, items: "Iterable[Item]" = nothing()
+        ids: "_Integers", namespace: "Namespace", items: "Iterable[Item]" = nothing()
     ), text_signature = "(ids, namespace, items=())")]
     fn new(
         ids: &Bound<'_, PyAny>,
-        namespace: Bound<'_, PyNamespace>,
+        #[pyo3(from_py_with = of::<call::TokenSequence, arg::Namespace, PyNamespace>)]
+        namespace: &Bound<'_, PyNamespace>,
         items: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         const CALL: &str = "TokenSequence";
@@ -76,8 +78,8 @@ impl PyTokenSequence {
         let items = read_items(items, Arg::new(CALL, "items"))?;
         let core = TokenSequence::new(Arc::clone(&namespace.get().core), ids, items);
         Ok(Self {
-            core: Mutex::new(core.map_err(|error| exception(&error))?),
-            namespace: namespace.unbind(),
+            core: Lock::new(core.map_err(|error| exception(&error))?),
+            namespace: namespace.clone().unbind(),
         })
     }
 
@@ -133,7 +135,11 @@ impl PyTokenSequence {
     ///     >>> seq[:]
     ///     array([1, 2], dtype=uint32)
     #[pyo3(signature = (n: "SupportsIndex"))]
-    fn truncate(&self, py: Python<'_>, #[pyo3(from_py_with = int)] n: i128) -> PyResult<()> {
+    fn truncate(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = int::<call::TokenSequenceTruncate, arg::N>)] n: i128,
+    ) -> PyResult<()> {
         let n = Arg::new("TokenSequence.truncate", "n").count(n)?;
         py.enter(Cost::copy(n), |keys| {
             Ok(keys.lock(&self.core, SEQUENCE)?.truncate(n)?)
@@ -246,7 +252,7 @@ impl<'py> FromPyObject<'_, 'py> for Key<'py> {
     fn extract(key: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         match key.cast::<PySlice>() {
             Ok(slice) => Ok(Self::Slice(slice.to_owned())),
-            Err(_) => int(&key).map(Self::Position),
+            Err(_) => crate::buffers::int(&key).map(Self::Position),
         }
     }
 }
@@ -264,15 +270,14 @@ fn read_items(value: Option<&Bound<'_, PyAny>>, arg: Arg) -> PyResult<Vec<Item>>
     {
         return Ok(Vec::new());
     }
-    let items = value
-        .try_iter()
-        .map_err(|_| arg.wrong_type(value, "an iterable of Item"))?;
+    let items = arg.iterate(value, "an iterable of Item")?;
     items
-        .map(|item| {
+        .enumerate()
+        .map(|(at, item)| {
             let item = item?;
             let item = item
                 .cast::<PyItem>()
-                .map_err(|_| arg.wrong_type(&item, "an Item"))?;
+                .map_err(|_| arg.wrong_item(at, &item, "an Item"))?;
             Ok(item.get().core.clone())
         })
         .collect()

@@ -1,19 +1,79 @@
 //! The index behind its lock, as its classes share it.
 
-use std::sync::Mutex;
+use kvtrie_core::{RadixIndex, ReusePolicy};
+use pyo3::exceptions::PyUserWarning;
+use pyo3::prelude::*;
 
-use kvtrie_core::RadixIndex;
+use crate::detach::{Cost, Enter, Lock};
+use crate::output::quoted;
 
 /// Blocks that are offered in the time of one that is looked for.
 pub(crate) const OFFERS_A_VISIT: usize = 4;
 /// What an index's lock guards, for messages.
 pub(crate) const INDEX: &str = "the index";
 
+/// Names that an index remembers to have warned of, the latest ones.
+const MOST_WARNED_OF: usize = 64;
+
 /// An index and what never changes about it.
 pub(crate) struct SharedIndex {
-    pub(crate) core: Mutex<RadixIndex>,
+    pub(crate) core: Lock<RadixIndex>,
+    /// Names of kinds that a warning was given of.
+    pub(crate) warned_of: Lock<Vec<String>>,
     pub(crate) num_blocks: u64,
     pub(crate) block_size: usize,
     pub(crate) seed: u64,
     pub(crate) hash_bits: u32,
+}
+
+impl SharedIndex {
+    /// Warns of each name in a policy's `forbid_kinds` that is no kind of the index (P12): once, with the nearest kind.
+    ///
+    /// Costs nothing without such names; else the lock, and one comparison per name and kind.
+    pub(crate) fn warn_of_unknown_kinds(
+        &self,
+        py: Python<'_>,
+        policy: &ReusePolicy,
+        call: &str,
+    ) -> PyResult<()> {
+        if !policy.approximate || policy.forbid_kinds.is_empty() {
+            return Ok(());
+        }
+        let (unknown, kinds) = py.enter(Cost::Short, |keys| {
+            let index = keys.lock(&self.core, INDEX)?;
+            let mut warned_of = keys.lock(&self.warned_of, INDEX)?;
+            let kinds = index.kinds();
+            let is_new = |name: &&String| !kinds.contains(name) && !warned_of.contains(name);
+            let unknown: Vec<String> = policy.forbid_kinds.iter().filter(is_new).cloned().collect();
+            if unknown.is_empty() {
+                return Ok((unknown, Vec::new()));
+            }
+            warned_of.extend_from_slice(&unknown);
+            // Policies may be made of what clients say: the names that are remembered are bounded.
+            let many = warned_of.len().saturating_sub(MOST_WARNED_OF);
+            warned_of.drain(..many);
+            Ok((unknown, kinds.to_vec()))
+        })?;
+        for name in unknown {
+            let message = format!(
+                "{call}: no tag of this index is of the kind {} in the policy's forbid_kinds, so it forbids nothing{}",
+                quoted(py, &name)?,
+                match nearest(py, &name, &kinds)? {
+                    Some(kind) => format!("; the nearest kind is {}", quoted(py, &kind)?),
+                    None => String::new(),
+                }
+            );
+            let message = std::ffi::CString::new(message.replace('\0', "\\x00"))?;
+            PyErr::warn(py, &py.get_type::<PyUserWarning>(), &message, 1)?;
+        }
+        Ok(())
+    }
+}
+
+/// The kind whose name is most like `name`, if one is like it at all.
+fn nearest(py: Python<'_>, name: &str, kinds: &[String]) -> PyResult<Option<String>> {
+    let near = py
+        .import("difflib")?
+        .call_method1("get_close_matches", (name, kinds, 1))?;
+    Ok(near.extract::<Vec<String>>()?.pop())
 }

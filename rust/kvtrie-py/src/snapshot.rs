@@ -34,7 +34,8 @@ pub(crate) fn restore(
     }
     let arg = Arg::new("RadixIndex.restore", "blob");
     let wanted = "bytes or another buffer of bytes";
-    let buffer = PyBuffer::<u8>::get(blob).map_err(|_| arg.wrong_type(blob, wanted))?;
+    let buffer = PyBuffer::<u8>::get(blob);
+    let buffer = buffer.map_err(|error| arg.not_buffer(blob, error, wanted))?;
     let bytes = buffer.to_vec(py)?;
     py.enter(Cost::Long, |_| {
         Ok(RadixIndex::restore_within(&bytes, limits)?)

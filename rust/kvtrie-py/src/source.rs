@@ -4,7 +4,8 @@ use kvtrie_core::{Imported, Source};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
-use crate::buffers::{Arg, int};
+use crate::arguments::{arg, call, int};
+use crate::buffers::Arg;
 use crate::plan::PyReusePlan;
 
 /// The type of `kvtrie.COMPUTED`, of which there is one value.
@@ -65,8 +66,8 @@ impl PyImported {
     #[new]
     #[pyo3(signature = (exact_until: "SupportsIndex", hops: "SupportsIndex" = 1))]
     fn new(
-        #[pyo3(from_py_with = int)] exact_until: i128,
-        #[pyo3(from_py_with = int)] hops: i128,
+        #[pyo3(from_py_with = int::<call::Imported, arg::ExactUntil>)] exact_until: i128,
+        #[pyo3(from_py_with = int::<call::Imported, arg::Hops>)] hops: i128,
     ) -> PyResult<Self> {
         let exact_until = Arg::new("Imported", "exact_until").count(exact_until)?;
         let hops = Arg::new("Imported", "hops").within(hops, 0, crate::policy::MAX_HOPS)?;

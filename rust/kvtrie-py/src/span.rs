@@ -4,7 +4,8 @@ use kvtrie_core::Span;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::buffers::{Arg, int};
+use crate::arguments::{arg, call, int, text};
+use crate::buffers::Arg;
 use crate::output::quoted;
 
 /// A half-open range of tokens with the name of its kind.
@@ -61,21 +62,23 @@ impl PySpan {
 #[pymethods]
 impl PySpan {
     #[new]
-    #[pyo3(signature = (start: "SupportsIndex", end: "SupportsIndex", kind))]
+    #[pyo3(signature = (start: "SupportsIndex", end: "SupportsIndex", kind: "str"))]
     fn new(
-        #[pyo3(from_py_with = int)] start: i128,
-        #[pyo3(from_py_with = int)] end: i128,
-        kind: String,
+        #[pyo3(from_py_with = int::<call::Span, arg::Start>)] start: i128,
+        #[pyo3(from_py_with = int::<call::Span, arg::End>)] end: i128,
+        #[pyo3(from_py_with = text::<call::Span, arg::Kind>)] kind: String,
     ) -> PyResult<Self> {
         let start = Arg::new("Span", "start").count(start)?;
         let end = Arg::new("Span", "end").count(end)?;
         if start > end {
             return Err(PyValueError::new_err(format!(
-                "Span: the range {start}..{end} is reversed"
+                "Span: start and end are {start} and {end}; end must not be below start"
             )));
         }
         if kind.is_empty() {
-            return Err(PyValueError::new_err("Span: the kind is empty"));
+            return Err(PyValueError::new_err(
+                "Span: kind is empty; it must name what the tokens are",
+            ));
         }
         Ok(Self { start, end, kind })
     }
@@ -97,15 +100,14 @@ impl PySpan {
 /// Reads an iterable of spans.
 pub(crate) fn spans(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<Span>> {
     let wanted = "an iterable of Span";
-    let items = value
-        .try_iter()
-        .map_err(|_| arg.wrong_type(value, wanted))?;
+    let items = arg.iterate(value, wanted)?;
     items
-        .map(|item| {
+        .enumerate()
+        .map(|(at, item)| {
             let item = item?;
             let span = item
                 .cast::<PySpan>()
-                .map_err(|_| arg.wrong_type(&item, "a Span"))?;
+                .map_err(|_| arg.wrong_item(at, &item, "a Span"))?;
             Ok(span.get().to_core())
         })
         .collect()

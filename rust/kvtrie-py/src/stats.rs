@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 
 /// Counters of an index at one moment, all of them int. `RadixIndex.stats` makes them.
 ///
-/// A block id that an index knows is indexed, condemned or waiting; all others are the caller's.
+/// A block id that an index knows is indexed or condemned; all others are the caller's, free or held.
 ///
 /// Example:
 ///     >>> import kvtrie
@@ -18,10 +18,11 @@ pub(crate) struct PyIndexStats {
     /// Blocks that back tokens.
     #[pyo3(get)]
     indexed: u64,
-    /// Blocks that left the index while a plan pinned them, and still are pinned.
+    /// Blocks that are neither indexed nor the caller's: they left the index while a plan pinned them, and
+    /// are pinned still or wait for `take_freed()`.
     #[pyo3(get)]
     condemned: u64,
-    /// Blocks that were condemned, are no longer pinned, and wait for `take_freed()`.
+    /// Condemned blocks that no plan pins any more: they wait for `take_freed()`.
     #[pyo3(get)]
     waiting: u64,
     /// Blocks with at least one pin, indexed or condemned.

@@ -9,7 +9,8 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
-use crate::buffers::{Arg, block_ids, int, no_bytes, type_name};
+use crate::arguments::{arg, call, int, of, optional_of};
+use crate::buffers::{self, Arg, block_ids, no_bytes};
 use crate::detach::{Cost, Enter};
 use crate::errors::exception;
 use crate::hints::{Ids, NewArguments, ReducedManifest};
@@ -62,12 +63,12 @@ impl PyTransferLimits {
         *, max_bytes: "SupportsIndex" = 67_108_864, max_groups: "SupportsIndex" = 64, max_runs: "SupportsIndex" = 65_536, max_blocks: "SupportsIndex" = 4_194_304, max_tokens: "SupportsIndex" = 67_108_864, max_block_size: "SupportsIndex" = 4096
     ))]
     fn new(
-        #[pyo3(from_py_with = int)] max_bytes: i128,
-        #[pyo3(from_py_with = int)] max_groups: i128,
-        #[pyo3(from_py_with = int)] max_runs: i128,
-        #[pyo3(from_py_with = int)] max_blocks: i128,
-        #[pyo3(from_py_with = int)] max_tokens: i128,
-        #[pyo3(from_py_with = int)] max_block_size: i128,
+        #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxBytes>)] max_bytes: i128,
+        #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxGroups>)] max_groups: i128,
+        #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxRuns>)] max_runs: i128,
+        #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxBlocks>)] max_blocks: i128,
+        #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxTokens>)] max_tokens: i128,
+        #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxBlockSize>)] max_block_size: i128,
     ) -> PyResult<Self> {
         let count = |name, value| Arg::new("TransferLimits", name).count(value);
         let core = TransferLimits {
@@ -284,20 +285,25 @@ impl PyTransferManifest {
     ///     [(0, 2, 0, 0), (2, 3, 1, 1)]
     #[staticmethod]
     #[pyo3(signature = (
-        seq, blocks: "_Integers | Mapping[int, _Integers]", *, key: "bytes", num_computed: "SupportsIndex",
+        seq: "TokenSequence", blocks: "_Integers | Mapping[int, _Integers]", *, key: "bytes", num_computed: "SupportsIndex",
         block_size: "SupportsIndex | Mapping[int, SupportsIndex]", source: "ComputedSource | Imported | None" = None,
         num_lookahead: "SupportsIndex" = 0, context: "bytes" = no_bytes()
     ), text_signature = "(seq, blocks, *, key, num_computed, block_size, source=None, num_lookahead=0, context=b'')")]
     #[expect(clippy::too_many_arguments, reason = "all but two are keywords")]
     fn from_blocks(
         py: Python<'_>,
+        #[pyo3(from_py_with = of::<call::TransferManifestFromBlocks, arg::Seq, PyTokenSequence>)]
         seq: &Bound<'_, PyTokenSequence>,
         blocks: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = of::<call::TransferManifestFromBlocks, arg::Key, PyBytes>)]
         key: &Bound<'_, PyBytes>,
-        #[pyo3(from_py_with = int)] num_computed: i128,
+        #[pyo3(from_py_with = int::<call::TransferManifestFromBlocks, arg::NumComputed>)]
+        num_computed: i128,
         block_size: &Bound<'_, PyAny>,
         source: Option<&Bound<'_, PyAny>>,
-        #[pyo3(from_py_with = int)] num_lookahead: i128,
+        #[pyo3(from_py_with = int::<call::TransferManifestFromBlocks, arg::NumLookahead>)]
+        num_lookahead: i128,
+        #[pyo3(from_py_with = optional_of::<call::TransferManifestFromBlocks, arg::Context, PyBytes>)]
         context: Option<&Bound<'_, PyBytes>>,
     ) -> PyResult<Self> {
         const CALL: &str = "TransferManifest.from_blocks";
@@ -364,14 +370,17 @@ impl PyTransferManifest {
     ///     [(0, 3, False), (4, 4, True)]
     #[staticmethod]
     #[pyo3(signature = (
-        ledger, request: "Hashable", *, key: "bytes", group: "SupportsIndex" = 0, context: "bytes" = no_bytes()
+        ledger: "SequenceLedger", request: "Hashable", *, key: "bytes", group: "SupportsIndex" = 0, context: "bytes" = no_bytes()
     ), text_signature = "(ledger, request, *, key, group=0, context=b'')")]
     fn from_ledger(
         py: Python<'_>,
+        #[pyo3(from_py_with = of::<call::TransferManifestFromLedger, arg::Ledger, PySequenceLedger>)]
         ledger: &Bound<'_, PySequenceLedger>,
         request: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = of::<call::TransferManifestFromLedger, arg::Key, PyBytes>)]
         key: &Bound<'_, PyBytes>,
-        #[pyo3(from_py_with = int)] group: i128,
+        #[pyo3(from_py_with = int::<call::TransferManifestFromLedger, arg::Group>)] group: i128,
+        #[pyo3(from_py_with = optional_of::<call::TransferManifestFromLedger, arg::Context, PyBytes>)]
         context: Option<&Bound<'_, PyBytes>>,
     ) -> PyResult<Self> {
         const CALL: &str = "TransferManifest.from_ledger";
@@ -415,10 +424,11 @@ impl PyTransferManifest {
     ///     ...     print(refused.reason)
     ///     malformed
     #[staticmethod]
-    #[pyo3(signature = (raw: "Buffer", limits=None))]
+    #[pyo3(signature = (raw: "Buffer", limits: "TransferLimits | None" = None))]
     fn from_bytes(
         py: Python<'_>,
         raw: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = optional_of::<call::TransferManifestFromBytes, arg::Limits, PyTransferLimits>)]
         limits: Option<&Bound<'_, PyTransferLimits>>,
     ) -> PyResult<Self> {
         /// Bytes that are read in about 50 µs.
@@ -439,7 +449,8 @@ impl PyTransferManifest {
         } else {
             let arg = Arg::new("TransferManifest.from_bytes", "raw");
             let wanted = "bytes or another buffer of bytes";
-            let buffer = PyBuffer::<u8>::get(raw).map_err(|_| arg.wrong_type(raw, wanted))?;
+            let buffer = PyBuffer::<u8>::get(raw);
+            let buffer = buffer.map_err(|error| arg.not_buffer(raw, error, wanted))?;
             let bytes = buffer.to_vec(py)?;
             py.enter(cost(bytes.len()), |_| {
                 Ok(TransferManifest::from_bytes(&bytes, &limits)?)
@@ -629,7 +640,8 @@ pub(crate) fn block_sizes(
 ) -> PyResult<Vec<Option<usize>>> {
     let arg = Arg::new(call, "block_size");
     let size = |value: &Bound<'_, PyAny>| -> PyResult<usize> {
-        Ok(arg.within(int(value)?, 1, u32::MAX)? as usize)
+        let read = buffers::int(value).map_err(|error| arg.not_read(value, error, "an int"))?;
+        Ok(arg.within(read, 1, u32::MAX)? as usize)
     };
     let Some(value) = value.filter(|value| !value.is_none()) else {
         return Ok(vec![None; tables.len()]);
@@ -658,11 +670,7 @@ pub(crate) fn block_sizes(
 }
 
 fn group_number(value: &Bound<'_, PyAny>, call: &'static str) -> PyResult<u32> {
-    let number = int(value).map_err(|_| {
-        pyo3::exceptions::PyTypeError::new_err(format!(
-            "{call}: a group is of type '{}'; it must be an int",
-            type_name(value)
-        ))
-    })?;
-    Arg::new(call, "a group").within(number, 0, i32::MAX.cast_unsigned())
+    let arg = Arg::new(call, "a group");
+    let number = buffers::int(value).map_err(|error| arg.not_read(value, error, "an int"))?;
+    arg.within(number, 0, i32::MAX.cast_unsigned())
 }

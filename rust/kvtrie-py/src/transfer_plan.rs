@@ -5,7 +5,8 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::buffers::{Arg, int, no_bytes, nothing, ranges};
+use crate::arguments::{arg, call, int, of, optional_of};
+use crate::buffers::{Arg, no_bytes, nothing, ranges};
 use crate::detach::Enter;
 use crate::hints::{Counts, Records, SourceValue};
 use crate::output;
@@ -183,22 +184,26 @@ impl PyTransferPlan {
 ///     Imported(exact_until=16, hops=1)
 #[pyfunction]
 #[pyo3(signature = (
-    manifest, local_seq, local_blocks: "_Integers | Mapping[int, _Integers]",
-    cached: "tuple[SupportsIndex, SupportsIndex]" = nothing(), *, key: "bytes", policy=None,
+    manifest: "TransferManifest", local_seq: "TokenSequence", local_blocks: "_Integers | Mapping[int, _Integers]",
+    cached: "tuple[SupportsIndex, SupportsIndex]" = nothing(), *, key: "bytes", policy: "ReusePolicy | None" = None,
     block_size: "SupportsIndex | Mapping[int, SupportsIndex] | None" = None, keep_last: "SupportsIndex" = 0,
     context: "bytes" = no_bytes()
 ), text_signature = "(manifest, local_seq, local_blocks, cached=(0, 0), *, key, policy=None, block_size=None, keep_last=0, context=b'')")]
 #[expect(clippy::too_many_arguments, reason = "most are keywords")]
 pub(crate) fn plan_transfer(
     py: Python<'_>,
+    #[pyo3(from_py_with = of::<call::PlanTransfer, arg::Manifest, PyTransferManifest>)]
     manifest: &Bound<'_, PyTransferManifest>,
+    #[pyo3(from_py_with = of::<call::PlanTransfer, arg::LocalSeq, PyTokenSequence>)]
     local_seq: &Bound<'_, PyTokenSequence>,
     local_blocks: &Bound<'_, PyAny>,
     cached: Option<&Bound<'_, PyAny>>,
-    key: &Bound<'_, PyBytes>,
+    #[pyo3(from_py_with = of::<call::PlanTransfer, arg::Key, PyBytes>)] key: &Bound<'_, PyBytes>,
+    #[pyo3(from_py_with = optional_of::<call::PlanTransfer, arg::Policy, PyReusePolicy>)]
     policy: Option<&Bound<'_, PyReusePolicy>>,
     block_size: Option<&Bound<'_, PyAny>>,
-    #[pyo3(from_py_with = int)] keep_last: i128,
+    #[pyo3(from_py_with = int::<call::PlanTransfer, arg::KeepLast>)] keep_last: i128,
+    #[pyo3(from_py_with = optional_of::<call::PlanTransfer, arg::Context, PyBytes>)]
     context: Option<&Bound<'_, PyBytes>>,
 ) -> PyResult<PyTransferPlan> {
     const CALL: &str = "plan_transfer";

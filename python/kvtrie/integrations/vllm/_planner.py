@@ -255,7 +255,7 @@ class Planner:
         blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
         try:
             if end > most:
-                msg = f"vLLM counts on the tokens {start}..{end}, and {start}..{most} were promised"
+                msg = f"vLLM counts on tokens [{start}, {end}); [{start}, {most}) were promised"
                 raise RuntimeError(msg)  # noqa: TRY301 - told and counted like what others raise
             moves = _ranges.moves(plan, ids, self._block_size, start, end)
         except Exception:

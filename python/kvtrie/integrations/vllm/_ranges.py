@@ -94,16 +94,17 @@ def moves(
         start: The first token.
         end: Behind the last.
     """
-    table = np.zeros(len(plan.blocks) + plan.num_new_blocks, np.int32)
-    table[: len(block_ids)] = block_ids[: len(table)]
-    moved = plan.moves(table, start=start, end=end)
-    stop = min(end, len(plan.blocks) * block_size)
+    own = plan.blocks
+    given = np.asarray(block_ids[: -(-end // block_size)], np.int32)
+    # What is copied goes to the request's own blocks, behind those that the plan has in place.
+    moved = plan.moves(np.concatenate([own, given[len(own) :]]), start=start, end=end)
+    stop = min(end, len(own) * block_size)
     if start >= stop:
         return moved
     numbers = np.arange(start // block_size, -(-stop // block_size))
     begins = numbers * block_size
     whole = np.zeros(len(numbers), moved.dtype)
-    whole["source_slot"] = plan.blocks[numbers].astype(np.int64) * block_size
-    whole["dest_slot"] = table[numbers].astype(np.int64) * block_size
+    whole["source_slot"] = own[numbers].astype(np.int64) * block_size
+    whole["dest_slot"] = given[numbers].astype(np.int64) * block_size
     whole["num_tokens"] = np.minimum(stop - begins, block_size)
     return np.concatenate([whole[whole["source_slot"] != whole["dest_slot"]], moved])

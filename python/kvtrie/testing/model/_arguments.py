@@ -49,7 +49,7 @@ def as_flag(value: object, what: str) -> bool:
 
 def as_integers(values: Integers, what: str, limit: int) -> list[int]:
     """`values` as a list of ints in `0..limit`; every type that could hide a mistake is refused."""
-    if isinstance(values, list | tuple):
+    if isinstance(values, list | tuple | range):
         numbers = [as_count(value, f"{what}[{i}]", -TOKEN_LIMIT) for i, value in enumerate(values)]
     else:
         if isinstance(values, str | bytes | bytearray) or not (
@@ -67,7 +67,7 @@ def as_integers(values: Integers, what: str, limit: int) -> list[int]:
         numbers = data.tolist()
     for number in numbers:
         if not 0 <= number < limit:
-            message = f"{what} holds {number}, outside 0..{limit}"
+            message = f"{what} holds {number}, outside [0, {limit})"
             raise ValueError(message)
     return numbers
 
@@ -84,7 +84,7 @@ def as_ranges(ranges: Iterable[tuple[int, int]], length: int) -> list[tuple[int,
         start, end = (as_count(value, "a range") for value in given)
         floor = merged[-1][1] if merged else 0
         if not floor <= start <= end <= length:
-            message = f"the range {start}..{end} is reversed or not within {floor}..{length}"
+            message = f"the range [{start}, {end}) is reversed or not within [{floor}, {length}]"
             raise ValueError(message)
         if merged and start == floor:
             merged[-1] = merged[-1][0], end

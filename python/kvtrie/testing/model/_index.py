@@ -455,7 +455,7 @@ class ModelIndex(Removal):
         """Counts of what the index knows."""
         return ModelStats(
             indexed=len(self._entries),
-            condemned=len(self._condemned),
+            condemned=len(self._condemned) + len(self._waiting),
             waiting=len(self._waiting),
             pinned=len(self._pinned()),
             evictable=self.num_evictable,

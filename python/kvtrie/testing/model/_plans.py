@@ -97,7 +97,8 @@ class ModelPlan:
 
     @property
     def blocks(self) -> Int32:
-        """Ids used in place, for the first whole blocks."""
+        """Ids used in place, for the first whole blocks; a released plan names none."""
+        self._check_live("blocks")
         return int32(self._in_place)
 
     @property
@@ -142,7 +143,8 @@ class ModelPlan:
 
     @property
     def source_blocks(self) -> Int32:
-        """The ids that are copied from, ascending, each once."""
+        """The ids that are copied from, ascending, each once; a released plan names none."""
+        self._check_live("source_blocks")
         return int32(sorted(copied_from(self._draft)))
 
     @property
@@ -171,21 +173,16 @@ class ModelPlan:
         start = as_count(start, "start")
         end = length if end is None else as_count(end, "end")
         if not start <= end <= length:
-            message = f"the range {start}..{end} does not lie in 0..{length}"
+            message = f"the range [{start}, {end}) does not lie in [0, {length}]"
             raise ValueError(message)
-        if len(ids) < -(-end // size):
-            message = f"table has {len(ids)} blocks, too few for {end} tokens"
-            raise ValueError(message)
-        read = copied_from(self._draft) | set(self._in_place)
+        self._check_live("moves")
+        self._check_table(ids, start // size, -(-end // size))
         moves: list[list[int]] = []
         for position in range(start, end):
             origin = self._draft[position]
             if origin is None or origin.piece == IN_PLACE:
                 continue
             dest, source = ids[position // size], origin.source
-            if dest in read:
-                message = f"block {dest} would be written, but the plan reads it"
-                raise ValueError(message)
             goes_on = (
                 moves
                 and position % size
@@ -201,8 +198,26 @@ class ModelPlan:
                 moves.append([source_slot, dest_slot, 1, position - source.position])
         return np.array([tuple(move) for move in moves], dtype=MOVE_DTYPE)
 
+    def _check_live(self, call: str) -> None:
+        if self._state.released:
+            message = f"{call}: the plan was released"
+            raise StaleHandleError(message)
+
+    def _check_table(self, ids: list[int], first: int, needed: int) -> None:
+        """Refuse a table by which others' KV would be written, at the blocks `first..needed`."""
+        front = list(zip(ids, self._in_place, strict=False))
+        written = ids[max(first, len(self._in_place)) : needed]
+        for wrong, message in (
+            (len(ids) < needed, f"table has {len(ids)} blocks; it needs {needed}"),
+            (any(given != own for given, own in front), "table does not start with blocks"),
+            (len(set(ids)) < len(ids), "table has a block twice"),
+            (not copied_from(self._draft).isdisjoint(written), "table has a source of the plan"),
+        ):
+            if wrong:
+                raise ValueError(message)
+
     def validate(self) -> npt.NDArray[np.bool_]:
-        """One answer a segment: true while pinned, or while its blocks never left."""
+        """One bool per segment: true while pinned, or while its blocks never left."""
         state, answers = self._state, []
         is_here = self._index._is_here  # noqa: SLF001 - a plan is part of its index
         for segment, used in zip(self._segments, self._used, strict=True):
@@ -214,23 +229,17 @@ class ModelPlan:
 
     def release_sources(self) -> None:
         """Let go of the blocks that were copied from; a second call does nothing."""
-        if self._state.released:
-            message = "release_sources: the plan was released"
-            raise StaleHandleError(message)
+        self._check_live("release_sources")
         self._state.source_pins.clear()
         self._index._settle()  # noqa: SLF001 - a plan is part of its index
 
     def release(self) -> None:
         """Let go of everything; a second call is a `StaleHandleError`."""
-        if self._state.released:
-            message = "release: the plan was released before"
-            raise StaleHandleError(message)
+        self._check_live("release")
         self._index._release(self._state)  # noqa: SLF001 - a plan is part of its index
 
     def __enter__(self) -> Self:
-        if self._state.released:
-            message = "with: the plan was released before"
-            raise StaleHandleError(message)
+        self._check_live("with")
         return self
 
     def __exit__(

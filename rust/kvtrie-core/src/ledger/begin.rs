@@ -119,7 +119,7 @@ impl SequenceLedger {
             (_, Some(Present::Below(computed))) => {
                 if computed > seq.len() {
                     return Err(Error::invalid(format!(
-                        "{CALL}: num_computed is {computed}, the sequence has {} tokens",
+                        "{CALL}: num_computed is {computed}; it must be in [0, {}], the tokens of the sequence",
                         seq.len()
                     )));
                 }
@@ -129,7 +129,7 @@ impl SequenceLedger {
                 check_ranges(missing, seq.len(), CALL)?;
                 if let Some(&(start, end)) = missing.iter().find(|range| range.0 < committed) {
                     return Err(Error::invalid(format!(
-                        "{CALL}: the range {start}..{end} is said to be missing, but the first {committed} tokens are in place"
+                        "{CALL}: missing has [{start}, {end}), but the first {committed} tokens are in place"
                     )));
                 }
                 Islands::around(missing.iter().copied(), seq.len())

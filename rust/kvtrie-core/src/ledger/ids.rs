@@ -30,7 +30,7 @@ fn wrong(id: i64, at: usize, len: usize) -> String {
             len - 1
         );
     }
-    format!("ids[{at}] is {id}; it must lie in 0..{}", 1_u64 << 32)
+    format!("ids[{at}] is {id}; it must be in [0, {})", 1_u64 << 32)
 }
 
 /// Final ids as tokens.

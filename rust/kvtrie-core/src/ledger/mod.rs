@@ -129,7 +129,7 @@ impl SequenceLedger {
     pub fn new(block_size: usize) -> Result<Self> {
         if block_size == 0 || block_size > Config::MAX_BLOCK_SIZE {
             return Err(Error::invalid(format!(
-                "SequenceLedger: block_size is {block_size}; it must lie in 1..={}",
+                "SequenceLedger: block_size is {block_size}; it must be in [1, {}]",
                 Config::MAX_BLOCK_SIZE
             )));
         }
@@ -279,12 +279,12 @@ impl SequenceLedger {
             let (start, end) = (span.start, span.end);
             if start > end || end > len {
                 return Err(Error::invalid(format!(
-                    "{CALL}: the span {start}..{end} must ascend and lie inside the {len} final tokens"
+                    "{CALL}: spans has [{start}, {end}); it must ascend and lie in [0, {len}], the final tokens"
                 )));
             }
             if span.kind.is_empty() {
                 return Err(Error::invalid(format!(
-                    "{CALL}: the kind of the span {start}..{end} is empty"
+                    "{CALL}: the kind of the span [{start}, {end}) is empty"
                 )));
             }
         }
@@ -360,7 +360,7 @@ impl SequenceLedger {
         let verified = record.positions.verified();
         if start > end || end > verified {
             return Err(Error::invalid(format!(
-                "{CALL}: the range {start}..{end} must ascend and lie inside the {verified} tokens that are final and \
+                "{CALL}: start and end are {start} and {end}; the range must ascend and lie in [0, {verified}], the tokens that are final and \
                  computed"
             )));
         }
@@ -385,7 +385,7 @@ impl SequenceLedger {
         let capacity = record.blocks.len() * self.block_size;
         if start > end || end > capacity {
             return Err(Error::invalid(format!(
-                "{CALL}: the range {start}..{end} must ascend and lie inside the table, which ends at {capacity}"
+                "{CALL}: start and end are {start} and {end}; the range must ascend and lie in [0, {capacity}], the table"
             )));
         }
         let in_place = record.in_place.as_deref();

@@ -119,12 +119,12 @@ pub(super) fn check_ranges(ranges: &[(usize, usize)], len: usize, call: &str) ->
     for &(start, end) in ranges {
         if start > end || end > len {
             return Err(Error::invalid(format!(
-                "{call}: the missing range {start}..{end} must ascend and lie inside the {len} tokens of the sequence"
+                "{call}: missing has [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
             )));
         }
         if start < behind {
             return Err(Error::invalid(format!(
-                "{call}: the missing range {start}..{end} begins before {behind}, where the one before it ends; ranges \
+                "{call}: missing has [{start}, {end}) after a range that ends at {behind}; ranges \
                  must ascend and be disjoint"
             )));
         }

@@ -81,7 +81,7 @@ pub(super) fn check_unique(old: &[BlockId], new: &[BlockId], call: &str) -> Resu
 pub(super) fn check_ids(ids: &[BlockId], call: &str) -> Result<()> {
     match ids.iter().find(|id| u64::from(id.0) >= BlockId::MAX_BLOCKS) {
         Some(id) => Err(Error::invalid(format!(
-            "{call}: block id {id} is not in 0..{}, the ids that a pool can have",
+            "{call}: blocks has {id}; it must be in [0, {}), the ids that a pool can have",
             BlockId::MAX_BLOCKS
         ))),
         None => Ok(()),

@@ -33,6 +33,7 @@ mod reach;
 mod search;
 mod usable;
 
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -59,6 +60,16 @@ pub enum Class {
     Approximate = 1,
     /// Not there: the engine computes it.
     Compute = 2,
+}
+
+impl fmt::Display for Class {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Exact => "exact",
+            Self::Approximate => "approximate",
+            Self::Compute => "to compute",
+        })
+    }
 }
 
 /// A range of the prompt and where its KV comes from.

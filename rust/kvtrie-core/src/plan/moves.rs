@@ -21,30 +21,25 @@ impl ReusePlan {
     /// The copies that fill `table` between the positions `start` and `end`, as plain data: what a worker without an
     /// index needs.
     ///
+    /// The table begins with [`blocks`](Self::blocks), as far as it goes, and has no block twice. After these, the blocks that
+    /// hold the range are new ones: the engine fills all of them, by the copies and by what it computes.
+    ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is reversed or beyond the prompt, the table is too short for
-    /// it, holds an id outside the pool, or writes a block that the plan reads.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is reversed or beyond the prompt, or the table is too
+    /// short for it, holds an id outside the pool or an id twice, begins with other blocks than the plan has in place, or has
+    /// a block that the plan reads where the range is filled.
+    ///
+    /// # Complexity
+    /// O(blocks · log(blocks)) comparisons of ids for the table, fewer where its ids ascend in runs; then one step a copy.
     pub fn moves(&self, table: &[BlockId], start: usize, end: usize) -> Result<Vec<Move>> {
         const CALL: &str = "ReusePlan.moves";
         let len = self.snapshot.tokens.len();
         if start > end || end > len {
             return Err(Error::invalid(format!(
-                "{CALL}: the range {start}..{end} must ascend and end within {len} tokens"
+                "{CALL}: start and end are {start} and {end}; the range must ascend and lie in [0, {len}], the prompt"
             )));
         }
-        if table.len() < end.div_ceil(self.block_size) {
-            return Err(Error::invalid(format!(
-                "{CALL}: the table has {} blocks, {end} tokens need {}",
-                table.len(),
-                end.div_ceil(self.block_size)
-            )));
-        }
-        if let Some(id) = table.iter().find(|id| u64::from(id.0) >= self.num_blocks) {
-            return Err(Error::invalid(format!(
-                "{CALL}: block id {id} is not in 0..{} (num_blocks)",
-                self.num_blocks
-            )));
-        }
+        self.check_table(table, start, end, CALL)?;
         let mut moves = Vec::new();
         let first = self.copies.partition_point(|copy| copy.end <= start);
         for copy in &self.copies[first..] {
@@ -64,7 +59,6 @@ impl ReusePlan {
                 at += count;
             }
         }
-        self.check_written(&moves, CALL)?;
         Ok(moves)
     }
 
@@ -73,24 +67,46 @@ impl ReusePlan {
         u64::from(id.0) * self.block_size as u64 + (position % self.block_size) as u64
     }
 
-    /// Refuses to write what the plan reads.
-    fn check_written(&self, moves: &[Move], call: &str) -> Result<()> {
-        if moves.is_empty() {
-            return Ok(());
+    /// Refuses a table that an engine would harm others by: nothing of it may be written that is somebody else's.
+    fn check_table(&self, table: &[BlockId], start: usize, end: usize, call: &str) -> Result<()> {
+        let needed = end.div_ceil(self.block_size);
+        if table.len() < needed {
+            return Err(Error::invalid(format!(
+                "{call}: table has {} blocks; the {end} tokens before end need {needed}",
+                table.len()
+            )));
         }
-        let mut read: Vec<BlockId> = self
-            .source_ids
-            .iter()
-            .chain(self.blocks())
-            .copied()
-            .collect();
-        read.sort_unstable();
-        let block_size = self.block_size as u64;
-        for at in moves {
-            let id = at.dest_slot / block_size;
-            if read.binary_search_by_key(&id, |id| u64::from(id.0)).is_ok() {
+        let outside = |id: &BlockId| u64::from(id.0) >= self.num_blocks;
+        if let Some(at) = table.iter().position(outside) {
+            return Err(Error::invalid(format!(
+                "{call}: table[{at}] is {}; it must be in [0, {})",
+                table[at], self.num_blocks
+            )));
+        }
+        let in_place = self.blocks();
+        let mut fronts = table.iter().zip(in_place);
+        if let Some(at) = fronts.position(|(given, own)| given != own) {
+            return Err(Error::invalid(format!(
+                "{call}: table[{at}] is {}; it must be {}, the block that the plan has in place there",
+                table[at], in_place[at]
+            )));
+        }
+        let mut sorted = table.to_vec();
+        // This sort takes one pass over what ascends already, as tables mostly do.
+        sorted.sort();
+        let mut neighbours = sorted.iter().zip(&sorted[1.min(sorted.len())..]);
+        if let Some((twice, _)) = neighbours.find(|(one, next)| one == next) {
+            return Err(Error::invalid(format!(
+                "{call}: table has block {twice} twice; each block may be in it once"
+            )));
+        }
+        let filled = (start / self.block_size).max(in_place.len())..needed;
+        let sources = self.source_blocks();
+        for at in filled {
+            if sources.binary_search(&table[at]).is_ok() {
                 return Err(Error::invalid(format!(
-                    "{call}: block {id} would be written, but the plan reads it"
+                    "{call}: table[{at}] is {}; the plan reads this block, so it must not be written",
+                    table[at]
                 )));
             }
         }

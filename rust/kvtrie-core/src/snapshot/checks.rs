@@ -9,7 +9,7 @@ use crate::tree::RadixIndex;
 pub(super) fn new_id(index: &RadixIndex, from: &Reader<'_>, id: u32) -> Result<()> {
     from.must(u64::from(id) < index.config.num_blocks, || {
         format!(
-            "block id {id} is not in 0..{} (num_blocks)",
+            "block id {id} is not in [0, {}) (num_blocks)",
             index.config.num_blocks
         )
     })?;

@@ -361,7 +361,7 @@ fn read_items(
         let item = Item::new(first, last, digest).map_err(Error::snapshot)?;
         let behind = items.last().map_or(0, Item::end);
         from.must(first >= behind && last > start && last <= end, || {
-            format!("an item over the tokens {first}..{last} of an edge over {start}..{end}")
+            format!("an item over the tokens [{first}, {last}) of an edge over [{start}, {end})")
         })?;
         if first < start {
             let begun = above.extras().and_then(|extras| extras.items.last());
@@ -395,7 +395,7 @@ fn read_tags(index: &RadixIndex, from: &mut Reader<'_>, ids: &[u32], depth: Dept
             known.unwrap_or(0) == 0 && run.start >= start && run.end <= end,
             || {
                 format!(
-                    "tags {:#x} on the tokens {}..{} of an edge over {start}..{end}",
+                    "tags {:#x} on the tokens [{}, {}) of an edge over [{start}, {end})",
                     run.mask, run.start, run.end
                 )
             },
@@ -424,7 +424,7 @@ fn read_uses(
     for _ in 0..count {
         let (at, stamp) = (from.u32()?, read_stamp(index, from)?);
         from.must(at > start && at < end && stamp > whole, || {
-            format!("a use at tick {stamp} ends at depth {at} of an edge over {start}..{end}, used at {whole}")
+            format!("a use at tick {stamp} ends at depth {at} of an edge over [{start}, {end}), used at {whole}")
         })?;
         pairs.push((at, stamp));
     }
@@ -457,7 +457,7 @@ fn read_ranges(from: &mut Reader<'_>, ids: &[u32], start: Depth, most: u64) -> R
             blocks.is_some_and(|blocks| !blocks.contains(&ABSENT)),
             || {
                 format!(
-                    "a range over the depths {}..{} of {} blocks from {start} on",
+                    "a range over the depths [{}, {}) of {} blocks from {start} on",
                     range.from,
                     range.to,
                     ids.len()

@@ -319,7 +319,7 @@ impl TransferManifest {
                     return Err(Error::refused(
                         Refusal::Digest,
                         format!(
-                            "{call}: the digest of the run {}..{} of group {group} is wrong: another key, or a changed manifest",
+                            "{call}: the digest of the run [{}, {}) of group {group} is wrong: another key, or a changed manifest",
                             run.start(),
                             run.end()
                         ),
@@ -573,7 +573,7 @@ fn check(
     for label in labels {
         if label.start < end || label.start >= label.end || label.class == Class::Compute {
             return Err(Error::invalid(format!(
-                "{WRITE}: the label {}..{} ({:?}) behind {end}; labels are not empty, ascend, are disjoint, and are of computed KV",
+                "{WRITE}: labels has [{}, {}) ({}) after {end}; labels are not empty, ascend, are disjoint, and are of computed KV",
                 label.start, label.end, label.class
             )));
         }
@@ -587,7 +587,7 @@ fn check(
     }
     if lookahead_end < end || lookahead_end > u32::MAX as usize {
         return Err(Error::invalid(format!(
-            "{WRITE}: tokens issued up to {lookahead_end}; it must lie in {end}..={}",
+            "{WRITE}: lookahead_end is {lookahead_end}; it must be in [{end}, {}]",
             u32::MAX
         )));
     }
@@ -595,7 +595,7 @@ fn check(
     for group in groups {
         if group.group > MAX_GROUP || before.is_some_and(|before| before >= group.group) {
             return Err(Error::invalid(format!(
-                "{WRITE}: group {}; groups ascend and lie in 0..={MAX_GROUP}",
+                "{WRITE}: group {}; groups ascend and are in [0, {MAX_GROUP}]",
                 group.group
             )));
         }
@@ -621,7 +621,7 @@ pub(super) fn check_table(
 ) -> Result<()> {
     if block_size == 0 || block_size > u32::MAX as usize {
         return Err(Error::invalid(format!(
-            "{call}: the block size of group {group} is {block_size}; it must lie in 1..={}",
+            "{call}: the block size of group {group} is {block_size}; it must be in [1, {}]",
             u32::MAX
         )));
     }
@@ -637,7 +637,7 @@ pub(super) fn check_table(
         .find(|id| u64::from(id.0) >= BlockId::MAX_BLOCKS)
     {
         return Err(Error::invalid(format!(
-            "{call}: block id {id} is not in 0..{}",
+            "{call}: blocks has {id}; it must be in [0, {})",
             BlockId::MAX_BLOCKS
         )));
     }

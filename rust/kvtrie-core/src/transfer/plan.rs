@@ -118,7 +118,7 @@ impl TransferPlan {
         let (cached, len) = (&options.cached, seq.len());
         if cached.start > cached.end || cached.end > len {
             return Err(Error::invalid(format!(
-                "{CALL}: the cached range {}..{} must ascend and end within {len} tokens",
+                "{CALL}: cached is [{}, {}); it must ascend and lie in [0, {len}], the sequence",
                 cached.start, cached.end
             )));
         }

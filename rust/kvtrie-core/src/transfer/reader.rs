@@ -138,7 +138,7 @@ impl Reading<'_> {
         let group = u32::try_from(group)
             .ok()
             .filter(|&group| group <= MAX_GROUP)
-            .ok_or_else(|| cursor.wrong(format!("group {group} is not in 0..={MAX_GROUP}")))?;
+            .ok_or_else(|| cursor.wrong(format!("group {group} is not in [0, {MAX_GROUP}]")))?;
         if let Some(last) = self.head.groups.last()
             && group <= last.group
         {
@@ -201,7 +201,7 @@ impl Reading<'_> {
             start >= before.end && !before.lookahead && (is_lookahead || !before.partial);
         if !is_aligned || !is_behind || is_lookahead && !is_whole {
             return Err(cursor.wrong(format!(
-                "a run {start}..{end} with flags {flags} in blocks of {block_size} behind {}",
+                "a run [{start}, {end}) with flags {flags} in blocks of {block_size} behind {}",
                 before.end
             )));
         }
@@ -224,7 +224,7 @@ impl Reading<'_> {
             .find(|id| u64::from(id.0) >= BlockId::MAX_BLOCKS)
         {
             return Err(cursor.wrong(format!(
-                "block id {id} is not in 0..{}",
+                "block id {id} is not in [0, {})",
                 BlockId::MAX_BLOCKS
             )));
         }

@@ -195,14 +195,14 @@ impl RadixIndex {
         self.check_start(options.start, seq.len(), CALL)?;
         if options.num_computed > seq.len() {
             return Err(Error::invalid(format!(
-                "{CALL}: num_computed is {}, the sequence has {} tokens",
+                "{CALL}: num_computed is {}; it must be in [0, {}], the tokens of the sequence",
                 options.num_computed,
                 seq.len()
             )));
         }
         if ids.len() < need {
             return Err(Error::invalid(format!(
-                "{CALL}: {} block ids for {need} whole computed blocks from position {} to {}",
+                "{CALL}: blocks has {} ids; it must have {need}, one for each whole computed block from position {} to {}",
                 ids.len(),
                 options.start,
                 options.num_computed
@@ -214,7 +214,7 @@ impl RadixIndex {
             && imported.hops > Label::MAX_HOPS
         {
             return Err(Error::invalid(format!(
-                "{CALL}: Imported.hops is {}; the limit is {}",
+                "{CALL}: the hops of source are {}; they must be in [0, {}]",
                 imported.hops,
                 Label::MAX_HOPS
             )));
@@ -225,7 +225,7 @@ impl RadixIndex {
         let lease = plan.lease_index(self, CALL)?;
         if !seq.starts_with(plan.snapshot()) {
             return Err(Error::invalid(format!(
-                "{CALL}: the sequence of {} tokens does not start with the {} tokens of the plan in its namespace",
+                "{CALL}: seq of {} tokens does not start with the {} tokens of source, a plan, in its namespace",
                 seq.len(),
                 plan.snapshot().tokens.len()
             )));
@@ -262,7 +262,9 @@ impl RadixIndex {
             };
             at += 1;
             if let Some(why) = why {
-                refused = Some(Error::block_in_use(format!("{CALL}: block {id} {why}")));
+                refused = Some(Error::block_in_use(format!(
+                    "{CALL}: blocks has {id}, which {why}"
+                )));
                 break;
             }
             known_until = at;

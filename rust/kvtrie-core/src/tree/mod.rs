@@ -159,21 +159,21 @@ impl RadixIndex {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         if config.num_blocks == 0 || config.num_blocks > BlockId::MAX_BLOCKS {
             return Err(Error::invalid(format!(
-                "RadixIndex: num_blocks is {}; it must lie in 1..={}",
+                "RadixIndex: num_blocks is {}; it must be in [1, {}]",
                 config.num_blocks,
                 BlockId::MAX_BLOCKS
             )));
         }
         if config.block_size == 0 || config.block_size > Config::MAX_BLOCK_SIZE {
             return Err(Error::invalid(format!(
-                "RadixIndex: block_size is {}; it must lie in 1..={}",
+                "RadixIndex: block_size is {}; it must be in [1, {}]",
                 config.block_size,
                 Config::MAX_BLOCK_SIZE
             )));
         }
         if config.hash_bits > 64 {
             return Err(Error::invalid(format!(
-                "RadixIndex: hash_bits is {}; it must lie in 0..=64",
+                "RadixIndex: hash_bits is {}; it must be in [0, 64]",
                 config.hash_bits
             )));
         }
@@ -298,7 +298,7 @@ impl RadixIndex {
             .find(|id| u64::from(id.0) >= self.config.num_blocks)
         {
             Some(id) => Err(Error::invalid(format!(
-                "{call}: block id {id} is not in 0..{} (num_blocks)",
+                "{call}: blocks holds {id}; it must be in [0, {}) (num_blocks)",
                 self.config.num_blocks
             ))),
             None => Ok(()),

@@ -192,13 +192,13 @@ impl RadixIndex {
         for &(start, end) in ranges {
             if start > end || end > seq.len() {
                 return Err(Error::invalid(format!(
-                    "{call}: the range {start}..{end} must ascend and lie inside the {} tokens of the sequence",
+                    "{call}: ranges has [{start}, {end}); it must ascend and lie in [0, {}], the sequence",
                     seq.len()
                 )));
             }
             if start < behind {
                 return Err(Error::invalid(format!(
-                    "{call}: the range {start}..{end} begins before {behind}, where the one before it ends; ranges must ascend and be disjoint"
+                    "{call}: ranges has [{start}, {end}) after a range that ends at {behind}; ranges must ascend and be disjoint"
                 )));
             }
             behind = end;

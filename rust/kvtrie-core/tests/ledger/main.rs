@@ -765,7 +765,7 @@ impl Test {
             held += naive.table.len() - naive.committed / SIZE;
         }
         let stats = self.ours.index.stats();
-        let known = self.ours.pool.num_free() + stats.indexed + stats.condemned + stats.waiting;
+        let known = self.ours.pool.num_free() + stats.indexed + stats.condemned;
         assert_eq!(known + held as u64, NUM_BLOCKS as u64);
     }
 }

@@ -514,16 +514,19 @@ impl Pair {
     /// Every token that is copied comes from the slot of the block that the model says, and no other is written.
     fn check_moves(&self, plan: &ReusePlan, lease: &Lease) -> Result<(), TestCaseError> {
         let block_size = self.model.block_size;
-        // A block that the plan does not read, all over the table.
+        let in_place = plan.blocks();
         let reads: BTreeSet<u32> = lease
             .segments
             .iter()
             .flat_map(|segment| segment.blocks.clone())
             .collect();
-        let Some(spare) = (0..self.model.num_blocks as u32).find(|id| !reads.contains(id)) else {
+        // Behind the blocks in place, blocks that the plan does not read.
+        let spare = (0..self.model.num_blocks as u32).filter(|id| !reads.contains(id));
+        let mut table = in_place.to_vec();
+        table.extend(spare.take(plan.num_new_blocks()).map(BlockId));
+        if table.len() < lease.tokens.len().div_ceil(block_size) {
             return Ok(());
-        };
-        let table = vec![BlockId(spare); lease.tokens.len().div_ceil(block_size)];
+        }
         let moves = plan.moves(&table, 0, lease.tokens.len()).unwrap();
         let mut found = Vec::new();
         for piece in &moves {
@@ -544,7 +547,8 @@ impl Pair {
                 let source = segment.old_start + at - segment.start;
                 let block = segment.blocks[source / block_size - segment.old_start / block_size];
                 expected.push((
-                    u64::from(spare) * block_size as u64 + (at % block_size) as u64,
+                    u64::from(table[at / block_size].0) * block_size as u64
+                        + (at % block_size) as u64,
                     u64::from(block) * block_size as u64 + (source % block_size) as u64,
                     segment.start.cast_signed() as i64 - segment.old_start.cast_signed() as i64,
                 ));
@@ -694,7 +698,8 @@ impl Pair {
             .map_err(|error| TestCaseError::fail(error.to_string()))?;
         let stats = self.index.stats();
         prop_assert_eq!(stats.indexed as usize, self.model.entries.len());
-        prop_assert_eq!(stats.condemned as usize, self.model.condemned.len());
+        let condemned = self.model.condemned.len() + self.model.waiting.len();
+        prop_assert_eq!(stats.condemned as usize, condemned);
         prop_assert_eq!(stats.waiting as usize, self.model.waiting.len());
         prop_assert_eq!(stats.holes as usize, self.model.holes().len());
         prop_assert_eq!(stats.evictable as usize, self.model.num_evictable());

@@ -1,0 +1,212 @@
+//! Arguments that are read where a signature names them: the functions that read them know the call and the argument.
+//!
+//! PyO3 keeps an argument's name in a note, which `str(error)` lacks, and the call's name nowhere. So `from_py_with` is
+//! given one of the functions here, with two types that stand for the names. It costs nothing while all is well.
+
+use pyo3::prelude::*;
+use pyo3::types::PyBool;
+use pyo3::{PyTypeCheck, PyTypeInfo};
+
+use crate::buffers::{self, Arg};
+
+/// A type that stands for a name.
+pub(crate) trait Name {
+    const NAME: &'static str;
+}
+
+macro_rules! names {
+    ($(#[doc = $doc:literal] $kind:ident { $($name:ident = $text:literal,)* })*) => {$(
+        #[doc = $doc]
+        pub(crate) mod $kind {
+            $(
+                pub(crate) struct $name;
+
+                impl super::Name for $name {
+                    const NAME: &'static str = $text;
+                }
+            )*
+        }
+    )*};
+}
+
+names! {
+    #[doc = "Calls, as messages begin."]
+    call {
+        BlockAllocator = "BlockAllocator",
+        BlockAllocatorAllocate = "BlockAllocator.allocate",
+        Imported = "Imported",
+        Item = "Item",
+        Namespace = "Namespace",
+        PlanTransfer = "plan_transfer",
+        RadixIndex = "RadixIndex",
+        RadixIndexDrop = "RadixIndex.drop",
+        RadixIndexEvict = "RadixIndex.evict",
+        RadixIndexExplain = "RadixIndex.explain",
+        RadixIndexInsert = "RadixIndex.insert",
+        RadixIndexLookup = "RadixIndex.lookup",
+        RadixIndexLookupMany = "RadixIndex.lookup_many",
+        RadixIndexMarkDead = "RadixIndex.mark_dead",
+        RadixIndexPlan = "RadixIndex.plan",
+        RadixIndexPlanMany = "RadixIndex.plan_many",
+        RadixIndexRemoveSpans = "RadixIndex.remove_spans",
+        RadixIndexRestore = "RadixIndex.restore",
+        RadixIndexTag = "RadixIndex.tag",
+        RadixIndexTags = "RadixIndex.tags",
+        ReusePlanMoves = "ReusePlan.moves",
+        ReusePolicy = "ReusePolicy",
+        SequenceLedger = "SequenceLedger",
+        SequenceLedgerBegin = "SequenceLedger.begin",
+        SequenceLedgerBlocksFor = "SequenceLedger.blocks_for",
+        SequenceLedgerCommit = "SequenceLedger.commit",
+        SequenceLedgerConfirm = "SequenceLedger.confirm",
+        SequenceLedgerFinish = "SequenceLedger.finish",
+        SequenceLedgerRollback = "SequenceLedger.rollback",
+        SequenceLedgerSchedule = "SequenceLedger.schedule",
+        Span = "Span",
+        TokenSequence = "TokenSequence",
+        TokenSequenceTruncate = "TokenSequence.truncate",
+        TransferLimits = "TransferLimits",
+        TransferManifestFromBlocks = "TransferManifest.from_blocks",
+        TransferManifestFromBytes = "TransferManifest.from_bytes",
+        TransferManifestFromLedger = "TransferManifest.from_ledger",
+    }
+    #[doc = "Their arguments."]
+    arg {
+        Adapter = "adapter",
+        Approximate = "approximate",
+        BlockSize = "block_size",
+        Context = "context",
+        Digest = "digest",
+        DropBlocks = "drop_blocks",
+        End = "end",
+        EvictFrom = "evict_from",
+        ExactUntil = "exact_until",
+        Force = "force",
+        Group = "group",
+        HashBits = "hash_bits",
+        Hops = "hops",
+        Index = "index",
+        KeepLast = "keep_last",
+        Key = "key",
+        Kind = "kind",
+        KvDtype = "kv_dtype",
+        Ledger = "ledger",
+        Limits = "limits",
+        LocalSeq = "local_seq",
+        Manifest = "manifest",
+        MaxApproximateShare = "max_approximate_share",
+        MaxBlockSize = "max_block_size",
+        MaxBlocks = "max_blocks",
+        MaxBytes = "max_bytes",
+        MaxCandidates = "max_candidates",
+        MaxGroups = "max_groups",
+        MaxHops = "max_hops",
+        MaxRuns = "max_runs",
+        MaxTokens = "max_tokens",
+        MinRun = "min_run",
+        Model = "model",
+        MovedRuns = "moved_runs",
+        N = "n",
+        Namespace = "namespace",
+        NumBlocks = "num_blocks",
+        NumComputed = "num_computed",
+        NumDrafts = "num_drafts",
+        NumLookahead = "num_lookahead",
+        NumTokens = "num_tokens",
+        PartialBlocks = "partial_blocks",
+        Pin = "pin",
+        Plan = "plan",
+        Policy = "policy",
+        RecomputeFirst = "recompute_first",
+        RecomputeLast = "recompute_last",
+        Rope = "rope",
+        Seed = "seed",
+        Seq = "seq",
+        Start = "start",
+        To = "to",
+        Touch = "touch",
+    }
+}
+
+const fn named<C: Name, A: Name>() -> Arg {
+    Arg::new(C::NAME, A::NAME)
+}
+
+/// An integer of any size.
+pub(crate) fn int<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<i128> {
+    buffers::int(value).map_err(|error| named::<C, A>().not_read(value, error, "an int"))
+}
+
+/// An integer of any size, or none.
+pub(crate) fn optional_int<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<Option<i128>> {
+    optional(value, int::<C, A>)
+}
+
+/// A truth value.
+pub(crate) fn flag<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let read = value.extract();
+    read.map_err(|error| named::<C, A>().not_read(value, error, "a bool"))
+}
+
+/// A number in `[0, 1]`, or another one that is refused later.
+pub(crate) fn share<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<f64> {
+    let (arg, wanted) = (named::<C, A>(), "a float");
+    if value.is_instance_of::<PyBool>() {
+        return Err(arg.wrong_type(value, wanted));
+    }
+    let read = value.extract();
+    read.map_err(|error| arg.not_read(value, error, wanted))
+}
+
+/// A string.
+pub(crate) fn text<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<String> {
+    let read = value.extract();
+    read.map_err(|error| named::<C, A>().not_read(value, error, "a str"))
+}
+
+/// A string, or none.
+pub(crate) fn optional_text<C: Name, A: Name>(
+    value: &Bound<'_, PyAny>,
+) -> PyResult<Option<String>> {
+    optional(value, text::<C, A>)
+}
+
+/// An object of one class.
+pub(crate) fn of<'a, 'py, C: Name, A: Name, T: PyTypeCheck + PyTypeInfo>(
+    value: &'a Bound<'py, PyAny>,
+) -> PyResult<&'a Bound<'py, T>> {
+    value.cast::<T>().map_err(|_| {
+        let name = T::type_object(value.py()).name();
+        let name = name.map_or_else(|_| "?".to_owned(), |name| name.to_string());
+        let article = if name.starts_with(['A', 'E', 'I', 'O']) {
+            "an"
+        } else {
+            "a"
+        };
+        // Only bytes are no class of ours.
+        let wanted = if name == "bytes" {
+            name
+        } else {
+            format!("{article} {name}")
+        };
+        named::<C, A>().wrong_type(value, &wanted)
+    })
+}
+
+/// An object of one class, or none.
+pub(crate) fn optional_of<'a, 'py, C: Name, A: Name, T: PyTypeCheck + PyTypeInfo>(
+    value: &'a Bound<'py, PyAny>,
+) -> PyResult<Option<&'a Bound<'py, T>>> {
+    optional(value, of::<C, A, T>)
+}
+
+fn optional<'a, 'py, R>(
+    value: &'a Bound<'py, PyAny>,
+    read: impl FnOnce(&'a Bound<'py, PyAny>) -> PyResult<R>,
+) -> PyResult<Option<R>> {
+    if value.is_none() {
+        Ok(None)
+    } else {
+        read(value).map(Some)
+    }
+}

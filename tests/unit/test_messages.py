@@ -1,0 +1,373 @@
+"""What a wrong call is told: the call, the argument, the value and the limit; never a salt."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import kvtrie
+from kvtrie import COMPUTED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+KEY = b"k" * 16
+# Wrong calls are what is tested: types are not looked at.
+API: Any = kvtrie
+
+
+@dataclass
+class World:
+    index: Any = field(default_factory=lambda: kvtrie.RadixIndex(8, 2))
+    seq: Any = field(default_factory=lambda: kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], NS))
+    pool: Any = field(default_factory=lambda: kvtrie.BlockAllocator(4))
+    ledger: Any = field(default_factory=lambda: kvtrie.SequenceLedger(2))
+    live: Any = field(default_factory=lambda: kvtrie.TokenSequence([1, 2, 3, 4, 5], NS))
+
+    def __post_init__(self) -> None:
+        self.index.insert(self.seq, [5, 3, 1], num_computed=6, source=COMPUTED)
+        self.plan = self.index.plan(kvtrie.TokenSequence([1, 2, 3, 9, 9], NS))
+        self.ledger.begin("a", self.live, [0, 2, 4], num_computed=4)
+
+    def insert(self, blocks: Any = (5, 3, 1), **changes: Any) -> Any:
+        args: dict[str, Any] = {"num_computed": 6, "source": COMPUTED, **changes}
+        return self.index.insert(self.seq, blocks, **args)
+
+    def moves(self, *args: Any) -> Any:
+        return self.plan.moves(*args)
+
+
+# What is called, and what the message must have: the call, the argument, the value, the limit.
+CALLS: list[tuple[Callable[[World], object], tuple[str, ...]]] = [
+    (lambda _: API.RadixIndex(0), ("RadixIndex: ", "num_blocks is 0", "[1, 2147483648]")),
+    (lambda _: API.RadixIndex("8"), ("RadixIndex: ", "num_blocks", "'str'", "an int")),
+    (lambda _: API.RadixIndex(8, 5000), ("RadixIndex: ", "block_size is 5000", "[1, 4096]")),
+    (lambda _: API.RadixIndex(8, min_run=7), ("RadixIndex: ", "min_run is 7", "[8, ")),
+    (
+        lambda _: API.RadixIndex(8, seed=-1),
+        ("RadixIndex: ", "seed is -1", "[0, 18446744073709551615]"),
+    ),
+    (lambda _: API.RadixIndex(8, hash_bits=65), ("RadixIndex: ", "hash_bits is 65", "[0, 64]")),
+    (
+        lambda _: API.RadixIndex(8, moved_runs="no"),
+        ("RadixIndex: ", "moved_runs", "'str'", "a bool"),
+    ),
+    (lambda _: API.RadixIndex(8, True), ("RadixIndex: ", "block_size", "'bool'", "an int")),
+    (lambda w: w.index.lookup([1]), ("RadixIndex.lookup: ", "seq", "'list'", "a TokenSequence")),
+    (
+        lambda w: w.index.lookup(w.seq, keep_last=-1),
+        ("RadixIndex.lookup: ", "keep_last is -1", "[0, "),
+    ),
+    (
+        lambda w: w.index.lookup(w.seq, keep_last=1.0),
+        ("RadixIndex.lookup: ", "keep_last", "'float'", "an int"),
+    ),
+    (
+        lambda w: w.index.lookup(w.seq, keep_last=2**200),
+        ("RadixIndex.lookup: ", "keep_last", "128 bits"),
+    ),
+    (lambda w: w.index.lookup(w.seq, touch=1), ("RadixIndex.lookup: ", "touch", "'int'", "a bool")),
+    (
+        lambda w: w.index.lookup(w.seq, start=3),
+        ("RadixIndex.lookup: ", "start is 3", "block size 2", "6 tokens"),
+    ),
+    (
+        lambda w: w.index.plan(w.seq, "exact"),
+        ("RadixIndex.plan: ", "policy", "'str'", "a ReusePolicy"),
+    ),
+    (
+        lambda w: w.index.plan(w.seq, API.ReusePolicy(min_run=9)),
+        ("RadixIndex.plan: ", "min_run is 9", "16"),
+    ),
+    (lambda w: w.insert([8, 3, 1]), ("RadixIndex.insert: ", "blocks[0] is 8", "[0, 8)")),
+    (lambda w: w.insert([5, 3, 1.5]), ("RadixIndex.insert: ", "blocks[2]", "'float'")),
+    (
+        lambda w: w.insert(np.array([5, -3, 1])),
+        ("RadixIndex.insert: ", "blocks[1] is -3", "[0, 8)"),
+    ),
+    (lambda w: w.insert(5), ("RadixIndex.insert: ", "blocks", "'int'", "a list")),
+    (lambda w: w.insert([5]), ("RadixIndex.insert: ", "blocks has 1 ids", "3")),
+    (lambda w: w.insert([5, 1, 3]), ("RadixIndex.insert: ", "blocks has 1", "backs others at 4")),
+    (lambda w: w.insert(num_computed=7), ("RadixIndex.insert: ", "num_computed is 7", "[0, 6]")),
+    (
+        lambda w: w.insert(source="plan"),
+        ("RadixIndex.insert: ", "source", "'str'", "kvtrie.COMPUTED"),
+    ),
+    (
+        lambda w: w.insert(spans=[(0, 2)]),
+        ("RadixIndex.insert: ", "spans[0] is of type 'tuple'", "a Span"),
+    ),
+    (lambda w: w.insert(spans=3), ("RadixIndex.insert: ", "spans", "'int'", "an iterable of Span")),
+    (
+        lambda w: w.index.tag(w.seq, [API.Span(0, 7, "a")]),
+        ("RadixIndex.tag: ", "spans has [0, 7)", "[0, 6]"),
+    ),
+    (
+        lambda w: w.index.tag(w.seq, [None]),
+        ("RadixIndex.tag: ", "spans[0] is of type 'NoneType'", "a Span"),
+    ),
+    (lambda w: w.index.evict(-1), ("RadixIndex.evict: ", "n is -1", "[0, ")),
+    (lambda w: w.index.discard([9]), ("RadixIndex.discard: ", "block_ids[0] is 9", "[0, 8)")),
+    (lambda w: w.index.drop("m"), ("RadixIndex.drop: ", "namespace", "'str'", "a Namespace")),
+    (
+        lambda w: w.index.mark_dead(w.seq, [(4, 2)]),
+        ("RadixIndex.mark_dead: ", "ranges has [4, 2)", "[0, 6]"),
+    ),
+    (
+        lambda w: w.index.mark_dead(w.seq, [(0, 4), (2, 6)]),
+        ("RadixIndex.mark_dead: ", "ranges has [2, 6)", "4"),
+    ),
+    (
+        lambda w: w.index.mark_dead(w.seq, [API.Span(0, 2, "a")]),
+        ("RadixIndex.mark_dead: ", "ranges[0] is of type 'Span'", "(span.start, span.end)"),
+    ),
+    (
+        lambda w: w.index.remove_spans(w.seq, [API.Span(0, 2, "a")]),
+        ("RadixIndex.remove_spans: ", "ranges[0] is of type 'Span'", "(span.start, span.end)"),
+    ),
+    (
+        lambda w: w.index.remove_spans(w.seq, API.Span(0, 2, "a")),
+        ("RadixIndex.remove_spans: ", "ranges is of type 'Span'", "[(span.start, span.end)]"),
+    ),
+    (
+        lambda w: w.index.remove_spans(w.seq, [(0, 1, 2)]),
+        ("RadixIndex.remove_spans: ", "ranges[0] has 3", "2"),
+    ),
+    (
+        lambda w: w.index.remove_spans(w.seq, [(0, -1)]),
+        ("RadixIndex.remove_spans: ", "ranges[0]", "-1", "[0, "),
+    ),
+    (
+        lambda w: w.index.remove_spans(w.seq, [], force=0),
+        ("RadixIndex.remove_spans: ", "force", "'int'", "a bool"),
+    ),
+    (
+        lambda w: w.index.explain(w.seq, context=-2),
+        ("RadixIndex.explain: ", "context is -2", "[0, "),
+    ),
+    (lambda w: w.index.lookup_many([w.seq, 3]).errors[1], ()),
+    (lambda w: w.index.lookup_many(3), ("RadixIndex.lookup_many: ", "seqs", "'int'", "a list")),
+    (
+        lambda w: w.index.lookup_many([w.seq], starts=[0, 2]),
+        ("RadixIndex.lookup_many: ", "starts has 2", "1"),
+    ),
+    (
+        lambda w: w.index.insert_many([w.seq], [5], [0, 0], [2], sources=[COMPUTED]),
+        ("RadixIndex.insert_many: ", "offsets has 2 values from 0 to 0", "0 to 1"),
+    ),
+    (lambda _: API.RadixIndex.restore("x"), ("RadixIndex.restore: ", "blob", "'str'", "bytes")),
+    (
+        lambda _: API.RadixIndex.restore(b"", max_blocks=0),
+        ("RadixIndex.restore: ", "max_blocks is 0", "[1, "),
+    ),
+    (lambda w: w.moves([5, 9, 7]), ("ReusePlan.moves: ", "table[1] is 9", "[0, 8)")),
+    (lambda w: w.moves([0, 6, 7]), ("ReusePlan.moves: ", "table[0] is 0", "must be 5")),
+    (lambda w: w.moves([5, 6, 6]), ("ReusePlan.moves: ", "table has block 6 twice", "once")),
+    (lambda w: w.moves([5, 6]), ("ReusePlan.moves: ", "table has 2 blocks", "need 3")),
+    (lambda w: w.moves([5, 6, 3]), ("ReusePlan.moves: ", "table[2] is 3", "must not be written")),
+    (
+        lambda w: w.moves([5, 6, 7], 3, 2),
+        ("ReusePlan.moves: ", "start and end are 3 and 2", "[0, 5]"),
+    ),
+    (
+        lambda w: w.moves([5, 6, 7], 0, 6),
+        ("ReusePlan.moves: ", "start and end are 0 and 6", "[0, 5]"),
+    ),
+    (lambda w: w.moves([5, 6, 7], 0, "6"), ("ReusePlan.moves: ", "end", "'str'", "an int")),
+    (
+        lambda _: API.TokenSequence([2**32], NS),
+        ("TokenSequence: ", "ids[0] is 4294967296", "[0, 4294967296)"),
+    ),
+    (lambda _: API.TokenSequence([1, None], NS), ("TokenSequence: ", "ids[1]", "'NoneType'")),
+    (lambda _: API.TokenSequence("12", NS), ("TokenSequence: ", "ids", "'str'", "a list")),
+    (
+        lambda _: API.TokenSequence([1], "m"),
+        ("TokenSequence: ", "namespace", "'str'", "a Namespace"),
+    ),
+    (
+        lambda _: API.TokenSequence([1], NS, [3]),
+        ("TokenSequence: ", "items[0] is of type 'int'", "an Item"),
+    ),
+    (
+        lambda _: API.TokenSequence([1], NS, [API.Item(0, 2, b"d")]),
+        ("TokenSequence: ", "items has [0, 2)", "[0, 1]"),
+    ),
+    (lambda w: w.seq.extend([-1]), ("TokenSequence.extend: ", "ids[0] is -1", "[0, 4294967296)")),
+    (lambda w: w.seq.truncate(7), ("TokenSequence.truncate: ", "n is 7", "[0, 6]")),
+    (lambda _: API.Namespace(model=3, salt="s"), ("Namespace: ", "model", "'int'", "a str")),
+    (lambda _: API.Namespace(model="m", salt=3), ("Namespace: ", "salt", "'int'", "a str")),
+    (lambda _: API.Namespace(model="m", salt=""), ("Namespace: ", "salt is empty")),
+    (lambda _: API.Span(3, 2, "a"), ("Span: ", "start and end are 3 and 2")),
+    (lambda _: API.Span(0, 2, 3), ("Span: ", "kind", "'int'", "a str")),
+    (lambda _: API.Item(2, 2, b"d"), ("Item: ", "start and end are 2 and 2")),
+    (lambda _: API.Item(0, 2, "d"), ("Item: ", "digest", "'str'", "bytes")),
+    (lambda _: kvtrie.Imported(-1), ("Imported: ", "exact_until is -1", "[0, ")),
+    (lambda _: kvtrie.Imported(0, 40000), ("Imported: ", "hops is 40000", "[0, 32767]")),
+    (lambda _: API.ReusePolicy(max_hops=-1), ("ReusePolicy: ", "max_hops is -1", "[0, 32767]")),
+    (
+        lambda _: API.ReusePolicy(max_approximate_share=2),
+        ("ReusePolicy: ", "max_approximate_share is 2", "[0, 1]"),
+    ),
+    (
+        lambda _: API.ReusePolicy(max_approximate_share="all"),
+        ("ReusePolicy: ", "max_approximate_share", "'str'", "a float"),
+    ),
+    (
+        lambda _: API.ReusePolicy(forbid_kinds="tool"),
+        ("ReusePolicy: ", "forbid_kinds", "'str'", "a tuple"),
+    ),
+    (
+        lambda _: API.ReusePolicy(forbid_kinds=["a", 3]),
+        ("ReusePolicy: ", "forbid_kinds[1] is of type 'int'", "a str"),
+    ),
+    (
+        lambda _: API.ReusePolicy(forbid_kinds=["a", ""]),
+        ("ReusePolicy: ", "forbid_kinds[1] is empty"),
+    ),
+    (lambda w: w.pool.allocate(5), ("BlockAllocator.allocate: ", "5 blocks", "of 4")),
+    (lambda w: w.pool.free([4]), ("BlockAllocator.free: ", "ids[0] is 4", "[0, 4)")),
+    (lambda w: w.pool.free([3]), ("BlockAllocator.free: ", "ids holds 3", "not handed out")),
+    (
+        lambda w: w.pool.allocate(1, w.seq),
+        ("BlockAllocator.allocate: ", "evict_from", "'TokenSequence'", "a RadixIndex"),
+    ),
+    (lambda _: API.SequenceLedger(0), ("SequenceLedger: ", "block_size is 0", "[1, 4096]")),
+    (
+        lambda w: w.ledger.schedule("a", -1),
+        ("SequenceLedger.schedule: ", "num_tokens is -1", "[0, "),
+    ),
+    (
+        lambda w: w.ledger.append("a", [2**32]),
+        ("SequenceLedger.append: ", "ids[0] is 4294967296", "[-1, 4294967295]"),
+    ),
+    (
+        lambda w: w.ledger.tag("a", [3]),
+        ("SequenceLedger.tag: ", "spans[0] is of type 'int'", "a Span"),
+    ),
+    (
+        lambda w: w.ledger.blocks_for("a", 3, 1),
+        ("SequenceLedger.blocks_for: ", "start and end are 3 and 1", "[0, 4]"),
+    ),
+    (
+        lambda w: API.TransferManifest.from_ledger(w.seq, "a", key=KEY),
+        ("TransferManifest.from_ledger: ", "ledger", "'TokenSequence'", "a SequenceLedger"),
+    ),
+    (
+        lambda w: API.plan_transfer(b"x", w.seq, [1, 2, 4], key=KEY),
+        ("plan_transfer: ", "manifest", "'bytes'", "a TransferManifest"),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CALLS)), ids=str)
+def test_a_wrong_call_is_told_call_argument_value_and_limit(case: int) -> None:
+    call, parts = CALLS[case]
+    world = World()
+    before = world.index.digest()
+    if not parts:
+        error = world.index.lookup_many([world.seq, 3]).errors[1]
+        assert (
+            str(error)
+            == "RadixIndex.lookup_many: seqs[1] is of type 'int'; it must be a TokenSequence"
+        )
+        world.plan.release()
+        return
+    with pytest.raises((TypeError, ValueError, kvtrie.KvTrieError)) as raised:
+        call(world)
+    message = str(raised.value)
+    assert message.startswith(parts[0]), message
+    for part in parts[1:]:
+        assert part in message, message
+    assert not re.search(r"\d\.\.|\.\.=|Some\(|::|\bExact\b", message), message
+    assert world.index.digest() == before
+    world.plan.release()
+
+
+def test_a_range_is_a_list_of_integers() -> None:
+    seq = kvtrie.TokenSequence(range(9), NS)
+    seq.extend(range(20, 10, -5))
+    assert seq[:].tolist() == [*range(9), 20, 15]
+    index = kvtrie.RadixIndex(8, 2)
+    assert index.insert(seq, range(4), num_computed=9, source=COMPUTED).blocks.tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    with pytest.raises(ValueError, match=r"ids\[2\] is -1; it must be in \[0, 4294967296\)"):
+        kvtrie.TokenSequence(range(1, -3, -1), NS)
+
+
+# --- secrets --------------------------------------------------------------------------------------
+
+SECRET = "s3cr3t-of-tenant"  # noqa: S105 - of nobody
+HIDDEN = kvtrie.Namespace(model="m", adapter="a", salt=SECRET)
+
+
+def test_no_repr_shows_the_salt() -> None:
+    shown = "Namespace(model='m', kv_dtype='auto', rope='default', adapter='a', salt=<redacted>)"
+    assert repr(HIDDEN) == str(HIDDEN) == shown
+    assert repr(NS).endswith("salt=SHARED)")
+    # Nor does it depend on it.
+    assert repr(kvtrie.Namespace(model="m", adapter="a", salt="other")) == shown
+    assert HIDDEN.salt == SECRET
+    assert pickle.loads(pickle.dumps(HIDDEN)) == HIDDEN  # noqa: S301 - our own
+
+
+def test_nothing_that_is_made_in_a_namespace_shows_the_salt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    index = kvtrie.RadixIndex(8, 2)
+    seq = kvtrie.TokenSequence([1, 2, 3, 4], HIDDEN)
+    done = index.insert(seq, [5, 3], num_computed=4, source=COMPUTED)
+    other = kvtrie.Namespace(model="n", salt=SECRET)
+    plan = index.plan(kvtrie.TokenSequence([1, 2, 9], HIDDEN))
+    why = index.explain(kvtrie.TokenSequence([1, 2, 3, 4], other))
+    ledger = kvtrie.SequenceLedger(2)
+    ledger.begin("a", seq, [5, 3], num_computed=4)
+    manifest = kvtrie.TransferManifest.from_ledger(ledger, "a", key=KEY)
+    things = [
+        seq,
+        done,
+        plan,
+        why,
+        why.other_namespace,
+        ledger,
+        manifest,
+        index,
+        index.namespaces(),
+    ]
+    plan.release()
+    for thing in (*things, plan):
+        assert SECRET not in f"{thing} {thing!r}"
+    wrong: list[Callable[[], object]] = [
+        lambda: kvtrie.Namespace(model="", salt=SECRET),
+        lambda: kvtrie.TokenSequence(HIDDEN, HIDDEN),  # type: ignore[arg-type]
+        lambda: index.lookup(HIDDEN),  # type: ignore[arg-type]
+        lambda: index.plan(HIDDEN),  # type: ignore[arg-type]
+        lambda: index.insert(seq, [5, 3], num_computed=4, source=plan),
+        lambda: kvtrie.plan_transfer(manifest, kvtrie.TokenSequence([1], NS), [1], key=KEY),
+        lambda: kvtrie.plan_transfer(
+            manifest,
+            kvtrie.TokenSequence([1], kvtrie.Namespace(model="m", adapter="a", salt="x")),
+            [1],
+            key=KEY,
+        ),
+        lambda: kvtrie.plan_transfer(manifest, kvtrie.TokenSequence([1], other), [1], key=KEY),
+        lambda: kvtrie.RadixIndex.restore(index.snapshot()[:-9]),
+        lambda: ledger.begin("a", seq, [5, 3]),
+        lambda: ledger.begin("b", seq, [5, 3]),
+    ]
+    for call in wrong:
+        with pytest.raises((TypeError, ValueError, kvtrie.KvTrieError)) as raised:
+            call()
+        assert SECRET not in f"{raised.value!r} {raised.value}"
+    assert SECRET not in caplog.text
