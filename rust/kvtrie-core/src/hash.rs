@@ -198,7 +198,7 @@ mod tests {
             num_blocks: SIBLINGS.into(),
             block_size: BLOCK,
             seed,
-            ..Config::default()
+            ..Config::seeded(0)
         };
         let mut index = RadixIndex::new(config).unwrap();
         let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();

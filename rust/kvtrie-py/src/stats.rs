@@ -24,6 +24,9 @@ pub(crate) struct PyIndexStats {
     /// Blocks that were condemned, are no longer pinned, and wait for `take_freed()`.
     #[pyo3(get)]
     waiting: u64,
+    /// Blocks that `quarantine` took out of use; those that are still pinned are counted as condemned.
+    #[pyo3(get)]
+    quarantined: u64,
     /// Blocks with at least one pin, indexed or condemned.
     #[pyo3(get)]
     pinned: u64,
@@ -55,7 +58,7 @@ pub(crate) struct PyIndexStats {
     /// Ticks of the logical clock.
     #[pyo3(get)]
     clock: u64,
-    /// Ids given to `discard` that the index did not hold.
+    /// Ids given to `discard` or `quarantine` that the index did not hold.
     #[pyo3(get)]
     unknown_discards: u64,
     /// Nodes that lookups, plans and inserts have looked at since the index was made.
@@ -81,6 +84,7 @@ impl From<Stats> for PyIndexStats {
             indexed: stats.indexed,
             condemned: stats.condemned,
             waiting: stats.waiting,
+            quarantined: stats.quarantined,
             pinned: stats.pinned,
             evictable: stats.evictable,
             dead: stats.dead,
@@ -103,12 +107,13 @@ impl From<Stats> for PyIndexStats {
 impl PyIndexStats {
     fn __repr__(&self) -> String {
         format!(
-            "IndexStats(indexed={}, condemned={}, waiting={}, pinned={}, evictable={}, dead={}, approximate={}, \
+            "IndexStats(indexed={}, condemned={}, waiting={}, quarantined={}, pinned={}, evictable={}, dead={}, approximate={}, \
              holes={}, nodes={}, windows={}, namespaces={}, live_plans={}, clock={}, unknown_discards={}, \
              nodes_visited={}, bytes_compared={}, bytes={})",
             self.indexed,
             self.condemned,
             self.waiting,
+            self.quarantined,
             self.pinned,
             self.evictable,
             self.dead,

@@ -39,20 +39,25 @@ impl RadixIndex {
                 unknown.push(id);
                 continue;
             };
-            let edge = &self.nodes[node];
-            if edge.has_children() || depth + 1 < edge.end() {
-                self.renew_version(node);
-            }
-            let (_, condemned) = self.leave(node, depth);
-            if !condemned {
+            if !self.take_out(node, depth) {
                 freed.push(id);
             }
-            self.settle(node);
         }
         self.blocks.clear_seen(ids.iter().map(|id| id.0));
         self.unknown_discards += unknown.len() as u64;
         self.bound_holes();
         Ok(freed)
+    }
+
+    /// Takes one block out of the index, wherever it stands; answers whether it is condemned.
+    pub(super) fn take_out(&mut self, node: NodeIndex, depth: Depth) -> bool {
+        let edge = &self.nodes[node];
+        if edge.has_children() || depth + 1 < edge.end() {
+            self.renew_version(node);
+        }
+        let (_, condemned) = self.leave(node, depth);
+        self.settle(node);
+        condemned
     }
 
     /// Hands out at most `n` blocks: those that wait for [`take_freed`](Self::take_freed) first, then those that
@@ -67,7 +72,7 @@ impl RadixIndex {
     /// # use std::sync::Arc;
     /// # use kvtrie_core::*;
     /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
-    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::default() })?;
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
     /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4], vec![])?;
     /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
     /// assert_eq!(index.evict(1), [BlockId(0)]);
