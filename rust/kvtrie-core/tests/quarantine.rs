@@ -9,6 +9,11 @@ use kvtrie_core::{
     RestoredPool, ReusePolicy, Salt, Source, TokenSequence,
 };
 
+/// A plan that leaves no token out.
+const WHOLE: PlanOptions = PlanOptions {
+    keep_last: 0,
+    pin: true,
+};
 const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
 
 fn ids(raw: &[u32]) -> Vec<BlockId> {
@@ -69,7 +74,7 @@ fn a_pinned_block_goes_to_quarantine_after_its_last_release() {
     let (mut index, mut seq) = filled();
     let mut plan = || {
         index
-            .plan(&mut seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default())
+            .plan(&mut seq, &ReusePolicy::EXACT_ONLY, WHOLE)
             .unwrap()
     };
     let (one, two) = (plan(), plan());
@@ -100,7 +105,7 @@ fn a_pinned_block_goes_to_quarantine_after_its_last_release() {
 fn a_waiting_block_goes_to_quarantine_at_once() {
     let (mut index, mut seq) = filled();
     let plan = index
-        .plan(&mut seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default())
+        .plan(&mut seq, &ReusePolicy::EXACT_ONLY, WHOLE)
         .unwrap();
     index.discard(&ids(&[0, 1, 2])).unwrap();
     index.release(&plan).unwrap();

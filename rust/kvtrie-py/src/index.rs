@@ -792,8 +792,8 @@ impl PyRadixIndex {
     /// Take blocks out of use for good, since their KV is not finite: NaN in one slot spoils every answer.
     ///
     /// They leave the index wherever they are, and are handed out by no call from here on, nor taken by
-    /// `insert`. Pinned ones are condemned, and in quarantine after their last release. So are ids that
-    /// the index did not know: they are its own from here on, and whoever held them frees them no more.
+    /// `insert`. Pinned ones are condemned, and in quarantine after their last release. Ids that the index
+    /// did not know are in quarantine as well: whoever held them does not free them any more.
     /// Quarantine survives `reset`, `drop` and snapshots, and `digest` covers it.
     ///
     /// Args:

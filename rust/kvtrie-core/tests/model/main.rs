@@ -903,6 +903,7 @@ proptest! {
     ) {
         run(block_size, num_blocks, hash_bits, &steps.into_iter().map(|step| match step {
             Step::Discard { ids } => Step::Discard { ids: ids.into_iter().map(|id| id % num_blocks).collect() },
+            Step::Quarantine { ids } => Step::Quarantine { ids: ids.into_iter().map(|id| id % num_blocks).collect() },
             other => other,
         }).collect::<Vec<_>>())?;
     }
