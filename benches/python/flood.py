@@ -11,10 +11,15 @@ from __future__ import annotations
 import argparse
 import secrets
 import statistics
+import sys
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from forest import BLOCK_SIZE, NAMESPACE
 
 import kvtrie
@@ -79,10 +84,7 @@ def timed(word: int, seed: int, siblings: int) -> dict[str, float]:
         while len(index.evict(1)):
             pass
 
-    return {
-        act.__name__: seconds(act)  # type: ignore[attr-defined]
-        for act in (insert, lookup, evict)
-    }
+    return dict(zip(OPERATIONS, map(seconds, (insert, lookup, evict)), strict=True))
 
 
 def rows(seeds: Sequence[int], siblings: int, repeats: int) -> list[tuple[int, str, float, float]]:
@@ -93,11 +95,11 @@ def rows(seeds: Sequence[int], siblings: int, repeats: int) -> list[tuple[int, s
             [timed(word, seed, siblings) for word in (PLAIN, constant())] for _ in range(repeats)
         ]
         for name in OPERATIONS:
-            medians = [
+            plain, flood = (
                 statistics.median(pair[side][name] for pair in pairs) / siblings * 1e6
                 for side in (0, 1)
-            ]
-            found.append((number, name, *medians))
+            )
+            found.append((number, name, plain, flood))
     return found
 
 
