@@ -807,8 +807,9 @@ impl Engine {
     /// Quarantines a block of the index, or a free one, that from here on nobody is given.
     fn quarantine(&mut self, bytes: &mut Bytes<'_>) {
         let id = self.any_block(bytes);
+        let many = self.index.quarantined().count() > self.owners.len() / 4;
         let owner = &mut self.owners[id.0 as usize];
-        if *owner == Owner::Held || self.index.quarantined().count() > self.owners.len() / 4 {
+        if many || *owner == Owner::Held {
             return;
         }
         *owner = Owner::Index;
