@@ -48,10 +48,10 @@ use crate::stats::PyIndexStats;
 ///     moved_runs: Whether windows of everything cached are kept, by which moved runs are found: about
 ///         1.1 bytes and 10 ns a token at the default `min_run`. Where only exact KV is reused, False
 ///         saves that.
-///     seed: Seeds every internal hash, 0 to 2**64-1. None draws one from the operating system, which is
-///         right unless replicas must agree: give them the same one, and draw that at random too where
-///         prompts come from people that are not trusted. Results do not depend on it, but for plans
-///         with `candidates_dropped`.
+///     seed: Seeds every internal hash, 0 to 2**64-1. None draws one from the operating system, which
+///         is right unless replicas must agree: give them the same one, and draw that at random too
+///         where prompts come from people that are not trusted. Results do not depend on it, but for
+///         plans with `candidates_dropped`.
 ///     pool_id: Names the KV pool, 1 to 64 bytes; None draws 16 at random. A snapshot of this index is
 ///         restored beside the pool of this name alone.
 ///     hash_bits: Bits kept of every internal hash, 0 to 64: a testing aid that makes collisions.
@@ -789,7 +789,7 @@ impl PyRadixIndex {
         Ok(ids(py, &freed))
     }
 
-    /// Take blocks out of use for good, since their KV is not finite: NaN in one slot spoils every answer.
+    /// Take blocks out of use for good, since their KV is not finite.
     ///
     /// They leave the index wherever they are, and are handed out by no call from here on, nor taken by
     /// `insert`. Pinned ones are condemned, and in quarantine after their last release. Ids that the index
