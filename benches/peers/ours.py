@@ -26,7 +26,7 @@ class Ours:
 
     def __init__(self, cached_tokens: int, *, moved_runs: bool = False) -> None:
         num_blocks = -(-cached_tokens // BLOCK_SIZE)
-        self.index = kvtrie.RadixIndex(num_blocks, BLOCK_SIZE, moved_runs=moved_runs)
+        self.index = kvtrie.RadixIndex(num_blocks, BLOCK_SIZE, moved_runs=moved_runs, seed=0)
         self.pool = kvtrie.BlockAllocator(num_blocks)
 
     def sequence(self, tokens: Tokens | Sequence[int]) -> kvtrie.TokenSequence:

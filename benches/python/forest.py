@@ -127,7 +127,7 @@ def filled(shape: Shape) -> Forest:
     each = length // BLOCK_SIZE
     num_siblings = count * (length // step) * shape.siblings
     index = kvtrie.RadixIndex(
-        count * each + num_siblings + SPARE, BLOCK_SIZE, moved_runs=shape.moved_runs
+        count * each + num_siblings + SPARE, BLOCK_SIZE, moved_runs=shape.moved_runs, seed=0
     )
     others = document(NEW - 1, num_siblings * BLOCK_SIZE).reshape(-1, BLOCK_SIZE)
     ids = np.arange(count * each + num_siblings, dtype=np.int32)

@@ -61,6 +61,7 @@ def measured(
             num_blocks=2 * (len(cached) + len(prompt)) // BLOCK_SIZE,
             block_size=BLOCK_SIZE,
             gate="unchecked",
+            index_seed=0,
         )
         times: dict[kvtrie.ReusePolicy, list[float]] = {kvtrie.EXACT_ONLY: [], APPROXIMATE: []}
         usage: dict[kvtrie.ReusePolicy, Usage] = {}

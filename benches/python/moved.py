@@ -104,7 +104,7 @@ def filled(texts: Iterator[Tokens] | Sequence[Tokens], num_tokens: int) -> kvtri
         texts: What is cached.
         num_tokens: At least as many as they have together.
     """
-    index = kvtrie.RadixIndex(num_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, min_run=MIN_RUN)
+    index = kvtrie.RadixIndex(num_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, min_run=MIN_RUN, seed=0)
     pool = kvtrie.BlockAllocator(num_tokens // BLOCK_SIZE + 1)
     for ids in texts:
         blocks = pool.allocate(len(ids) // BLOCK_SIZE)
@@ -331,7 +331,7 @@ def repetitive() -> Iterator[figures.Row]:
         prompt = np.concatenate([heads[COPIES], text(0)])
         seconds = []
         for _ in range(max(3, ROUNDS // 10)):
-            index = kvtrie.RadixIndex(num_tokens // BLOCK_SIZE, BLOCK_SIZE, min_run=MIN_RUN)
+            index = kvtrie.RadixIndex(num_tokens // BLOCK_SIZE, BLOCK_SIZE, min_run=MIN_RUN, seed=0)
             seqs = [sequence(ids) for ids in behind]
             each = len(behind[0]) // BLOCK_SIZE
             began = perf_counter()

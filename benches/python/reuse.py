@@ -166,7 +166,7 @@ def filled(conversations: Iterable[Conversation]) -> tuple[kvtrie.RadixIndex, Ce
     """
     every = list(conversations)
     num_blocks = sum(len(each.cached) // BLOCK_SIZE for each in every)
-    index = kvtrie.RadixIndex(num_blocks, BLOCK_SIZE)
+    index = kvtrie.RadixIndex(num_blocks, BLOCK_SIZE, seed=0)
     pool = kvtrie.BlockAllocator(num_blocks)
     for each in every:
         done = index.insert(

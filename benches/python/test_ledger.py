@@ -97,7 +97,7 @@ def test_step_with_drafts(meter: Meter) -> None:
 
 @pytest.mark.parametrize("length", [LENGTH, 8_192])
 def test_begin_and_finish(meter: Meter, length: int) -> None:
-    index = kvtrie.RadixIndex(2 * length // BLOCK_SIZE, BLOCK_SIZE)
+    index = kvtrie.RadixIndex(2 * length // BLOCK_SIZE, BLOCK_SIZE, seed=0)
     ledger = kvtrie.SequenceLedger(BLOCK_SIZE)
     tokens = document(7, length)
     table = np.arange(length // BLOCK_SIZE, dtype=np.int32)

@@ -9,6 +9,7 @@ import tarfile
 from typing import TYPE_CHECKING
 
 import figures
+import flood
 import generate
 import hostile
 import limits
@@ -35,6 +36,15 @@ def test_limits(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "an empty call into an extension" in printed
     assert "lookup of 102,400 tokens in one edge, cold" in printed
+
+
+def test_flood(capsys: pytest.CaptureFixture[str]) -> None:
+    # What the Rust tests of the hash compute from foldhash's own words.
+    assert flood.constant() == 9_770_251_217_246_409_141
+    flood.main(["--siblings", "50", "--repeats", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:4]] == [["0", name] for name in flood.OPERATIONS]
+    assert len(lines) == 1 + 3 * len(flood.OPERATIONS)
 
 
 def written(folder: Path, name: str) -> Path:

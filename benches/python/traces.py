@@ -101,7 +101,7 @@ def replay(requests: Requests, table: npt.NDArray[np.uint32], num_blocks: int) -
         num_blocks: Blocks in the pool, at least as many as the longest request has, and one.
     """
     block_size = table.shape[1]
-    index = kvtrie.RadixIndex(num_blocks, block_size, moved_runs=False)
+    index = kvtrie.RadixIndex(num_blocks, block_size, moved_runs=False, seed=0)
     pool = kvtrie.BlockAllocator(num_blocks)
     result = Replay()
     indexed = 0

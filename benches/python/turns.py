@@ -172,7 +172,7 @@ class Finished:
         """
         seq = sequence(self.case.cached)
         num_blocks = self.case.num_computed // BLOCK_SIZE
-        index = kvtrie.RadixIndex(num_blocks, BLOCK_SIZE)
+        index = kvtrie.RadixIndex(num_blocks, BLOCK_SIZE, seed=0)
         pool = kvtrie.BlockAllocator(num_blocks)
         index.insert(
             seq,

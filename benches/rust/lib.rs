@@ -109,7 +109,7 @@ fn config(tokens: u64) -> Config {
     Config {
         num_blocks: tokens / BLOCK_SIZE as u64 + SPARE_BLOCKS,
         block_size: BLOCK_SIZE,
-        ..Config::default()
+        ..Config::seeded(0)
     }
 }
 

@@ -87,7 +87,7 @@ pub fn cached(conversations: &[Conversation]) -> Result<RadixIndex, Error> {
         num_blocks,
         block_size: BLOCK_SIZE,
         moved_runs: true,
-        ..Config::default()
+        ..Config::seeded(0)
     })?;
     let mut next = Ids::default();
     let namespace = namespace()?;

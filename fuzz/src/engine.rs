@@ -105,8 +105,14 @@ pub fn run(data: &[u8]) -> Seen {
     let all = engine.index.reset();
     engine.give_back(&all);
     engine.check();
+    let quarantined = engine.index.quarantined().count();
     assert_eq!(
-        engine.count(Owner::Free),
+        engine.index.stats().quarantined,
+        quarantined as u64,
+        "a pin is left"
+    );
+    assert_eq!(
+        engine.count(Owner::Free) + quarantined,
         engine.owners.len(),
         "a block was lost"
     );
@@ -124,7 +130,7 @@ impl Engine {
             hash_bits: [64, 0, 4, 8][bytes.below(4)],
             moved_runs: bytes.below(2) == 1,
             min_run: 8 + bytes.below(4),
-            ..Config::default()
+            ..Config::seeded(0)
         };
         let salts = [Salt::Shared, Salt::Tenant("tenant".into())];
         let namespaces = salts.map(|salt| {
@@ -183,7 +189,7 @@ impl Engine {
             14 => self.misuse(bytes),
             15 => self.mark_dead(bytes),
             16 => self.remove_spans(bytes),
-            _ => match bytes.below(6) {
+            _ => match bytes.below(7) {
                 0 => {
                     let namespace = Arc::clone(&self.namespaces[bytes.below(2)]);
                     let ids = self.index.drop_namespace(&namespace);
@@ -198,6 +204,7 @@ impl Engine {
                     self.give_back(&ids);
                 }
                 3 => self.roll_back(bytes),
+                4 => self.quarantine(bytes),
                 _ => self.tag(bytes),
             },
         }
@@ -784,17 +791,29 @@ impl Engine {
         self.seen.condemned += u64::from(stats.condemned > 0);
         self.seen.holes += u64::from(stats.holes > 0);
         self.seen.approximate += u64::from(stats.approximate > 0);
-        let owned = stats.indexed + stats.condemned;
+        let owned = stats.indexed + stats.condemned + stats.quarantined;
         assert_eq!(
             owned,
             self.count(Owner::Index) as u64,
-            "free + held + indexed + condemned is not all"
+            "free + held + indexed + condemned + quarantined is not all"
         );
         assert_eq!(
             stats.live_plans,
             self.requests.len() as u64,
             "a live plan too many or too few"
         );
+    }
+
+    /// Quarantines a block of the index, or a free one, that from here on nobody is given.
+    fn quarantine(&mut self, bytes: &mut Bytes<'_>) {
+        let id = self.any_block(bytes);
+        let many = self.index.quarantined().count() > self.owners.len() / 4;
+        let owner = &mut self.owners[id.0 as usize];
+        if many || *owner == Owner::Held {
+            return;
+        }
+        *owner = Owner::Index;
+        self.index.quarantine(&[id]).expect("an id of the pool");
     }
 
     fn pick_request(&self, bytes: &mut Bytes<'_>) -> Option<usize> {

@@ -7,10 +7,13 @@ use std::sync::Arc;
 
 use kvtrie_core::{
     BlockId, Config, ErrorKind, Imported, InsertOptions, Item, LookupOptions, Namespace,
-    PlanOptions, RadixIndex, ReusePolicy, Salt, Source, Span, TokenSequence,
+    PlanOptions, RadixIndex, RestoredPool, ReusePolicy, Salt, Source, Span, TokenSequence,
 };
 
 use crate::bytes::Bytes;
+
+/// The pool that `Config::seeded` names, still there.
+const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
 
 const MAGIC: &[u8; 8] = b"KVTRIE\x1a\n";
 const SECTIONS: [&[u8; 4]; 7] = [
@@ -37,7 +40,7 @@ pub fn run(data: &[u8]) -> Outcome {
         1 => sections(&mut bytes),
         _ => changed(&mut bytes),
     };
-    match RadixIndex::restore(&blob) {
+    match RadixIndex::restore(&blob, POOL) {
         Err(error) => {
             assert_eq!(error.kind(), ErrorKind::Snapshot, "{error}");
             Outcome::Refused
@@ -45,7 +48,7 @@ pub fn run(data: &[u8]) -> Outcome {
         Ok(mut index) => {
             index.check().expect("an invariant is broken");
             let blob = index.snapshot();
-            let again = RadixIndex::restore(&blob).expect("its own snapshot is refused");
+            let again = RadixIndex::restore(&blob, POOL).expect("its own snapshot is refused");
             assert_eq!(again.digest(), index.digest());
             assert_eq!(
                 again.snapshot(),
@@ -174,7 +177,7 @@ fn full(kind: usize) -> RadixIndex {
         hash_bits: if kind == 1 { 4 } else { 64 },
         moved_runs: kind < 2,
         min_run: 8,
-        ..Config::default()
+        ..Config::seeded(0)
     })
     .expect("a valid config");
     let [shared, tenant] = namespaces();
@@ -239,6 +242,8 @@ fn full(kind: usize) -> RadixIndex {
     index
         .discard(&[BlockId(40), BlockId(4)])
         .expect("valid ids");
+    let marked = index.quarantine(&[BlockId(41), BlockId(60)]);
+    assert_eq!(marked.expect("valid ids"), 2);
     index.release(&plan).expect("the plan lives");
     index.evict(3);
     let long = TokenSequence::new(shared, vec![5; 24], vec![item]).expect("a valid sequence");

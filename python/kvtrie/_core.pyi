@@ -479,9 +479,14 @@ class IndexStats:
         Blocks with at least one pin, indexed or condemned.
         """
     @property
+    def quarantined(self, /) -> int:
+        """
+        Blocks that `quarantine` took out of use; those that are still pinned are counted as condemned.
+        """
+    @property
     def unknown_discards(self, /) -> int:
         """
-        Ids given to `discard` that the index did not hold.
+        Ids given to `discard` or `quarantine` that the index did not hold.
         """
     @property
     def waiting(self, /) -> int:
@@ -879,8 +884,12 @@ class RadixIndex:
         moved_runs: Whether windows of everything cached are kept, by which moved runs are found: about
             1.1 bytes and 10 ns a token at the default `min_run`. Where only exact KV is reused, False
             saves that.
-        seed: Seeds every internal hash, 0 to 2**64-1. With several tenants: a secret, the same on all
-            ranks. Results do not depend on it, but for plans with `candidates_dropped`.
+        seed: Seeds every internal hash, 0 to 2**64-1. None draws one from the operating system, which
+            is right unless replicas must agree: give them the same one, and draw that at random too
+            where prompts come from people that are not trusted. Results do not depend on it, but for
+            plans with `candidates_dropped`.
+        pool_id: Names the KV pool, 1 to 64 bytes; None draws 16 at random. A snapshot of this index is
+            restored beside the pool of this name alone.
         hash_bits: Bits kept of every internal hash, 0 to 64: a testing aid that makes collisions.
             Results depend on it no more than on the seed.
 
@@ -908,7 +917,8 @@ class RadixIndex:
         min_run: SupportsIndex = 16,
         max_candidates: SupportsIndex = 64,
         moved_runs: bool = True,
-        seed: SupportsIndex = 0,
+        seed: SupportsIndex | None = None,
+        pool_id: bytes | None = None,
         hash_bits: SupportsIndex = 64,
     ) -> RadixIndex: ...
     @property
@@ -1392,6 +1402,68 @@ class RadixIndex:
             >>> index.release_many(batch.plans)
             {}
         """
+    @property
+    def pool_id(self, /) -> bytes:
+        """
+        The name of the KV pool.
+        """
+    @staticmethod
+    def pool_of_snapshot(blob: Buffer) -> bytes:
+        """
+        Which pool a snapshot speaks of: for those who have several, and for tools without any KV.
+
+        Args:
+            blob: The bytes, in any buffer of bytes.
+
+        Returns:
+            The `pool_id` of the index that was snapshotted.
+
+        Raises:
+            SnapshotError: The bytes are no snapshot, are damaged, or come from another version.
+            TypeError: `blob` is no buffer of bytes.
+
+        Example:
+            >>> import kvtrie
+            >>> index = kvtrie.RadixIndex(num_blocks=8, pool_id=b"gpu0")
+            >>> kvtrie.RadixIndex.pool_of_snapshot(index.snapshot())
+            b'gpu0'
+        """
+    def quarantine(self, /, block_ids: _Integers) -> int:
+        """
+        Take blocks out of use for good, since their KV is not finite.
+
+        They leave the index wherever they are, and are handed out by no call from here on, nor taken by
+        `insert`. Pinned ones are condemned, and in quarantine after their last release. Ids that the index
+        did not know are in quarantine as well: whoever held them does not free them any more.
+        Quarantine survives `reset`, `drop` and snapshots, and `digest` covers it.
+
+        Args:
+            block_ids: Ids in 0..num_blocks. Repeated ids count once. Those that are not indexed are
+                counted in `stats().unknown_discards`, as by `discard`.
+
+        Returns:
+            How many were not in quarantine before, nor on the way there.
+
+        Raises:
+            TypeError: The ids are no list of integers.
+            ValueError: An id is outside the pool; nothing is changed then.
+
+        Example:
+            >>> import kvtrie
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+            >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+            >>> index.quarantine([0])
+            1
+            >>> index.evict(9), index.quarantined
+            (array([6], dtype=int32), array([0], dtype=int32))
+        """
+    @property
+    def quarantined(self, /) -> npt.NDArray[np.int32]:
+        """
+        The ids that are in quarantine or on the way there, ascending, as int32.
+        """
     def release_many(self, /, plans: Iterable[ReusePlan | None]) -> dict[int, Exception]:
         """
         Release many plans in one call, in order, under one lock.
@@ -1465,39 +1537,47 @@ class RadixIndex:
             array([6], dtype=int32)
         """
     @staticmethod
-    def restore(blob: Buffer, *, max_blocks: SupportsIndex = 16777216) -> RadixIndex:
+    def restore(
+        blob: Buffer, *, pool_id: bytes | None, max_blocks: SupportsIndex = 16777216
+    ) -> RadixIndex:
         """
         An index from what `snapshot` returned: one that gives the same answers to all later calls.
 
         Plans are no part of it: what was pinned is not, and what was condemned waits for `take_freed`.
         The bytes are checked from end to end; still, whoever could write them can say what blocks hold.
 
+        An index without its KV names blocks that hold something else. So say which pool the index is
+        restored beside: `index.pool_id`, kept with the pool, or None if the KV is gone. Then the index
+        is empty: it has the arguments of the old one, its seed among them, and a new `pool_id`.
+
         Args:
             blob: The bytes, in any buffer of bytes.
+            pool_id: The name of the pool that the blocks are in, 1 to 64 bytes; None: their KV is gone.
             max_blocks: The largest pool, in blocks, that an index is restored for.
 
         Returns:
             A new index.
 
         Raises:
-            SnapshotError: The bytes are no snapshot, are damaged, come from another version, or are made
-                for a larger pool.
+            SnapshotError: The bytes are no snapshot, are damaged, come from another version, are made
+                for a larger pool, or speak of another pool than `pool_id`.
             TypeError: An argument has the wrong type.
-            ValueError: `max_blocks` is out of its range.
+            ValueError: `max_blocks` is out of its range, or `pool_id` has not 1 to 64 bytes.
 
         Example:
             >>> import kvtrie
             >>> index = kvtrie.RadixIndex(num_blocks=8)
-            >>> kvtrie.RadixIndex.restore(index.snapshot()).digest() == index.digest()
+            >>> again = kvtrie.RadixIndex.restore(index.snapshot(), pool_id=index.pool_id)
+            >>> again.digest() == index.digest()
             True
-            >>> kvtrie.RadixIndex.restore(b"something else")
+            >>> kvtrie.RadixIndex.restore(b"something else", pool_id=None)
             Traceback (most recent call last):
             kvtrie.SnapshotError: RadixIndex.restore: these bytes are no snapshot of an index
         """
     @property
     def seed(self, /) -> int:
         """
-        What seeds every internal hash.
+        What seeds every internal hash: a secret where prompts come from people that are not trusted.
         """
     def snapshot(self, /) -> bytes:
         """

@@ -100,6 +100,13 @@ def test_answer_ends_with_the_end_of_sequence(
         assert (done.tokens, done.finish_reason) == (whole, "length")
 
 
+def test_the_index_has_a_seed_of_its_own(models: Models) -> None:
+    model = models("llama-gqa")
+    one, two = (Generator(model, num_blocks=8, seed=5).index.seed for _ in range(2))
+    assert one != two
+    assert Generator(model, num_blocks=8, seed=5, index_seed=7).index.seed == 7
+
+
 def test_end_of_sequence_of_the_tokenizer_is_the_fallback(
     models: Models, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

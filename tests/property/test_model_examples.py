@@ -473,6 +473,71 @@ def test_discard_pinned_is_condemned_and_then_unknown(kit: Kit) -> None:
     assert index.take_freed().tolist() == []
 
 
+# --- R7: quarantine -------------------------------------------------------------------------------
+
+KNOWN = ("indexed", "condemned", "waiting", "quarantined")
+
+
+def test_quarantine_takes_out_for_good(kit: Kit) -> None:
+    index = kit.index()
+    put(index, kit.seq(A, B, C), [0, 1, 2])
+    assert index.quarantine([1, 1]) == 1
+    assert index.quarantine([1]) == 0
+    assert stats(index, *KNOWN, "unknown_discards") == (2, 0, 0, 1, 1)
+    assert hit(index, kit.seq(A, B, C)) == (2, [0])
+    assert index.discard([1]).tolist() == []
+    assert index.evict(9).tolist() == [2, 0]
+    assert index.reset().tolist() == index.take_freed().tolist() == []
+    assert index.quarantined.tolist() == [1]
+
+
+def test_quarantine_pinned_follows_after_the_last_release(kit: Kit) -> None:
+    index = kit.index()
+    put(index, kit.seq(A, B), [0, 1])
+    plan, other = index.plan(kit.seq(A, B, [9])), index.plan(kit.seq(A, B, [9]))
+    index.discard([1])
+    assert index.quarantine([1, 0]) == 2
+    assert stats(index, *KNOWN) == (0, 2, 0, 0)
+    assert index.quarantined.tolist() == [0, 1]
+    plan.release()
+    assert stats(index, *KNOWN) == (0, 2, 0, 0)
+    other.release()
+    assert stats(index, *KNOWN) == (0, 0, 0, 2)
+    assert index.take_freed().tolist() == []
+
+
+def test_quarantine_waiting_waits_no_more(kit: Kit) -> None:
+    index = kit.index()
+    put(index, kit.seq(A, B), [0, 1])
+    with index.plan(kit.seq(A, B, [9])):
+        index.discard([0, 1])
+    assert index.quarantine([0]) == 1
+    assert stats(index, *KNOWN) == (0, 0, 1, 1)
+    assert index.take_freed().tolist() == [1]
+
+
+def test_quarantine_unknown_is_counted_and_taken(kit: Kit) -> None:
+    index = kit.index()
+    assert index.quarantine([5, 3, 5]) == 2
+    assert stats(index, *KNOWN, "unknown_discards") == (0, 0, 0, 2, 2)
+    # As with condemned ids: an insert stops there, and the id is not its caller's.
+    assert result(put(index, kit.seq(A, B, C), [0, 3, 1])) == ([0], 2, [], [1], [])
+    put(index, kit.seq(A, B, C), [0, 2, 1])
+    assert result(put(index, kit.seq(A, B, C), [0, 3, 1])) == ([0, 2, 1], 6, [], [], [])
+
+
+@pytest.mark.parametrize("wrong", [-1, 100])
+def test_quarantine_outside_the_pool_changes_nothing(kit: Kit, wrong: int) -> None:
+    index = kit.index()
+    put(index, kit.seq(A), [0])
+    before = index.digest()
+    with pytest.raises(ValueError, match=r"."):
+        index.quarantine([0, wrong])
+    assert index.digest() == before
+    assert index.quarantine([0]) == 1
+    assert index.digest() != before
+
+
 # --- D10: the bound on holes ----------------------------------------------------------------------
 
 

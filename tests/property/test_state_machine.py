@@ -101,6 +101,7 @@ class IndexMachine(RuleBasedStateMachine):
                 "drop",
                 "reset",
                 "restart",
+                "quarantine",
                 "mark_dead",
                 "remove_spans",
                 "evict",

@@ -28,6 +28,7 @@ STATS = (
     "indexed",
     "condemned",
     "waiting",
+    "quarantined",
     "pinned",
     "evictable",
     "approximate",
@@ -145,6 +146,11 @@ def pick(result: Any, names: Sequence[str]) -> dict[str, Any]:
 def errors_of(result: Any) -> dict[int, str]:
     """The errors of a batch, by place and type."""
     return {int(i): type(error).__name__ for i, error in result.errors.items()}
+
+
+def _restored(index: kvtrie.RadixIndex) -> kvtrie.RadixIndex:
+    """What a snapshot of the index restores."""
+    return kvtrie.RadixIndex.restore(index.snapshot(), pool_id=index.pool_id)
 
 
 class Twin:
@@ -269,7 +275,8 @@ class Twin:
         self.real.check()
         if self.mirror is not None:
             self.same("digest of the mirror", self.real.digest(), self.mirror.digest())
-        owned = stats["indexed"] + stats["condemned"]
+        owned = sum(stats[name] for name in ("indexed", "condemned", "quarantined"))
+        self.same("quarantined", _plain(self.real.quarantined), _plain(self.model.quarantined))
         self.same("conservation", len(self.held) + owned, self.num_blocks)
 
     def give(self, what: str, ids: Any) -> None:
@@ -343,7 +350,7 @@ class Twin:
         roll = self.rng.random()
         if entry is not None and roll < 0.6:
             return entry.block
-        owned = [*model._condemned, *model._waiting]
+        owned = model._out_of_reach()
         if owned and roll > 0.95:
             return self.rng.choice(sorted(owned))
         if roll > 0.997 and model._entries:
@@ -762,6 +769,23 @@ class Twin:
             self.give("discard", got[0])
             self.counts["discarded"] += len(got[0])
 
+    def quarantine(self) -> None:
+        """Quarantine an id or two, whatever they are: never so many that no pool is left."""
+        if len(self.model.quarantined) > self.num_blocks // 4:
+            return
+        ids = [self.rng.randrange(self.num_blocks)]
+        indexed = sorted(entry.block for entry in self.model._entries.values())
+        if indexed and self.chance(0.7):
+            ids.append(self.rng.choice(indexed))
+        if self.chance(0.2):
+            ids += ids[:1]
+        if self.chance(0.05):
+            ids.append(self.rng.choice([-1, self.num_blocks]))
+        got = self.both(f"quarantine({ids})", lambda index, _: index.quarantine(ids), None)
+        if got:
+            self.held -= set(ids)
+            self.counts["quarantined"] += got[0]
+
     def ranges(self, length: int) -> list[tuple[int, int]]:
         """Ascending ranges of a sequence, some of which touch, rarely wrong ones."""
         edges = sorted(self.rng.randint(0, length) for _ in range(2 * self.rng.randint(0, 3)))
@@ -823,10 +847,10 @@ class Twin:
         self.log.append("restart")
         self.counts["restarts"] += 1
         digest = self.real.digest()
-        self.real = kvtrie.RadixIndex.restore(self.real.snapshot())
+        self.real = _restored(self.real)
         self.same("digest of the restored index", self.real.digest(), digest)
         if self.mirror is not None:
-            self.mirror = kvtrie.RadixIndex.restore(self.mirror.snapshot())
+            self.mirror = _restored(self.mirror)
 
     def tag(self) -> None:
         """Tag a sequence."""
@@ -1011,7 +1035,7 @@ class Twin:
         if self.chance(0.1 * self.holes):
             name = "hollow"
         if self.chance(0.006):
-            name = self.rng.choice(["drop", "reset", "restart"])
+            name = self.rng.choice(["drop", "reset", "restart", "quarantine"])
         getattr(self, name)()
         self.verify()
 
@@ -1019,7 +1043,8 @@ class Twin:
         """Release everything, evict everything: no block is lost."""
         while self.plans:
             self.release()
-        while self.held != set(range(self.num_blocks)):
+        there = set(range(self.num_blocks)) - set(self.model.quarantined.tolist())
+        while self.held != there:
             got = self.both(
                 f"drain: evict({self.num_blocks})",
                 lambda index, _: index.evict(self.num_blocks),
@@ -1029,7 +1054,7 @@ class Twin:
                 break
             self.give("drain", got[0])
         self.verify()
-        self.same("blocks lost", set(range(self.num_blocks)) - self.held, set())
+        self.same("blocks lost", there - self.held, set())
         self.same("plans left", self.stats(self.real)["live_plans"], 0)
 
     def abandon(self) -> None:

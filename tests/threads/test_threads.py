@@ -280,7 +280,7 @@ def test_snapshots_and_explanations_beside_other_calls() -> None:
         for turn in range(40):
             seq = seqs[rng.randrange(100)]
             if number == 0:
-                kvtrie.RadixIndex.restore(index.snapshot()).check()
+                kvtrie.RadixIndex.restore(index.snapshot(), pool_id=index.pool_id).check()
             elif number == 1:
                 why = index.explain(seq)
                 assert why.num_exact in {0, 2, 4}

@@ -17,11 +17,17 @@ if TYPE_CHECKING:
 
 NS = kvtrie.Namespace(model="m", kv_dtype="fp8", rope="yarn:4", adapter="lora", salt="tenant")
 SHARED = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+POOL = b"pool"
+
+
+def restored(index: kvtrie.RadixIndex) -> kvtrie.RadixIndex:
+    """What a snapshot of the index restores, beside its pool."""
+    return kvtrie.RadixIndex.restore(index.snapshot(), pool_id=index.pool_id)
 
 
 def filled(**options: Any) -> kvtrie.RadixIndex:
     """An index with two namespaces, tags, an item, a hole, approximate and condemned blocks."""
-    index = kvtrie.RadixIndex(64, 4, **options)
+    index = kvtrie.RadixIndex(64, 4, pool_id=POOL, **options)
     image = kvtrie.Item(5, 11, b"pixels")
     seq = kvtrie.TokenSequence([7] * 40, NS, items=[image])
     index.insert(seq, list(range(10)), num_computed=40, source=COMPUTED)
@@ -62,7 +68,7 @@ def grown(index: kvtrie.RadixIndex) -> list[object]:
 @pytest.mark.parametrize("moved_runs", [True, False])
 def test_restored_index_answers_alike(moved_runs: bool) -> None:
     index = filled(moved_runs=moved_runs, min_run=8, seed=3, hash_bits=8, max_candidates=2)
-    again = kvtrie.RadixIndex.restore(index.snapshot())
+    again = restored(index)
     again.check()
     for name in (
         "num_blocks",
@@ -71,11 +77,12 @@ def test_restored_index_answers_alike(moved_runs: bool) -> None:
         "max_candidates",
         "moved_runs",
         "seed",
+        "pool_id",
         "hash_bits",
         "kinds",
     ):
         assert getattr(again, name) == getattr(index, name)
-    assert again.snapshot() == kvtrie.RadixIndex.restore(again.snapshot()).snapshot()
+    assert again.snapshot() == restored(again).snapshot()
     assert grown(again) == grown(index)
 
 
@@ -84,7 +91,7 @@ def test_plans_are_no_part_of_it() -> None:
     seq = kvtrie.TokenSequence([1, 2, 3], SHARED)
     index.insert(seq, [6], num_computed=2, source=COMPUTED)
     with index.plan(seq) as plan:
-        again = kvtrie.RadixIndex.restore(index.snapshot())
+        again = restored(index)
         assert (index.num_evictable, again.num_evictable) == (0, 1)
         with pytest.raises(ValueError, match="another index"):
             again.insert(seq, [6], num_computed=2, source=plan)
@@ -105,13 +112,13 @@ def test_plans_are_no_part_of_it() -> None:
 )
 def test_any_buffer_of_bytes_will_do(wrap: Callable[[bytes], Any]) -> None:
     index = filled()
-    assert kvtrie.RadixIndex.restore(wrap(index.snapshot())).stats().indexed == 14
+    assert kvtrie.RadixIndex.restore(wrap(index.snapshot()), pool_id=POOL).stats().indexed == 14
 
 
 @pytest.mark.parametrize("blob", ["text", 5, None, [1, 2], np.zeros(4, dtype=np.int64)])
 def test_what_is_no_buffer_of_bytes_is_a_type_error(blob: Any) -> None:
     with pytest.raises(TypeError, match=r"RadixIndex\.restore: blob"):
-        kvtrie.RadixIndex.restore(blob)
+        kvtrie.RadixIndex.restore(blob, pool_id=POOL)
 
 
 def test_damage_is_found() -> None:
@@ -121,22 +128,22 @@ def test_damage_is_found() -> None:
         changed = bytearray(blob)
         changed[at] ^= 1 << rng.randrange(8)
         with pytest.raises(SnapshotError, match=r"^RadixIndex\.restore: "):
-            kvtrie.RadixIndex.restore(changed)
+            kvtrie.RadixIndex.restore(changed, pool_id=POOL)
         with pytest.raises(SnapshotError):
-            kvtrie.RadixIndex.restore(blob[:at])
+            kvtrie.RadixIndex.restore(blob[:at], pool_id=POOL)
     with pytest.raises(SnapshotError, match="announced"):
-        kvtrie.RadixIndex.restore(blob + b"x")
+        kvtrie.RadixIndex.restore(blob + b"x", pool_id=POOL)
     assert issubclass(SnapshotError, kvtrie.KvTrieError)
 
 
 def test_pool_beyond_the_limit_is_refused() -> None:
-    blob = kvtrie.RadixIndex(1 << 25).snapshot()
+    blob = kvtrie.RadixIndex(1 << 25, pool_id=POOL).snapshot()
     with pytest.raises(SnapshotError, match="33554432 blocks; the limit of this call is 16777216"):
-        kvtrie.RadixIndex.restore(blob)
-    assert kvtrie.RadixIndex.restore(blob, max_blocks=1 << 31).num_blocks == 1 << 25
+        kvtrie.RadixIndex.restore(blob, pool_id=POOL)
+    assert kvtrie.RadixIndex.restore(blob, pool_id=POOL, max_blocks=1 << 31).num_blocks == 1 << 25
     for limit in (0, -1, 1 << 32):
         with pytest.raises(ValueError, match="max_blocks"):
-            kvtrie.RadixIndex.restore(blob, max_blocks=limit)
+            kvtrie.RadixIndex.restore(blob, pool_id=POOL, max_blocks=limit)
 
 
 def test_snapshot_changes_nothing() -> None:
@@ -144,3 +151,74 @@ def test_snapshot_changes_nothing() -> None:
     before = index.digest(), index.stats()
     assert index.snapshot() == index.snapshot()
     assert (index.digest(), index.stats()) == before
+
+
+def test_a_snapshot_of_another_pool_is_refused_by_both_names() -> None:
+    blob = filled().snapshot()
+    with pytest.raises(SnapshotError, match=r"RadixIndex\.restore: .* pool 706f6f6c, not of 01ff"):
+        kvtrie.RadixIndex.restore(blob, pool_id=b"\x01\xff")
+    with pytest.raises(TypeError, match="pool_id"):
+        kvtrie.RadixIndex.restore(blob)  # type: ignore[call-arg]
+    assert kvtrie.RadixIndex.pool_of_snapshot(blob) == POOL
+    with pytest.raises(SnapshotError, match="no snapshot"):
+        kvtrie.RadixIndex.pool_of_snapshot(b"something else")
+
+
+def test_pools_have_names_of_their_own() -> None:
+    one, two = kvtrie.RadixIndex(8), kvtrie.RadixIndex(8)
+    assert len(one.pool_id) == len(two.pool_id) == 16
+    assert one.pool_id != two.pool_id
+    with pytest.raises(SnapshotError, match=f"pool {one.pool_id.hex()}, not of"):
+        kvtrie.RadixIndex.restore(one.snapshot(), pool_id=two.pool_id)
+
+
+@pytest.mark.parametrize("wrong", [b"", b"x" * 65])
+def test_the_name_of_a_pool_has_limits(wrong: bytes) -> None:
+    named = f"pool_id has {len(wrong)} bytes; it must have 1 to 64"
+    with pytest.raises(ValueError, match=f"^RadixIndex: {named}"):
+        kvtrie.RadixIndex(8, pool_id=wrong)
+    with pytest.raises(ValueError, match=rf"^RadixIndex\.restore: {named}"):
+        kvtrie.RadixIndex.restore(filled().snapshot(), pool_id=wrong)
+    assert kvtrie.RadixIndex(8, pool_id=b"x" * 64).pool_id == b"x" * 64
+
+
+@pytest.mark.parametrize("wrong", ["pool", 5, bytearray(b"pool")])
+def test_the_name_of_a_pool_is_bytes(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"^RadixIndex: pool_id .* bytes, or None"):
+        kvtrie.RadixIndex(8, pool_id=wrong)
+    with pytest.raises(TypeError, match=r"^RadixIndex\.restore: pool_id .* bytes, or None"):
+        kvtrie.RadixIndex.restore(filled().snapshot(), pool_id=wrong)
+
+
+def test_a_lost_pool_gives_the_empty_index_of_the_same_configuration() -> None:
+    index = filled(moved_runs=False, min_run=9, seed=3, hash_bits=8, max_candidates=2)
+    index.quarantine([63])
+    empty = kvtrie.RadixIndex.restore(index.snapshot(), pool_id=None)
+    for name in (
+        "num_blocks",
+        "block_size",
+        "min_run",
+        "max_candidates",
+        "moved_runs",
+        "seed",
+        "hash_bits",
+    ):
+        assert getattr(empty, name) == getattr(index, name)
+    assert len(empty.pool_id) == 16
+    assert empty.pool_id != index.pool_id
+    fresh = kvtrie.RadixIndex(64, 4, seed=3)
+    assert empty.digest() == fresh.digest()
+    assert empty.stats().quarantined == empty.stats().indexed == 0
+    with pytest.raises(SnapshotError):
+        kvtrie.RadixIndex.restore(index.snapshot()[:-1], pool_id=None)
+
+
+def test_quarantine_survives() -> None:
+    index = filled()
+    with index.plan(kvtrie.TokenSequence([7] * 40, NS)) as plan:
+        assert plan.blocks.tolist() == [0]
+        index.quarantine([0, 63])
+        again = restored(index)
+    assert again.quarantined.tolist() == index.quarantined.tolist() == [0, 63]
+    assert again.stats().quarantined == 2
+    assert again.digest() == index.digest()

@@ -116,3 +116,14 @@ def test_mla_on_a_backend_that_caches_no_prefixes(engines: _Engines, deepseek: P
     # vLLM's CPU backend turns prefix caching off for MLA, whatever is asked.
     said = refused(engines, deepseek, connector=APPROXIMATE, max_model_len=1024)
     assert "prefix caching is off" in said
+
+
+def test_the_seed_is_random_unless_said_and_in_no_log() -> None:
+    read = _settings.Settings.read
+    assert read({}).seed is read({"seed": None}).seed is None
+    given = read({"seed": 987654321})
+    assert given.seed == 987654321
+    assert "987654321" not in repr(given)
+    for wrong in (True, "0", 1.0, -1, 1 << 64):
+        with pytest.raises(_settings.SettingsError, match=r"seed must be an integer from 0 to"):
+            read({"seed": wrong})

@@ -143,6 +143,8 @@ class Replay:
                 model.layout.block_size,
                 min_run=policy.reuse.min_run or LEAST_RUN,
                 moved_runs=policy.reuse.approximate,
+                # Two runs of one calibration are alike.
+                seed=0,
             ),
             allocator=BlockAllocator(num_blocks),
             pool=cast("KVPool", copier),

@@ -120,7 +120,9 @@ def _restored(snapshot: Path, asked: dict[str, str]) -> tuple[kvtrie.RadixIndex,
     except OSError as error:
         fail(f"{snapshot}: {error.strerror or error}")
     try:
-        index = kvtrie.RadixIndex.restore(blob)
+        # Nothing reads KV here, so any pool is the right one.
+        pool_id = kvtrie.RadixIndex.pool_of_snapshot(blob)
+        index = kvtrie.RadixIndex.restore(blob, pool_id=pool_id)
     except kvtrie.SnapshotError as error:
         fail(f"{snapshot}: {error}")
     spaces = [

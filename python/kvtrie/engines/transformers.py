@@ -87,7 +87,9 @@ class Generator:
             what they cost.
         salt: Tenant of requests that name none; ``kvtrie.SHARED`` to share on purpose.
         adapter: Content id of the LoRA adapter that the model carries, if any.
-        seed: Makes sampling repeatable, and the hashes of the index.
+        seed: Makes sampling repeatable.
+        index_seed: Seeds the hashes of the index; None draws one from the operating system. Answers
+            do not depend on it.
         prefill_chunk: Prompt tokens that one ``step`` computes at most for one request.
 
     Raises:
@@ -110,6 +112,7 @@ class Generator:
         salt: Salt = "generator",
         adapter: str | None = None,
         seed: int = 0,
+        index_seed: int | None = None,
         prefill_chunk: int = 2048,
     ) -> None:
         if model.training:
@@ -149,7 +152,7 @@ class Generator:
         # The pool first: of the three, it is the one that may not fit.
         pool = KVPool(layout, rope, num_blocks=num_blocks, device=model.device)
         self._store = Store(
-            index=RadixIndex(num_blocks, block_size, moved_runs=rope is not None, seed=seed),
+            index=RadixIndex(num_blocks, block_size, moved_runs=rope is not None, seed=index_seed),
             allocator=BlockAllocator(num_blocks),
             pool=pool,
             ledger=SequenceLedger(block_size),

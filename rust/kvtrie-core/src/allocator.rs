@@ -208,7 +208,7 @@ mod tests {
         let config = Config {
             num_blocks: 4,
             block_size: 1,
-            ..Config::default()
+            ..Config::seeded(0)
         };
         let mut index = RadixIndex::new(config).unwrap();
         let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();

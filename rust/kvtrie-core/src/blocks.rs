@@ -17,6 +17,10 @@ pub(crate) enum Place {
     Condemned,
     /// Condemned once, released since; waits for `take_freed` or `evict`.
     Waiting,
+    /// Out of use for good.
+    Quarantined,
+    /// Condemned; quarantined once its last pin ends.
+    CondemnedForGood,
 }
 
 /// Marks in the place of a node of a block that no node holds.
@@ -25,6 +29,8 @@ const WAITING: NodeIndex = NO_NODE - 1;
 const CONDEMNED: NodeIndex = NO_NODE - 2;
 /// Unknown before the call at hand, which offers it.
 const OFFERED: NodeIndex = NO_NODE - 3;
+const QUARANTINED: NodeIndex = NO_NODE - 4;
+const CONDEMNED_FOR_GOOD: NodeIndex = NO_NODE - 5;
 
 /// 11 bytes a block, beside two bits.
 struct Page {
@@ -102,6 +108,8 @@ impl BlockTable {
             (UNKNOWN | OFFERED, _) => Place::Unknown,
             (WAITING, _) => Place::Waiting,
             (CONDEMNED, _) => Place::Condemned,
+            (QUARANTINED, _) => Place::Quarantined,
+            (CONDEMNED_FOR_GOOD, _) => Place::CondemnedForGood,
             (node, depth) => Place::Indexed { node, depth },
         }
     }
@@ -163,6 +171,16 @@ impl BlockTable {
 
     pub(crate) fn set_unknown(&mut self, id: u32) {
         self.page_mut(id).places[id as usize % PAGE].0 = UNKNOWN;
+    }
+
+    /// The block is out of use for good: at once, or once its last pin ends.
+    pub(crate) fn set_quarantined(&mut self, id: u32, at_once: bool) {
+        let mark = if at_once {
+            QUARANTINED
+        } else {
+            CONDEMNED_FOR_GOOD
+        };
+        self.page_mut(id).places[id as usize % PAGE].0 = mark;
     }
 
     /// Numbers a plan, so that [`Self::stayed`] can be asked about it.

@@ -196,9 +196,11 @@ impl RadixIndex {
                 *runs.entry((part.to, part.from)).or_default() += 1;
             }
             for id in held.kept() {
-                must(self.blocks.place(id) == Place::Condemned, || {
-                    format!("lease {lease} keeps block {id}, which is not condemned")
-                })?;
+                let place = self.blocks.place(id);
+                must(
+                    matches!(place, Place::Condemned | Place::CondemnedForGood),
+                    || format!("lease {lease} keeps block {id}, which is not condemned"),
+                )?;
                 *kept.entry(id).or_default() += 1;
             }
         }
@@ -213,10 +215,16 @@ impl RadixIndex {
         must(counts.len() as u64 == self.num_pinned(), || {
             format!("{} pinned, counted {}", counts.len(), self.num_pinned())
         })?;
-        let (mut condemned, mut waiting) = (0, BTreeSet::new());
+        self.check_places(&kept, &counts)?;
+        Ok(pins)
+    }
+
+    /// Checks the blocks that are not indexed: by what leases keep, and by how many pin each.
+    fn check_places(&self, kept: &BTreeMap<u32, u32>, counts: &BTreeMap<u32, u32>) -> Result<()> {
+        let (mut condemned, mut quarantined, mut waiting) = (0, 0, BTreeSet::new());
         for (id, place) in self.blocks.known() {
             match place {
-                Place::Condemned => {
+                Place::Condemned | Place::CondemnedForGood => {
                     condemned += 1;
                     must(kept.contains_key(&id), || {
                         format!("block {id} is condemned without a pin")
@@ -226,6 +234,12 @@ impl RadixIndex {
                     waiting.insert(id);
                     must(!counts.contains_key(&id), || {
                         format!("block {id} waits with a pin")
+                    })?;
+                }
+                Place::Quarantined => {
+                    quarantined += 1;
+                    must(!counts.contains_key(&id), || {
+                        format!("block {id} is in quarantine with a pin")
                     })?;
                 }
                 Place::Indexed { .. } | Place::Unknown => {}
@@ -246,7 +260,13 @@ impl RadixIndex {
         must(condemned == self.num_condemned, || {
             format!("{condemned} condemned, counter {}", self.num_condemned)
         })?;
-        Ok(pins)
+        must(quarantined == self.num_quarantined, || {
+            format!(
+                "{quarantined} quarantined, counter {}",
+                self.num_quarantined
+            )
+        })?;
+        Ok(())
     }
 
     fn check_tree(

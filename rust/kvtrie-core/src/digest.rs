@@ -36,7 +36,7 @@ impl RadixIndex {
         let marks = self.mark_ranks();
         let entries = self.trees.iter().fold(0u64, |sum, (_, tree)| {
             let mut namespace = DefaultHasher::new();
-            tree.namespace.hash(&mut namespace);
+            tree.namespace.digest().hash(&mut namespace);
             sum.wrapping_add(self.digest_tree(tree.root, namespace.finish(), &marks))
         });
         entries.hash(&mut all);

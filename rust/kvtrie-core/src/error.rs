@@ -60,7 +60,7 @@ impl Refusal {
 /// # Examples
 /// ```
 /// use kvtrie_core::{Config, ErrorKind, RadixIndex};
-/// let error = RadixIndex::new(Config { num_blocks: 0, ..Config::default() }).unwrap_err();
+/// let error = RadixIndex::new(Config { num_blocks: 0, ..Config::seeded(0) }).unwrap_err();
 /// assert_eq!(error.kind(), ErrorKind::InvalidArgument);
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]

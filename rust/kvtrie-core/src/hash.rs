@@ -1,38 +1,55 @@
-//! The seeded hash that nominates children. It never decides: every hit is confirmed by comparing tokens.
+//! The keyed hash that nominates children. It never decides: every hit is confirmed by comparing tokens.
+//!
+//! A tenant chooses what is hashed: tokens, and digests of items. foldhash xors words of the input into secret words and multiplies
+//! the results, so whoever knows the words chooses inputs that multiply by zero, and all of these have one hash whatever else
+//! they hold. It has two secrets: a seed for each hasher, and six *shared* words that are constants of the process by default. Both
+//! come from the index's seed here. Without it, a zero is a guess of 61 bits. With it, as with that of any hash of 64 bits,
+//! floods can be made; so who takes prompts from people that he does not trust keeps the seed from them.
 
-use std::hash::{BuildHasher, Hasher};
+use std::fmt;
+use std::hash::Hasher;
 
 use foldhash::SharedSeed;
-use foldhash::quality::SeedableRandomState;
+use foldhash::quality::FoldHasher;
 
 use crate::tokens::View;
 
+/// Between the seed of the hasher and that of the shared words, which are not to be equal.
+const APART: u64 = 0x9e37_79b9_7f4a_7c15;
+
 /// Hashes the first block of an edge together with its parent.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct EdgeHasher {
-    state: SeedableRandomState,
+    seed: u64,
+    words: SharedSeed,
     mask: u64,
+}
+
+/// Without the seed, which is a secret.
+impl fmt::Debug for EdgeHasher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EdgeHasher").finish_non_exhaustive()
+    }
 }
 
 impl EdgeHasher {
     /// `bits` (0 to 64) cuts every hash, so that tests can force collisions.
     pub(crate) fn new(seed: u64, bits: u32) -> Self {
-        // foldhash mixes a per-table seed into process-wide constants; fixed ones keep two ranks alike.
-        static CONSTANTS: SharedSeed = SharedSeed::from_u64(0x6b76_7472_6965_0001);
         let mask = if bits >= 64 {
             u64::MAX
         } else {
             (1 << bits) - 1
         };
         Self {
-            state: SeedableRandomState::with_seed(seed, &CONSTANTS),
+            seed,
+            words: SharedSeed::from_u64(seed ^ APART),
             mask,
         }
     }
 
     /// Hash of the block `first`, as an edge below the node with index `parent`.
     pub(crate) fn edge(&self, parent: u32, first: View<'_>) -> u64 {
-        let mut hasher = self.state.build_hasher();
+        let mut hasher = FoldHasher::with_seed(self.seed, &self.words);
         hasher.write_u32(parent);
         hasher.write(bytemuck::cast_slice(first.tokens));
         for (place, digest) in first.items_inside() {
@@ -40,5 +57,181 @@ impl EdgeHasher {
             hasher.write(digest);
         }
         hasher.finish() & self.mask
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::ids::BlockId;
+    use crate::namespace::{Namespace, Salt};
+    use crate::siblings;
+    use crate::tokens::{Item, TokenSequence};
+    use crate::tree::{Config, InsertOptions, RadixIndex, Source};
+
+    /// Siblings of one flood.
+    const SIBLINGS: u32 = 32_000;
+    const BLOCK: usize = 16;
+
+    #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
+    fn fold(a: u64, b: u64) -> u64 {
+        let product = u128::from(a) * u128::from(b);
+        (product >> 64) as u64 ^ product as u64
+    }
+
+    /// The constants that `foldhash` xors into what it hashes, for a shared seed that is known.
+    fn constants(shared: u64) -> [u64; 6] {
+        let mut last = shared;
+        std::array::from_fn(|_| {
+            last = (0..3).fold(last, |word, _| fold(word, 0xbe54_66cf_34e9_0c6c));
+            last | 1 << 63 | 1 << 31 | 1
+        })
+    }
+
+    /// Shared seeds that somebody without the index's own seed may try: constants, and the seed 0.
+    const GUESSES: [u64; 2] = [0x6b76_7472_6965_0001, 0];
+
+    /// Blocks whose words 2 and 3 are the constant that a hash of folded products xors into them: both of its lanes end in a
+    /// product with 0, whatever the other words and the key.
+    fn zeroing(shared: u64) -> impl Iterator<Item = Vec<u32>> {
+        let [word, ..] = constants(shared);
+        let halves = [word, word >> 32].map(|half| (half & 0xffff_ffff) as u32);
+        (0..SIBLINGS).map(move |n| {
+            let mut tokens = vec![7; BLOCK];
+            tokens[0] = n;
+            tokens[4..8].copy_from_slice(&[halves[0], halves[1], halves[0], halves[1]]);
+            tokens
+        })
+    }
+
+    /// Digests of an item that end in the constant for short strings: what was hashed before is multiplied by 0.
+    fn zeroing_digests(shared: u64) -> impl Iterator<Item = [u8; 16]> {
+        let [_, word, ..] = constants(shared);
+        (0..u64::from(SIBLINGS)).map(move |n| {
+            let mut digest = [0; 16];
+            digest[..8].copy_from_slice(&n.to_le_bytes());
+            digest[8..].copy_from_slice(&word.to_le_bytes());
+            digest
+        })
+    }
+
+    const SEEDS: [u64; 5] = [0, 1, u64::MAX, 0x6a09_e667_f3bc_c908, 0x2545_f491_4f6c_dd1d];
+
+    /// Every seed, attacked by every guess.
+    fn attacks() -> impl Iterator<Item = (u64, u64)> {
+        SEEDS
+            .into_iter()
+            .flat_map(|seed| GUESSES.map(|guess| (seed, guess)))
+    }
+
+    #[test]
+    fn tokens_that_zero_a_product_do_not_collide_under_any_seed() {
+        for (seed, guess) in attacks() {
+            let hasher = EdgeHasher::new(seed, 64);
+            let hashes = zeroing(guess).map(|tokens| {
+                let view = View {
+                    tokens: &tokens,
+                    base: 0,
+                    items: &[],
+                };
+                hasher.edge(3, view)
+            });
+            assert_eq!(
+                hashes.collect::<BTreeSet<u64>>().len(),
+                SIBLINGS as usize,
+                "seed {seed}"
+            );
+        }
+    }
+
+    #[test]
+    fn digests_that_zero_a_product_do_not_collide_under_any_seed() {
+        for (seed, guess) in attacks() {
+            let hasher = EdgeHasher::new(seed, 64);
+            let hashes = zeroing_digests(guess).map(|digest| {
+                let items = [Item::new(0, 4, &digest).unwrap()];
+                hasher.edge(
+                    3,
+                    View {
+                        tokens: &[7; BLOCK],
+                        base: 0,
+                        items: &items,
+                    },
+                )
+            });
+            assert_eq!(
+                hashes.collect::<BTreeSet<u64>>().len(),
+                SIBLINGS as usize,
+                "seed {seed}"
+            );
+        }
+    }
+
+    /// The bytes of two items never are those of one.
+    #[test]
+    fn a_digest_that_spells_another_item_does_not_collide() {
+        let hasher = EdgeHasher::new(5, 64);
+        let two = [
+            Item::new(0, 2, b"a").unwrap(),
+            Item::new(4, 6, b"b").unwrap(),
+        ];
+        let view = |items| View {
+            tokens: &[7; BLOCK],
+            base: 0,
+            items,
+        };
+        let hidden: Vec<u8> = {
+            let (place, digest) = view(&two).items_inside().nth(1).unwrap();
+            [b"a", &place.to_le_bytes()[..], digest].concat()
+        };
+        let one = [Item::new(0, 2, &hidden).unwrap()];
+        assert_ne!(hasher.edge(3, view(&two)), hasher.edge(3, view(&one)));
+    }
+
+    /// How many nodes are compared to find each of the first blocks below a root once.
+    fn comparisons(seed: u64, blocks: impl Iterator<Item = Vec<u32>>) -> usize {
+        let config = Config {
+            num_blocks: SIBLINGS.into(),
+            block_size: BLOCK,
+            seed,
+            ..Config::seeded(0)
+        };
+        let mut index = RadixIndex::new(config).unwrap();
+        let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
+        let namespace = Arc::new(namespace);
+        for (id, tokens) in (0..).zip(blocks) {
+            let mut seq = TokenSequence::new(Arc::clone(&namespace), tokens, Vec::new()).unwrap();
+            let computed = InsertOptions::new(BLOCK, Source::Computed);
+            index.insert(&mut seq, &[BlockId(id)], computed).unwrap();
+        }
+        let root = index.root(&namespace).unwrap().node;
+        let mut compared = 0;
+        for child in siblings::all(&index.nodes, root) {
+            let found = index.edges.find(index.edge_hash(child), |known| {
+                compared += 1;
+                known == child
+            });
+            assert_eq!(found, Some(child));
+        }
+        compared
+    }
+
+    #[test]
+    fn a_flood_of_blocks_costs_no_comparisons() {
+        let plain = || (0..SIBLINGS).map(|n| vec![n; BLOCK]);
+        for seed in [0, SEEDS[4]] {
+            let (plain, flood) = (
+                comparisons(seed, plain()),
+                comparisons(seed, zeroing(GUESSES[0])),
+            );
+            assert!(
+                2 * flood <= 3 * plain,
+                "seed {seed}: {flood} comparisons, {plain} of plain blocks"
+            );
+        }
     }
 }

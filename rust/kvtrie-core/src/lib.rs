@@ -17,7 +17,8 @@
 //! - A [`SequenceLedger`] knows what is *computed* for every live request: the one owner of its lengths. It takes final ids and
 //!   the engine's claims, answers the range that is final and computed, and commits exactly that to an index.
 //! - A block is **free** or **held** (the engine's business), **indexed**, or **condemned**: it left the index while
-//!   pinned, and comes back through [`RadixIndex::take_freed`] after its last release.
+//!   pinned, and comes back through [`RadixIndex::take_freed`] after its last release; or it is **quarantined**, out of use for
+//!   good.
 //!
 //! # Calls and costs
 //!
@@ -35,6 +36,7 @@
 //! | [`release`](RadixIndex::release) | O(edges no longer pinned + log leaves), and O(runs of sources + edges above them no longer pinned) |
 //! | [`evict`](RadixIndex::evict) | O(log leaves) a leaf or a run of dead blocks, and O(1) a block; past the bound on holes, one pass over the leaves |
 //! | [`discard`](RadixIndex::discard) | O(log leaves) a block; if some are pinned, once O(live plans · edges of their paths and sources in the same namespaces); past the bound on holes, one pass over the leaves |
+//! | [`quarantine`](RadixIndex::quarantine) | as `discard`, and O(blocks that wait) if one of them does |
 //! | [`mark_dead`](RadixIndex::mark_dead) | O(*n* + edges of the path) and O(log dead runs) a run of blocks; from then on, a use costs O(edges of its path) in the namespaces that have dead blocks |
 //! | [`remove_spans`](RadixIndex::remove_spans) | O(*n* + edges of the path + blocks removed), and O(log leaves) an edge; if some are pinned, once O(live plans · edges of their paths and sources in the same namespace); past the bound on holes, one pass over the leaves |
 //! | [`tag`](RadixIndex::tag), [`tags`](RadixIndex::tags) | O(*n* + edges and tags of the path + spans · log spans), and O(blocks) in its edges with holes |
@@ -180,7 +182,7 @@ pub use ledger::{
 pub use namespace::{Namespace, Salt};
 pub use plan::{Class, Move, PlanOptions, ReusePlan, Segment};
 pub use policy::ReusePolicy;
-pub use snapshot::RestoreLimits;
+pub use snapshot::{RestoreLimits, RestoredPool};
 pub use span::{BUILT_IN_KINDS, MAX_KINDS, Span};
 pub use stats::Stats;
 pub use tokens::{Item, TokenSequence};

@@ -1,9 +1,13 @@
 //! What KV depends on besides tokens: a value that walls caches off from each other.
 
 use std::fmt;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
+use std::sync::LazyLock;
 
 use crate::error::{Error, Result};
+
+/// The key of [`Namespace::hash`].
+static KEY: LazyLock<RandomState> = LazyLock::new(RandomState::new);
 
 /// Who may share KV: one tenant, or everybody. A tenant's salt is a secret: `Debug` does not show it.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -38,8 +42,11 @@ impl fmt::Debug for Salt {
 /// ```
 #[derive(Clone, PartialEq, Eq)]
 pub struct Namespace {
-    /// Of all that follows: a lookup reads none of it where the namespace is the very one that was inserted with.
+    /// Of all fields below, under a key that is drawn once per process: clients choose adapters, and salts in some engines. A
+    /// lookup reads none of them where the namespace is the very one that was inserted with.
     hash: u64,
+    /// Of the same, without a key: ranks and snapshots agree on it.
+    digest: u64,
     model: String,
     kv_dtype: String,
     rope: String,
@@ -62,6 +69,7 @@ impl Namespace {
     ) -> Result<Self> {
         let mut namespace = Self {
             hash: 0,
+            digest: 0,
             model: model.into(),
             kv_dtype: kv_dtype.into(),
             rope: rope.into(),
@@ -86,16 +94,20 @@ impl Namespace {
                 "Namespace: the salt is empty; give each tenant its own, or say SHARED to share KV on purpose",
             ));
         }
-        let mut hasher = DefaultHasher::new();
-        (&namespace.model, &namespace.kv_dtype, &namespace.rope).hash(&mut hasher);
-        (&namespace.adapter, &namespace.salt).hash(&mut hasher);
-        namespace.hash = hasher.finish();
+        namespace.digest = namespace.hash_fields(DefaultHasher::new());
+        namespace.hash = namespace.hash_fields(KEY.build_hasher());
         Ok(namespace)
     }
 
-    /// A digest of all fields.
+    fn hash_fields(&self, mut hasher: DefaultHasher) -> u64 {
+        (&self.model, &self.kv_dtype, &self.rope).hash(&mut hasher);
+        (&self.adapter, &self.salt).hash(&mut hasher);
+        hasher.finish()
+    }
+
+    /// A digest of all fields: the same in every process.
     pub(crate) fn digest(&self) -> u64 {
-        self.hash
+        self.digest
     }
 
     /// Model and revision.
@@ -161,5 +173,16 @@ mod tests {
         assert!(one.contains("Tenant(<redacted>)"), "{one}");
         assert_eq!(one, shown(Salt::Tenant("another".into())));
         assert!(shown(Salt::Shared).contains("salt: Shared"));
+    }
+
+    #[test]
+    fn nobody_outside_the_process_can_compute_the_hash_of_a_namespace() {
+        let tenant = |salt: &str| {
+            Namespace::new("m", "bfloat16", "default", None, Salt::Tenant(salt.into())).unwrap()
+        };
+        let (one, same) = (tenant("a"), tenant("a"));
+        assert_eq!((one.hash, one.digest), (same.hash, same.digest));
+        assert_ne!(one.hash, one.hash_fields(DefaultHasher::new()));
+        assert_eq!(one.digest, one.hash_fields(DefaultHasher::new()));
     }
 }

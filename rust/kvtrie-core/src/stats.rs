@@ -14,6 +14,8 @@ pub struct Stats {
     pub condemned: u64,
     /// Condemned blocks that are not pinned, and wait to be taken.
     pub waiting: u64,
+    /// Blocks that are out of use for good. Those that are still pinned are counted as condemned.
+    pub quarantined: u64,
     /// Blocks with a pin, indexed or condemned.
     pub pinned: u64,
     /// Indexed blocks that could be evicted: neither pinned nor above a pinned one, and dead ones above sources alone.
@@ -34,7 +36,7 @@ pub struct Stats {
     pub live_plans: u64,
     /// Ticks of the logical clock.
     pub clock: u64,
-    /// Ids given to `discard` that did not stand in the index.
+    /// Ids given to `discard` or `quarantine` that did not stand in the index.
     pub unknown_discards: u64,
     /// Edges that lookups, plans and inserts have looked at, since the index was made.
     pub nodes_visited: u64,
@@ -55,6 +57,7 @@ impl RadixIndex {
             indexed: self.num_indexed,
             condemned: self.num_condemned + self.num_waiting(),
             waiting: self.num_waiting(),
+            quarantined: self.num_quarantined,
             pinned: self.num_pinned(),
             evictable: self.num_evictable(),
             dead: self.num_dead,

@@ -26,7 +26,7 @@ fn a_lookup_allocates_nothing_and_a_long_edge_costs_79_bytes_a_block() {
     let tokens: Vec<u32> = (0..BLOCKS * 16).collect();
     let ids: Vec<BlockId> = (0..BLOCKS).map(BlockId).collect();
     let mut seq = sequence(tokens.clone());
-    let mut index = RadixIndex::new(Config::default()).unwrap();
+    let mut index = RadixIndex::new(Config::seeded(0)).unwrap();
 
     let region = Region::new(ALLOCATOR);
     index

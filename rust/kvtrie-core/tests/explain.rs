@@ -9,9 +9,12 @@ use std::sync::Arc;
 
 use kvtrie_core::{
     BlockId, Config, ErrorKind, ExplainOptions, Explanation, Imported, InsertOptions, Item,
-    LookupOptions, Namespace, NamespaceDifference, PlanOptions, RadixIndex, Reason, ReusePolicy,
-    Salt, Source, Span, TokenSequence, WouldSave,
+    LookupOptions, Namespace, NamespaceDifference, PlanOptions, RadixIndex, Reason, RestoredPool,
+    ReusePolicy, Salt, Source, Span, TokenSequence, WouldSave,
 };
+
+/// The pool that `Config::seeded` names, still there.
+const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
 
 fn namespace(model: &str, adapter: Option<&str>, salt: &str) -> Arc<Namespace> {
     let (adapter, salt) = (adapter.map(String::from), Salt::Tenant(salt.into()));
@@ -29,7 +32,7 @@ fn index(num_blocks: u64) -> RadixIndex {
         seed: 7,
         moved_runs: true,
         min_run: 8,
-        ..Config::default()
+        ..Config::seeded(0)
     })
     .unwrap()
 }
@@ -431,7 +434,7 @@ fn departures_beyond_the_record_are_forgotten_oldest_first() {
     assert_eq!(reason(&mut index, 3), Reason::NotCached);
     assert_eq!(reason(&mut index, 4), Reason::Evicted);
     assert_eq!(reason(&mut index, 4099), Reason::Evicted);
-    let mut restored = RadixIndex::restore(&index.snapshot()).unwrap();
+    let mut restored = RadixIndex::restore(&index.snapshot(), POOL).unwrap();
     assert_eq!(reason(&mut restored, 3), Reason::NotCached);
     assert_eq!(reason(&mut restored, 4), Reason::Evicted);
 }
@@ -449,7 +452,7 @@ fn a_restored_index_knows_what_left() {
     insert(&mut index, &mut seq, 0, Source::Computed);
     index.evict(2);
     for index in [
-        &mut RadixIndex::restore(&index.snapshot()).unwrap(),
+        &mut RadixIndex::restore(&index.snapshot(), POOL).unwrap(),
         &mut index,
     ] {
         let why = explain(index, &mut branch);

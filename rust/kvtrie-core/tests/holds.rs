@@ -40,7 +40,7 @@ fn index(num_blocks: u64) -> RadixIndex {
     RadixIndex::new(Config {
         num_blocks,
         block_size: 1,
-        ..Config::default()
+        ..Config::seeded(0)
     })
     .unwrap()
 }

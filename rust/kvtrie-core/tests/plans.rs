@@ -24,7 +24,7 @@ fn index() -> RadixIndex {
         block_size: BLOCK_SIZE,
         moved_runs: true,
         min_run: 8,
-        ..Config::default()
+        ..Config::seeded(0)
     })
     .unwrap()
 }
@@ -137,7 +137,7 @@ fn places_that_were_not_tried_are_counted() {
         moved_runs: true,
         min_run: 8,
         max_candidates: 1,
-        ..Config::default()
+        ..Config::seeded(0)
     })
     .unwrap();
     for place in 0..3 {
@@ -418,7 +418,7 @@ fn pieces_of_long_prompts_are_found_if_they_are_long_enough() {
             block_size,
             moved_runs: true,
             min_run,
-            ..Config::default()
+            ..Config::seeded(0)
         })
         .unwrap();
         for text in 0..TEXTS {
@@ -472,7 +472,7 @@ fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
         moved_runs: true,
         min_run: 16,
         max_candidates: 2,
-        ..Config::default()
+        ..Config::seeded(0)
     })
     .unwrap();
     let own = |text: u32, from: u32, to: u32| (from..to).map(move |at| NEW * (text + 2) + at);
@@ -522,7 +522,7 @@ fn a_search_that_forgets_places_finds_what_comes_behind_them() {
         block_size: BLOCK_SIZE,
         moved_runs: true,
         min_run: 16,
-        ..Config::default()
+        ..Config::seeded(0)
     })
     .unwrap();
     let text: Vec<u32> = (0..4_800).map(|at| 10_000 + at).collect();
@@ -607,7 +607,7 @@ fn of_places_that_reach_as_far_the_nearest_and_lowest_is_taken() {
                 block_size,
                 moved_runs: true,
                 min_run: 8,
-                ..Config::default()
+                ..Config::seeded(0)
             })
             .unwrap();
             let text = |at: usize| (at % period) as u32;
@@ -651,7 +651,7 @@ fn of_children_that_share_as_much_the_lowest_id_is_copied() {
             moved_runs: true,
             min_run: 16,
             max_candidates,
-            ..Config::default()
+            ..Config::seeded(0)
         })
         .unwrap();
         for (text, id) in order.into_iter().enumerate() {
@@ -814,7 +814,7 @@ fn children_of_the_own_path_that_were_not_compared_are_counted() {
         moved_runs: false,
         min_run: 8,
         max_candidates: 2,
-        ..Config::default()
+        ..Config::seeded(0)
     })
     .unwrap();
     let text = |other: u32| (0..8).chain([40, 41, other, other]);

@@ -18,7 +18,7 @@ fn config() -> Config {
     Config {
         num_blocks: 8,
         block_size: 2,
-        ..Config::default()
+        ..Config::seeded(0)
     }
 }
 

@@ -17,7 +17,7 @@ fn index(num_blocks: u64, block_size: usize) -> RadixIndex {
     RadixIndex::new(Config {
         num_blocks,
         block_size,
-        ..Config::default()
+        ..Config::seeded(0)
     })
     .unwrap()
 }
@@ -192,7 +192,7 @@ fn a_min_run_longer_than_any_prompt_finds_nothing() {
         let config = Config {
             block_size: 8,
             min_run,
-            ..Config::default()
+            ..Config::seeded(0)
         };
         let options = InsertOptions::new(64, Source::Computed);
         let mut index = filled(&mut sequence(&tokens), &config, options);
@@ -212,7 +212,7 @@ fn a_path_of_many_holes_is_planned_in_one_pass() {
     let config = Config {
         block_size: 8,
         min_run: 8,
-        ..Config::default()
+        ..Config::seeded(0)
     };
     let options = InsertOptions::new(tokens.len(), Source::Computed);
     let mut index = filled(&mut seq, &config, options);
@@ -247,7 +247,7 @@ fn forbidden_tokens_are_passed_over_together() {
     };
     let config = Config {
         block_size: 8,
-        ..Config::default()
+        ..Config::seeded(0)
     };
     let mut index = filled(&mut seq, &config, options);
     let policy = ReusePolicy {
@@ -266,7 +266,7 @@ fn forbidden_tokens_are_passed_over_together() {
 fn a_run_that_is_too_short_is_followed_once() {
     let tokens: Vec<u32> = (0..160_000).collect();
     let options = InsertOptions::new(tokens.len(), Source::Computed);
-    let mut index = filled(&mut sequence(&tokens), &Config::default(), options);
+    let mut index = filled(&mut sequence(&tokens), &Config::seeded(0), options);
     let mut prompt = sequence(&[&[u32::MAX][..], &tokens, &[u32::MAX]].concat());
     for (min_run, found) in [(160_001, 0), (160_000, 160_000)] {
         let policy = ReusePolicy {
@@ -288,7 +288,7 @@ fn of_siblings_behind_many_hops_the_one_with_fewer_is_copied() {
         block_size: 4,
         min_run: 8,
         moved_runs: true,
-        ..Config::default()
+        ..Config::seeded(0)
     };
     let text = |last: u32| -> Vec<u32> { (0..14).chain([last, last]).collect() };
     let imported = Source::Imported(Imported {

@@ -38,7 +38,7 @@ fn index(num_blocks: u32, block_size: usize) -> RadixIndex {
     RadixIndex::new(Config {
         num_blocks: num_blocks.into(),
         block_size,
-        ..Config::default()
+        ..Config::seeded(0)
     })
     .unwrap()
 }

@@ -18,7 +18,7 @@ fn index(num_blocks: u64) -> RadixIndex {
     RadixIndex::new(Config {
         num_blocks,
         block_size: BLOCK_SIZE,
-        ..Config::default()
+        ..Config::seeded(0)
     })
     .unwrap()
 }

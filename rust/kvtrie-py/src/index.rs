@@ -2,11 +2,15 @@
 
 use std::sync::Arc;
 
-use kvtrie_core::{Config, InsertOptions, LookupOptions, PlanOptions, RadixIndex, RestoreLimits};
+use kvtrie_core::{
+    BlockId, Config, InsertOptions, LookupOptions, PlanOptions, RadixIndex, RestoreLimits,
+    RestoredPool,
+};
+use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
-use crate::arguments::{arg, call, flag, int, of, optional_of};
+use crate::arguments::{arg, call, flag, int, of, optional_int, optional_of};
 use crate::batch::{self, PyInsertBatch, PyMatchBatch, PyPlanBatch};
 use crate::buffers::{Arg, block_ids, nothing};
 use crate::detach::{Cost, Enter, Keys, Lock};
@@ -45,8 +49,12 @@ use crate::stats::PyIndexStats;
 ///     moved_runs: Whether windows of everything cached are kept, by which moved runs are found: about
 ///         1.1 bytes and 10 ns a token at the default `min_run`. Where only exact KV is reused, False
 ///         saves that.
-///     seed: Seeds every internal hash, 0 to 2**64-1. With several tenants: a secret, the same on all
-///         ranks. Results do not depend on it, but for plans with `candidates_dropped`.
+///     seed: Seeds every internal hash, 0 to 2**64-1. None draws one from the operating system, which
+///         is right unless replicas must agree: give them the same one, and draw that at random too
+///         where prompts come from people that are not trusted. Results do not depend on it, but for
+///         plans with `candidates_dropped`.
+///     pool_id: Names the KV pool, 1 to 64 bytes; None draws 16 at random. A snapshot of this index is
+///         restored beside the pool of this name alone.
 ///     hash_bits: Bits kept of every internal hash, 0 to 64: a testing aid that makes collisions.
 ///         Results depend on it no more than on the seed.
 ///
@@ -70,6 +78,7 @@ pub(crate) struct PyRadixIndex {
     min_run: usize,
     max_candidates: usize,
     moved_runs: bool,
+    pool_id: Vec<u8>,
 }
 
 #[pymethods]
@@ -77,21 +86,26 @@ impl PyRadixIndex {
     #[new]
     #[pyo3(signature = (
         num_blocks: "SupportsIndex", block_size: "SupportsIndex" = 16, *, min_run: "SupportsIndex" = 16,
-        max_candidates: "SupportsIndex" = 64, moved_runs: "bool" = true, seed: "SupportsIndex" = 0,
-        hash_bits: "SupportsIndex" = 64
+        max_candidates: "SupportsIndex" = 64, moved_runs: "bool" = true, seed: "SupportsIndex | None" = None,
+        pool_id: "bytes | None" = None, hash_bits: "SupportsIndex" = 64
     ))]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the keywords of Python's constructor"
+    )]
     fn new(
         #[pyo3(from_py_with = int::<call::RadixIndex, arg::NumBlocks>)] num_blocks: i128,
         #[pyo3(from_py_with = int::<call::RadixIndex, arg::BlockSize>)] block_size: i128,
         #[pyo3(from_py_with = int::<call::RadixIndex, arg::MinRun>)] min_run: i128,
         #[pyo3(from_py_with = int::<call::RadixIndex, arg::MaxCandidates>)] max_candidates: i128,
         #[pyo3(from_py_with = flag::<call::RadixIndex, arg::MovedRuns>)] moved_runs: bool,
-        #[pyo3(from_py_with = int::<call::RadixIndex, arg::Seed>)] seed: i128,
+        #[pyo3(from_py_with = optional_int::<call::RadixIndex, arg::Seed>)] seed: Option<i128>,
+        pool_id: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = int::<call::RadixIndex, arg::HashBits>)] hash_bits: i128,
     ) -> PyResult<Self> {
         let arg = |name| Arg::new("RadixIndex", name);
         let max_block_size = i64::try_from(Config::MAX_BLOCK_SIZE).unwrap_or(i64::MAX);
-        let max_blocks = kvtrie_core::BlockId::MAX_BLOCKS;
+        let max_blocks = BlockId::MAX_BLOCKS;
         let num_blocks = arg("num_blocks").within(num_blocks, 1, max_blocks)?;
         let block_size = arg("block_size").within(block_size, 1, max_block_size)?;
         let block_size = arg("block_size").count(block_size.into())?;
@@ -99,7 +113,11 @@ impl PyRadixIndex {
         let min_run = arg("min_run").count(min_run.into())?;
         let max_candidates = arg("max_candidates").within(max_candidates, 1, i64::MAX)?;
         let max_candidates = arg("max_candidates").count(max_candidates.into())?;
-        let seed = arg("seed").within(seed, 0, u64::MAX)?;
+        let seed = match seed {
+            Some(seed) => arg("seed").within(seed, 0, u64::MAX)?,
+            None => u64::from_ne_bytes(random()?),
+        };
+        let pool_id = pool_id_or_random(pool_id, "RadixIndex")?;
         let hash_bits = arg("hash_bits").within(hash_bits, 0, 64)?;
         let core = RadixIndex::new(Config {
             num_blocks,
@@ -109,6 +127,7 @@ impl PyRadixIndex {
             moved_runs,
             min_run,
             max_candidates,
+            pool_id,
         });
         Ok(Self::around(core.map_err(|error| exception(&error))?))
     }
@@ -118,40 +137,79 @@ impl PyRadixIndex {
     /// Plans are no part of it: what was pinned is not, and what was condemned waits for `take_freed`.
     /// The bytes are checked from end to end; still, whoever could write them can say what blocks hold.
     ///
+    /// An index without its KV names blocks that hold something else. So say which pool the index is
+    /// restored beside: `index.pool_id`, kept with the pool, or None if the KV is gone. Then the index
+    /// is empty: it has the arguments of the old one, its seed among them, and a new `pool_id`.
+    ///
     /// Args:
     ///     blob: The bytes, in any buffer of bytes.
+    ///     pool_id: The name of the pool that the blocks are in, 1 to 64 bytes; None: their KV is gone.
     ///     max_blocks: The largest pool, in blocks, that an index is restored for.
     ///
     /// Returns:
     ///     A new index.
     ///
     /// Raises:
-    ///     SnapshotError: The bytes are no snapshot, are damaged, come from another version, or are made
-    ///         for a larger pool.
+    ///     SnapshotError: The bytes are no snapshot, are damaged, come from another version, are made
+    ///         for a larger pool, or speak of another pool than `pool_id`.
     ///     TypeError: An argument has the wrong type.
-    ///     ValueError: `max_blocks` is out of its range.
+    ///     ValueError: `max_blocks` is out of its range, or `pool_id` has not 1 to 64 bytes.
     ///
     /// Example:
     ///     >>> import kvtrie
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
-    ///     >>> kvtrie.RadixIndex.restore(index.snapshot()).digest() == index.digest()
+    ///     >>> again = kvtrie.RadixIndex.restore(index.snapshot(), pool_id=index.pool_id)
+    ///     >>> again.digest() == index.digest()
     ///     True
-    ///     >>> kvtrie.RadixIndex.restore(b"something else")
+    ///     >>> kvtrie.RadixIndex.restore(b"something else", pool_id=None)
     ///     Traceback (most recent call last):
     ///     kvtrie.SnapshotError: RadixIndex.restore: these bytes are no snapshot of an index
     #[staticmethod]
     #[pyo3(signature = (
-        blob: "Buffer", *, max_blocks: "SupportsIndex" = 16_777_216
+        blob: "Buffer", *, pool_id: "bytes | None", max_blocks: "SupportsIndex" = 16_777_216
     ) -> "RadixIndex")]
     fn restore(
         py: Python<'_>,
         blob: &Bound<'_, PyAny>,
+        pool_id: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = int::<call::RadixIndexRestore, arg::MaxBlocks>)] max_blocks: i128,
     ) -> PyResult<Self> {
+        let id = pool_id_or_random(pool_id, "RadixIndex.restore")?;
+        let pool = match pool_id {
+            Some(_) => RestoredPool::Kept(&id),
+            None => RestoredPool::Lost(&id),
+        };
         let arg = Arg::new("RadixIndex.restore", "max_blocks");
-        let num_blocks = arg.within(max_blocks, 1, kvtrie_core::BlockId::MAX_BLOCKS)?;
-        let core = snapshot::restore(py, blob, RestoreLimits { num_blocks })?;
+        let num_blocks = arg.within(max_blocks, 1, BlockId::MAX_BLOCKS)?;
+        let core = snapshot::restore(py, blob, pool, RestoreLimits { num_blocks })?;
         Ok(Self::around(core))
+    }
+
+    /// Which pool a snapshot speaks of: for those who have several, and for tools without any KV.
+    ///
+    /// Args:
+    ///     blob: The bytes, in any buffer of bytes.
+    ///
+    /// Returns:
+    ///     The `pool_id` of the index that was snapshotted.
+    ///
+    /// Raises:
+    ///     SnapshotError: The bytes are no snapshot, are damaged, or come from another version.
+    ///     TypeError: `blob` is no buffer of bytes.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, pool_id=b"gpu0")
+    ///     >>> kvtrie.RadixIndex.pool_of_snapshot(index.snapshot())
+    ///     b'gpu0'
+    #[staticmethod]
+    #[pyo3(signature = (blob: "Buffer"))]
+    fn pool_of_snapshot<'py>(
+        py: Python<'py>,
+        blob: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let id = snapshot::pool_of(py, blob)?;
+        Ok(PyBytes::new(py, &id))
     }
 
     /// Everything but plans as bytes, for `restore`: in this process or a later one.
@@ -250,10 +308,16 @@ impl PyRadixIndex {
         self.moved_runs
     }
 
-    /// What seeds every internal hash.
+    /// What seeds every internal hash: a secret where prompts come from people that are not trusted.
     #[getter]
     fn seed(&self) -> u64 {
         self.shared.seed
+    }
+
+    /// The name of the KV pool.
+    #[getter]
+    fn pool_id<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.pool_id)
     }
 
     /// Bits kept of every internal hash.
@@ -744,6 +808,55 @@ impl PyRadixIndex {
         Ok(ids(py, &freed))
     }
 
+    /// Take blocks out of use for good, since their KV is not finite.
+    ///
+    /// They leave the index wherever they are, and are handed out by no call from here on, nor taken by
+    /// `insert`. Pinned ones are condemned, and in quarantine after their last release. Ids that the index
+    /// did not know are in quarantine as well: whoever held them does not free them any more.
+    /// Quarantine survives `reset`, `drop` and snapshots, and `digest` covers it.
+    ///
+    /// Args:
+    ///     block_ids: Ids in 0..num_blocks. Repeated ids count once. Those that are not indexed are
+    ///         counted in `stats().unknown_discards`, as by `discard`.
+    ///
+    /// Returns:
+    ///     How many were not in quarantine before, nor on the way there.
+    ///
+    /// Raises:
+    ///     TypeError: The ids are no list of integers.
+    ///     ValueError: An id is outside the pool; nothing is changed then.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+    ///     >>> index.quarantine([0])
+    ///     1
+    ///     >>> index.evict(9), index.quarantined
+    ///     (array([6], dtype=int32), array([0], dtype=int32))
+    #[pyo3(signature = (block_ids: "_Integers"))]
+    fn quarantine(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let arg = Arg::new("RadixIndex.quarantine", "block_ids");
+        let given = crate::buffers::block_ids(block_ids, self.shared.num_blocks, arg)?;
+        let shared = &*self.shared;
+        // Rare, and what plans pin of these is gone over.
+        py.enter(Cost::Long, |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.quarantine(&given)?)
+        })
+    }
+
+    /// The ids that are in quarantine or on the way there, ascending, as int32.
+    #[getter]
+    fn quarantined<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
+        let shared = &*self.shared;
+        let all: Vec<BlockId> = py.enter(Cost::Long, |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.quarantined().collect())
+        })?;
+        Ok(ids(py, &all))
+    }
+
     /// Mark blocks that are not wanted any more: they are evicted before anything else.
     ///
     /// Marked are the blocks wholly inside the ranges, but for those that somebody else may want: a
@@ -1077,7 +1190,9 @@ impl PyRadixIndex {
             moved_runs,
             min_run,
             max_candidates,
+            ref pool_id,
         } = *core.config();
+        let pool_id = pool_id.clone();
         let shared = SharedIndex {
             core: Lock::new(core),
             warned_of: Lock::new(Vec::new()),
@@ -1091,6 +1206,29 @@ impl PyRadixIndex {
             min_run,
             max_candidates,
             moved_runs,
+            pool_id,
         }
     }
+}
+
+/// Bytes that the operating system draws.
+fn random<const N: usize>() -> PyResult<[u8; N]> {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).map_err(|error| {
+        PyOSError::new_err(format!(
+            "RadixIndex: the operating system gives no random bytes: {error}"
+        ))
+    })?;
+    Ok(bytes)
+}
+
+/// The name of a pool that was given, or a new one.
+fn pool_id_or_random(given: Option<&Bound<'_, PyAny>>, call: &'static str) -> PyResult<Vec<u8>> {
+    let Some(given) = given else {
+        return Ok(random::<16>()?.to_vec());
+    };
+    let Ok(bytes) = given.cast::<PyBytes>() else {
+        return Err(Arg::new(call, "pool_id").wrong_type(given, "bytes, or None"));
+    };
+    Ok(bytes.as_bytes().to_vec())
 }

@@ -25,6 +25,9 @@ pub(crate) struct PyIndexStats {
     /// Condemned blocks that no plan pins any more: they wait for `take_freed()`.
     #[pyo3(get)]
     waiting: u64,
+    /// Blocks that `quarantine` took out of use; those that are still pinned are counted as condemned.
+    #[pyo3(get)]
+    quarantined: u64,
     /// Blocks with at least one pin, indexed or condemned.
     #[pyo3(get)]
     pinned: u64,
@@ -56,7 +59,7 @@ pub(crate) struct PyIndexStats {
     /// Ticks of the logical clock.
     #[pyo3(get)]
     clock: u64,
-    /// Ids given to `discard` that the index did not hold.
+    /// Ids given to `discard` or `quarantine` that the index did not hold.
     #[pyo3(get)]
     unknown_discards: u64,
     /// Nodes that lookups, plans and inserts have looked at since the index was made.
@@ -82,6 +85,7 @@ impl From<Stats> for PyIndexStats {
             indexed: stats.indexed,
             condemned: stats.condemned,
             waiting: stats.waiting,
+            quarantined: stats.quarantined,
             pinned: stats.pinned,
             evictable: stats.evictable,
             dead: stats.dead,
@@ -104,12 +108,13 @@ impl From<Stats> for PyIndexStats {
 impl PyIndexStats {
     fn __repr__(&self) -> String {
         format!(
-            "IndexStats(indexed={}, condemned={}, waiting={}, pinned={}, evictable={}, dead={}, approximate={}, \
+            "IndexStats(indexed={}, condemned={}, waiting={}, quarantined={}, pinned={}, evictable={}, dead={}, approximate={}, \
              holes={}, nodes={}, windows={}, namespaces={}, live_plans={}, clock={}, unknown_discards={}, \
              nodes_visited={}, bytes_compared={}, bytes={})",
             self.indexed,
             self.condemned,
             self.waiting,
+            self.quarantined,
             self.pinned,
             self.evictable,
             self.dead,

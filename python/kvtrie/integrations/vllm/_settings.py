@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from kvtrie._core import EXACT_ONLY, ReusePolicy
@@ -42,7 +42,8 @@ class Settings:
         template_arguments: What requests give to the chat template, where ``"auto"`` asks it.
         dead_thinking: Whether thoughts that the template will drop are reused first by vLLM once
             their turn is over.
-        seed: Seeds the index; with several tenants a secret.
+        seed: Seeds the index, which the scheduler alone has; None draws one from the operating
+            system. Not vLLM's seed: what is sampled does not depend on it.
     """
 
     gate: str | None = None
@@ -51,7 +52,8 @@ class Settings:
     chat_format: str | Mapping[str, Any] | None = "auto"
     template_arguments: Mapping[str, Any] | None = None
     dead_thinking: bool = True
-    seed: int = 0
+    # Left out of the repr: it is a secret.
+    seed: int | None = field(default=None, repr=False)
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Settings:
@@ -91,8 +93,11 @@ class Settings:
             _refuse("template_arguments", arguments, "a mapping of names to values")
         if not isinstance(given["dead_thinking"], bool):
             _refuse("dead_thinking", given["dead_thinking"], "true or false")
-        if isinstance(given["seed"], bool) or not isinstance(given["seed"], int):
-            _refuse("seed", given["seed"], "an integer")
+        seed = given["seed"]
+        if isinstance(seed, bool) or not isinstance(seed, int | None):
+            _refuse("seed", seed, "an integer from 0 to 2**64-1, or null")
+        if seed is not None and not 0 <= seed < 1 << 64:
+            _refuse("seed", seed, "an integer from 0 to 2**64-1, or null")
         self.wanted()
 
 

@@ -42,11 +42,11 @@ class Sources:
         block_size: Tokens of a block.
         policy: The widest policy that plans will have: without approximate reuse no windows of
             moved runs are kept.
-        seed: Seeds the index.
+        seed: Seeds the index; None draws one.
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, policy: ReusePolicy, *, seed: int = 0
+        self, pool: BlockPool, block_size: int, policy: ReusePolicy, *, seed: int | None = None
     ) -> None:
         self._pool = pool
         self._block_size = block_size

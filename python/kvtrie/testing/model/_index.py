@@ -52,16 +52,17 @@ MAX_BLOCKS = 2**31
 MAX_BLOCK_SIZE = 4096
 MAX_HASH_BITS = 64
 MAX_SEED = 2**64 - 1
+MAX_POOL_ID = 64
 MIN_MIN_RUN = 8
 
 
 class ModelIndex(Removal):
     """`kvtrie.RadixIndex`, as a dictionary from whole prefixes to entries.
 
-    `seed` and `hash_bits` are accepted and ignored: results do not depend on them, nor on
-    `max_candidates`, as long as a `RadixIndex` drops none. `digest()` is the model's own and equals
-    that of another model that was fed the same calls, never that of a `RadixIndex`. `stats()` has
-    the counts that do not depend on how an index is built.
+    `seed`, `pool_id` and `hash_bits` are accepted and ignored: results do not depend on them, nor
+    on `max_candidates`, as long as a `RadixIndex` drops none. `digest()` is the model's own and
+    equals that of another model that was fed the same calls, never that of a `RadixIndex`.
+    `stats()` has the counts that do not depend on how an index is built.
 
     A plan compares all tokens of the prompt with all that are cached: fine for hundreds of either,
     slow for many thousands.
@@ -73,6 +74,7 @@ class ModelIndex(Removal):
         max_candidates: Ignored: the model tries all places.
         moved_runs: Whether moved runs are looked for.
         seed: Ignored.
+        pool_id: Ignored: a model has no snapshots.
         hash_bits: Ignored.
     """
 
@@ -84,7 +86,8 @@ class ModelIndex(Removal):
         min_run: int = 16,
         max_candidates: int = 64,
         moved_runs: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
+        pool_id: bytes | None = None,
         hash_bits: int = 64,
     ) -> None:
         super().__init__(
@@ -93,7 +96,13 @@ class ModelIndex(Removal):
         self.min_run = as_count(min_run, "min_run", MIN_MIN_RUN)
         self.max_candidates = as_count(max_candidates, "max_candidates")
         self.moved_runs = as_flag(moved_runs, "moved_runs")
-        self.seed = as_count(seed, "seed")
+        self.seed = None if seed is None else as_count(seed, "seed")
+        if pool_id is not None:
+            expect(pool_id, bytes, "pool_id")
+            if not 1 <= len(pool_id) <= MAX_POOL_ID:
+                message = f"pool_id has {len(pool_id)} bytes, not 1 to {MAX_POOL_ID}"
+                raise ValueError(message)
+        self.pool_id = pool_id
         self.hash_bits = as_count(hash_bits, "hash_bits")
         for name, limit in (
             ("num_blocks", MAX_BLOCKS),
@@ -101,7 +110,7 @@ class ModelIndex(Removal):
             ("seed", MAX_SEED),
             ("hash_bits", MAX_HASH_BITS),
         ):
-            if getattr(self, name) > limit:
+            if (getattr(self, name) or 0) > limit:
                 message = f"{name} is {getattr(self, name)}, above {limit}"
                 raise ValueError(message)
 
@@ -232,7 +241,7 @@ class ModelIndex(Removal):
         self._refuse_blocks_in_use(path, first, offered)
 
         # From here on nothing fails.
-        owned = self._where().keys() | self._condemned | set(self._waiting)
+        owned = self._where().keys() | self._out_of_reach()
         before = [self._entries.get(key) for key in path[:first]]
         freed: list[int] = []
         duplicates: list[int] = []
@@ -288,11 +297,11 @@ class ModelIndex(Removal):
 
     def _refuse_blocks_in_use(self, path: list[Key], first: int, offered: list[int]) -> None:
         where = self._where()
-        condemned = self._condemned | set(self._waiting)
+        out_of_reach = self._out_of_reach()
         seen: set[int] = set()
         for position, block in enumerate(offered, first):
             own = path[position] if position < len(path) else None
-            elsewhere = block not in condemned and where.get(block, own) != own
+            elsewhere = block not in out_of_reach and where.get(block, own) != own
             if block in seen or elsewhere:
                 message = f"insert: block {block} is given twice, or backs another prefix"
                 raise BlockInUseError(message)
@@ -315,13 +324,13 @@ class ModelIndex(Removal):
     ) -> Entry | None:
         """Decide between what stands at a place and what is offered; None where it ends."""
         standing = self._entries.get(key)
-        condemned = offer.block in self._condemned or offer.block in self._waiting
+        out_of_reach = offer.block in self._out_of_reach()
         if standing is None:
-            if condemned:
+            if out_of_reach:
                 return None
             self._entries[key] = offer
             return offer
-        if standing.block == offer.block or condemned:
+        if standing.block == offer.block or out_of_reach:
             return standing
         better = not standing.exact and (offer.exact or offer.hops < standing.hops)
         if not better:
@@ -457,6 +466,7 @@ class ModelIndex(Removal):
             indexed=len(self._entries),
             condemned=len(self._condemned) + len(self._waiting),
             waiting=len(self._waiting),
+            quarantined=len(self._quarantined - self._condemned),
             pinned=len(self._pinned()),
             evictable=self.num_evictable,
             approximate=sum(not entry.exact for entry in self._entries.values()),
@@ -477,6 +487,7 @@ class ModelIndex(Removal):
             entries,
             sorted(self._condemned),
             self._waiting,
+            sorted(self._quarantined),
             [(sorted(plan.pins), sorted(plan.source_pins)) for plan in self._plans],
             self._clock,
             self._marks,
@@ -489,7 +500,8 @@ class ModelIndex(Removal):
     def check(self) -> None:
         """Raise `KvTrieError` when the model contradicts itself."""
         indexed = [entry.block for entry in self._entries.values()]
-        every = [*indexed, *self._condemned, *self._waiting]
+        quarantined = self._quarantined - self._condemned
+        every = [*indexed, *self._condemned, *self._waiting, *quarantined]
         pinned = self._pinned()
         size = self.block_size
         rules: Mapping[str, bool] = {

@@ -81,6 +81,29 @@ class Removal(Tags):
         self._unknown_discards += sum(block not in where for block in wanted)
         return self._forget(where[block] for block in wanted if block in where)
 
+    def quarantine(self, block_ids: Integers) -> int:
+        """Take blocks out of use for good, wherever they are.
+
+        Args:
+            block_ids: Ids; those that are not indexed are counted, repeated ones once.
+
+        Returns:
+            How many were not in quarantine, nor on the way there.
+        """
+        wanted = dict.fromkeys(as_integers(block_ids, "block_ids", self.num_blocks))
+        where = self._where()
+        self._unknown_discards += sum(block not in where for block in wanted)
+        new = wanted.keys() - self._quarantined
+        self._quarantined |= new
+        self._waiting = [block for block in self._waiting if block not in new]
+        self._forget(where[block] for block in wanted if block in where)
+        return len(new)
+
+    @property
+    def quarantined(self) -> Int32:
+        """The ids that are in quarantine or on the way there, ascending."""
+        return int32(sorted(self._quarantined))
+
     def drop(self, namespace: Namespace) -> Int32:
         """Empty a namespace and start an epoch of it.
 

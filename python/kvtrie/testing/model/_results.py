@@ -50,6 +50,7 @@ class ModelStats:
     indexed: int
     condemned: int
     waiting: int
+    quarantined: int
     pinned: int
     evictable: int
     approximate: int

@@ -74,6 +74,8 @@ class Store:
         self._entries: dict[Key, Entry] = {}
         self._condemned: set[int] = set()
         self._waiting: list[int] = []
+        # Out of use for good; condemned ones among them.
+        self._quarantined: set[int] = set()
         self._plans: list[PlanState] = []
         self._clock = 0
         self._marks = 0
@@ -179,6 +181,10 @@ class Store:
             return None
         return block
 
+    def _out_of_reach(self) -> set[int]:
+        """Ids that are not indexed and that nobody holds: no insert takes them."""
+        return self._condemned | set(self._waiting) | self._quarantined
+
     def _forget(self, keys: Iterable[Key]) -> Int32:
         """Take entries out; the ids that are free now."""
         gone = [self._entries.pop(key).block for key in list(keys)]
@@ -190,7 +196,7 @@ class Store:
         """End of every call: what was released comes free, and the holes are kept in bounds."""
         freed = self._condemned - self._pinned()
         self._condemned -= freed
-        self._waiting += sorted(freed)
+        self._waiting += sorted(freed - self._quarantined)
         cut_off: list[int] = []
         while len(self._holes()) > self.num_blocks:
             victim = self._oldest_end(cut_off=True)

@@ -96,7 +96,9 @@ class ServingEngine(Engine):
         self.depth = depth
         # Slots read before they were written, and loads that are not what they say.
         self.broken = 0
-        self.index = kvtrie.RadixIndex(num_blocks=num_blocks, block_size=block_size, min_run=8)
+        self.index = kvtrie.RadixIndex(
+            num_blocks=num_blocks, block_size=block_size, min_run=8, seed=0
+        )
         self.ledger = kvtrie.SequenceLedger(block_size=block_size)
         self.live: dict[Hashable, Live] = {}
         self.leases = Leases()

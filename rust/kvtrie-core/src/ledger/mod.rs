@@ -101,7 +101,7 @@ pub struct RolledBack {
 /// # use std::sync::Arc;
 /// # use kvtrie_core::*;
 /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
-/// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::default() })?;
+/// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
 /// let mut ledger = SequenceLedger::new(2)?;
 /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3], vec![])?;
 /// let id = ledger.begin(&mut seq, &[BlockId(6), BlockId(0)], Begin::default())?;

@@ -3,7 +3,7 @@
 //! # What is in it
 //!
 //! Everything but plans: the configuration, the clock, namespaces by value, every edge with its tokens, ids, holes, labels,
-//! items, tags, uses and marks of the dead, the kinds, what waits for `take_freed`, the order of windows, what left lately, and the counters.
+//! items, tags, uses and marks of the dead, the kinds, what waits for `take_freed`, what is in quarantine, the order of windows, what left lately, and the counters.
 //! Pins are gone; what was condemned waits behind what did already, ascending. The restored index gives the same answers to
 //! all later calls, and has the digest of an index whose plans were all released at that moment. Only what depends on where
 //! things lie in memory may differ: `bytes`, `nodes` and `nodes_visited` in [`Stats`](crate::Stats), and after how much
@@ -12,18 +12,19 @@
 //! A snapshot holds the prompts of all tenants, their salts and the seed: it is as secret as these. The checksum finds
 //! damage; it is no signature, and whoever can write the file can say what blocks hold.
 //!
-//! # Format, version 1
+//! # Format, version 2
 //!
 //! Little-endian numbers. A header of 24 bytes: `KVTRIE\x1a\n`, the version (4), a checksum of all other bytes (CRC-32, 4),
 //! the length of all (8). Then sections, each of a name (4), its length (8) and its content, once each and in this order:
 //!
 //! | section | content |
 //! |---|---|
-//! | `CONF` | the configuration |
+//! | `CONF` | the configuration, the name of the pool last |
 //! | `COUN` | clock, last mark of the dead, unknown discards, nodes visited, bytes compared |
 //! | `KIND` | names of the kinds |
 //! | `TREE` | places of the trees; for each its namespace and its edges, parents first |
 //! | `WAIT` | blocks that wait, oldest release first |
+//! | `QUAR` | blocks in quarantine, ascending |
 //! | `WIND` | windows whose order matters, oldest first, for each table of windows |
 //! | `GONE` | what left lately, oldest first |
 //!
@@ -33,7 +34,7 @@
 //!
 //! An edge takes 17 bytes and, for each block or hole, 4 · (`block_size` + 1). In an edge that has such: labels take 2 bytes a
 //! block, a run of tags 24, an item 17 and its digest, a use that ends inside 12, a range of sources or of dead blocks 16. A
-//! window that looks like another takes 4, what waits 4 a block, what left lately 16 and at most 4,096 times that. A namespace takes 34 to 50
+//! window that looks like another takes 4, what waits or is in quarantine 4 a block, what left lately 16 and at most 4,096 times that. A namespace takes 34 to 50
 //! bytes and its fields.
 //!
 //! # Hostile bytes
@@ -50,18 +51,30 @@ mod sections;
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
+
 use crate::error::{Error, Result};
-use crate::tree::RadixIndex;
+use crate::ids::BlockId;
+use crate::tree::{Config, RadixIndex, check_pool_id};
 
 use bytes::{Reader, Writer};
 use sections::SECTIONS;
 
 const MAGIC: [u8; 8] = *b"KVTRIE\x1a\n";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Where the checksum stands in the header.
 const CHECKSUM: std::ops::Range<usize> = 12..16;
 const HEADER: usize = 24;
 const WHOLE: &str = "header";
+
+/// What became of the pool that a snapshot speaks of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RestoredPool<'a> {
+    /// The pool of this name is there, and its blocks hold what they held when the snapshot was made.
+    Kept(&'a [u8]),
+    /// Its KV is gone. Another pool takes its place, and has this name: by the old one, an older snapshot would be believed.
+    Lost(&'a [u8]),
+}
 
 /// What a snapshot may ask for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,10 +107,10 @@ impl RadixIndex {
     /// # use std::sync::Arc;
     /// # use kvtrie_core::*;
     /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
-    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::default() })?;
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
     /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4], vec![])?;
     /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
-    /// let mut again = RadixIndex::restore(&index.snapshot())?;
+    /// let mut again = RadixIndex::restore(&index.snapshot(), RestoredPool::Kept(&[0; 16]))?;
     /// assert_eq!(again.digest(), index.digest());
     /// assert_eq!(again.evict(1), index.evict(1));
     /// # Ok::<(), kvtrie_core::Error>(())
@@ -122,23 +135,25 @@ impl RadixIndex {
         out.into_bytes()
     }
 
-    /// The index that [`snapshot`](Self::snapshot) was called on, without its plans, for a pool of at most 2²⁴ blocks.
+    /// The index that [`snapshot`](Self::snapshot) was called on, without its plans, for a pool of at most 2²⁴ blocks. If the
+    /// pool's KV is lost, an empty index of the same configuration but for the name of the pool.
     ///
     /// # Errors
-    /// [`Snapshot`](crate::ErrorKind::Snapshot) if the bytes are no snapshot, are damaged, are of another version, contradict
-    /// themselves, or exceed a limit.
+    /// - [`Snapshot`](crate::ErrorKind::Snapshot) if the bytes are no snapshot, are damaged, are of another version, contradict
+    ///   themselves, exceed a limit, or speak of another pool than the one that is kept.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the name of the pool has not 1 to 64 bytes.
     ///
     /// # Complexity
     /// O(bytes · log bytes).
     ///
     /// # Examples
     /// ```
-    /// use kvtrie_core::{ErrorKind, RadixIndex};
-    /// let error = RadixIndex::restore(b"something else").unwrap_err();
+    /// use kvtrie_core::{ErrorKind, RadixIndex, RestoredPool};
+    /// let error = RadixIndex::restore(b"something else", RestoredPool::Kept(b"pool")).unwrap_err();
     /// assert_eq!(error.kind(), ErrorKind::Snapshot);
     /// ```
-    pub fn restore(bytes: &[u8]) -> Result<Self> {
-        Self::restore_within(bytes, RestoreLimits::default())
+    pub fn restore(bytes: &[u8], pool: RestoredPool<'_>) -> Result<Self> {
+        Self::restore_within(bytes, pool, RestoreLimits::default())
     }
 
     /// As [`restore`](Self::restore), within these limits.
@@ -148,46 +163,93 @@ impl RadixIndex {
     ///
     /// # Complexity
     /// O(bytes · log bytes).
-    pub fn restore_within(bytes: &[u8], limits: RestoreLimits) -> Result<Self> {
-        let mut header = Reader::new(bytes, WHOLE);
-        let magic = header.raw(MAGIC.len().min(bytes.len()))?;
-        if magic != MAGIC {
-            return Err(Error::snapshot("these bytes are no snapshot of an index"));
+    pub fn restore_within(
+        bytes: &[u8],
+        pool: RestoredPool<'_>,
+        limits: RestoreLimits,
+    ) -> Result<Self> {
+        let (RestoredPool::Kept(pool_id) | RestoredPool::Lost(pool_id)) = pool;
+        check_pool_id(pool_id, "RadixIndex.restore")?;
+        let (config, contents) = read(bytes, limits)?;
+        if let RestoredPool::Kept(id) = pool
+            && config.pool_id != id
+        {
+            return Err(Error::snapshot(format_args!(
+                "the snapshot speaks of the pool {}, not of {}; its block ids mean nothing there",
+                Hex(&config.pool_id),
+                Hex(id)
+            )));
         }
-        let version = header.u32()?;
-        header.must(version == VERSION, || {
-            format!("version {version}; this build reads version {VERSION}")
-        })?;
-        let (sum, length) = (header.u32()?, header.u64()?);
-        header.must(length == bytes.len() as u64, || {
-            format!("{length} bytes announced, {} there", bytes.len())
-        })?;
-        header.must(sum == checksum(bytes), || "the checksum does not fit")?;
-
-        let mut rest = Reader::new(&bytes[HEADER..], WHOLE);
-        let mut contents = Vec::with_capacity(SECTIONS.len());
-        for section in &SECTIONS {
-            let name = rest.raw(section.name.len())?;
-            rest.must(name == section.name.as_bytes(), || {
-                format!("section {} is missing", section.name)
-            })?;
-            let length = rest.count(1)?;
-            contents.push(Reader::new(rest.raw(length)?, section.name));
-        }
-        rest.finish()?;
-
-        let mut contents = contents.into_iter();
-        let mut config = contents
-            .next()
-            .ok_or_else(|| rest.wrong("there is no section"))?;
-        let mut index = sections::read_config(&mut config, limits)?;
-        config.finish()?;
+        let mut index = sections::begin(config)?;
         for (section, mut content) in SECTIONS[1..].iter().zip(contents) {
             (section.read)(&mut index, &mut content)?;
             content.finish()?;
         }
         index.check().map_err(Error::snapshot)?;
-        Ok(index)
+        match pool {
+            RestoredPool::Kept(_) => Ok(index),
+            RestoredPool::Lost(new) => Self::new(Config {
+                pool_id: new.to_vec(),
+                ..index.config
+            }),
+        }
+    }
+
+    /// The name of the pool that a snapshot speaks of, for those who have several, and for tools that look at a snapshot without
+    /// any KV.
+    ///
+    /// # Errors
+    /// [`Snapshot`](crate::ErrorKind::Snapshot) if the bytes are no snapshot, are damaged, or are of another version.
+    ///
+    /// # Complexity
+    /// O(bytes), for their checksum.
+    pub fn pool_of_snapshot(bytes: &[u8]) -> Result<Vec<u8>> {
+        let limits = RestoreLimits {
+            num_blocks: BlockId::MAX_BLOCKS,
+        };
+        Ok(read(bytes, limits)?.0.pool_id)
+    }
+}
+
+/// The configuration, and what the sections behind it hold.
+fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(Config, Vec<Reader<'_>>)> {
+    let mut header = Reader::new(bytes, WHOLE);
+    let magic = header.raw(MAGIC.len().min(bytes.len()))?;
+    if magic != MAGIC {
+        return Err(Error::snapshot("these bytes are no snapshot of an index"));
+    }
+    let version = header.u32()?;
+    header.must(version == VERSION, || {
+        format!("version {version}; this build reads version {VERSION}")
+    })?;
+    let (sum, length) = (header.u32()?, header.u64()?);
+    header.must(length == bytes.len() as u64, || {
+        format!("{length} bytes announced, {} there", bytes.len())
+    })?;
+    header.must(sum == checksum(bytes), || "the checksum does not fit")?;
+
+    let mut rest = Reader::new(&bytes[HEADER..], WHOLE);
+    let mut contents = Vec::with_capacity(SECTIONS.len());
+    for section in &SECTIONS {
+        let name = rest.raw(section.name.len())?;
+        rest.must(name == section.name.as_bytes(), || {
+            format!("section {} is missing", section.name)
+        })?;
+        let length = rest.count(1)?;
+        contents.push(Reader::new(rest.raw(length)?, section.name));
+    }
+    rest.finish()?;
+
+    let mut config = contents.remove(0);
+    Ok((sections::read_config(&mut config, limits)?, contents))
+}
+
+/// Bytes as hexadecimal digits.
+struct Hex<'a>(&'a [u8]);
+
+impl fmt::Display for Hex<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
     }
 }
 

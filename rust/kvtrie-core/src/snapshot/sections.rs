@@ -16,7 +16,7 @@ use crate::gone::{MOST, Note};
 use crate::hash::EdgeHasher;
 use crate::ids::{NO_NODE, NodeHandle};
 use crate::span::{Kinds, MAX_KINDS};
-use crate::tree::{Config, RadixIndex, Work};
+use crate::tree::{Config, RadixIndex, Work, check_pool_id};
 use crate::windows::Windows;
 
 /// A section: its name, and how it is written and read.
@@ -27,7 +27,7 @@ pub(super) struct Section {
 }
 
 /// All sections in their order. The first makes the index that the others are read into.
-pub(super) const SECTIONS: [Section; 7] = [
+pub(super) const SECTIONS: [Section; 8] = [
     Section {
         name: "CONF",
         write: write_config,
@@ -54,6 +54,11 @@ pub(super) const SECTIONS: [Section; 7] = [
         read: read_waiting,
     },
     Section {
+        name: "QUAR",
+        write: write_quarantined,
+        read: read_quarantined,
+    },
+    Section {
         name: "WIND",
         write: write_windows,
         read: read_windows,
@@ -77,10 +82,12 @@ fn write_config(index: &RadixIndex, out: &mut Writer) {
     out.u8(config.moved_runs.into());
     out.len(config.min_run);
     out.len(config.max_candidates);
+    out.len(config.pool_id.len());
+    out.raw(&config.pool_id);
 }
 
-/// The empty index of a configuration.
-pub(super) fn read_config(from: &mut Reader<'_>, limits: RestoreLimits) -> Result<RadixIndex> {
+/// The configuration.
+pub(super) fn read_config(from: &mut Reader<'_>, limits: RestoreLimits) -> Result<Config> {
     let num_blocks = from.u64()?;
     from.must(num_blocks <= limits.num_blocks, || {
         format!(
@@ -96,7 +103,18 @@ pub(super) fn read_config(from: &mut Reader<'_>, limits: RestoreLimits) -> Resul
         moved_runs: flag(from)?,
         min_run: from.size()?,
         max_candidates: from.size()?,
+        pool_id: {
+            let len = from.count(1)?;
+            from.raw(len)?.to_vec()
+        },
     };
+    check_pool_id(&config.pool_id, "CONF").map_err(|error| from.wrong(error))?;
+    from.finish()?;
+    Ok(config)
+}
+
+/// The empty index of a configuration.
+pub(super) fn begin(config: Config) -> Result<RadixIndex> {
     let hash_bits = config.hash_bits;
     let mut index = RadixIndex::new(config).map_err(Error::snapshot)?;
     // Who wrote the bytes knows the seed, and can choose tokens by it. Where results do not depend on a seed, another one is
@@ -180,6 +198,21 @@ fn read_waiting(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
         new_id(index, from, id)?;
         index.blocks.set_waiting(id);
         index.waiting.push_back(id);
+    }
+    Ok(())
+}
+
+fn write_quarantined(index: &RadixIndex, out: &mut Writer) {
+    let all: Vec<u32> = index.quarantined().map(|id| id.0).collect();
+    out.len(all.len());
+    out.u32s(&all);
+}
+
+fn read_quarantined(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
+    let count = from.count(4)?;
+    for id in from.u32s(count)? {
+        new_id(index, from, id)?;
+        index.put_in_quarantine(id);
     }
     Ok(())
 }

@@ -13,6 +13,9 @@ use crate::tokens::{Item, TokenSequence};
 use crate::tree::{Config, Imported, InsertOptions, LookupOptions, Source};
 use crate::{ErrorKind, blocks::Place};
 
+/// The pool that `Config::seeded` names, still there.
+const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
+
 fn sequence(salt: &str, tokens: &[u32], items: Vec<Item>) -> TokenSequence {
     let salt = Salt::Tenant(salt.into());
     let namespace = Namespace::new("m", "bfloat16", "default", Some("a".into()), salt).unwrap();
@@ -33,7 +36,7 @@ fn full() -> RadixIndex {
         seed: 7,
         moved_runs: true,
         min_run: 8,
-        ..Config::default()
+        ..Config::seeded(0)
     })
     .unwrap();
     let computed = Source::Computed;
@@ -84,9 +87,10 @@ fn full() -> RadixIndex {
         .unwrap();
     index.discard(&[BlockId(1), BlockId(0)]).unwrap();
     index.evict(2);
+    assert_eq!(index.quarantine(&[BlockId(2), BlockId(62)]).unwrap(), 2);
     drop(held);
     let stats = index.stats();
-    assert!(stats.holes > 0 && stats.condemned == 2 && stats.approximate > 0 && stats.windows > 0);
+    assert!(stats.holes > 0 && stats.condemned == 3 && stats.approximate > 0 && stats.windows > 0);
     assert!(stats.dead > 1, "{stats:?}");
     assert_eq!((stats.waiting, stats.namespaces), (0, 2));
     index.check().unwrap();
@@ -95,7 +99,7 @@ fn full() -> RadixIndex {
 
 /// The error of bytes that must not be restored.
 fn refused(bytes: &[u8]) -> String {
-    let error = RadixIndex::restore(bytes).unwrap_err();
+    let error = RadixIndex::restore(bytes, POOL).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Snapshot, "{error}");
     assert!(error.to_string().starts_with("RadixIndex.restore: "));
     error.to_string()
@@ -112,14 +116,14 @@ fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
 
 /// What somebody else sealed is refused, or is an index in order that is the same again.
 fn check_foreign(bytes: &[u8]) -> bool {
-    match RadixIndex::restore(bytes) {
+    match RadixIndex::restore(bytes, POOL) {
         Err(error) => {
             assert_eq!(error.kind(), ErrorKind::Snapshot);
             false
         }
         Ok(mut index) => {
             index.check().unwrap();
-            let again = RadixIndex::restore(&index.snapshot()).unwrap();
+            let again = RadixIndex::restore(&index.snapshot(), POOL).unwrap();
             assert_eq!(again.digest(), index.digest());
             index.evict(usize::MAX);
             index.check().unwrap();
@@ -133,7 +137,7 @@ fn check_foreign(bytes: &[u8]) -> bool {
 fn everything_but_plans_comes_back() {
     let index = full();
     let bytes = index.snapshot();
-    let again = RadixIndex::restore(&bytes).unwrap();
+    let again = RadixIndex::restore(&bytes, POOL).unwrap();
     assert_eq!(again.config(), index.config());
     assert_eq!(again.kinds(), index.kinds());
     assert_eq!(again.waiting.iter().copied().collect::<Vec<u32>>(), [0, 1]);
@@ -173,12 +177,15 @@ fn everything_but_plans_comes_back() {
                     && old.last_use(depth) == new.last_use(at)
             }
             (Place::Condemned, found) => found == Place::Waiting,
+            (Place::CondemnedForGood, found) => found == Place::Quarantined,
             (expected, found) => expected == found,
         };
         assert!(same, "block {id}: {place:?}");
     }
     assert_eq!(
-        RadixIndex::restore(&again.snapshot()).unwrap().snapshot(),
+        RadixIndex::restore(&again.snapshot(), POOL)
+            .unwrap()
+            .snapshot(),
         again.snapshot()
     );
 }
@@ -186,7 +193,7 @@ fn everything_but_plans_comes_back() {
 #[test]
 fn the_next_namespace_takes_the_place_that_it_would_have_taken() {
     let mut index = full();
-    let mut again = RadixIndex::restore(&index.snapshot()).unwrap();
+    let mut again = RadixIndex::restore(&index.snapshot(), POOL).unwrap();
     for index in [&mut index, &mut again] {
         let mut new = sequence("w", &[9, 9], Vec::new());
         add(index, &mut new, &[60], Source::Computed);
@@ -319,6 +326,15 @@ fn contradictions_are_refused() {
     told(
         "the limit of this call",
         &spoilt(|index| index.config.num_blocks = 1 << 25),
+    );
+    told("pool_id", &spoilt(|index| index.config.pool_id.clear()));
+    told(
+        "pool_id",
+        &spoilt(|index| index.config.pool_id = vec![0; 65]),
+    );
+    told(
+        "block 62 comes twice",
+        &spoilt(|index| index.waiting.push_back(62)),
     );
     told("min_run", &spoilt(|index| index.config.min_run = 7));
     told("hash_bits", &spoilt(|index| index.config.hash_bits = 65));
@@ -479,8 +495,8 @@ fn sections_are_refused_in_another_order_or_number() {
 #[test]
 fn another_version_is_named() {
     let mut bytes = full().snapshot();
-    bytes[8] = 2;
-    assert!(refused(&sealed(bytes)).contains("version 2; this build reads version 1"));
+    bytes[8] = 1;
+    assert!(refused(&sealed(bytes)).contains("version 1; this build reads version 2"));
     assert!(refused(b"KVTRIE").contains("no snapshot") || refused(b"").contains("bytes"));
 }
 
@@ -489,7 +505,7 @@ fn many_edges_under_short_hashes_are_refused() {
     let mut index = RadixIndex::new(Config {
         num_blocks: 1 << 15,
         block_size: 1,
-        ..Config::default()
+        ..Config::seeded(0)
     })
     .unwrap();
     for id in 0..20_000 {
@@ -505,14 +521,14 @@ fn many_edges_under_short_hashes_are_refused() {
 fn a_pool_is_as_large_as_the_limit_allows() {
     let config = Config {
         num_blocks: 1 << 31,
-        ..Config::default()
+        ..Config::seeded(0)
     };
     let bytes = RadixIndex::new(config).unwrap().snapshot();
     assert!(refused(&bytes).contains("the limit of this call is 16777216"));
     let limits = RestoreLimits {
         num_blocks: 1 << 31,
     };
-    let index = RadixIndex::restore_within(&bytes, limits).unwrap();
+    let index = RadixIndex::restore_within(&bytes, POOL, limits).unwrap();
     assert_eq!(index.config().num_blocks, 1 << 31);
 }
 
@@ -520,7 +536,7 @@ fn a_pool_is_as_large_as_the_limit_allows() {
 fn the_size_is_what_the_docs_say() {
     let mut index = RadixIndex::new(Config {
         num_blocks: 1 << 10,
-        ..Config::default()
+        ..Config::seeded(0)
     })
     .unwrap();
     let empty = index.snapshot().len();
@@ -531,4 +547,44 @@ fn the_size_is_what_the_docs_say() {
     let namespace = "m".len() + "bfloat16".len() + "default".len() + "a".len() + "x".len();
     let expected = 512 * 4 * 17 + 17 + 50 + namespace;
     assert_eq!(index.snapshot().len() - empty, expected);
+}
+
+#[test]
+fn a_snapshot_of_another_pool_is_refused_by_both_names() {
+    let index = RadixIndex::new(Config {
+        pool_id: vec![0xab, 1],
+        ..Config::seeded(7)
+    });
+    let bytes = index.unwrap().snapshot();
+    let error = RadixIndex::restore(&bytes, RestoredPool::Kept(&[0xcd])).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Snapshot);
+    told("pool ab01, not of cd", &error.to_string());
+    RadixIndex::restore(&bytes, RestoredPool::Kept(&[0xab, 1])).unwrap();
+    for id in [&[][..], &[0; 65]] {
+        let error = RadixIndex::restore(&bytes, RestoredPool::Kept(id)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        told(
+            &format!("pool_id has {} bytes; it must have 1 to 64", id.len()),
+            &error.to_string(),
+        );
+    }
+}
+
+#[test]
+fn a_lost_pool_gives_the_empty_index_of_the_configuration() {
+    let index = full();
+    let empty = RadixIndex::restore(&index.snapshot(), RestoredPool::Lost(b"new")).unwrap();
+    let config = Config {
+        pool_id: b"new".to_vec(),
+        ..index.config().clone()
+    };
+    assert_eq!(empty.config(), &config);
+    let fresh = RadixIndex::new(config).unwrap();
+    assert_eq!(empty.digest(), fresh.digest());
+    assert_eq!(empty.snapshot(), fresh.snapshot());
+    // Its bytes are checked all the same.
+    let mut damaged = index.snapshot();
+    *damaged.last_mut().unwrap() ^= 1;
+    let error = RadixIndex::restore(&damaged, RestoredPool::Lost(b"new")).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Snapshot);
 }

@@ -35,7 +35,7 @@ impl RadixIndex {
     /// # use std::sync::Arc;
     /// # use kvtrie_core::*;
     /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
-    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::default() })?;
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
     /// let mut seq = TokenSequence::new(ns, (0..8).collect(), vec![])?;
     /// let ids: Vec<BlockId> = (0..4).map(BlockId).collect();
     /// index.insert(&mut seq, &ids, InsertOptions::new(8, Source::Computed))?;

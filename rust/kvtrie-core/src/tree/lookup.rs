@@ -85,7 +85,7 @@ impl RadixIndex {
     /// # use std::sync::Arc;
     /// # use kvtrie_core::*;
     /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
-    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::default() })?;
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
     /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5], vec![])?;
     /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
     /// let mut ids = Vec::new();
@@ -120,7 +120,7 @@ impl RadixIndex {
     /// # use std::sync::Arc;
     /// # use kvtrie_core::*;
     /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
-    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::default() })?;
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
     /// let mut seq = TokenSequence::new(Arc::clone(&ns), vec![1, 2, 3, 4], vec![])?;
     /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
     /// let mut same = TokenSequence::new(ns, vec![1, 2, 3, 4], vec![])?;

@@ -6,6 +6,7 @@ mod edges;
 mod insert;
 mod lookup;
 mod pins;
+mod quarantine;
 mod recency;
 mod remove;
 mod spans;
@@ -13,6 +14,7 @@ mod tags;
 mod walk;
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -45,14 +47,15 @@ pub(crate) use pins::{SourceRun, Sources};
 pub use spans::Removed;
 pub(crate) use walk::{Position, Walked, Work};
 
-/// What an index is made for.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// What an index is made for. [`Config::seeded`] has the defaults.
+#[derive(Clone, PartialEq, Eq)]
 pub struct Config {
     /// Blocks in the engine's pool, 1 to 2³¹; ids lie in `0..num_blocks`.
     pub num_blocks: u64,
     /// Token slots in a block, 1 to 4,096.
     pub block_size: usize,
-    /// Seeds every internal hash. With several tenants: a secret, the same on all ranks.
+    /// Seeds every internal hash. A secret where prompts come from people that are not trusted; the same on all replicas that
+    /// must agree.
     pub seed: u64,
     /// Bits kept of every internal hash, 0 to 64. A testing aid: results do not depend on it.
     pub hash_bits: u32,
@@ -62,23 +65,44 @@ pub struct Config {
     pub min_run: usize,
     /// Places at which a window of a prompt is tried, at least 1: the most recent ones, where it has more.
     pub max_candidates: usize,
+    /// Names the pool whose blocks the index knows, 1 to 64 bytes: a snapshot is restored beside that pool alone.
+    pub pool_id: Vec<u8>,
 }
 
-impl Default for Config {
-    fn default() -> Self {
-        Self {
-            num_blocks: 1 << 16,
-            block_size: 16,
-            seed: 0,
-            hash_bits: 64,
-            moved_runs: false,
-            min_run: 16,
-            max_candidates: 64,
-        }
+/// Without the seed, which is a secret.
+impl fmt::Debug for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Config")
+            .field("num_blocks", &self.num_blocks)
+            .field("block_size", &self.block_size)
+            .field("hash_bits", &self.hash_bits)
+            .field("moved_runs", &self.moved_runs)
+            .field("min_run", &self.min_run)
+            .field("max_candidates", &self.max_candidates)
+            .field("pool_id", &self.pool_id)
+            .finish_non_exhaustive()
     }
 }
 
 impl Config {
+    /// 65,536 blocks of 16 tokens without moved runs, for a pool named by 16 zeroes. There is no default seed: the core draws
+    /// no random numbers, and a seed that everybody knows protects nobody.
+    #[must_use]
+    pub fn seeded(seed: u64) -> Self {
+        Self {
+            num_blocks: 1 << 16,
+            block_size: 16,
+            seed,
+            hash_bits: 64,
+            moved_runs: false,
+            min_run: 16,
+            max_candidates: 64,
+            pool_id: vec![0; 16],
+        }
+    }
+
+    /// The longest name of a pool, in bytes.
+    pub const MAX_POOL_ID: usize = 64;
     /// The largest block, in token slots.
     pub const MAX_BLOCK_SIZE: usize = 4096;
     /// The shortest run that can be looked for, in tokens.
@@ -100,7 +124,6 @@ pub(crate) struct Tree {
 /// A forest of radix trees, one a namespace, that maps token runs to block ids.
 ///
 /// See the [crate's documentation](crate) for what it promises and what its calls cost.
-#[derive(Debug)]
 pub struct RadixIndex {
     /// Tells plans and cursors of different indexes apart.
     pub(crate) uid: u64,
@@ -137,6 +160,7 @@ pub struct RadixIndex {
     pub(crate) last_version: u64,
     pub(crate) num_indexed: u64,
     pub(crate) num_condemned: u64,
+    pub(crate) num_quarantined: u64,
     /// Indexed blocks that are pinned or lie above a pinned one.
     pub(crate) num_protected: u64,
     pub(crate) num_approximate: u64,
@@ -148,6 +172,28 @@ pub struct RadixIndex {
     pub(crate) last_mark: u64,
     pub(crate) unknown_discards: u64,
     pub(crate) work: Work,
+}
+
+/// Without the prompts and the seed.
+impl fmt::Debug for RadixIndex {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RadixIndex")
+            .field("config", &self.config)
+            .field("num_indexed", &self.num_indexed)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Checks that a name of a pool has 1 to 64 bytes.
+pub(crate) fn check_pool_id(id: &[u8], call: &str) -> Result<()> {
+    if id.is_empty() || id.len() > Config::MAX_POOL_ID {
+        return Err(Error::invalid(format!(
+            "{call}: pool_id has {} bytes; it must have 1 to {}",
+            id.len(),
+            Config::MAX_POOL_ID
+        )));
+    }
+    Ok(())
 }
 
 impl RadixIndex {
@@ -189,6 +235,7 @@ impl RadixIndex {
                 "RadixIndex: max_candidates is 0; it must be at least 1",
             ));
         }
+        check_pool_id(&config.pool_id, "RadixIndex")?;
         let windows = config.moved_runs.then(|| {
             let (blocks, size) = (config.num_blocks, config.block_size);
             Windows::new(blocks, size, config.min_run, config.seed, config.hash_bits)
@@ -217,6 +264,7 @@ impl RadixIndex {
             last_version: 0,
             num_indexed: 0,
             num_condemned: 0,
+            num_quarantined: 0,
             num_protected: 0,
             num_approximate: 0,
             num_holes: 0,

@@ -702,7 +702,8 @@ impl RadixIndex {
         self.unkeep(ended.kept());
     }
 
-    /// Ends one pin each of blocks that have left; those that nobody else pins wait, ascending, for `take_freed` and `evict`.
+    /// Ends one pin each of blocks that have left; those that nobody else pins wait, ascending, for `take_freed` and `evict`, or
+    /// go to quarantine.
     fn unkeep(&mut self, kept: impl IntoIterator<Item = u32>) {
         let mut released = Vec::new();
         for id in kept {
@@ -710,9 +711,13 @@ impl RadixIndex {
                 *count -= 1;
                 if *count == 0 {
                     self.pins.remove(&id);
-                    self.blocks.set_waiting(id);
                     self.num_condemned -= 1;
-                    released.push(id);
+                    if self.blocks.place(id) == Place::CondemnedForGood {
+                        self.put_in_quarantine(id);
+                    } else {
+                        self.blocks.set_waiting(id);
+                        released.push(id);
+                    }
                 }
             }
         }

@@ -65,15 +65,9 @@ impl RadixIndex {
                 unknown.push(id);
                 continue;
             };
-            let edge = &self.nodes[node];
-            if edge.has_children() || depth + 1 < edge.end() {
-                self.renew_version(node);
-            }
-            let (_, condemned) = self.take_out(node, depth);
-            if !condemned {
+            if !self.remove_block(node, depth) {
                 freed.push(id);
             }
-            self.settle(node);
         }
         self.blocks.clear_seen(ids.iter().map(|id| id.0));
         self.unknown_discards += unknown.len() as u64;
@@ -82,7 +76,7 @@ impl RadixIndex {
     }
 
     /// Those of these ids that somebody may pin.
-    fn pinned_of(&self, ids: &[BlockId]) -> Leaving {
+    pub(super) fn pinned_of(&self, ids: &[BlockId]) -> Leaving {
         let place = |id: &BlockId| match self.blocks.place(id.0) {
             Place::Indexed { node, depth } if self.may_be_pinned(node, depth) => {
                 Some((node, depth))
@@ -115,6 +109,17 @@ impl RadixIndex {
         }
     }
 
+    /// Takes one block out of the index that was cut out of what pins it; returns whether it is condemned.
+    pub(super) fn remove_block(&mut self, node: NodeIndex, depth: Depth) -> bool {
+        let edge = &self.nodes[node];
+        if edge.has_children() || depth + 1 < edge.end() {
+            self.renew_version(node);
+        }
+        let (_, condemned) = self.take_out(node, depth);
+        self.settle(node);
+        condemned
+    }
+
     /// Hands out at most `n` blocks: those that wait for [`take_freed`](Self::take_freed) first, then those that
     /// [`mark_dead`](Self::mark_dead) marked, then unpinned blocks with no present block below, by (last use, deepest, lowest
     /// id).
@@ -127,7 +132,7 @@ impl RadixIndex {
     /// # use std::sync::Arc;
     /// # use kvtrie_core::*;
     /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
-    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::default() })?;
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
     /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4], vec![])?;
     /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
     /// assert_eq!(index.evict(1), [BlockId(0)]);

@@ -141,7 +141,7 @@ impl World {
             block_size: SIZE,
             moved_runs: true,
             min_run: 8,
-            ..Config::default()
+            ..Config::seeded(0)
         };
         Self {
             index: RadixIndex::new(config).unwrap(),

@@ -18,13 +18,16 @@ use std::sync::Arc;
 use items::{codes, pieces, spell};
 use kvtrie_core::{
     BlockId, Class, Config, Effort, ExplainOptions, Imported, InsertOptions, LookupOptions, Match,
-    Namespace, PlanOptions, RadixIndex, Reason, ReusePlan, ReusePolicy, Salt, Source, Span,
-    TokenSequence,
+    Namespace, PlanOptions, RadixIndex, Reason, RestoredPool, ReusePlan, ReusePolicy, Salt, Source,
+    Span, TokenSequence,
 };
 use naive::{From, Lease, Naive};
 use plans::{Ask, Planned};
 use proptest::prelude::*;
 use spans::ranges;
+
+/// The pool that `Config::seeded` names, still there.
+const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
 
 const SEQUENCES: usize = 4;
 
@@ -84,6 +87,9 @@ enum Step {
         n: usize,
     },
     Discard {
+        ids: Vec<u32>,
+    },
+    Quarantine {
         ids: Vec<u32>,
     },
     MarkDead {
@@ -172,6 +178,7 @@ fn step(num_blocks: u32, letters: u32) -> impl Strategy<Value = Step> {
         3 => (seq.clone(), ranges(), any::<bool>())
             .prop_map(|(seq, ranges, force)| Step::RemoveSpans { seq, ranges, force }),
         3 => prop::collection::vec(0..num_blocks, 0..4).prop_map(|ids| Step::Discard { ids }),
+        1 => prop::collection::vec(0..num_blocks, 1..3).prop_map(|ids| Step::Quarantine { ids }),
         1 => prop_oneof![5 => Just(Step::TakeFreed), 1 => Just(Step::Reset), 3 => (0usize..2).prop_map(|namespace| Step::Drop { namespace })],
         2 => Just(Step::TakeFreed),
         1 => any::<bool>().prop_map(|while_pinned| Step::Restore { while_pinned }),
@@ -268,6 +275,7 @@ impl Pair {
             min_run: if num_blocks == 12 { 8 } else { 10 },
             // None is dropped.
             max_candidates: 1000,
+            pool_id: vec![0; 16],
         };
         let namespace = |salt: &str| {
             Arc::new(
@@ -403,6 +411,10 @@ impl Pair {
                     0,
                 );
                 prop_assert_eq!(raw(&freed.unwrap()), expected);
+            }
+            Step::Quarantine { ids: list } => {
+                let expected = self.model.quarantine(list) as u64;
+                prop_assert_eq!(self.index.quarantine(&ids(list)).unwrap(), expected);
             }
             Step::Drop { namespace } => {
                 let freed = self.index.drop_namespace(&self.namespaces[*namespace]);
@@ -562,7 +574,8 @@ impl Pair {
     fn restore(&mut self, while_pinned: bool) -> Result<(), TestCaseError> {
         let pinned = self.index.snapshot();
         let waiting = self.model.waiting.clone();
-        let condemned: Vec<u32> = self.model.condemned.iter().copied().collect();
+        let condemned = self.model.condemned.difference(&self.model.quarantined);
+        let condemned: Vec<u32> = condemned.copied().collect();
         while !self.plans.is_empty() {
             self.run(&Step::Release { plan: 0 })?;
         }
@@ -572,8 +585,8 @@ impl Pair {
         } else {
             self.index.snapshot()
         };
-        let restored =
-            RadixIndex::restore(&bytes).map_err(|error| TestCaseError::fail(error.to_string()))?;
+        let restored = RadixIndex::restore(&bytes, POOL)
+            .map_err(|error| TestCaseError::fail(error.to_string()))?;
         if !while_pinned {
             prop_assert_eq!(restored.digest(), self.index.digest());
         }
@@ -636,6 +649,7 @@ impl Pair {
                         .model
                         .condemned
                         .first()
+                        .or_else(|| self.model.quarantined.first())
                         .copied()
                         .or_else(|| fresh.next()),
                     (2..160, Some(entry)) => Some(entry.id),
@@ -701,6 +715,11 @@ impl Pair {
         let condemned = self.model.condemned.len() + self.model.waiting.len();
         prop_assert_eq!(stats.condemned as usize, condemned);
         prop_assert_eq!(stats.waiting as usize, self.model.waiting.len());
+        let marked = raw(&self.index.quarantined().collect::<Vec<_>>());
+        prop_assert!(marked.iter().eq(&self.model.quarantined));
+        let on_the_way = self.model.condemned.intersection(&self.model.quarantined);
+        let there = marked.len() - on_the_way.count();
+        prop_assert_eq!(stats.quarantined as usize, there);
         prop_assert_eq!(stats.holes as usize, self.model.holes().len());
         prop_assert_eq!(stats.evictable as usize, self.model.num_evictable());
         prop_assert_eq!(stats.clock, self.model.clock);
@@ -921,6 +940,7 @@ proptest! {
     ) {
         run(block_size, num_blocks, hash_bits, &steps.into_iter().map(|step| match step {
             Step::Discard { ids } => Step::Discard { ids: ids.into_iter().map(|id| id % num_blocks).collect() },
+            Step::Quarantine { ids } => Step::Quarantine { ids: ids.into_iter().map(|id| id % num_blocks).collect() },
             other => other,
         }).collect::<Vec<_>>())?;
     }

@@ -57,6 +57,8 @@ pub(crate) struct Naive {
     pub(crate) leases: BTreeMap<usize, Lease>,
     pub(crate) condemned: BTreeSet<u32>,
     pub(crate) waiting: Vec<u32>,
+    /// Condemned ones among them.
+    pub(crate) quarantined: BTreeSet<u32>,
     pub(crate) clock: u64,
     /// Calls that marked something.
     pub(crate) marks: u64,
@@ -84,7 +86,10 @@ impl Naive {
     }
 
     pub(crate) fn is_held(&self, id: u32) -> bool {
-        self.place_of(id).is_none() && !self.condemned.contains(&id) && !self.waiting.contains(&id)
+        self.place_of(id).is_none()
+            && !self.condemned.contains(&id)
+            && !self.waiting.contains(&id)
+            && !self.quarantined.contains(&id)
     }
 
     pub(crate) fn is_below(above: &Prefix, below: &Prefix) -> bool {
@@ -324,7 +329,7 @@ impl Naive {
 
     fn wait_for(&mut self, unpinned: BTreeSet<u32>) {
         for id in unpinned {
-            if self.pins(id) == 0 && self.condemned.remove(&id) {
+            if self.pins(id) == 0 && self.condemned.remove(&id) && !self.quarantined.contains(&id) {
                 self.waiting.push(id);
             }
         }
@@ -380,6 +385,23 @@ impl Naive {
         }
         self.bound_holes();
         freed
+    }
+
+    /// R7. How many were not in quarantine, nor on the way there.
+    pub(crate) fn quarantine(&mut self, ids: &[u32]) -> usize {
+        let before = self.quarantined.len();
+        for &id in ids {
+            if let Some(prefix) = self.place_of(id).cloned() {
+                self.remove(&prefix);
+                if self.pins(id) > 0 {
+                    self.condemned.insert(id);
+                }
+            }
+            self.waiting.retain(|&known| known != id);
+            self.quarantined.insert(id);
+        }
+        self.bound_holes();
+        self.quarantined.len() - before
     }
 
     /// D10: whatever the call made of the holes.

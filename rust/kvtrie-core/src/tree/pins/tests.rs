@@ -303,7 +303,7 @@ proptest! {
 
     #[test]
     fn runs_of_sources_pin_exactly_their_blocks(steps in prop::collection::vec(step(), 1..80)) {
-        let config = Config { num_blocks: BLOCKS.into(), block_size: 1, ..Config::default() };
+        let config = Config { num_blocks: BLOCKS.into(), block_size: 1, ..Config::seeded(0) };
         let mut bench = Bench { index: RadixIndex::new(config).unwrap(), live: Vec::new() };
         for step in &steps {
             bench.run(step);
@@ -325,7 +325,7 @@ fn a_dead_block_above_a_pinned_source_may_go_and_no_other() {
     let config = Config {
         num_blocks: 40,
         block_size: 1,
-        ..Config::default()
+        ..Config::seeded(0)
     };
     let mut index = RadixIndex::new(config).unwrap();
     let mut seq = sequence(&[1, 2, 3, 4, 5, 6]);
