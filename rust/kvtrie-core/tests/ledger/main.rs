@@ -9,6 +9,7 @@
 )]
 
 mod naive;
+mod rules;
 
 use std::sync::Arc;
 
