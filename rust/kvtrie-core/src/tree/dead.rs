@@ -44,6 +44,7 @@ impl RadixIndex {
     /// ```
     pub fn mark_dead(&mut self, seq: &TokenSequence, ranges: &[(usize, usize)]) -> Result<u64> {
         let ranges = self.block_ranges(seq, ranges, "RadixIndex.mark_dead")?;
+        crate::failpoints::before("RadixIndex.mark_dead")?;
         let mut marked = 0;
         let mark = self.last_mark + 1;
         for (node, parts) in self.parts_inside(seq, &ranges, false) {
@@ -64,6 +65,7 @@ impl RadixIndex {
                 let tree = edge.tree;
                 self.trees[tree].num_dead += new;
                 marked += new;
+                crate::failpoints::within("mark_dead: marks that are not counted");
                 self.requeue_dead(node);
             }
         }

@@ -104,6 +104,7 @@ impl RadixIndex {
         let first = options.start / block_size;
         let need = (options.num_computed / block_size).saturating_sub(first);
         let lease = self.check_insert(seq, ids, &options, need)?;
+        crate::failpoints::before("RadixIndex.insert")?;
         let (path, work) =
             self.path_of(seq, depth((first + ids.len()).min(seq.len() / block_size)));
         let mut existing = Vec::new();
@@ -159,6 +160,7 @@ impl RadixIndex {
                 reached
             };
             done.num_exact = exact as usize * block_size;
+            crate::failpoints::within("insert: blocks were taken");
             if let Some(end) = end {
                 self.stamp(end, stamp);
                 if end.depth as usize >= first {
@@ -178,6 +180,7 @@ impl RadixIndex {
             .copied()
             .filter(|id| self.blocks.place(id.0) == Place::Unknown)
             .collect();
+        crate::failpoints::within("insert: before the tags");
         self.add_tags(seq, options.spans);
         Ok(done)
     }
@@ -386,6 +389,7 @@ impl RadixIndex {
         if reached < self.nodes[at.node].end() {
             at.node = self.split(at.node, reached);
         }
+        crate::failpoints::within("insert: the path is ready");
         let edge = &self.nodes[at.node];
         let grows = edge.run.can_grow(new.len(), self.block_size());
         let new = NewBlocks {
@@ -433,6 +437,7 @@ impl RadixIndex {
         }
         let tags = self.tags_of_block(node, place);
         let (old, condemned) = self.leave(node, place);
+        crate::failpoints::within("insert: a block was replaced");
         if !condemned {
             done.freed.push(BlockId(old));
         }
@@ -445,6 +450,7 @@ impl RadixIndex {
     /// Puts a block into a hole.
     fn fill(&mut self, node: u32, place: Depth, new: Payload) {
         self.put(node, place, new);
+        crate::failpoints::within("insert: a hole was filled");
         self.num_holes -= 1;
         self.num_approximate += u64::from(!new.label.is_exact());
         self.num_indexed += 1;

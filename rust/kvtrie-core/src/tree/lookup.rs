@@ -120,11 +120,13 @@ impl RadixIndex {
         out: &mut Vec<BlockId>,
     ) -> Result<Option<Match>> {
         self.check_start(options.start, seq.len(), "RadixIndex.lookup")?;
+        crate::failpoints::before("RadixIndex.lookup")?;
         let Some(found) = self.exact_prefix(seq, options.keep_last, effort) else {
             return Ok(None);
         };
         if options.touch {
             let stamp = self.tick();
+            crate::failpoints::within("lookup: a tick without a use");
             self.stamp(found, stamp);
         }
         out.clear();

@@ -567,6 +567,7 @@ impl RadixIndex {
             let last = self.nodes[run.node].id(run.to - 1, block_size);
             let from = run.from;
             self.leases[lease].sources.push(Stretch { last, from });
+            crate::failpoints::within("a source that is not pinned");
             self.add_source(run.node, run.from, run.to);
         }
     }
@@ -592,6 +593,7 @@ impl RadixIndex {
         let held = &mut self.leases[lease];
         let sources = std::mem::take(&mut held.sources);
         let kept = held.take_kept_sources();
+        crate::failpoints::within("sources that stay pinned");
         // Those of a node are taken away from their end, as they were added to it.
         for stretch in sources.into_iter().rev() {
             self.unpin_stretch(stretch);
@@ -604,6 +606,7 @@ impl RadixIndex {
         let Some(ended) = self.leases.remove(lease) else {
             return;
         };
+        crate::failpoints::within("pins without a lease");
         // First, as long as the path protects most that is above them.
         for &stretch in ended.sources.iter().rev() {
             self.unpin_stretch(stretch);

@@ -27,6 +27,7 @@ impl RadixIndex {
     /// pass over the nodes.
     pub fn discard(&mut self, ids: &[BlockId]) -> Result<Vec<BlockId>> {
         self.check_ids(ids, "RadixIndex.discard")?;
+        crate::failpoints::before("RadixIndex.discard")?;
         let mut unknown = Vec::new();
         let mut freed = Vec::new();
         for &id in ids {
@@ -44,6 +45,7 @@ impl RadixIndex {
                 self.renew_version(node);
             }
             let (_, condemned) = self.leave(node, depth);
+            crate::failpoints::within("discard: a block left");
             if !condemned {
                 freed.push(id);
             }
@@ -80,6 +82,7 @@ impl RadixIndex {
             let Some(id) = self.waiting.pop_front() else {
                 break;
             };
+            crate::failpoints::within("evict: a block no longer waits");
             self.blocks.set_unknown(id);
             out.push(BlockId(id));
         }
@@ -89,6 +92,7 @@ impl RadixIndex {
                 break;
             };
             self.evict_dead(run, n, &mut out);
+            crate::failpoints::within("evict: dead blocks left");
             any_dead = true;
         }
         while out.len() < n {
@@ -96,6 +100,7 @@ impl RadixIndex {
                 break;
             };
             self.evict_from(leaf, n, &mut out);
+            crate::failpoints::within("evict: blocks left");
         }
         if any_dead {
             self.bound_holes();
@@ -143,6 +148,7 @@ impl RadixIndex {
     /// Hands out the condemned blocks whose last pin ended, oldest release first, ascending within one release.
     pub fn take_freed(&mut self) -> Vec<BlockId> {
         let taken: Vec<u32> = self.waiting.drain(..).collect();
+        crate::failpoints::within("take_freed: none waits");
         for &id in &taken {
             self.blocks.set_unknown(id);
         }
@@ -213,6 +219,7 @@ impl RadixIndex {
             open.extend(children);
             self.anchors.remove(&at);
             self.sources.remove(&at);
+            crate::failpoints::within("a tree of which edges are gone");
             let node = self.nodes.remove(at);
             self.num_holes -= u64::from(node.num_holes());
             self.num_approximate -= u64::from(node.num_approximate());
@@ -267,6 +274,7 @@ impl RadixIndex {
             self.num_condemned += u64::from(condemned);
             tell(id, condemned);
         }
+        crate::failpoints::within("blocks that left and have no hole");
         let protected = self.protected_end(node).min(to).saturating_sub(from);
         let edge = &self.nodes[node];
         let approximate = edge.num_approximate();
@@ -371,6 +379,7 @@ impl RadixIndex {
                 break;
             };
             let (id, _) = self.leave(node, self.nodes[node].end() - 1);
+            crate::failpoints::within("too many holes");
             freed.push(id);
             // The edge that is left may end in the next candidate.
             if let Some(next) = self.settle(node)

@@ -68,6 +68,7 @@ impl RadixIndex {
         force: bool,
     ) -> Result<Removed> {
         let ranges = self.block_ranges(seq, ranges, "RadixIndex.remove_spans")?;
+        crate::failpoints::before("RadixIndex.remove_spans")?;
         let block_size = self.block_size();
         let (mut removed, mut gone) = (Removed::default(), Vec::new());
         for (node, parts) in self.parts_inside(seq, &ranges, true) {
@@ -92,6 +93,7 @@ impl RadixIndex {
                 self.renew_version(last.0);
             }
             self.remove_parts(&gone, (from, to), &mut removed);
+            crate::failpoints::within("remove_spans: blocks left");
             self.bound_holes();
         }
         Ok(removed)

@@ -20,6 +20,7 @@ impl RadixIndex {
     /// O(blocks of the path, and tokens that the sequence was not known to share) plus, per edge, its tags.
     pub fn tag(&mut self, seq: &TokenSequence, spans: &[Span]) -> Result<()> {
         self.kinds.check(spans, seq.len(), "RadixIndex.tag")?;
+        crate::failpoints::before("RadixIndex.tag")?;
         self.add_tags(seq, spans);
         Ok(())
     }
@@ -68,6 +69,7 @@ impl RadixIndex {
             .filter(|span| span.start < span.end)
             .map(|span| (span.start, span.end, self.kinds.intern(&span.kind)))
             .collect();
+        crate::failpoints::within("kinds without tags");
         let Some(end) = self.whole_path(seq).filter(|_| !masks.is_empty()) else {
             return;
         };

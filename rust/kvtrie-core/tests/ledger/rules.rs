@@ -209,3 +209,28 @@ fn a_finish_offers_what_is_final_and_computed_alone() {
     assert_eq!((done.blocks, done.num_exact), (ids(0..2), 8));
     assert_eq!(done.surplus, ids(2..4));
 }
+
+#[test]
+fn a_pin_that_its_holder_released_does_not_stop_a_commit_half_way() {
+    let mut index = RadixIndex::new(Config {
+        num_blocks: 16,
+        block_size: SIZE,
+        ..Config::default()
+    })
+    .unwrap();
+    let (mut ledger, mut seq, id) = begun(4);
+    ledger.commit(id, &mut seq, &mut index).unwrap();
+    let pin = Arc::clone(&ledger.pins(id).unwrap()[0]);
+    index.release(&pin).unwrap();
+    ledger.schedule(id, 4, 0).unwrap();
+    ledger.append(id, &mut seq, &[50, 51, 52, 53]).unwrap();
+    ledger.confirm(id, 8).unwrap();
+    let done = ledger.commit(id, &mut seq, &mut index).unwrap();
+    assert_eq!(done.blocks, ids(1..2));
+    assert_eq!(ledger.num_committed(id), Ok(8));
+    // One plan holds what is committed, and nothing else does.
+    assert_eq!(ledger.pins(id).unwrap().len(), 1);
+    assert_eq!((index.stats().live_plans, index.stats().pinned), (1, 2));
+    ledger.finish(id, &mut seq, &mut index).unwrap();
+    assert_eq!(index.stats().live_plans, 0);
+}
