@@ -82,7 +82,27 @@ test: setup ## all tests: Rust, doctests, Python, the examples of the docs
 	$(CARGO) test --quiet --profile release-checked
 	$(CARGO) test --quiet --release --manifest-path fuzz/Cargo.toml
 	$(PY) -m pytest
+	$(MAKE) --no-print-directory test-failpoints
 	KVTRIE_BENCH_SCALE=quick $(PY) -m pytest benches/python --benchmark-disable --quiet
+
+# Calls that fail where a test says, in builds of their own: the feature is in no release.
+FAILPOINTS := target/failpoints
+FAILPOINT_TESTS := --features failpoints --test model --test ledger failures
+
+$(FAILPOINTS)/.built: $(VENV)/.packages pyproject.toml $(RUST_MANIFESTS) $(RUST_SOURCES) $(PYTHON_SOURCES)
+	@rm -rf $(@D)
+	@$(PY) -m maturin build --profile release-checked --features failpoints --quiet --out $(@D)/wheel
+	@$(UV) pip install --quiet --python $(PY) --no-deps --target $(@D)/site $(@D)/wheel/kvtrie-*.whl
+	@touch $@
+
+.PHONY: test-failpoints
+test-failpoints: $(FAILPOINTS)/.built ## errors and panics inside calls, in Rust and from Python
+	$(CARGO) test --quiet --profile release-checked $(FAILPOINT_TESTS)
+	PYTHONPATH=$(FAILPOINTS)/site $(PY) -m pytest tests/failpoints
+
+.PHONY: soak-failpoints
+soak-failpoints: $(VENV)/.packages ## a million random calls with errors and panics at random, against the naive model (minutes)
+	KVTRIE_FAILURES=1000000 $(CARGO) test --quiet --profile release-checked $(FAILPOINT_TESTS) -- --nocapture
 
 .PHONY: bench
 bench: setup workloads ## speed and memory: Rust, Python, peers beside us; writes docs/benchmarks.md (a quarter of an hour)

@@ -15,6 +15,8 @@ mod buffers;
 mod detach;
 mod errors;
 mod explain;
+#[cfg(feature = "failpoints")]
+mod failpoints;
 mod hints;
 mod index;
 mod item;
@@ -48,6 +50,9 @@ mod _core {
     };
     #[pymodule_export]
     use crate::explain::{PyExplanation, PyExplanationContext, PyNamespaceDifference, PyWouldSave};
+    #[cfg(feature = "failpoints")]
+    #[pymodule_export]
+    use crate::failpoints::{_arm_failpoint, _disarm_failpoint};
     #[pymodule_export]
     use crate::index::PyRadixIndex;
     #[pymodule_export]
