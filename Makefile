@@ -81,6 +81,7 @@ demo: setup ## a real model answers a conversation while kvtrie finds its KV
 test: setup ## all tests: Rust, doctests, Python, the examples of the docs
 	$(CARGO) test --quiet --profile release-checked
 	$(CARGO) test --quiet --release --manifest-path fuzz/Cargo.toml
+	$(CARGO) test --quiet --release --manifest-path locks/Cargo.toml
 	$(PY) -m pytest
 	$(MAKE) --no-print-directory test-failpoints
 	KVTRIE_BENCH_SCALE=quick $(PY) -m pytest benches/python --benchmark-disable --quiet
@@ -277,8 +278,10 @@ mutants: $(MUTANTS_TOOL)/bin/cargo-mutants ## change the code of trees and plans
 lint: setup ## formats, lints, types, import contracts, stubs
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
+	$(CARGO) fmt --manifest-path locks/Cargo.toml --check
 	$(CARGO) clippy --quiet --workspace --all-targets -- -D warnings
 	$(CARGO) clippy --quiet --manifest-path fuzz/Cargo.toml --all-targets -- -D warnings
+	$(CARGO) clippy --quiet --manifest-path locks/Cargo.toml --all-targets -- -D warnings
 	$(PY) -m ruff check --quiet
 	$(PY) -m ruff format --quiet --check
 	$(PY) -m mypy
@@ -290,6 +293,7 @@ lint: setup ## formats, lints, types, import contracts, stubs
 fmt: setup ## format everything
 	$(CARGO) fmt --all
 	$(CARGO) fmt --manifest-path fuzz/Cargo.toml
+	$(CARGO) fmt --manifest-path locks/Cargo.toml
 	$(PY) -m ruff check --quiet --fix-only
 	$(PY) -m ruff format --quiet
 
