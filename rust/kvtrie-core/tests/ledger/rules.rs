@@ -234,3 +234,19 @@ fn a_pin_that_its_holder_released_does_not_stop_a_commit_half_way() {
     ledger.finish(id, &mut seq, &mut index).unwrap();
     assert_eq!(index.stats().live_plans, 0);
 }
+
+#[test]
+fn a_ledger_knows_its_block_size_and_which_requests_live() {
+    let mut index = RadixIndex::new(Config {
+        num_blocks: 16,
+        block_size: SIZE,
+        ..Config::default()
+    })
+    .unwrap();
+    assert!(SequenceLedger::new(SIZE).unwrap().is_empty());
+    let (mut ledger, mut seq, id) = begun(4);
+    assert_eq!(ledger.block_size(), SIZE);
+    assert!(!ledger.is_empty() && ledger.is_live(id));
+    ledger.finish(id, &mut seq, &mut index).unwrap();
+    assert!(ledger.is_empty() && !ledger.is_live(id));
+}
