@@ -25,8 +25,8 @@ if not hasattr(_core, "_arm_failpoint"):
 # What a plan of an unusable index could be released to is gone.
 pytestmark = pytest.mark.filterwarnings("ignore:a ReusePlan was collected:ResourceWarning")
 
-arm: Callable[[int, bool], None] = _core._arm_failpoint
-disarm: Callable[[], tuple[str, bool] | None] = _core._disarm_failpoint
+arm: Callable[[int, bool], None] = vars(_core)["_arm_failpoint"]
+disarm: Callable[[], tuple[str, bool] | None] = vars(_core)["_disarm_failpoint"]
 
 NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 SIZE = 2
@@ -58,6 +58,10 @@ class World:
             self.pool.num_free,
         )
 
+    def release_and_evict(self) -> object:
+        self.plan.release()
+        return self.index.evict(2)
+
     def num_unusable(self) -> int:
         """How many handles refuse whatever they are asked."""
         probes: list[tuple[str, Callable[[], object]]] = [
@@ -86,7 +90,7 @@ CALLS: dict[str, Callable[[World], Any]] = {
     "plan_many": lambda w: w.index.plan_many([w.branch, w.seq]),
     "release": lambda w: w.plan.release(),
     "release_sources": lambda w: w.plan.release_sources(),
-    "evict": lambda w: (w.plan.release(), w.index.evict(2)),
+    "evict": World.release_and_evict,
     "discard": lambda w: w.index.discard([2]),
     "mark_dead": lambda w: w.index.mark_dead(w.seq, [(2, 6)]),
     "remove_spans": lambda w: w.index.remove_spans(w.seq, [(2, 6)], force=True),

@@ -19,6 +19,15 @@ fn ids(ids: std::ops::Range<u32>) -> Vec<BlockId> {
     ids.map(BlockId).collect()
 }
 
+fn index() -> RadixIndex {
+    let config = Config {
+        num_blocks: 16,
+        block_size: SIZE,
+        ..Config::default()
+    };
+    RadixIndex::new(config).unwrap()
+}
+
 /// A request of so many tokens, all computed, with room for 16.
 fn begun(tokens: u32) -> (SequenceLedger, TokenSequence, RequestId) {
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
@@ -73,12 +82,12 @@ fn a_step_that_fails_rolls_back_every_request_before() {
         let visit = |at: usize, ids: StepIds<'_>| {
             calls.set(calls.get() + 1);
             if at == failing {
-                return Err(Error::from(
+                return Err(
                     TokenSequence::new(Arc::clone(seqs[0].namespace()), vec![], vec![])
                         .unwrap()
                         .truncate(1)
                         .unwrap_err(),
-                ));
+                );
             }
             ids.to(&mut seqs[at])
         };
@@ -134,11 +143,11 @@ fn a_rollback_forgets_the_islands_behind_it() {
         ledger.begin(seq, &ids(0..3), begin).unwrap()
     };
     // With what is issued before, and what KV is gone then.
-    let cases: [(usize, usize, &[(usize, usize)]); 4] = [
-        (0, 1, &[(1, 2), (4, 6), (8, 10)]),
-        (1, 3, &[(4, 6), (8, 10)]),
-        (2, 4, &[(4, 6), (8, 10)]),
-        (2, 5, &[(5, 6), (8, 10)]),
+    let cases = [
+        (0, 1, vec![(1, 2), (4, 6), (8, 10)]),
+        (1, 3, vec![(4, 6), (8, 10)]),
+        (2, 4, vec![(4, 6), (8, 10)]),
+        (2, 5, vec![(5, 6), (8, 10)]),
     ];
     for (issued, to, gone) in cases {
         let mut ledger = SequenceLedger::new(SIZE).unwrap();
@@ -162,12 +171,7 @@ fn a_rollback_forgets_the_islands_behind_it() {
 
 #[test]
 fn a_finish_after_its_plan_claims_what_is_committed_as_exact() {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 16,
-        block_size: SIZE,
-        ..Config::default()
-    })
-    .unwrap();
+    let mut index = index();
     let mut known = sequence(0..4);
     let options = InsertOptions::new(4, Source::Computed);
     index.insert(&mut known, &[BlockId(9)], options).unwrap();
@@ -194,12 +198,7 @@ fn a_finish_after_its_plan_claims_what_is_committed_as_exact() {
 
 #[test]
 fn a_finish_offers_what_is_final_and_computed_alone() {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 16,
-        block_size: SIZE,
-        ..Config::default()
-    })
-    .unwrap();
+    let mut index = index();
     let (mut ledger, mut seq, id) = begun(9);
     // A draft at 10, and an id behind it that no claim has confirmed.
     ledger.schedule(id, 3, 2).unwrap();
@@ -212,12 +211,7 @@ fn a_finish_offers_what_is_final_and_computed_alone() {
 
 #[test]
 fn a_pin_that_its_holder_released_does_not_stop_a_commit_half_way() {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 16,
-        block_size: SIZE,
-        ..Config::default()
-    })
-    .unwrap();
+    let mut index = index();
     let (mut ledger, mut seq, id) = begun(4);
     ledger.commit(id, &mut seq, &mut index).unwrap();
     let pin = Arc::clone(&ledger.pins(id).unwrap()[0]);
@@ -237,12 +231,7 @@ fn a_pin_that_its_holder_released_does_not_stop_a_commit_half_way() {
 
 #[test]
 fn a_ledger_knows_its_block_size_and_which_requests_live() {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 16,
-        block_size: SIZE,
-        ..Config::default()
-    })
-    .unwrap();
+    let mut index = index();
     assert!(SequenceLedger::new(SIZE).unwrap().is_empty());
     let (mut ledger, mut seq, id) = begun(4);
     assert_eq!(ledger.block_size(), SIZE);
