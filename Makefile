@@ -81,8 +81,30 @@ demo: setup ## a real model answers a conversation while kvtrie finds its KV
 test: setup ## all tests: Rust, doctests, Python, the examples of the docs
 	$(CARGO) test --quiet --profile release-checked
 	$(CARGO) test --quiet --release --manifest-path fuzz/Cargo.toml
+	$(CARGO) test --quiet --release --manifest-path fuzz/Cargo.toml --features canary --test seeds
+	$(CARGO) test --quiet --release --manifest-path locks/Cargo.toml
 	$(PY) -m pytest
+	$(MAKE) --no-print-directory test-failpoints
 	KVTRIE_BENCH_SCALE=quick $(PY) -m pytest benches/python --benchmark-disable --quiet
+
+# Calls that fail where a test says, in builds of their own: the feature is in no release.
+FAILPOINTS := target/failpoints
+FAILPOINT_TESTS := --features failpoints --test model --test ledger failures
+
+$(FAILPOINTS)/.built: $(VENV)/.packages pyproject.toml $(RUST_MANIFESTS) $(RUST_SOURCES) $(PYTHON_SOURCES)
+	@rm -rf $(@D)
+	@$(PY) -m maturin build --profile release-checked --features failpoints --quiet --out $(@D)/wheel
+	@$(UV) pip install --quiet --python $(PY) --no-deps --target $(@D)/site $(@D)/wheel/kvtrie-*.whl
+	@touch $@
+
+.PHONY: test-failpoints
+test-failpoints: $(FAILPOINTS)/.built ## errors and panics inside calls, in Rust and from Python
+	$(CARGO) test --quiet --profile release-checked $(FAILPOINT_TESTS)
+	PYTHONPATH=$(FAILPOINTS)/site $(PY) -m pytest tests/failpoints
+
+.PHONY: soak-failpoints
+soak-failpoints: $(VENV)/.packages ## a million random calls with errors and panics at random, against the naive model (minutes)
+	KVTRIE_FAILURES=1000000 $(CARGO) test --quiet --profile release-checked $(FAILPOINT_TESTS) -- --nocapture
 
 .PHONY: bench
 bench: setup workloads ## speed and memory: Rust, Python, peers beside us; writes docs/benchmarks.md (a quarter of an hour)
@@ -213,17 +235,59 @@ FUZZ_FLAGS := -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS := $(basename $(notdir $(wildcard fuzz/targets/*.rs)))
 
-.PHONY: fuzz
-fuzz: setup ## fuzz every target for FUZZ_SECONDS (60) on the stable toolchain
+# What was found before goes into the run, and what a run finds into fuzz/corpus; fuzz/seeds is kept, small.
+FUZZ_RUN = "$(1)/$$target" -max_len=1024 -len_control=0 -timeout=10 -artifact_prefix="fuzz/artifacts/$$target/"
+FUZZ_HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+FUZZ_BUILD = RUSTFLAGS="$(FUZZ_FLAGS)" $(CARGO) build --quiet --release --manifest-path fuzz/Cargo.toml --target $(FUZZ_HOST)
+FUZZ_BIN := fuzz/target/$(FUZZ_HOST)/release
+CANARY_BIN := fuzz/target/canary/$(FUZZ_HOST)/release
+
+.PHONY: check-cpp
+check-cpp:
 	@command -v c++ >/dev/null 2>&1 || { echo "kvtrie: a C++ compiler (c++) is missing, which libFuzzer needs." >&2; exit 1; }
-	@host="$$(rustc -vV | sed -n 's/^host: //p')"; \
-	RUSTFLAGS="$(FUZZ_FLAGS)" $(CARGO) build --quiet --release --manifest-path fuzz/Cargo.toml --target "$$host"; \
+
+.PHONY: fuzz
+fuzz: setup check-cpp ## fuzz every target for FUZZ_SECONDS (60) on the stable toolchain; prints executions, coverage and corpus
+	@$(FUZZ_BUILD); \
 	for target in $(FUZZ_TARGETS); do \
 	    mkdir -p "fuzz/corpus/$$target" "fuzz/artifacts/$$target"; \
 	    echo "fuzz: $$target for $(FUZZ_SECONDS) s"; \
-	    "fuzz/target/$$host/release/$$target" -max_total_time=$(FUZZ_SECONDS) -max_len=1024 -len_control=0 -timeout=10 -print_final_stats=1 -verbosity=0 \
-	        -artifact_prefix="fuzz/artifacts/$$target/" "fuzz/corpus/$$target" 2>&1 | sed '/Recommended dictionary/,/End of rec/d'; \
+	    $(call FUZZ_RUN,$(FUZZ_BIN)) -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 "fuzz/corpus/$$target" "fuzz/seeds/$$target" 2>&1 \
+	        | grep -E '^INFO: Loaded 1 PC|(INITED|DONE) +cov:|^stat::|ERROR|panicked|SUMMARY' | sed 's/^INFO: Loaded 1 PC tables/points of coverage:/'; \
 	done
+
+.PHONY: fuzz-seeds
+fuzz-seeds: setup check-cpp ## keep the smallest part of fuzz/corpus that covers as much, up to 256 KiB a target, in fuzz/seeds
+	@$(FUZZ_BUILD); \
+	for target in $(FUZZ_TARGETS); do \
+	    rm -rf "fuzz/corpus/$$target.new"; mkdir -p "fuzz/corpus/$$target.new" "fuzz/seeds/$$target"; \
+	    $(call FUZZ_RUN,$(FUZZ_BIN)) -merge=1 "fuzz/corpus/$$target.new" "fuzz/seeds/$$target" "fuzz/corpus/$$target" 2>&1 | tail -n 1; \
+	    find "fuzz/seeds/$$target" -type f ! -name 'canary-*' -delete; \
+	    bytes=0; for input in $$(ls -Sr "fuzz/corpus/$$target.new"); do \
+	        bytes=$$((bytes + $$(stat -c %s "fuzz/corpus/$$target.new/$$input"))); \
+	        if [ "$$bytes" -gt 262144 ]; then break; fi; \
+	        cp "fuzz/corpus/$$target.new/$$input" "fuzz/seeds/$$target/"; \
+	    done; \
+	    echo "fuzz-seeds: $$target keeps $$(ls "fuzz/seeds/$$target" | wc -l) of $$(ls "fuzz/corpus/$$target.new" | wc -l) inputs"; \
+	done
+
+.PHONY: fuzz-canary
+fuzz-canary: setup check-cpp ## fuzz a core with a bug on purpose for each target, from nothing: each must be found in FUZZ_SECONDS
+	@$(FUZZ_BUILD) --target-dir fuzz/target/canary --features canary; \
+	for target in $(FUZZ_TARGETS); do \
+	    mkdir -p "fuzz/artifacts/$$target"; \
+	    if $(call FUZZ_RUN,$(CANARY_BIN)) -exact_artifact_path=/dev/null -max_total_time=$(FUZZ_SECONDS) >/dev/null 2>&1; then \
+	        echo "kvtrie: $(FUZZ_SECONDS) s of fuzzing did not find the canary of $$target." >&2; exit 1; fi; \
+	    echo "fuzz-canary: $$target finds its canary"; \
+	done
+
+# AddressSanitizer is in nightly toolchains only. The core has no unsafe code; its dependencies have.
+.PHONY: asan
+asan: ## the core's tests under AddressSanitizer, where a nightly toolchain is installed
+	@if ! $(CARGO) +nightly --version >/dev/null 2>&1; then \
+	    echo "kvtrie: no nightly toolchain is installed, so AddressSanitizer was not run (rustup toolchain install nightly)."; exit 0; fi; \
+	host="$$(rustc +nightly -vV | sed -n 's/^host: //p')"; \
+	RUSTFLAGS=-Zsanitizer=address $(CARGO) +nightly test --quiet --profile release-checked --tests --target "$$host" --target-dir target/asan
 
 .PHONY: soak
 soak: setup ## a million random calls, plans, removals and hostile manifests, each checked; prints what they met (half an hour)
@@ -236,30 +300,48 @@ soak: setup ## a million random calls, plans, removals and hostile manifests, ea
 soak-transfers: setup ## a million random transfers between labelled engines, every slot looked at (a quarter of an hour)
 	$(PY) -m tests.pd.soak --transfers 1000000
 
-# One change at a time in trees and plans, each of which some test should notice. What a mutant does to memory is
-# bounded, and what it fails with is not made smaller; a seed makes two runs alike. Doctests are left out: they link
-# one by one. MUTANTS_SHARD=0/20 is one twentieth; MUTANTS_TESTS='--test model' kills most of it in less time.
+# One change at a time in the core's larger modules, each of which some test should notice. What a mutant does to memory
+# and to the processor is bounded for each test binary (a loop that never ends is killed by its CPU time, which does not
+# depend on what else the machine does), and what it fails with is not made smaller; a seed makes two runs alike. Doctests are
+# left out: they link one by one. MUTANTS_SHARD=0/20 is one twentieth of a module. Each module has its report in
+# target/mutants-report, where MUTANTS_FLAGS=--iterate runs again what no test noticed, and nothing else.
+# Mutants are made in a copy that is kept, so that the second module builds no dependency anew.
 MUTANTS_VERSION := 27.1.0
 MUTANTS_TOOL := target/tools/cargo-mutants-$(MUTANTS_VERSION)
-MUTANTS_IN ?= tree plan
+MUTANTS_IN ?= ledger transfer snapshot fingerprints plan tree
 MUTANTS_SHARD ?=
 MUTANTS_TESTS ?= --tests
 MUTANTS_FLAGS ?=
+MUTANTS_REPORT := $(CURDIR)/target/mutants-report
+MUTANTS_COPY := target/mutants-copy
+MUTANTS_RUNNER := prlimit --cpu=30 --as=8000000000 --core=0
+# Each variable by which Cargo names the runner has the target in capitals.
+MUTANTS_RUNNER_OF = CARGO_TARGET_$(shell rustc -vV | sed -n 's/^host: //p' | tr a-z- A-Z_)_RUNNER
 
 $(MUTANTS_TOOL)/bin/cargo-mutants:
 	$(CARGO) install --quiet --locked --root $(MUTANTS_TOOL) --version $(MUTANTS_VERSION) cargo-mutants
 
 .PHONY: mutants
-mutants: $(MUTANTS_TOOL)/bin/cargo-mutants ## change the code of trees and plans in one place at a time: a test must fail (half a day)
-	ulimit -v 8000000; PROPTEST_RNG_SEED=1 PROPTEST_MAX_SHRINK_ITERS=0 PROPTEST_DISABLE_FAILURE_PERSISTENCE=1 \
-	    $< mutants --output target $(MUTANTS_IN:%=--file 'rust/kvtrie-core/src/%/**') $(if $(MUTANTS_SHARD),--shard $(MUTANTS_SHARD)) $(MUTANTS_FLAGS) -- $(MUTANTS_TESTS)
+mutants: $(MUTANTS_TOOL)/bin/cargo-mutants ## change the core in one place at a time: a test must fail (4 to 5 s each of 3,900, on an idle machine)
+	@mkdir -p $(MUTANTS_COPY) $(MUTANTS_REPORT)
+	@rm -rf $(MUTANTS_COPY)/rust $(MUTANTS_COPY)/.cargo
+	@cp -a --parents Cargo.toml Cargo.lock .cargo rust benches/Cargo.toml benches/rust $(MUTANTS_COPY)
+	@cd $(MUTANTS_COPY); export PROPTEST_RNG_SEED=1 PROPTEST_MAX_SHRINK_ITERS=0 PROPTEST_DISABLE_FAILURE_PERSISTENCE=1 RUST_BACKTRACE=0; \
+	export $(MUTANTS_RUNNER_OF)="$(MUTANTS_RUNNER)"; failed=0; \
+	for module in $(MUTANTS_IN); do \
+	    mkdir -p "$(MUTANTS_REPORT)/$$module"; \
+	    $(CURDIR)/$< mutants --in-place --no-times --timeout 600 --output "$(MUTANTS_REPORT)/$$module" --file "rust/kvtrie-core/src/$$module/**" \
+	        $(if $(MUTANTS_SHARD),--shard $(MUTANTS_SHARD)) $(MUTANTS_FLAGS) -- $(MUTANTS_TESTS) || failed=$$?; \
+	done; exit $$failed
 
 .PHONY: lint
 lint: setup ## formats, lints, types, import contracts, stubs
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
+	$(CARGO) fmt --manifest-path locks/Cargo.toml --check
 	$(CARGO) clippy --quiet --workspace --all-targets -- -D warnings
 	$(CARGO) clippy --quiet --manifest-path fuzz/Cargo.toml --all-targets -- -D warnings
+	$(CARGO) clippy --quiet --manifest-path locks/Cargo.toml --all-targets -- -D warnings
 	$(PY) -m ruff check --quiet
 	$(PY) -m ruff format --quiet --check
 	$(PY) -m mypy
@@ -271,6 +353,7 @@ lint: setup ## formats, lints, types, import contracts, stubs
 fmt: setup ## format everything
 	$(CARGO) fmt --all
 	$(CARGO) fmt --manifest-path fuzz/Cargo.toml
+	$(CARGO) fmt --manifest-path locks/Cargo.toml
 	$(PY) -m ruff check --quiet --fix-only
 	$(PY) -m ruff format --quiet
 

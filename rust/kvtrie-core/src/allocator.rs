@@ -90,6 +90,7 @@ impl BlockAllocator {
                 self.num_blocks
             )));
         }
+        crate::failpoints::before("BlockAllocator.allocate")?;
         // What the index gives up is checked before a fresh id is handed out: an id that it was given without asking
         // here would come twice.
         let missing = n.saturating_sub(usize::try_from(self.num_free()).unwrap_or(usize::MAX));
@@ -109,6 +110,7 @@ impl BlockAllocator {
             self.release(&held);
             return Err(error);
         }
+        crate::failpoints::within("allocate: evicted and not handed out");
         let mut out: Vec<BlockId> = (0..n - evicted.len())
             .filter_map(|_| self.take().map(BlockId))
             .collect();
@@ -123,6 +125,7 @@ impl BlockAllocator {
     /// freed then.
     pub fn free(&mut self, ids: &[BlockId]) -> Result<()> {
         const CALL: &str = "BlockAllocator.free";
+        crate::failpoints::before("BlockAllocator.free")?;
         let mut result = Ok(());
         let mut cleared = 0;
         for id in ids {

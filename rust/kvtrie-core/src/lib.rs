@@ -145,6 +145,10 @@ mod edge_table;
 mod error;
 mod explain;
 mod extras;
+#[cfg(feature = "failpoints")]
+pub mod failpoints;
+#[cfg(not(feature = "failpoints"))]
+mod failpoints;
 mod fingerprints;
 mod gone;
 mod hash;

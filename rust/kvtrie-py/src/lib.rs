@@ -17,6 +17,8 @@ mod buffers;
 mod detach;
 mod errors;
 mod explain;
+#[cfg(feature = "failpoints")]
+mod failpoints;
 mod hints;
 mod index;
 mod item;
@@ -50,6 +52,9 @@ mod _core {
     };
     #[pymodule_export]
     use crate::explain::{PyExplanation, PyExplanationContext, PyNamespaceDifference, PyWouldSave};
+    #[cfg(feature = "failpoints")]
+    #[pymodule_export]
+    use crate::failpoints::{_arm_failpoint, _disarm_failpoint};
     #[pymodule_export]
     use crate::index::PyRadixIndex;
     #[pymodule_export]

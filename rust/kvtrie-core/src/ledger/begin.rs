@@ -143,8 +143,10 @@ impl SequenceLedger {
                 self.block_size
             )));
         }
+        crate::failpoints::before("SequenceLedger.begin")?;
         let owner = Arc::new(Owner);
         seq.give_to(&owner);
+        crate::failpoints::within("begin: a sequence without a request");
         let record = self.records.insert(Record {
             owner,
             positions: Positions::new(seq.len(), computed, islands),

@@ -64,11 +64,12 @@ impl SequenceLedger {
         }
         let offered = record.committed / block_size..end / block_size;
         let mut done = record.insert(seq, index, end, offered, &spans)?;
+        crate::failpoints::within("commit: the table has other ids");
         done.surplus = Vec::new();
         record.take(&done, block_size);
         record.gave(record.committed);
         if !matches!(record.source, LedgerSource::Plan(_)) && !done.blocks.is_empty() {
-            record.hold(done.num_exact, seq, index)?;
+            record.hold(done.num_exact, seq, index);
         }
         Ok(done)
     }
@@ -105,10 +106,9 @@ impl SequenceLedger {
             _ => record.insert(seq, index, end, offered, &spans)?,
         };
         for plan in record.plans() {
-            if !index.is_released(plan) {
-                index.release(plan)?;
-            }
+            index.release_if_live(plan);
         }
+        crate::failpoints::within("finish: a request without its plans");
         self.records.remove(id.0.index);
         Ok(done)
     }
@@ -122,6 +122,7 @@ impl SequenceLedger {
     /// O(blocks).
     pub fn forget(&mut self, id: RequestId) -> Result<Forgotten> {
         self.record(id, "SequenceLedger.forget")?;
+        crate::failpoints::before("SequenceLedger.forget")?;
         let record = self.records.remove(id.0.index);
         let (mut blocks, mut plans) = (Vec::new(), Vec::new());
         if let Some(record) = record {
@@ -174,13 +175,9 @@ impl Record {
     }
 
     /// Holds what is committed. What was held before is let go, unless the index has other blocks by now where the table has
-    /// these: an exact block takes the place of an approximate one, which the request goes on using.
-    fn hold(
-        &mut self,
-        num_exact: usize,
-        seq: &mut TokenSequence,
-        index: &mut RadixIndex,
-    ) -> Result<()> {
+    /// these: an exact block takes the place of an approximate one, which the request goes on using. The index has taken the
+    /// blocks by now, so nothing here may fail.
+    fn hold(&mut self, num_exact: usize, seq: &mut TokenSequence, index: &mut RadixIndex) {
         let policy = ReusePolicy {
             approximate: num_exact < self.committed,
             max_hops: ReusePolicy::MAX_HOPS,
@@ -193,16 +190,16 @@ impl Record {
             keep_last: 0,
             pin: true,
         };
-        let plan = Arc::new(index.plan(seq, &policy, options)?);
+        let plan = Arc::new(index.plan_checked(seq, &policy, options));
         let num_committed = self.committed / plan.block_size();
         // The index may have more of the sequence than the request has computed.
         if plan.blocks().starts_with(&self.blocks[..num_committed]) {
+            // Whoever asked for them may have released them.
             for before in self.pins.drain(..) {
-                index.release(&before)?;
+                index.release_if_live(&before);
             }
         }
         self.pins.push(plan);
-        Ok(())
     }
 
     /// Notes what an index took and answered.

@@ -172,6 +172,7 @@ impl SequenceLedger {
     pub fn schedule(&mut self, id: RequestId, num_tokens: usize, num_drafts: usize) -> Result<()> {
         const CALL: &str = "SequenceLedger.schedule";
         let block_size = self.block_size;
+        crate::failpoints::before("SequenceLedger.schedule")?;
         let record = self.record_mut(id, CALL)?;
         let blocks = record.blocks.len();
         let done = record
@@ -196,7 +197,9 @@ impl SequenceLedger {
         let record = self.record_mut(id, CALL)?;
         record.check_owns(seq, CALL)?;
         let tokens = ids::checked(ids, CALL)?;
+        crate::failpoints::before("SequenceLedger.append")?;
         seq.push(&tokens);
+        crate::failpoints::within("append: ids that are not counted");
         record.positions.append(tokens.len());
         Ok(())
     }
@@ -210,6 +213,7 @@ impl SequenceLedger {
     pub fn confirm(&mut self, id: RequestId, num_computed: usize) -> Result<()> {
         const CALL: &str = "SequenceLedger.confirm";
         let block_size = self.block_size;
+        crate::failpoints::before("SequenceLedger.confirm")?;
         let record = self.record_mut(id, CALL)?;
         let done = record.positions.confirm(num_computed);
         done.map_err(|why| refuse(why, record.blocks.len(), block_size, CALL))
@@ -229,6 +233,7 @@ impl SequenceLedger {
         let record = self.record_mut(id, CALL)?;
         check_ids(blocks, CALL)?;
         check_unique(&record.blocks, blocks, CALL)?;
+        crate::failpoints::before("SequenceLedger.add_blocks")?;
         record.blocks.extend_from_slice(blocks);
         Ok(())
     }
@@ -255,7 +260,9 @@ impl SequenceLedger {
                 "{CALL}: to is {to}, but only the positions below {issued} were issued"
             )));
         }
+        crate::failpoints::before("SequenceLedger.rollback")?;
         let ranges = record.positions.rollback(to);
+        crate::failpoints::within("rollback: the table is as before");
         let blocks = if drop_blocks {
             let keep = to.div_ceil(block_size).min(record.blocks.len());
             record.blocks.split_off(keep)
@@ -288,6 +295,7 @@ impl SequenceLedger {
                 )));
             }
         }
+        crate::failpoints::before("SequenceLedger.tag")?;
         record.spans.extend(spans.iter().map(|span| Tagged {
             span: span.clone(),
             given_until: 0,

@@ -188,7 +188,7 @@ impl SequenceLedger {
                 })?;
             scratch.stepped.push(item);
         }
-        Ok(())
+        crate::failpoints::before(CALL).map_err(|error| StepError { at: None, error })
     }
 
     fn check_item<T: Copy + Into<i64>>(
@@ -250,6 +250,7 @@ impl SequenceLedger {
             }
         }
         for &(record, stepped) in &scratch.stepped {
+            crate::failpoints::within("step: ids that are not counted");
             self.records[record].positions.step(stepped);
         }
         Ok(())

@@ -294,9 +294,20 @@ impl RadixIndex {
         options: PlanOptions,
     ) -> Result<ReusePlan> {
         policy.check(self.config.min_run, "RadixIndex.plan")?;
+        crate::failpoints::before("RadixIndex.plan")?;
+        Ok(self.plan_checked(seq, policy, options))
+    }
+
+    /// As [`plan`](Self::plan), by a policy that is within its limits: it cannot fail.
+    pub(crate) fn plan_checked(
+        &mut self,
+        seq: &mut TokenSequence,
+        policy: &ReusePolicy,
+        options: PlanOptions,
+    ) -> ReusePlan {
         let draft = self.draft(seq, policy, options, Effort::ANY);
         // No effort is too large.
-        Ok(self.settle_on(seq, options, draft.unwrap_or_default()))
+        self.settle_on(seq, options, draft.unwrap_or_default())
     }
 
     /// As [`plan`](Self::plan), unless following the prompt's own path takes more than `effort`, be it the exact prefix or what stands
@@ -317,6 +328,7 @@ impl RadixIndex {
         effort: Effort,
     ) -> Result<Option<ReusePlan>> {
         policy.check(self.config.min_run, "RadixIndex.plan")?;
+        crate::failpoints::before("RadixIndex.plan")?;
         if effort != Effort::ANY && self.is_broken_path(seq, options, effort) {
             return Ok(None);
         }
@@ -385,6 +397,7 @@ impl RadixIndex {
             source_ids: draft.source_ids,
             candidates_dropped: draft.candidates_dropped,
         };
+        crate::failpoints::within("a lease whose plan is lost");
         self.leases[lease.index].first_approximate = plan.first_approximate();
         plan
     }
@@ -397,8 +410,16 @@ impl RadixIndex {
     /// for a plan of another index.
     pub fn release(&mut self, plan: &ReusePlan) -> Result<()> {
         let lease = plan.lease_index(self, "ReusePlan.release")?;
+        crate::failpoints::before("ReusePlan.release")?;
         self.end_lease(lease);
         Ok(())
+    }
+
+    /// Ends a plan of this index, unless it was released before: it cannot fail.
+    pub(crate) fn release_if_live(&mut self, plan: &ReusePlan) {
+        if let Ok(lease) = plan.lease_index(self, "ReusePlan.release") {
+            self.end_lease(lease);
+        }
     }
 
     /// Ends the pins of the blocks that the plan copies from. A second time it does nothing.
@@ -407,6 +428,7 @@ impl RadixIndex {
     /// As [`release`](Self::release).
     pub fn release_sources(&mut self, plan: &ReusePlan) -> Result<()> {
         let lease = plan.lease_index(self, "ReusePlan.release_sources")?;
+        crate::failpoints::before("ReusePlan.release_sources")?;
         self.unpin_sources(lease);
         Ok(())
     }
@@ -458,6 +480,7 @@ impl RadixIndex {
     fn lease(&mut self, seq: &TokenSequence, pinned: bool, draft: &Draft) -> Handle {
         let namespace = Arc::clone(seq.namespace());
         let lease = self.leases.insert(Lease::new(namespace, pinned));
+        crate::failpoints::within("a lease without pins");
         if let Some(end) = draft.in_place {
             self.pin_path(lease, end);
         }

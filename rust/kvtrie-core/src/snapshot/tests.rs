@@ -1,3 +1,4 @@
+use std::hash::BuildHasher;
 use std::sync::Arc;
 
 use proptest::prelude::*;
@@ -283,6 +284,31 @@ proptest! {
     }
 }
 
+#[test]
+fn a_restored_index_has_secrets_of_its_own() {
+    let index = full();
+    let bytes = index.snapshot();
+    let restored = [(); 2].map(|()| RadixIndex::restore(&bytes, POOL).unwrap());
+    let seq = sequence("y", &[1, 2], Vec::new());
+    let (hash, priority, tree) = (
+        |index: &RadixIndex| index.hasher.edge(0, seq.view()),
+        |index: &RadixIndex| index.nodes.priority(5),
+        |index: &RadixIndex| index.tree_of.hasher().hash_one(seq.namespace()),
+    );
+    let of: [&dyn Fn(&RadixIndex) -> u64; 3] = [&hash, &priority, &tree];
+    for (what, of) in ["hash of an edge", "priority", "hash of a namespace"]
+        .iter()
+        .zip(of)
+    {
+        let (old, new, other) = (of(&index), of(&restored[0]), of(&restored[1]));
+        assert!(
+            new != old && other != old,
+            "the {what} follows from the snapshot"
+        );
+        assert_ne!(new, other, "the {what} is the same in two restored indexes");
+    }
+}
+
 /// A snapshot of an index that `spoil` was done to.
 fn spoilt(spoil: impl FnOnce(&mut RadixIndex)) -> String {
     let mut index = full();
@@ -444,6 +470,27 @@ fn contradictions_of_one_edge_are_refused() {
             index.nodes[edge].extras_mut().items = vec![item];
         }),
     );
+    told(
+        "an item over the tokens 3..6 of an edge over 6..22",
+        &spoilt(|index| {
+            let edge = edge_with_extras(index);
+            // The edge above ends with that very item, so nothing else is wrong with it.
+            let item = Item::new(3, 6, b"cat").unwrap();
+            index.nodes[edge].extras_mut().items = vec![item];
+        }),
+    );
+    for earlier in [0, 1] {
+        told(
+            "a use at tick",
+            &spoilt(|index| {
+                let edge = edge_with_extras(index);
+                let node = &mut index.nodes[edge];
+                let (from, whole) = (node.depth, node.whole_use());
+                let uses = [(from + 1, whole - earlier)].into_iter().collect();
+                node.extras_mut().uses = crate::extras::InnerUses::from_pairs(uses).unwrap();
+            }),
+        );
+    }
     told(
         "ends in a hole",
         &spoilt(|index| {

@@ -328,3 +328,44 @@ fn a_crowded_search_tries_the_nearest_places() {
     assert_eq!(plan.compute(), [(0, 1)]);
     assert!(plan.pairs().iter().all(|pair| pair.delta == 1));
 }
+
+#[test]
+fn forbidden_kinds_leave_nothing_approximate() {
+    // The first block is exact, the second approximate, and the prompt has the third one token later.
+    let mut labels = vec![Some((Class::Exact, 0)); 48];
+    labels[16..32].fill(Some((Class::Approximate, 1)));
+    let sender = Sender {
+        tokens: (0..48).collect(),
+        labels,
+        block_size: 16,
+    };
+    let mut mine: Vec<u32> = (0..32).collect();
+    mine.push(99);
+    mine.extend(32..48);
+    let table = ids(4, 0);
+    let local = [LocalGroup {
+        group: 0,
+        block_size: None,
+        blocks: &table,
+    }];
+    let manifest = sender.manifest().unwrap();
+    let plan = |forbid_kinds| {
+        let policy = ReusePolicy {
+            approximate: true,
+            forbid_kinds,
+            ..ReusePolicy::EXACT_ONLY
+        };
+        let options = TransferOptions {
+            policy: &policy,
+            ..TransferOptions::default()
+        };
+        TransferPlan::new(&manifest, &sequence(&mine), &local, &key(), &options).unwrap()
+    };
+    assert_eq!(plan(Vec::new()).compute(), [(32, 33)]);
+    let forbidden = plan(vec!["reasoning".to_owned()]);
+    assert_eq!(forbidden.compute(), [(16, 49)]);
+    assert_eq!(
+        (forbidden.num_exact(), forbidden.num_approximate()),
+        (16, 0)
+    );
+}

@@ -63,6 +63,7 @@ impl RadixIndex {
         effort: Effort,
     ) -> Result<Option<u64>> {
         let ranges = self.block_ranges(seq, ranges, "RadixIndex.mark_dead")?;
+        crate::failpoints::before("RadixIndex.mark_dead")?;
         let Some(parts) = self.parts_to_mark(seq, &ranges, effort) else {
             return Ok(None);
         };
@@ -81,6 +82,7 @@ impl RadixIndex {
                 let tree = edge.tree;
                 self.trees[tree].num_dead += new;
                 marked += new;
+                crate::failpoints::within("mark_dead: marks that are not counted");
                 self.requeue_dead(node);
             }
         }

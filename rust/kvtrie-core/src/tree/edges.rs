@@ -28,7 +28,9 @@ impl RadixIndex {
         self.unqueue(parent);
         let tree = self.nodes[parent].tree;
         let child = self.nodes.insert(Node::new(tree, parent, from));
+        crate::failpoints::within("an edge without blocks");
         self.append(child, tokens, new);
+        crate::failpoints::within("an edge without a place");
         self.link(child);
         child
     }
@@ -57,6 +59,7 @@ impl RadixIndex {
             }
             items.push(item);
         }
+        crate::failpoints::within("blocks that are not indexed");
         self.blocks.set_run_indexed(new.ids, node, from);
         self.num_indexed += new.ids.len() as u64;
         let tree = self.nodes[node].tree;
@@ -117,6 +120,7 @@ impl RadixIndex {
         siblings::remove(&mut self.nodes, tail);
         let front = self.nodes[tail].split_front(at, block_size);
         let front = self.nodes.insert(front);
+        crate::failpoints::within("an edge cut in two");
         if !is_only {
             self.edges.replace(self.edge_hash(front), tail, front);
         }
@@ -160,6 +164,7 @@ impl RadixIndex {
     pub(super) fn detach(&mut self, node: NodeIndex) {
         self.unqueue(node);
         self.unlink(node);
+        crate::failpoints::within("an edge that was unlinked");
         let gone = self.nodes.remove(node);
         let prefix = self.prefix_digest(gone.tree, gone.depth);
         let block_size = self.config.block_size;

@@ -105,6 +105,7 @@ impl RadixIndex {
         let first = options.start / block_size;
         let need = (options.num_computed / block_size).saturating_sub(first);
         let lease = self.check_insert(seq, ids, &options, need)?;
+        crate::failpoints::before("RadixIndex.insert")?;
         let (path, work) =
             self.path_of(seq, depth((first + ids.len()).min(seq.len() / block_size)));
         let mut existing = Vec::new();
@@ -160,6 +161,7 @@ impl RadixIndex {
                 reached
             };
             done.num_exact = exact as usize * block_size;
+            crate::failpoints::within("insert: blocks were taken");
             if let Some(end) = end {
                 self.stamp(end, stamp);
                 if end.depth as usize >= first {
@@ -179,6 +181,7 @@ impl RadixIndex {
             .copied()
             .filter(|id| self.blocks.place(id.0) == Place::Unknown)
             .collect();
+        crate::failpoints::within("insert: before the tags");
         // No effort is too large.
         let _ = self.add_tags(seq, options.spans, Effort::ANY);
         Ok(done)
@@ -396,6 +399,7 @@ impl RadixIndex {
         if reached < self.nodes[at.node].end() {
             at.node = self.split(at.node, reached);
         }
+        crate::failpoints::within("insert: the path is ready");
         let edge = &self.nodes[at.node];
         let grows = edge.run.can_grow(new.len(), self.block_size());
         let new = NewBlocks {
@@ -485,6 +489,7 @@ impl RadixIndex {
         };
         let tags = self.tags_of_block(node, place);
         let (old, condemned) = self.take_out(node, place);
+        crate::failpoints::within("insert: a block was replaced");
         if !condemned {
             done.freed.push(BlockId(old));
         }
@@ -497,10 +502,14 @@ impl RadixIndex {
     /// Puts a block into a hole.
     fn fill(&mut self, node: u32, place: Depth, new: Payload) {
         self.put(node, place, new);
+        crate::failpoints::within("insert: a hole was filled");
         self.num_holes -= 1;
         self.num_approximate += u64::from(!new.label.is_exact());
         self.num_indexed += 1;
-        self.num_protected += u64::from(place < self.protected_end(node));
+        // The canary of the target `engine`: a filled hole counts as evictable, whoever pins it.
+        if !cfg!(feature = "canary") {
+            self.num_protected += u64::from(place < self.protected_end(node));
+        }
         self.blocks.set_indexed(new.id, node, place);
         self.add_windows_of(node, place, new.id);
         if place + 1 == self.nodes[node].end() {

@@ -138,6 +138,7 @@ impl RadixIndex {
         out: &mut Vec<BlockId>,
     ) -> Result<Option<Match>> {
         self.check_start(options.start, seq.len(), "RadixIndex.lookup")?;
+        crate::failpoints::before("RadixIndex.lookup")?;
         let Some(found) = self.exact_prefix(seq, options.keep_last, effort) else {
             return Ok(None);
         };
@@ -154,6 +155,7 @@ impl RadixIndex {
                 return Ok(None);
             }
             let stamp = self.tick();
+            crate::failpoints::within("lookup: a tick without a use");
             self.stamp(found, stamp);
         }
         out.clear();

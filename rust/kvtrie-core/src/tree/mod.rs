@@ -386,6 +386,7 @@ impl RadixIndex {
             version,
             num_dead: 0,
         });
+        crate::failpoints::within("a tree without a root");
         let root = self.nodes.insert(Node::new(tree, NO_NODE, 0));
         self.trees[tree].root = root;
         self.tree_of.insert(Arc::clone(namespace), tree);

@@ -661,6 +661,7 @@ impl RadixIndex {
             let last = self.nodes[run.node].id(run.to - 1, block_size);
             let from = run.from;
             self.leases[lease].sources.push(Stretch { last, from });
+            crate::failpoints::within("a source that is not pinned");
         }
         self.add_sources(runs);
     }
@@ -685,6 +686,7 @@ impl RadixIndex {
         let held = &mut self.leases[lease];
         let sources = std::mem::take(&mut held.sources);
         let kept = held.take_kept_sources();
+        crate::failpoints::within("sources that stay pinned");
         self.unpin_stretches(&sources);
         self.unkeep(kept);
     }
@@ -694,6 +696,7 @@ impl RadixIndex {
         let Some(ended) = self.leases.remove(lease) else {
             return;
         };
+        crate::failpoints::within("pins without a lease");
         // First, as long as the path protects most that is above them.
         self.unpin_stretches(&ended.sources);
         for path in &ended.paths {

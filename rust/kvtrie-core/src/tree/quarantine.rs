@@ -33,6 +33,7 @@ impl RadixIndex {
     /// ```
     pub fn quarantine(&mut self, ids: &[BlockId]) -> Result<u64> {
         self.check_ids(ids, "RadixIndex.quarantine")?;
+        crate::failpoints::before("RadixIndex.quarantine")?;
         let cuts = self.find_cuts(&self.pinned_of(ids), &mut Effort::ANY.steps());
         // No effort is too large.
         self.cut_out(cuts.unwrap_or_default());

@@ -45,6 +45,7 @@ impl RadixIndex {
         effort: Effort,
     ) -> Result<Option<Vec<BlockId>>> {
         self.check_ids(ids, "RadixIndex.discard")?;
+        crate::failpoints::before("RadixIndex.discard")?;
         let mut steps = effort.steps();
         let cuts = self
             .count_removal(ids.len() as u64, &mut steps)
@@ -116,6 +117,7 @@ impl RadixIndex {
             self.renew_version(node);
         }
         let (_, condemned) = self.take_out(node, depth);
+        crate::failpoints::within("a block left");
         self.settle(node);
         condemned
     }
@@ -161,6 +163,7 @@ impl RadixIndex {
             let Some(id) = self.waiting.pop_front() else {
                 break;
             };
+            crate::failpoints::within("evict: a block no longer waits");
             self.blocks.set_unknown(id);
             out.push(BlockId(id));
         }
@@ -170,6 +173,7 @@ impl RadixIndex {
                 break;
             };
             self.evict_dead(run, n, &mut out);
+            crate::failpoints::within("evict: dead blocks left");
             any_dead = true;
         }
         while out.len() < n {
@@ -177,6 +181,7 @@ impl RadixIndex {
                 break;
             };
             self.evict_from(leaf, n, &mut out);
+            crate::failpoints::within("evict: blocks left");
         }
         if any_dead {
             self.bound_holes();
@@ -227,6 +232,7 @@ impl RadixIndex {
     /// O([`num_waiting`](Self::num_waiting)).
     pub fn take_freed(&mut self) -> Vec<BlockId> {
         let taken: Vec<u32> = self.waiting.drain(..).collect();
+        crate::failpoints::within("take_freed: none waits");
         for &id in &taken {
             self.blocks.set_unknown(id);
         }
@@ -297,6 +303,7 @@ impl RadixIndex {
             open.extend(children);
             self.anchors.remove(&at);
             self.sources.remove(&at);
+            crate::failpoints::within("a tree of which edges are gone");
             let node = self.nodes.remove(at);
             self.num_holes -= u64::from(node.num_holes());
             self.num_approximate -= u64::from(node.num_approximate());
@@ -357,6 +364,7 @@ impl RadixIndex {
             self.num_condemned += u64::from(condemned);
             tell(id, condemned);
         }
+        crate::failpoints::within("blocks that left and have no hole");
         let protected = self.protected_end(node).min(to).saturating_sub(from);
         let edge = &self.nodes[node];
         let approximate = edge.num_approximate();
@@ -461,6 +469,7 @@ impl RadixIndex {
                 break;
             };
             let (id, _) = self.leave(node, self.nodes[node].end() - 1);
+            crate::failpoints::within("too many holes");
             freed.push(id);
             // The edge that is left may end in the next candidate.
             if let Some(next) = self.settle(node)

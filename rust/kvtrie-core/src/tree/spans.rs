@@ -97,6 +97,7 @@ impl RadixIndex {
         effort: Effort,
     ) -> Result<Option<Removed>> {
         let ranges = self.block_ranges(seq, ranges, "RadixIndex.remove_spans")?;
+        crate::failpoints::before("RadixIndex.remove_spans")?;
         let Some(Removal {
             gone,
             cuts,
@@ -113,6 +114,7 @@ impl RadixIndex {
             }
             self.cut_out(cuts);
             self.remove_parts(&gone, &mut removed);
+            crate::failpoints::within("remove_spans: blocks left");
             self.bound_holes();
         }
         Ok(Some(removed))

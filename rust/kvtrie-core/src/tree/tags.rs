@@ -37,6 +37,7 @@ impl RadixIndex {
         effort: Effort,
     ) -> Result<Option<()>> {
         self.kinds.check(spans, seq.len(), "RadixIndex.tag")?;
+        crate::failpoints::before("RadixIndex.tag")?;
         Ok(self.add_tags(seq, spans, effort))
     }
 
@@ -114,6 +115,7 @@ impl RadixIndex {
             }
         }
         let tags = self.flattened(spans);
+        crate::failpoints::within("kinds without tags");
         self.is_tagged = true;
         let block_size = self.block_size();
         for (node, from, to) in edges {

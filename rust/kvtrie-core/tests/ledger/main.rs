@@ -8,7 +8,10 @@
     reason = "a test stops at what it does not expect, and a step is read in one piece"
 )]
 
+#[cfg(feature = "failpoints")]
+mod failures;
 mod naive;
+mod rules;
 
 use std::sync::Arc;
 
@@ -407,10 +410,11 @@ impl Test {
                 Ok(())
             }
             Call::Forget { at } => {
-                let Some(live) = self.live[*at].take() else {
+                let Some(live) = &self.live[*at] else {
                     return Ok(());
                 };
                 let left = self.ledger.forget(live.id).unwrap();
+                let live = self.live[*at].take().unwrap();
                 let held = &live.naive.table[live.naive.committed / SIZE..];
                 assert_eq!(plain(&left.blocks), held);
                 for plan in &left.plans {
@@ -682,14 +686,15 @@ impl Test {
     }
 
     fn finish(&mut self, at: usize) {
-        let Some(mut live) = self.live[at].take() else {
+        let Some(live) = &mut self.live[at] else {
             return;
         };
-        let end = live.naive.verified();
         let done = self
             .ledger
             .finish(live.id, &mut live.seq, &mut self.ours.index)
             .unwrap();
+        let mut live = self.live[at].take().unwrap();
+        let end = live.naive.verified();
         let spans = live.spans_to_give(end / SIZE * SIZE);
         let offered = live.naive.committed / SIZE..live.naive.table.len();
         let theirs = live.insert(&mut self.twin.index, end, offered, &spans);

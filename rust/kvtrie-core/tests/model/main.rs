@@ -7,6 +7,8 @@
     reason = "a test stops at what it does not expect, and a step is read in one piece"
 )]
 
+#[cfg(feature = "failpoints")]
+mod failures;
 mod items;
 mod naive;
 mod plans;
@@ -388,8 +390,8 @@ impl Pair {
                 let Some(&key) = self.plans.keys().nth(*plan) else {
                     return Ok(());
                 };
+                self.index.release(&self.plans[&key].0).unwrap();
                 let (plan, _) = self.plans.remove(&key).unwrap();
-                self.index.release(&plan).unwrap();
                 prop_assert!(self.index.release(&plan).is_err());
                 prop_assert!(self.index.release_sources(&plan).is_err());
                 self.model.release(key);

@@ -49,7 +49,7 @@ pub(crate) struct Inserted {
     pub(crate) freed: Vec<u32>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Naive {
     pub(crate) block_size: usize,
     pub(crate) num_blocks: usize,

@@ -1,0 +1,241 @@
+//! Rules of the ledger, each by its smallest history.
+
+use std::cell::Cell;
+use std::sync::Arc;
+
+use kvtrie_core::{
+    Begin, BlockId, Config, Error, InsertOptions, Namespace, PlanOptions, Present, RadixIndex,
+    RequestId, ReusePolicy, Salt, SequenceLedger, Source, Step, StepIds, TokenSequence,
+};
+
+const SIZE: usize = 4;
+
+fn sequence(tokens: std::ops::Range<u32>) -> TokenSequence {
+    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
+    TokenSequence::new(Arc::new(namespace), tokens.collect(), Vec::new()).unwrap()
+}
+
+fn ids(ids: std::ops::Range<u32>) -> Vec<BlockId> {
+    ids.map(BlockId).collect()
+}
+
+fn index() -> RadixIndex {
+    let config = Config {
+        num_blocks: 16,
+        block_size: SIZE,
+        ..Config::seeded(0)
+    };
+    RadixIndex::new(config).unwrap()
+}
+
+/// A request of so many tokens, all computed, with room for 16.
+fn begun(tokens: u32) -> (SequenceLedger, TokenSequence, RequestId) {
+    let mut ledger = SequenceLedger::new(SIZE).unwrap();
+    let mut seq = sequence(0..tokens);
+    let id = ledger
+        .begin(&mut seq, &ids(0..4), Begin::default())
+        .unwrap();
+    ledger.schedule(id, seq.len(), 0).unwrap();
+    ledger.confirm(id, seq.len()).unwrap();
+    (ledger, seq, id)
+}
+
+fn step(
+    ledger: &mut SequenceLedger,
+    (id, seq): (RequestId, &mut TokenSequence),
+    (computed, scheduled, drafts): (usize, usize, usize),
+    new: &[u32],
+) {
+    let step = Step {
+        requests: &[id],
+        num_scheduled: &[scheduled],
+        num_computed: &[computed],
+        ids: new,
+        offsets: &[0, new.len()],
+        num_drafts: Some(&[drafts]),
+    };
+    let done = ledger.step::<_, Error>(&step, |_, ids| ids.to(seq));
+    done.unwrap();
+}
+
+#[test]
+fn a_step_that_fails_rolls_back_every_request_before() {
+    const REQUESTS: usize = 4;
+    for failing in 0..REQUESTS {
+        let mut ledger = SequenceLedger::new(SIZE).unwrap();
+        let mut seqs: Vec<TokenSequence> = (0..4).map(|n| sequence(0..4 + n)).collect();
+        let mut requests = Vec::new();
+        for (seq, first) in seqs.iter_mut().zip([0, 10, 20, 30]) {
+            let table = ids(first..first + 4);
+            requests.push(ledger.begin(seq, &table, Begin::default()).unwrap());
+        }
+        let before = format!("{ledger:?}");
+        let step = Step {
+            requests: &requests,
+            num_scheduled: &[1; REQUESTS],
+            num_computed: &[0; REQUESTS],
+            ids: &[7_u32, 8, 9, 10],
+            offsets: &[0, 1, 2, 3, 4],
+            num_drafts: None,
+        };
+        let calls = Cell::new(0);
+        let visit = |at: usize, ids: StepIds<'_>| {
+            calls.set(calls.get() + 1);
+            if at == failing {
+                return Err(
+                    TokenSequence::new(Arc::clone(seqs[0].namespace()), vec![], vec![])
+                        .unwrap()
+                        .truncate(1)
+                        .unwrap_err(),
+                );
+            }
+            ids.to(&mut seqs[at])
+        };
+        let error = ledger.step(&step, visit).unwrap_err();
+        assert_eq!(error.at, Some(failing));
+        // Each request before it was visited twice: for its ids, and to take them back.
+        assert_eq!(calls.get(), 2 * failing + 1);
+        for (seq, tokens) in seqs.iter().zip(4..) {
+            let tokens: Vec<u32> = (0..tokens).collect();
+            assert_eq!(seq.tokens(), tokens, "request {failing} failed");
+        }
+        assert_eq!(format!("{ledger:?}"), before);
+    }
+}
+
+#[test]
+fn a_step_forgets_the_drafts_that_were_given_up() {
+    let (mut ledger, mut seq, id) = begun(4);
+    // A token and two drafts, of which the engine counts the token alone: the drafts were given up.
+    step(&mut ledger, (id, &mut seq), (4, 3, 2), &[]);
+    step(&mut ledger, (id, &mut seq), (5, 2, 0), &[50]);
+    assert_eq!(ledger.lookahead(id), Ok((5, 7)));
+    ledger.append(id, &mut seq, &[51]).unwrap();
+    ledger.confirm(id, 6).unwrap();
+    // Nothing was verified, so what is under way stays so.
+    assert_eq!(ledger.lookahead(id), Ok((6, 7)));
+}
+
+#[test]
+fn a_rollback_forgets_the_draft_at_its_position() {
+    for (to, kept) in [(4, false), (5, false), (6, true)] {
+        let (mut ledger, mut seq, id) = begun(4);
+        // Drafts from 5 on.
+        ledger.schedule(id, 3, 2).unwrap();
+        ledger.rollback(id, to, false).unwrap();
+        ledger.schedule(id, 7 - to, 0).unwrap();
+        ledger.confirm(id, 7).unwrap();
+        ledger.append(id, &mut seq, &[50, 51, 52]).unwrap();
+        // An id behind a draft says nothing about the KV there before the engine has counted.
+        let end = if kept { 5 } else { 7 };
+        assert_eq!(ledger.final_end(id), Ok(end), "rolled back to {to}");
+    }
+}
+
+#[test]
+fn a_rollback_forgets_the_islands_behind_it() {
+    // KV of 0..2, 4..6 and 8..10 of 12 tokens.
+    let begin = |ledger: &mut SequenceLedger, seq: &mut TokenSequence| {
+        let begin = Begin {
+            present: Some(Present::AllBut(&[(2, 4), (6, 8), (10, 12)])),
+            ..Begin::default()
+        };
+        ledger.begin(seq, &ids(0..3), begin).unwrap()
+    };
+    // With what is issued before, and what KV is gone then.
+    let cases = [
+        (0, 1, vec![(1, 2), (4, 6), (8, 10)]),
+        (1, 3, vec![(4, 6), (8, 10)]),
+        (2, 4, vec![(4, 6), (8, 10)]),
+        (2, 5, vec![(5, 6), (8, 10)]),
+    ];
+    for (issued, to, gone) in cases {
+        let mut ledger = SequenceLedger::new(SIZE).unwrap();
+        let mut seq = sequence(0..12);
+        let id = begin(&mut ledger, &mut seq);
+        assert_eq!(ledger.missing(id).unwrap(), [(2, 4), (6, 8), (10, 12)]);
+        ledger.schedule(id, issued, 0).unwrap();
+        let back = ledger.rollback(id, to, false).unwrap();
+        assert_eq!(back.ranges, gone, "rolled back to {to}");
+        let there = ledger.final_end(id).unwrap();
+        let missing: &[(usize, usize)] = match to {
+            5 => &[(2, 4), (5, 12)],
+            _ => &[(there, 12)],
+        };
+        assert_eq!(ledger.missing(id).unwrap(), missing, "rolled back to {to}");
+        // What is issued from there on passes over nothing.
+        ledger.schedule(id, 12 - to, 0).unwrap();
+        assert_eq!(ledger.lookahead(id), Ok((there, 12)));
+    }
+}
+
+#[test]
+fn a_finish_after_its_plan_claims_what_is_committed_as_exact() {
+    let mut index = index();
+    let mut known = sequence(0..4);
+    let options = InsertOptions::new(4, Source::Computed);
+    index.insert(&mut known, &[BlockId(9)], options).unwrap();
+    let mut ledger = SequenceLedger::new(SIZE).unwrap();
+    let mut seq = sequence(0..16);
+    let plan = index.plan(&mut seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default());
+    let plan = Arc::new(plan.unwrap());
+    let table = [9, 0, 1, 2].map(BlockId);
+    let begin = Begin::planned(Arc::clone(&plan));
+    let id = ledger.begin(&mut seq, &table, begin).unwrap();
+    ledger.schedule(id, 4, 0).unwrap();
+    ledger.confirm(id, 8).unwrap();
+    let done = ledger.commit(id, &mut seq, &mut index).unwrap();
+    assert_eq!((done.blocks, done.num_exact), (vec![BlockId(0)], 8));
+    // Four more are computed, and the plan is released before they are committed.
+    ledger.schedule(id, 4, 0).unwrap();
+    ledger.confirm(id, 12).unwrap();
+    index.release(&plan).unwrap();
+    let done = ledger.finish(id, &mut seq, &mut index).unwrap();
+    assert_eq!(done.num_exact, 8, "no more than what the index has");
+    assert_eq!(done.surplus, [1, 2].map(BlockId));
+    assert!(done.blocks.is_empty());
+}
+
+#[test]
+fn a_finish_offers_what_is_final_and_computed_alone() {
+    let mut index = index();
+    let (mut ledger, mut seq, id) = begun(9);
+    // A draft at 10, and an id behind it that no claim has confirmed.
+    ledger.schedule(id, 3, 2).unwrap();
+    ledger.confirm(id, 12).unwrap();
+    ledger.append(id, &mut seq, &[50, 51, 52]).unwrap();
+    let done = ledger.finish(id, &mut seq, &mut index).unwrap();
+    assert_eq!((done.blocks, done.num_exact), (ids(0..2), 8));
+    assert_eq!(done.surplus, ids(2..4));
+}
+
+#[test]
+fn a_pin_that_its_holder_released_does_not_stop_a_commit_half_way() {
+    let mut index = index();
+    let (mut ledger, mut seq, id) = begun(4);
+    ledger.commit(id, &mut seq, &mut index).unwrap();
+    let pin = Arc::clone(&ledger.pins(id).unwrap()[0]);
+    index.release(&pin).unwrap();
+    ledger.schedule(id, 4, 0).unwrap();
+    ledger.append(id, &mut seq, &[50, 51, 52, 53]).unwrap();
+    ledger.confirm(id, 8).unwrap();
+    let done = ledger.commit(id, &mut seq, &mut index).unwrap();
+    assert_eq!(done.blocks, ids(1..2));
+    assert_eq!(ledger.num_committed(id), Ok(8));
+    // One plan holds what is committed, and nothing else does.
+    assert_eq!(ledger.pins(id).unwrap().len(), 1);
+    assert_eq!((index.stats().live_plans, index.stats().pinned), (1, 2));
+    ledger.finish(id, &mut seq, &mut index).unwrap();
+    assert_eq!(index.stats().live_plans, 0);
+}
+
+#[test]
+fn a_ledger_knows_its_block_size_and_which_requests_live() {
+    let mut index = index();
+    assert!(SequenceLedger::new(SIZE).unwrap().is_empty());
+    let (mut ledger, mut seq, id) = begun(4);
+    assert_eq!(ledger.block_size(), SIZE);
+    assert!(!ledger.is_empty() && ledger.is_live(id));
+    ledger.finish(id, &mut seq, &mut index).unwrap();
+    assert!(ledger.is_empty() && !ledger.is_live(id));
+}
