@@ -234,10 +234,10 @@ def run(*args: Any) -> Result:
 
 def test_command_writes_a_gate_that_names_the_model(tmp_path: Path) -> None:
     out = tmp_path / "gate.json"
-    result = run("gqa", "--questions", 4, "--policies", "exact,rotated", "--json", "--out", out)
+    result = run("gqa", "--questions", 4, "--policies", "unrotated,rotated", "--json", "--out", out)
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
-    assert [one["policy"] for one in document["results"]] == 3 * ["exact", "rotated"]
+    assert [one["policy"] for one in document["results"]] == 3 * ["unrotated", "rotated"]
     assert "20/" in result.stderr or "one turn" in result.stderr
     gate = gates.read(out)
     model = AutoModelForCausalLM.from_pretrained(shipped.model_path("gqa"))
@@ -269,6 +269,11 @@ BAD: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
         lambda tmp: ["gqa", "--policies", "exact", "--out", tmp / "b.json"],
         "could be cleared",
     ),
+    "no control": (
+        lambda tmp: ["gqa", "--policies", "rotated", "--out", tmp / "b.json"],
+        "without a control; add unrotated or drop",
+    ),
+    "limit not a number": (lambda _: ["gqa", "--max-kl", "inf"], "max_kl_mean must be finite"),
     "dtype": (lambda _: ["gqa", "--dtype", "float99", "--questions", 1], "cannot load"),
 }
 

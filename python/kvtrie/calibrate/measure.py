@@ -82,6 +82,8 @@ class Report:
     def gate(self, thresholds: gates.Thresholds) -> gates.Gate:
         """The verdicts on the policies that requests could ask for.
 
+        Where no control was measured, nothing is cleared, and the gate cannot be written.
+
         Raises:
             ValueError: None of them was measured.
         """
@@ -101,9 +103,19 @@ class Report:
                 gates.Measured(name, found[0].policy.reuse, tuple(one.figures for one in found))
                 for name, found in by_policy.items()
             ),
+            controls=self.controls,
             data=self.data,
             checkpoint=self.checkpoint,
         )
+
+    @property
+    def controls(self) -> tuple[gates.Control, ...]:
+        """The controls that were measured."""
+        found: dict[str, list[gates.Figures]] = {}
+        for result in self.results:
+            if result.policy.is_control:
+                found.setdefault(result.policy.name, []).append(result.figures)
+        return tuple(gates.Control(name, tuple(figures)) for name, figures in found.items())
 
     def savings(self, result: Result) -> float | None:
         """Share of what ``rotated`` saves over ``exact`` in this scenario that a policy saves."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -18,6 +18,8 @@ from kvtrie.engines._model_dir import checked_model_dir
 
 if TYPE_CHECKING:
     from kvtrie.demo import Conversation
+
+_LIMITS: Final = gates.Thresholds()
 
 
 def calibrate(
@@ -55,14 +57,17 @@ def calibrate(
         typer.Option(
             min=0, max=1, help="Accuracy that a cleared policy may lose (95 % upper bound)."
         ),
-    ] = 0.01,
+    ] = _LIMITS.max_loss,
     max_kl: Annotated[
-        float | None, typer.Option(min=0, help="Most mean KL divergence of a cleared policy.")
-    ] = None,
+        float, typer.Option(min=0, help="Most mean KL divergence of a cleared policy, in nats.")
+    ] = _LIMITS.max_kl_mean,
+    max_kl_p99: Annotated[
+        float, typer.Option(min=0, help="Most KL divergence at the 99th percentile, in nats.")
+    ] = _LIMITS.max_kl_p99,
     min_top1: Annotated[
-        float | None,
+        float,
         typer.Option(min=0, max=1, help="Least agreement of the likeliest token."),
-    ] = None,
+    ] = _LIMITS.min_top1,
     block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of a block.")] = 1,
     min_run: Annotated[
         int, typer.Option(min=named.LEAST_RUN, help="Shortest moved run in tokens.")
@@ -86,6 +91,10 @@ def calibrate(
     """
     is_shipped = str(model) in shipped.KINDS and not model.is_dir()
     directory = shipped.model_path(str(model)) if is_shipped else model
+    try:
+        thresholds = gates.Thresholds(max_loss, max_kl, max_kl_p99, min_top1)
+    except ValueError as error:
+        fail(error)
     talks = None if conversations is None else _conversations(conversations)
     names = [name.strip() for name in policies.split(",") if name.strip()]
     try:
@@ -97,6 +106,8 @@ def calibrate(
         fail(f"{out}: there is no directory {out.parent}")
     if out is not None and not any(one.can_be_cleared for one in chosen):
         fail("--out: none of the policies could be cleared; name a rotated one")
+    if out is not None and not any(one.is_control for one in chosen):
+        fail(f"--out: no gate clears anything without a control; add {' or '.join(gates.CONTROLS)}")
     for name in ("torch", "transformers", "jinja2", "rich"):
         if find_spec(name) is None:
             fail(f"calibrate needs {name}: pip install 'kvtrie[cli]'")
@@ -124,7 +135,6 @@ def calibrate(
             )
         except (KvTrieError, ValueError, OSError, MemoryError) as error:
             fail(error)
-    thresholds = gates.Thresholds(max_loss=max_loss, max_kl_mean=max_kl, min_top1=min_top1)
     if out is not None:
         try:
             report.gate(thresholds).write(out)
