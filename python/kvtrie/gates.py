@@ -23,10 +23,12 @@ Neither torch nor numpy is needed here.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -609,10 +611,10 @@ def checked_target(path: str | PathLike[str]) -> Path:
     Raises:
         OSError: ``path`` is a directory, a device, a pipe or a loop of links.
     """
-    target = Path(path).resolve()
-    if target.exists() and not target.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return target
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(Path(path).stat().st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return Path(os.path.realpath(path))
 
 
 def read(path: str | PathLike[str]) -> Gate:

@@ -274,7 +274,6 @@ BAD: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
         "without a control; add unrotated or drop",
     ),
     "limit not a number": (lambda _: ["gqa", "--max-kl", "inf"], "max_kl_mean must be finite"),
-    "dtype": (lambda _: ["gqa", "--dtype", "float99", "--questions", 1], "cannot load"),
 }
 
 
@@ -287,6 +286,12 @@ def test_command_bad_input_is_one_sentence(
     assert result.stdout == ""
     assert named in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_command_model_that_cannot_be_loaded_is_refused() -> None:
+    result = run("gqa", "--dtype", "float99", "--questions", 1)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "cannot load" in result.stderr.splitlines()[-1]
 
 
 def test_command_conversations_without_edits_are_refused(tmp_path: Path) -> None:
