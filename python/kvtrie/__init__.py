@@ -1,9 +1,9 @@
 """Which KV blocks do I already have for this prompt, where do they lie, and what must be computed?
 
 What comes from the extension `kvtrie._core` needs neither numpy nor torch to be imported.
-`KVLayout`, `RopeSpec`, `TurnAnswer` and `TurnTracker` need numpy (`RopeSpec.from_config` computes frequencies
-with torch), and `KVPool` needs torch: they are imported when their name is first used. The embedded
-engine, `kvtrie.engines.transformers`, is imported by its own name.
+`KVLayout`, `RopeSpec`, `TurnAnswer` and `TurnTracker` need numpy (`RopeSpec.from_config` computes
+frequencies with torch), and `KVPool` needs torch: each is imported when its name is first used. The
+embedded engine, `kvtrie.engines.transformers`, is imported by its own name.
 """
 
 from importlib import import_module

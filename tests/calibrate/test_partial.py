@@ -122,7 +122,7 @@ def test_full_disk_is_a_typed_error(path: Path) -> None:
 
 # --- the command ----------------------------------------------------------------------------------
 
-OPTIONS = ("--questions", "20", "--policies", "unrotated,rotated", "--json")
+OPTIONS = ("--questions", "12", "--policies", "unrotated,rotated", "--json")
 
 
 def start(out: Path, *args: str) -> subprocess.Popen[str]:
@@ -141,7 +141,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def stop_in_the_middle(out: Path, number: signal.Signals) -> tuple[int, str, str]:
-    """Start a run, and end it by a signal once it has measured some more of 26 conversations."""
+    """Start a run, and end it by a signal once it has measured some more of 17 conversations."""
     kept = out.with_name(f"{out.name}.partial")
     lines = kept.read_bytes().count(b"\n") if kept.exists() else 0
     process = start(out)
@@ -162,7 +162,7 @@ def test_interrupted_and_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> 
     rows = kept.read_bytes().count(b"\n") - 1
     assert (code, printed) == (130, "")
     assert error.splitlines()[-1] == (
-        f"kvtrie: interrupted; {rows} of 26 conversations are kept in {kept}: the same command "
+        f"kvtrie: interrupted; {rows} of 17 conversations are kept in {kept}: the same command "
         "goes on from there"
     )
     # Another run is refused by name, and harms nothing.
@@ -183,9 +183,9 @@ def test_interrupted_and_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> 
     whole = end(start(other))
     assert whole[:2] == (0, printed)
     assert out.read_bytes() == other.read_bytes()
-    assert gates.read(out).measured[0].questions == 3 * 20
+    assert gates.read(out).measured[0].questions == 12 + 15 + 20
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["gate.json", "other.json"]
-    assert json.loads(printed)["results"][0]["questions"] == 20
+    assert json.loads(printed)["results"][0]["questions"] == 12
 
 
 @pytest.mark.parametrize(

@@ -184,3 +184,30 @@ def test_interrupted_while_it_reads_is_one_sentence(prompts: list[str], tmp_path
     out, error = process.communicate(timeout=PATIENCE)
     os.close(writers[0])
     assert (process.returncode, out, error) == (130, "", "kvtrie: interrupted\n")
+
+
+def run_guarded(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    head = "import os, signal\nfrom kvtrie.cli import _process\n_process.guard()\n"
+    return subprocess.run(
+        [sys.executable, "-c", head + code], capture_output=True, text=True, check=False, **options
+    )
+
+
+def test_interrupted_while_a_file_is_written_waits_until_it_is_whole() -> None:
+    done = run_guarded(
+        "with _process.last_words(lambda: 'all is kept'), _process.held():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print('whole', flush=True)\n"
+        "print('never', flush=True)\n"
+    )
+    assert (done.returncode, done.stdout) == (130, "whole\n")
+    assert done.stderr == "kvtrie: interrupted; all is kept\n"
+
+
+def test_interrupts_that_are_ignored_stay_ignored() -> None:
+    # As nohup, and shells for what runs in the background, start it.
+    done = run_guarded(
+        "os.kill(os.getpid(), signal.SIGINT)\nprint('goes on')\n",
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
