@@ -185,7 +185,7 @@ class Figures:
             value = getattr(self, name)
             if value > most:
                 return f"{name!r} is {value}, more than the {most} {of}"
-        return "'positions' is 0: nothing was compared" if self.positions == 0 else None
+        return None
 
     def outside(self, thresholds: Thresholds) -> list[str]:
         """Every figure that is not within the thresholds, with its value and the limit."""

@@ -579,6 +579,18 @@ def test_read_figures_that_contradict_each_other_are_refused(
         gates.read(path)
 
 
+def test_read_control_of_other_replies_is_refused(path: Path) -> None:
+    # Though the other control is of the same replies, and clears the policy.
+    document = json.loads(gate().to_json())
+    second = json.loads(json.dumps(document["controls"][0])) | {"name": "drop"}
+    second["figures"][0]["positions"] += 1
+    document["controls"].append(second)
+    path.write_text(json.dumps(document), encoding="utf-8")
+    said = r"are \(900, 500, 495\), those of the control 'drop' are \(901, 500, 495\)"
+    with pytest.raises(gates.GateError, match=said):
+        gates.read(path)
+
+
 @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
 @pytest.mark.parametrize("name", ["kl_mean", "kl_p99", "top1"])
 def test_read_figure_that_is_no_number_is_refused(path: Path, name: str, constant: str) -> None:
