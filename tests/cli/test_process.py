@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 COMMAND = [sys.executable, "-m", "kvtrie.cli"]
 ENOSPC = "No space left on device"
-PATIENCE = 120  # seconds; only a test that fails waits so long
+PATIENCE = 250  # seconds; only a test that fails waits so long
 
 
 @pytest.fixture
