@@ -93,6 +93,10 @@ class Partial:
                 )
         return rows
 
+    def num_rows(self) -> int:
+        """How many rows are in the file, as whoever resumes will find them."""
+        return max(0, self.path.read_bytes().count(b"\n") - 1)
+
     def add(self, row: Row) -> None:
         """Append a row.
 

@@ -128,7 +128,7 @@ def calibrate(
                 measure.set_threads(threads or 1)
 
             def progress(done: int, total: int, text: str) -> None:
-                kept.done, kept.total = done, total
+                kept.total = total
                 tick(done, total, text)
 
             try:
@@ -167,19 +167,20 @@ class _Kept:
     """What of a run outlives it."""
 
     partial: Partial | None
-    done: int = 0
     total: int = 0
 
     def last_words(self) -> str:
         """What was kept when the run is interrupted."""
         if self.partial is None:
             return "nothing was kept, which takes --out"
-        if self.done == 0:
+        rows = self.partial.num_rows()
+        if rows == 0:
             self.partial.close()
             return "nothing was measured yet"
+        of = f" of {self.total}" if self.total else ""
         return (
-            f"{self.done} of {self.total} conversations are kept in {self.partial.path}: the same "
-            "command goes on from there"
+            f"{rows}{of} conversations are kept in {self.partial.path}: the same command goes on "
+            "from there"
         )
 
 
