@@ -1,6 +1,7 @@
 """What reuse of KV costs the three shipped models: measures, and writes `docs/fidelity.md`.
 
     python benches/fidelity.py              # all figures, two processes of one thread each
+    python benches/fidelity.py --judge      # the verdicts again, by the rules of the code as it is
     python benches/fidelity.py --render     # the page again, from benches/fidelity.json
 
 The words of the page are its own; what stands between its two marks is written here. The exit code
@@ -17,6 +18,7 @@ import platform
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import fields
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
@@ -59,11 +61,34 @@ def measure_one(kind: str, questions: int, seed: int) -> tuple[str, Row]:
     began, busy = time.perf_counter(), time.process_time()
     report = measure.calibrate(shipped.model_path(kind), num_questions=questions, seed=seed)
     document = _calibrated.document(report, gates.Thresholds())
-    gate = report.gate(gates.Thresholds())
-    document["cleared"] = [one.name for one in gate.cleared()]
+    document["cleared"] = [one.name for one in report.gate(gates.Thresholds()).cleared()]
     document["seconds"] = time.perf_counter() - began
     document["processor_seconds"] = time.process_time() - busy
     return kind, document
+
+
+def judged(model: Row) -> Row:
+    """The figures of one model with their verdicts anew: nothing that was measured changes."""
+    from kvtrie.calibrate import measure, policies  # noqa: PLC0415 - slow: torch
+    from kvtrie.cli import _calibrated  # noqa: PLC0415 - as the command shows it
+
+    names = [one.name for one in fields(gates.Figures)]
+    report = measure.Report(
+        **{name: model[name] for name in ("model", "kv_dtype", "block_size", "min_run", "data")},
+        rope="",
+        conversations=model["conversations"],
+        results=tuple(
+            measure.Result(
+                policies.policy(row["policy"], model["min_run"]),
+                gates.Figures(**{name: row[name] for name in names}),
+            )
+            for row in model["results"]
+        ),
+    )
+    document = _calibrated.document(report, gates.Thresholds())
+    cleared = [one.name for one in report.gate(gates.Thresholds()).cleared()]
+    kept = {name: model[name] for name in ("seconds", "processor_seconds")}
+    return {**document, "cleared": cleared, **kept}
 
 
 def measure(questions: int, seed: int, workers: int) -> Row:
@@ -114,7 +139,8 @@ def render(figures: Row) -> str:
         f"processes of one thread ({figures['machine']}, load {figures['load']:.1f}); minutes of "
         f"processor time: {minutes}."
     )
-    lines = [how, "", "### Policies across the models", "", SUMMARY, ""]
+    lines = [how, "", "### Limits, and what was measured", "", *_limits(figures), ""]
+    lines += ["### Policies across the models", "", SUMMARY, ""]
     lines += _summary(figures)
     for kind, model in figures["models"].items():
         cleared = ", ".join(f"`{name}`" for name in model["cleared"]) or "nothing"
@@ -122,11 +148,42 @@ def render(figures: Row) -> str:
             "",
             f"### {kind}: {TITLES[kind]}",
             "",
-            f"`{model['model']}`, KV in {model['kv_dtype']}. Cleared at one point: {cleared}.",
+            f"`{model['model']}`, KV in {model['kv_dtype']}. Cleared: {cleared}.",
             "",
         ]
         lines += _details(model)
     return "\n".join(lines)
+
+
+def _limits(figures: Row) -> list[str]:
+    """The limits, the worst figure of all that is cleared, and the best of all controls."""
+    rows = [
+        (row, row["policy"] in model["cleared"])
+        for model in figures["models"].values()
+        for row in model["results"]
+    ]
+    cleared = [row for row, is_cleared in rows if is_cleared]
+    controls = [row for row, _ in rows if row["policy"] in CONTROLS]
+    limits = next(iter(figures["models"].values()))["thresholds"]
+    lines = [
+        "| figure of a scenario | cleared policies, worst | limit | controls, best |",
+        "|---|--:|--:|--:|",
+    ]
+    for title, name, limit in (
+        ("KL mean", "kl_mean", "max_kl_mean"),
+        ("KL 99 %", "kl_p99", "max_kl_p99"),
+    ):
+        worst, best = max(row[name] for row in cleared), min(row[name] for row in controls)
+        lines.append(f"| {title} | {worst:.2g} | {limits[limit]:.2g} | {best:.2g} |")
+    worst, best = min(row["top1"] for row in cleared), max(row["top1"] for row in controls)
+    lines.append(f"| top 1 | {worst:.1%} | {limits['min_top1']:.1%} | {best:.1%} |")
+    worst, best = max(row["loss"] for row in cleared), min(row["loss_low"] for row in controls)
+    most = limits["max_loss"]
+    lines.append(
+        f"| points lost (controls: at least) | {100 * worst:.2f} | {100 * most:.2f} "
+        f"| {100 * best:.2f} |"
+    )
+    return lines
 
 
 def _summary(figures: Row) -> list[str]:
@@ -197,12 +254,18 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=420, help="of each model and scenario")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--judge", action="store_true", help="measure nothing, judge again")
     parser.add_argument("--render", action="store_true", help="measure nothing, write the page")
     parser.add_argument("--figures", type=Path, default=FIGURES)
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args()
-    if not options.render:
+    figures: Row = {}
+    if options.judge:
+        figures = json.loads(options.figures.read_text(encoding="utf-8"))
+        figures["models"] = {kind: judged(model) for kind, model in figures["models"].items()}
+    elif not options.render:
         figures = measure(options.questions, options.seed, options.workers)
+    if figures:
         text = json.dumps(figures, indent=1) + "\n"
         options.figures.write_text(text, encoding="utf-8")
     figures = json.loads(options.figures.read_text(encoding="utf-8"))

@@ -1,11 +1,12 @@
 """Which KV blocks do I already have for this prompt, where do they lie, and what must be computed?
 
-What comes from the extension `kvtrie._core`, `KVLayout` and `RopeSpec` need numpy alone
-(`RopeSpec.from_config` computes frequencies with torch, which it imports). `KVPool` needs
-torch, which is imported when the name is first used. The embedded engine,
-`kvtrie.engines.transformers`, is imported by its own name.
+What comes from the extension `kvtrie._core` needs neither numpy nor torch to be imported.
+`KVLayout`, `RopeSpec`, `TurnAnswer` and `TurnTracker` need numpy (`RopeSpec.from_config` computes
+frequencies with torch), and `KVPool` needs torch: each is imported when its name is first used. The
+embedded engine, `kvtrie.engines.transformers`, is imported by its own name.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvtrie._core import (
@@ -51,12 +52,12 @@ from kvtrie._core import (
     __version__,
     plan_transfer,
 )
-from kvtrie.layout import KVLayout
-from kvtrie.rope import RopeSpec
-from kvtrie.router import TurnAnswer, TurnTracker
 
 if TYPE_CHECKING:
+    from kvtrie.layout import KVLayout
     from kvtrie.pool import KVPool as KVPool
+    from kvtrie.rope import RopeSpec
+    from kvtrie.router import TurnAnswer, TurnTracker
 
 __all__ = [
     "COMPUTED",
@@ -107,11 +108,21 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Import `KVPool`, and torch with it, when somebody asks for it."""
-    if name == "KVPool":
-        from kvtrie.pool import KVPool  # noqa: PLC0415 - torch is imported on demand
+# Names that need numpy or torch. Their imports take half a second and more, and Ctrl-C meanwhile
+# would be a traceback: the command line cannot do anything about it by then.
+_ELSEWHERE = {
+    "KVLayout": "kvtrie.layout",
+    "KVPool": "kvtrie.pool",
+    "RopeSpec": "kvtrie.rope",
+    "TurnAnswer": "kvtrie.router",
+    "TurnTracker": "kvtrie.router",
+}
 
-        return KVPool
+
+def __getattr__(name: str) -> object:
+    """Import a name that needs numpy or torch when somebody asks for it."""
+    if name in _ELSEWHERE:
+        found: object = getattr(import_module(_ELSEWHERE[name]), name)
+        return found
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)

@@ -4,14 +4,31 @@ A gate file names one model and says, for each reuse policy that was measured on
 and whether that is within the thresholds. Engines ask it before they reuse KV approximately and use
 ``kvtrie.EXACT_ONLY`` for what it does not clear. A cleared policy is still approximate.
 
+A policy is cleared if all of this holds:
+
+* In every scenario the data could have refused it. Full recomputation is right on at least half of
+  the questions (``LEAST_RIGHT``). A control, which is a way to reuse KV that no request can ask
+  for, is detected as worse on the same replies: the lower end of the 95 % interval of its loss,
+  paired by question, is above ``max_loss``. So the control is refused by the rule, the interval and
+  the limit that clear the policy.
+* In every scenario the loss, the mean KL divergence, its 99th percentile and the agreement of the
+  likeliest token are within the thresholds.
+* Over all questions the upper end of the interval of the loss is at most ``max_loss``.
+
+Worse figures never clear what better ones do not: a policy that lost more, gained less or diverges
+more, or a control that lost less, is not cleared where the other is not.
+
 Neither torch nor numpy is needed here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +41,8 @@ if TYPE_CHECKING:
     from os import PathLike
 
 __all__ = [
+    "CONTROLS",
+    "Control",
     "Decision",
     "Figures",
     "Gate",
@@ -32,15 +51,18 @@ __all__ = [
     "Measured",
     "Thresholds",
     "paired_interval",
+    "questions_needed",
     "read",
 ]
 
 FORMAT: Final = "kvtrie-gate"
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_BYTES: Final = 1 << 20
 MAX_POLICIES: Final = 256
 MAX_SCENARIOS: Final = 64
 MAX_TEXT: Final = 512
+LEAST_RIGHT: Final = 0.5
+"""Share of the questions that full recomputation must get right: else losses cannot show."""
 _MAX_COUNT: Final = 2**53
 
 
@@ -56,33 +78,35 @@ class GateMismatchError(GateError):
 class Thresholds:
     """What a policy must keep to be cleared.
 
+    The defaults for KL and top 1 lie between what was measured for policies that keep the answers
+    and for controls; ``docs/fidelity.md`` has the figures.
+
     Attributes:
-        max_loss: Task accuracy that may be lost, 0 to 1. No scenario may show a greater loss, and
-            over all questions the upper end of the 95 % interval, paired by question, may not be
-            greater. A scenario without questions clears nothing.
-        max_kl_mean: Most mean KL divergence in nats, or None for any.
-        max_kl_p99: Most KL divergence at the 99th percentile, or None for any.
-        min_top1: Least share of positions with the same likeliest token, or None for any.
+        max_loss: Task accuracy that may be lost, 0 to 1.
+        max_kl_mean: Most mean KL divergence in nats.
+        max_kl_p99: Most KL divergence at the 99th percentile, in nats.
+        min_top1: Least share of positions with the same likeliest token.
 
     Raises:
-        ValueError: A threshold is out of range.
+        TypeError: A threshold is not a number.
+        ValueError: A threshold is out of range, or not finite.
     """
 
     max_loss: float = 0.01
-    max_kl_mean: float | None = None
-    max_kl_p99: float | None = None
-    min_top1: float | None = None
+    max_kl_mean: float = 0.02
+    max_kl_p99: float = 0.5
+    min_top1: float = 0.93
 
     def __post_init__(self) -> None:
-        limits = (
-            ("max_loss", self.max_loss, 1.0),
-            ("max_kl_mean", self.max_kl_mean, math.inf),
-            ("max_kl_p99", self.max_kl_p99, math.inf),
-            ("min_top1", self.min_top1, 1.0),
-        )
-        for name, value, most in limits:
-            if value is not None and not 0 <= value <= most:
-                msg = f"Thresholds: {name} must be in 0..={most}, not {value}"
+        most = {"max_loss": 1.0, "min_top1": 1.0}
+        for name in _THRESHOLDS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                msg = f"Thresholds: {name} must be a number, not {_short(value)}"
+                raise TypeError(msg)
+            if not _is_finite(value) or not 0 <= value <= most.get(name, math.inf):
+                limits = f"in 0..={most[name]}" if name in most else "finite and at least 0"
+                msg = f"Thresholds: {name} must be {limits}, not {_short(value)}"
                 raise ValueError(msg)
 
 
@@ -139,31 +163,114 @@ class Figures:
         total = self.exact + self.moved + self.computed
         return (self.exact + self.moved) / total if total else 0.0
 
-    def failure(self, thresholds: Thresholds) -> str | None:
-        """Why these figures are not within the thresholds; None if they are."""
-        for name in _NUMBERS:
-            # No comparison below would notice.
-            if math.isnan(getattr(self, name)):
-                return f"{self.scenario}: {name} is not a number"
-        if self.questions == 0:
-            return f"{self.scenario}: the data has no answers, so no accuracy was measured"
+    def flaw(self) -> str | None:
+        """Why nothing can have been measured like that, with the field's name; None if it can."""
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+                return f"{name!r} must be a count in 0..={_MAX_COUNT}, not {_short(value)}"
+        for name, limits in _NUMBERS.items():
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not _is_finite(value):
+                return f"{name!r} must be a finite number, not {_short(value)}"
+            if not limits[0] <= value <= limits[1]:
+                return f"{name!r} must be in {limits[0]}..={limits[1]}, not {_short(value)}"
+        wrong = self.questions - self.right_full
+        for name, most, of in (
+            ("right_full", self.questions, "questions"),
+            ("lost", self.right_full, "right answers"),
+            ("gained", wrong, "wrong answers"),
+            ("questions", self.positions, "positions"),
+        ):
+            value = getattr(self, name)
+            if value > most:
+                return f"{name!r} is {value}, more than the {most} {of}"
+        return None
+
+    def outside(self, thresholds: Thresholds) -> list[str]:
+        """Every figure that is not within the thresholds, with its value and the limit."""
+        found = []
         if self.loss > thresholds.max_loss:
-            return (
-                f"{self.scenario}: {100 * self.loss:.2f} points of accuracy lost "
-                f"({self.questions} questions), the limit is {100 * thresholds.max_loss:.2f}"
+            found.append(
+                f"{100 * self.loss:.2f} points of accuracy lost ({self.questions} questions), the "
+                f"limit is {100 * thresholds.max_loss:.2f}"
             )
         for name, value, most in (
             ("mean KL", self.kl_mean, thresholds.max_kl_mean),
             ("KL at the 99th percentile", self.kl_p99, thresholds.max_kl_p99),
         ):
-            if most is not None and value > most:
-                return f"{self.scenario}: {name} is {value:.4g}, the limit is {most:.4g}"
-        if thresholds.min_top1 is not None and self.top1 < thresholds.min_top1:
-            return (
-                f"{self.scenario}: {self.top1:.2%} of the likeliest tokens agree, at least "
-                f"{thresholds.min_top1:.2%} are wanted"
+            if value > most:
+                found.append(f"{name} is {value:.4g}, the limit is {most:.4g}")
+        if self.top1 < thresholds.min_top1:
+            found.append(
+                f"{self.top1:.2%} of the likeliest tokens agree, the limit is "
+                f"{thresholds.min_top1:.2%}"
             )
-        return None
+        return found
+
+    def blind(self, controls: Sequence[Control], thresholds: Thresholds) -> list[str]:
+        """Why this scenario's data could not refuse a policy, each reason with value and limit.
+
+        Args:
+            controls: The controls that were measured on the same replies.
+            thresholds: What a policy must keep.
+        """
+        if self.questions == 0:
+            return ["the data has no answers, so no accuracy was measured"]
+        found = []
+        if self.right_full < LEAST_RIGHT * self.questions:
+            found.append(
+                f"full recomputation is right on {self.right_full} of {self.questions} questions, "
+                f"at least {LEAST_RIGHT:.0%} are needed"
+            )
+        seen = [
+            (one.name, figures)
+            for one in controls
+            for figures in one.figures
+            if figures.scenario == self.scenario and figures.flaw() is None
+        ]
+        if not seen:
+            return [*found, "no control was measured"]
+        if all(figures.replies != self.replies for _, figures in seen):
+            return [*found, "the controls were measured on other replies"]
+        lows = {
+            name: figures.interval[0] for name, figures in seen if figures.replies == self.replies
+        }
+        if max(lows.values()) <= thresholds.max_loss:
+            shown = ", ".join(
+                f"{name!r} loses at least {100 * low:.2f}" for name, low in lows.items()
+            )
+            found.append(
+                f"no control is detected as worse: {shown} points ({self.questions} questions), "
+                f"the limit is more than {100 * thresholds.max_loss:.2f}"
+            )
+        return found
+
+    @property
+    def replies(self) -> tuple[int, int, int]:
+        """Positions, questions and right answers of full recomputation: equal on the same data."""
+        return self.positions, self.questions, self.right_full
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A way to reuse KV that no request can ask for, and what it cost: shows what data can tell.
+
+    Attributes:
+        name: One of ``CONTROLS``.
+        figures: One entry per scenario.
+
+    Raises:
+        ValueError: There is no such control: what a request could ask for is none.
+    """
+
+    name: str
+    figures: tuple[Figures, ...]
+
+    def __post_init__(self) -> None:
+        if self.name not in CONTROLS:
+            msg = f"Control: 'name' must be one of {', '.join(CONTROLS)}, not {_short(self.name)}"
+            raise ValueError(msg)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +280,7 @@ class Measured:
     Attributes:
         name: What the report calls it.
         policy: The policy; its ``min_run`` is the one that was in force.
-        figures: One entry a scenario, at least one.
+        figures: One entry per scenario, at least one.
     """
 
     name: str
@@ -186,30 +293,52 @@ class Measured:
         return sum(one.questions for one in self.figures)
 
     @property
+    def lost(self) -> int:
+        """Answers that were lost, in all scenarios."""
+        return sum(one.lost for one in self.figures)
+
+    @property
+    def gained(self) -> int:
+        """Answers that were gained, in all scenarios."""
+        return sum(one.gained for one in self.figures)
+
+    @property
     def loss(self) -> float:
         """Share of all questions that was lost."""
-        lost = sum(one.lost - one.gained for one in self.figures)
-        return lost / self.questions if self.questions else 0.0
+        return (self.lost - self.gained) / self.questions if self.questions else 0.0
 
     @property
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of the loss over all questions, paired by question."""
-        lost, gained = (sum(getattr(one, n) for one in self.figures) for n in ("lost", "gained"))
-        return paired_interval(lost, gained, self.questions)
+        return paired_interval(self.lost, self.gained, self.questions)
 
-    def failure(self, thresholds: Thresholds) -> str | None:
-        """Why the policy is not cleared; None if it is."""
-        if not self.figures:
-            return "nothing was measured"
+    def failure(self, thresholds: Thresholds, controls: Sequence[Control]) -> str | None:
+        """Why the policy is not cleared; None if it is.
+
+        Args:
+            thresholds: What it must keep.
+            controls: The controls that were measured on the same replies.
+
+        Returns:
+            Every condition that failed in the first scenario where one did, or over all questions,
+            each with its value and the limit.
+        """
+        flaw = _scenarios_flaw(self, controls)
+        if flaw is not None:
+            return flaw
         for one in self.figures:
-            reason = one.failure(thresholds)
-            if reason is not None:
-                return reason
+            reasons = [*one.blind(controls, thresholds), *one.outside(thresholds)]
+            if reasons:
+                return f"{one.scenario}: {'; '.join(reasons)}"
         high = self.interval[1]
         if high > thresholds.max_loss:
+            needed = questions_needed(self.lost, self.gained, thresholds.max_loss)
+            more = (
+                "" if needed is None else f" (the data cannot tell: {needed} questions are needed)"
+            )
             return (
                 f"up to {100 * high:.2f} points of accuracy lost over {self.questions} questions, "
-                f"the limit is {100 * thresholds.max_loss:.2f}"
+                f"the limit is {100 * thresholds.max_loss:.2f}{more}"
             )
         return None
 
@@ -239,11 +368,14 @@ class Gate:
         rope: RoPE settings, as the engine's namespace has them.
         thresholds: What a policy must keep.
         measured: The policies.
+        controls: The controls, in the same scenarios and on the same replies; with none, nothing is
+            cleared.
         data: What was replayed, in words.
         checkpoint: Digest of the model directory that was measured, by which engines of other code
             know it again; None where its weights are not in safetensors files.
 
     Example:
+        >>> import dataclasses
         >>> import kvtrie
         >>> from kvtrie import gates
         >>> figures = gates.Figures(
@@ -262,7 +394,10 @@ class Gate:
         ... )
         >>> rotated = kvtrie.ReusePolicy(min_run=16)
         >>> measured = gates.Measured("rotated", rotated, (figures,))
-        >>> gate = gates.Gate("m@1", "bfloat16", "default", gates.Thresholds(), (measured,))
+        >>> control = gates.Control("unrotated", (dataclasses.replace(figures, lost=240),))
+        >>> gate = gates.Gate(
+        ...     "m@1", "bfloat16", "default", gates.Thresholds(), (measured,), (control,)
+        ... )
         >>> gate.policy(rotated, model="m@1").reason
         "cleared by the measurement of 'rotated'"
         >>> gate.policy(kvtrie.ReusePolicy(min_run=8), model="m@1").policy == kvtrie.EXACT_ONLY
@@ -274,6 +409,7 @@ class Gate:
     rope: str
     thresholds: Thresholds
     measured: tuple[Measured, ...]
+    controls: tuple[Control, ...]
     data: str = ""
     checkpoint: str | None = None
 
@@ -326,13 +462,13 @@ class Gate:
         reason = "nothing that reuses as much was measured"
         for one in self.measured:
             if _is_bolder(one.policy, wanted) and _is_bolder(wanted, one.policy):
-                failure = one.failure(self.thresholds)
+                failure = one.failure(self.thresholds, self.controls)
                 if failure is not None:
                     return Decision(EXACT_ONLY, is_cleared=False, reason=failure)
         for one in self.measured:
             if not _is_bolder(one.policy, wanted):
                 continue
-            failure = one.failure(self.thresholds)
+            failure = one.failure(self.thresholds, self.controls)
             if failure is None:
                 reason = f"cleared by the measurement of {one.name!r}"
                 return Decision(wanted, is_cleared=True, reason=reason)
@@ -341,21 +477,21 @@ class Gate:
 
     def cleared(self) -> tuple[Measured, ...]:
         """The measured policies that kept the thresholds, most tokens saved first."""
-        kept = [one for one in self.measured if one.failure(self.thresholds) is None]
+        kept = [one for one in self.measured if one.failure(self.thresholds, self.controls) is None]
         return tuple(sorted(kept, key=lambda one: sum(f.computed for f in one.figures)))
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write the gate file, whole or not at all.
 
         Args:
-            path: Where to; a file there is replaced.
+            path: Where to; a file there is replaced. A link stays, and its file is replaced.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: It cannot be written, or ``path`` is something other than a file.
             GateError: It would not be a gate file that can be read back.
         """
         text = self.to_json()
-        target = Path(path)
+        target = checked_target(path)
         descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -381,12 +517,16 @@ class Gate:
             "checkpoint": self.checkpoint,
             "data": self.data,
             "thresholds": _plain(self.thresholds),
+            "controls": [
+                {"name": one.name, "figures": [_plain(figures) for figures in one.figures]}
+                for one in self.controls
+            ],
             "policies": [
                 {
                     "name": one.name,
                     "policy": {name: _listed(getattr(one.policy, name)) for name in _POLICY_FIELDS},
                     "figures": [_plain(figures) for figures in one.figures],
-                    "cleared": one.failure(self.thresholds) is None,
+                    "cleared": one.failure(self.thresholds, self.controls) is None,
                 }
                 for one in self.measured
             ],
@@ -427,7 +567,8 @@ def _upper(lost: int, gained: int, questions: int) -> float:
         middle = (low + high) / 2
         linear = (2 * questions - lost + gained) * middle - lost - gained
         constant = gained * middle * (1 - middle)
-        root = math.sqrt(linear * linear + 8 * questions * constant)
+        # With 2^29 questions and more, rounding can take what is 0 below it.
+        root = math.sqrt(max(0.0, linear * linear + 8 * questions * constant))
         variance = questions * ((root - linear) / (2 * questions) + middle * (1 - middle))
         distance = questions * middle - (lost - gained)
         if distance * distance > _Z95 * _Z95 * variance:
@@ -435,6 +576,45 @@ def _upper(lost: int, gained: int, questions: int) -> float:
         else:
             low = middle
     return high
+
+
+def questions_needed(lost: int, gained: int, max_loss: float) -> int | None:
+    """The least number of questions that bounds a loss, if none of the further ones differs.
+
+    Args:
+        lost: Questions that are right under full recomputation alone.
+        gained: Questions that are right under the policy alone.
+        max_loss: What may be lost, 0 to 1.
+
+    Returns:
+        The number, or None where no number below 2^53 is enough (``max_loss=0``).
+
+    Example:
+        >>> questions_needed(0, 0, 0.01), questions_needed(1, 0, 0.01)
+        (381, 563)
+    """
+    low, high = max(1, lost + gained) - 1, _MAX_COUNT
+    if paired_interval(lost, gained, high)[1] > max_loss:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        if paired_interval(lost, gained, middle)[1] <= max_loss:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def checked_target(path: str | PathLike[str]) -> Path:
+    """Where a file is to be replaced: links are followed, and what is not a file is refused.
+
+    Raises:
+        OSError: ``path`` is a directory, a device, a pipe or a loop of links.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(Path(path).stat().st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return Path(os.path.realpath(path))
 
 
 def read(path: str | PathLike[str]) -> Gate:
@@ -474,7 +654,10 @@ _POLICY_FIELDS: Final = (
     "forbid_kinds",
     "partial_blocks",
 )
-_NUMBERS: Final = ("kl_mean", "kl_p99", "top1")
+CONTROLS: Final = ("unrotated", "drop")
+"""The controls, as ``kvtrie.calibrate.policies`` names them."""
+_THRESHOLDS: Final = ("max_loss", "max_kl_mean", "max_kl_p99", "min_top1")
+_NUMBERS: Final = {"kl_mean": (0, math.inf), "kl_p99": (0, math.inf), "top1": (0, 1)}
 _COUNTS: Final = (
     *("positions", "questions", "right_full", "lost", "gained"),
     *("exact", "moved", "computed"),
@@ -495,6 +678,28 @@ def _is_bolder(measured: ReusePolicy, wanted: ReusePolicy) -> bool:
         and measured.recompute_last <= wanted.recompute_last
         and set(measured.forbid_kinds) <= set(wanted.forbid_kinds)
     )
+
+
+def _scenarios_flaw(one: Measured | Control, controls: Sequence[Control]) -> str | None:
+    """What is wrong with the scenarios of a policy or control; None if nothing is."""
+    if not one.figures:
+        return "nothing was measured"
+    for figures in one.figures:
+        flaw = figures.flaw()
+        if flaw is not None:
+            return f"{figures.scenario}: {flaw}"
+    names = [figures.scenario for figures in one.figures]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        return f"'figures' has the scenario {twice!r} twice"
+    for control in controls:
+        for figures in control.figures:
+            if figures.scenario not in names:
+                return (
+                    f"'figures' lacks the scenario {figures.scenario!r}, in which the control "
+                    f"{control.name!r} was measured"
+                )
+    return None
 
 
 def _plain(value: Thresholds | Figures) -> dict[str, Any]:
@@ -538,24 +743,6 @@ class _Reader:
             self._left.pop(name, None)
             return None
         return self.text(name)
-
-    def number(self, name: str) -> float:
-        value = self.take(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
-            self.refuse(f"{name!r} must be a finite number, not {_short(value)}")
-        return float(value)
-
-    def optional(self, name: str) -> float | None:
-        if self._left.get(name, 0) is None:
-            del self._left[name]
-            return None
-        return self.number(name)
-
-    def count(self, name: str) -> int:
-        value = self.take(name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
-            self.refuse(f"{name!r} must be a count, not {_short(value)}")
-        return value
 
     def items(self, name: str, most: int) -> list[Any]:
         value = self.take(name)
@@ -608,6 +795,12 @@ def _from_text(text: str, where: str) -> Gate:
     if fields.take("format") != FORMAT:
         fields.refuse(f"its format is not {FORMAT!r}")
     version = fields.take("version")
+    if type(version) is int and version == 1:
+        msg = (
+            f"{where}: version 1 clears nothing, because it has no control, no check of full "
+            "recomputation and no limits for KL and top 1: run `kvtrie calibrate` again"
+        )
+        raise GateMismatchError(msg)
     if type(version) is not int or version != VERSION:
         msg = f"{where}: version {_short(version)} is not known here, only {VERSION} is"
         raise GateMismatchError(msg)
@@ -617,38 +810,73 @@ def _from_text(text: str, where: str) -> Gate:
     rope, data = fields.text("rope", 1 << 16), fields.text("data")
     checkpoint = fields.optional_text("checkpoint")
     limits = _Reader(fields.take("thresholds"), f"{where}, thresholds")
-    try:
-        thresholds = Thresholds(
-            max_loss=limits.number("max_loss"),
-            max_kl_mean=limits.optional("max_kl_mean"),
-            max_kl_p99=limits.optional("max_kl_p99"),
-            min_top1=limits.optional("min_top1"),
-        )
-    except GateError:
-        raise
-    except ValueError as error:
-        limits.refuse(str(error))
+    given = {name: limits.take(name) for name in _THRESHOLDS}
     limits.close()
+    try:
+        thresholds = Thresholds(**given)
+    except (TypeError, ValueError) as error:
+        limits.refuse(str(error))
+    controls = tuple(
+        _control(entry, f"{where}, control {number}")
+        for number, entry in enumerate(fields.items("controls", len(CONTROLS)), start=1)
+    )
+    if len({one.name for one in controls}) != len(controls):
+        fields.refuse(f"'controls' has {controls[0].name!r} twice")
+    for number, one in enumerate(controls, start=1):
+        _check_scenarios(one, controls, f"{where}, control {number}")
     measured = tuple(
-        _measured(entry, f"{where}, policy {number}", thresholds)
+        _measured(entry, f"{where}, policy {number}", thresholds, controls)
         for number, entry in enumerate(fields.items("policies", MAX_POLICIES), start=1)
     )
     fields.close()
-    return Gate(model, kv_dtype, rope, thresholds, measured, data, checkpoint)
+    return Gate(model, kv_dtype, rope, thresholds, measured, controls, data, checkpoint)
 
 
-def _measured(entry: object, where: str, thresholds: Thresholds) -> Measured:
+def _control(entry: object, where: str) -> Control:
+    fields = _Reader(entry, where)
+    name = fields.text("name")
+    figures = _all_figures(fields, where)
+    fields.close()
+    try:
+        return Control(name, figures)
+    except ValueError as error:
+        fields.refuse(str(error))
+
+
+def _all_figures(fields: _Reader, where: str) -> tuple[Figures, ...]:
+    entries = fields.items("figures", MAX_SCENARIOS)
+    return tuple(_figures(one, f"{where}, scenario {n}") for n, one in enumerate(entries, 1))
+
+
+def _check_scenarios(one: Measured | Control, controls: Sequence[Control], where: str) -> None:
+    flaw = _scenarios_flaw(one, controls)
+    if flaw is not None:
+        _refuse(where, flaw)
+    replies = {
+        (control.name, f.scenario): f.replies for control in controls for f in control.figures
+    }
+    for figures in one.figures:
+        for control in controls:
+            theirs = replies.get((control.name, figures.scenario))
+            if theirs is not None and theirs != figures.replies:
+                _refuse(
+                    where,
+                    f"{figures.scenario}: 'positions', 'questions' and 'right_full' are "
+                    f"{figures.replies}, those of the control {control.name!r} are {theirs}",
+                )
+
+
+def _measured(
+    entry: object, where: str, thresholds: Thresholds, controls: Sequence[Control]
+) -> Measured:
     fields = _Reader(entry, where)
     name = fields.text("name")
     policy = _policy(fields.take("policy"), where)
-    scenarios = fields.items("figures", MAX_SCENARIOS)
-    figures = tuple(
-        _figures(one, f"{where}, scenario {number}") for number, one in enumerate(scenarios, 1)
-    )
-    one = Measured(name, policy, figures)
+    one = Measured(name, policy, _all_figures(fields, where))
+    _check_scenarios(one, controls, where)
     is_cleared = fields.take("cleared")
     fields.close()
-    if is_cleared is not (one.failure(thresholds) is None):
+    if is_cleared is not (one.failure(thresholds, controls) is None):
         fields.refuse(f"'cleared' is {_short(is_cleared)}, the figures say otherwise")
     return one
 
@@ -677,15 +905,10 @@ def _policy(value: object, where: str) -> ReusePolicy:
 def _figures(value: object, where: str) -> Figures:
     fields = _Reader(value, where)
     scenario = fields.text("scenario")
-    counts: dict[str, Any] = {name: fields.count(name) for name in _COUNTS}
-    numbers: dict[str, Any] = {name: fields.number(name) for name in _NUMBERS}
+    given: dict[str, Any] = {name: fields.take(name) for name in (*_COUNTS, *_NUMBERS)}
     fields.close()
-    if counts["right_full"] > counts["questions"]:
-        fields.refuse(f"more right answers than the {counts['questions']} questions")
-    if counts["lost"] > counts["right_full"]:
-        fields.refuse(f"more answers are lost than the {counts['right_full']} right ones")
-    if counts["gained"] > counts["questions"] - counts["right_full"]:
-        fields.refuse("more answers are gained than there were wrong ones")
-    if min(numbers["kl_mean"], numbers["kl_p99"]) < 0 or not 0 <= numbers["top1"] <= 1:
-        fields.refuse("a divergence is negative, or a share is not in 0..=1")
-    return Figures(scenario=scenario, **counts, **numbers)
+    figures = Figures(scenario=scenario, **given)
+    flaw = figures.flaw()
+    if flaw is not None:
+        fields.refuse(flaw)
+    return figures

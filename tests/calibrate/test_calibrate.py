@@ -234,10 +234,10 @@ def run(*args: Any) -> Result:
 
 def test_command_writes_a_gate_that_names_the_model(tmp_path: Path) -> None:
     out = tmp_path / "gate.json"
-    result = run("gqa", "--questions", 4, "--policies", "exact,rotated", "--json", "--out", out)
+    result = run("gqa", "--questions", 4, "--policies", "unrotated,rotated", "--json", "--out", out)
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
-    assert [one["policy"] for one in document["results"]] == 3 * ["exact", "rotated"]
+    assert [one["policy"] for one in document["results"]] == 3 * ["unrotated", "rotated"]
     assert "20/" in result.stderr or "one turn" in result.stderr
     gate = gates.read(out)
     model = AutoModelForCausalLM.from_pretrained(shipped.model_path("gqa"))
@@ -269,7 +269,11 @@ BAD: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
         lambda tmp: ["gqa", "--policies", "exact", "--out", tmp / "b.json"],
         "could be cleared",
     ),
-    "dtype": (lambda _: ["gqa", "--dtype", "float99", "--questions", 1], "cannot load"),
+    "no control": (
+        lambda tmp: ["gqa", "--policies", "rotated", "--out", tmp / "b.json"],
+        "without a control; add unrotated or drop",
+    ),
+    "limit not a number": (lambda _: ["gqa", "--max-kl", "inf"], "max_kl_mean must be finite"),
 }
 
 
@@ -282,6 +286,12 @@ def test_command_bad_input_is_one_sentence(
     assert result.stdout == ""
     assert named in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_command_model_that_cannot_be_loaded_is_refused() -> None:
+    result = run("gqa", "--dtype", "float99", "--questions", 1)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "cannot load" in result.stderr.splitlines()[-1]
 
 
 def test_command_conversations_without_edits_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import asdict
 from typing import Any
 
 import fidelity
@@ -33,6 +34,30 @@ def test_figures_hold_their_own_intervals(figures: dict[str, Any]) -> None:
         for row in model["results"]:
             ends = gates.paired_interval(row["lost"], row["gained"], row["questions"])
             assert (row["loss_low"], row["loss_high"]) == pytest.approx(ends)
+
+
+def test_limits_lie_between_what_keeps_the_answers_and_every_control(
+    figures: dict[str, Any],
+) -> None:
+    # Each limit by itself refuses each control, and no policy that is cleared comes near it.
+    limits = gates.Thresholds()
+    for model in figures["models"].values():
+        assert model["thresholds"] == asdict(limits)
+        for row in model["results"]:
+            if row["policy"] in fidelity.CONTROLS:
+                assert row["kl_mean"] > 10 * limits.max_kl_mean
+                assert row["kl_p99"] > 10 * limits.max_kl_p99
+                assert row["top1"] < limits.min_top1 - 0.01
+                assert row["loss_low"] > limits.max_loss
+            elif row["policy"] in model["cleared"]:
+                assert row["kl_mean"] < limits.max_kl_mean / 5
+                assert row["kl_p99"] < limits.max_kl_p99 / 10
+                assert row["top1"] > limits.min_top1 + 0.005
+
+
+def test_figures_hold_the_verdicts_of_the_code(figures: dict[str, Any]) -> None:
+    for model in figures["models"].values():
+        assert fidelity.judged(model) == model
 
 
 def test_figures_that_measure_nothing_are_named(figures: dict[str, Any]) -> None:

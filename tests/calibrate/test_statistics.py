@@ -33,6 +33,13 @@ def test_interval_of_everything_lost_ends_at_one() -> None:
     assert 0.8 < low < 1.0
 
 
+@pytest.mark.parametrize("exponent", range(29, 52))
+def test_interval_of_huge_counts_is_a_number(exponent: int) -> None:
+    # Regression: rounding took the root of a number below 0, "math domain error".
+    low, high = paired_interval(4, 0, 2**exponent + 2)
+    assert -1e-6 < low < high < 1e-6
+
+
 def test_interval_mirrors_when_the_sides_are_exchanged() -> None:
     low, high = paired_interval(9, 3, 100)
     assert paired_interval(3, 9, 100) == pytest.approx((-high, -low))

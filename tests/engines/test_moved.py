@@ -8,6 +8,7 @@ every layer the keys and values of the first one, turned. No rotation of kvtrie'
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -283,6 +284,7 @@ def measured(generator: Generator, lost: int) -> gates.Gate:
         rope=own.rope,
         thresholds=gates.Thresholds(),
         measured=(gates.Measured("rotated", APPROXIMATE, (figures,)),),
+        controls=(gates.Control("unrotated", (replace(figures, lost=200),)),),
     )
 
 

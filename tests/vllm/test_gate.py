@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -38,10 +39,11 @@ MODEL = shipped.model_path("gqa")
 
 def gate(path: Path, **changes: Any) -> str:
     measured = gates.Measured("rotated", ROTATED, (FIGURES,))
+    control = gates.Control("unrotated", (replace(FIGURES, lost=250),))
     fields: dict[str, Any] = {"checkpoint": _checkpoint.digest(MODEL)} | changes
-    gates.Gate("gqa@1", "bfloat16", "{}", gates.Thresholds(), (measured,), "talk", **fields).write(
-        path
-    )
+    gates.Gate(
+        "gqa@1", "bfloat16", "{}", gates.Thresholds(), (measured,), (control,), "talk", **fields
+    ).write(path)
     return str(path)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -27,10 +31,11 @@ from kvtrie.engines._model_dir import checked_model_dir
 from kvtrie.engines._namespace import model_id, rope_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from os import PathLike
     from pathlib import Path
 
+    from kvtrie.calibrate._partial import Partial
     from kvtrie.calibrate.policies import Policy
     from kvtrie.demo import Conversation
 
@@ -82,6 +87,8 @@ class Report:
     def gate(self, thresholds: gates.Thresholds) -> gates.Gate:
         """The verdicts on the policies that requests could ask for.
 
+        Where no control was measured, nothing is cleared, and the gate cannot be written.
+
         Raises:
             ValueError: None of them was measured.
         """
@@ -101,9 +108,19 @@ class Report:
                 gates.Measured(name, found[0].policy.reuse, tuple(one.figures for one in found))
                 for name, found in by_policy.items()
             ),
+            controls=self.controls,
             data=self.data,
             checkpoint=self.checkpoint,
         )
+
+    @property
+    def controls(self) -> tuple[gates.Control, ...]:
+        """The controls that were measured."""
+        found: dict[str, list[gates.Figures]] = {}
+        for result in self.results:
+            if result.policy.is_control:
+                found.setdefault(result.policy.name, []).append(result.figures)
+        return tuple(gates.Control(name, tuple(figures)) for name, figures in found.items())
 
     def savings(self, result: Result) -> float | None:
         """Share of what ``rotated`` saves over ``exact`` in this scenario that a policy saves."""
@@ -141,6 +158,24 @@ class _Tally:
                     bool((best[behind] == reply[behind]).all()),
                 )
             )
+
+    def row(self) -> dict[str, Any]:
+        """The sums as plain values, exact to the bit."""
+        raw = torch.cat(self.divergences).numpy().astype("<f8").tobytes()
+        return {
+            "divergences": base64.b64encode(raw).decode("ascii"),
+            "agreeing": self.agreeing,
+            "pairs": self.pairs,
+            "usage": [(one.exact, one.moved, one.computed) for one in self.usage],
+        }
+
+    def add_row(self, row: Mapping[str, Any]) -> None:
+        """Add what ``row`` returned."""
+        raw = np.frombuffer(base64.b64decode(row["divergences"]), dtype="<f8")
+        self.divergences.append(torch.from_numpy(raw.astype(np.float64)))
+        self.agreeing += row["agreeing"]
+        self.pairs += [(full, own) for full, own in row["pairs"]]
+        self.usage += [Usage(*one) for one in row["usage"]]
 
     def result(self, policy: Policy, scenario: Scenario) -> Result:
         divergences = torch.cat(self.divergences)
@@ -187,6 +222,8 @@ def calibrate(
     dtype: str = "auto",
     data: str = "",
     progress: Callable[[int, int, str], None] | None = None,
+    status: Callable[[str], None] | None = None,
+    partial: Partial | None = None,
 ) -> Report:
     """Replay conversations under every policy and compare with full recomputation.
 
@@ -202,7 +239,11 @@ def calibrate(
         device: Where the model lives.
         dtype: Element type, as torch names it; ``"auto"`` is what the config says.
         data: What the conversations are, in words.
-        progress: Called after every conversation: done, to do, and the scenario's name.
+        progress: Called after every conversation: done, to do, and the scenario's name; and once
+            before, where some are done already.
+        status: Called with what comes next, in words, before it.
+        partial: Where every conversation is kept when it is done, and from where the same run is
+            resumed. It is the caller's to remove and close.
 
     Returns:
         The figures.
@@ -213,14 +254,19 @@ def calibrate(
         CalibrationError: No conversation has anything to measure, or one cannot be replayed.
         LayoutError: The model's KV cannot be held.
         UnsupportedRopeError: It cannot be moved.
+        PartialError: The partial file is of another run, or damaged.
+        PartialWriteError: It cannot be written.
     """
+    say = status or (lambda _: None)
     chosen = [named.policy(name, min_run) for name in dict.fromkeys(policies)]
     if not chosen:
         msg = "calibrate: no policy is named"
         raise ValueError(msg)
+    say(f"loading the model in {path}")
     loaded, tokenizer = _load(checked_model_dir(path), device, dtype)
     renderer = Renderer(tokenizer)
     model = Model(loaded, block_size)
+    say("cutting the conversations into replies")
     work: list[tuple[Scenario, list[list[Step]]]] = []
     for scenario in scenarios:
         found = _replayable(renderer, conversations, scenario, num_questions, seed)
@@ -233,31 +279,69 @@ def calibrate(
         )
         raise CalibrationError(msg)
     _check_lengths(model, work)
+    run: dict[str, Any] = {
+        "version": version("kvtrie"),
+        "torch": torch.__version__,
+        "model": model_id(model.model),
+        "checkpoint": _digest(path),
+        "kv_dtype": model.layout.dtype,
+        "rope": rope_id(model.model.config),
+        "device": str(model.model.device),
+        "block_size": block_size,
+        "min_run": min_run,
+        "policies": [policy.name for policy in chosen],
+        "scenarios": [scenario.name for scenario, _ in work],
+        "questions": None if conversations is not None else num_questions,
+        "seed": None if conversations is not None else seed,
+        "conversations": _content(work),
+    }
+    before = [] if partial is None else partial.begin(run)
     total = sum(len(found) for _, found in work)
+    if before and progress is not None:
+        progress(len(before), total, "resumed")
+    rows = iter(before)
     done = 0
     results: list[Result] = []
     for scenario, found in work:
         tallies = [_Tally() for _ in chosen]
         for steps in found:
-            _replay(model, steps, chosen, tallies)
             done += 1
-            if progress is not None:
-                progress(done, total, scenario.name)
+            kept = next(rows, None)
+            if kept is None:
+                own = [_Tally() for _ in chosen]
+                _replay(model, steps, chosen, own)
+                kept = {"policies": [tally.row() for tally in own]}
+                if partial is not None:
+                    partial.add(kept)
+                if progress is not None:
+                    progress(done, total, scenario.name)
+            for tally, row in zip(tallies, kept["policies"], strict=True):
+                tally.add_row(row)
         results += [
             tally.result(policy, scenario) for policy, tally in zip(chosen, tallies, strict=True)
         ]
     name = "the recall task" if conversations is None else data or "conversations of the caller"
     return Report(
-        model=model_id(model.model),
-        kv_dtype=model.layout.dtype,
-        rope=rope_id(model.model.config),
+        model=run["model"],
+        kv_dtype=run["kv_dtype"],
+        rope=run["rope"],
         block_size=block_size,
         min_run=min_run,
         data=name,
         conversations={scenario.name: len(found) for scenario, found in work},
         results=tuple(results),
-        checkpoint=_digest(path),
+        checkpoint=run["checkpoint"],
     )
+
+
+def _content(work: Sequence[tuple[Scenario, list[list[Step]]]]) -> str:
+    """A digest of every token that is replayed, and of what is measured of it."""
+    total = hashlib.blake2b(digest_size=16, person=b"kvtrie.replay.1")
+    for scenario, found in work:
+        total.update(repr((scenario.name, len(found))).encode())
+        for steps in found:
+            total.update(repr([astuple(step) for step in steps]).encode())
+    return total.hexdigest()
 
 
 def _digest(path: str | PathLike[str]) -> str | None:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from kvtrie import gates
 from kvtrie._core import EXACT_ONLY, ReusePolicy
 
 Mode = Literal["full", "drop", "unrotated", "plan"]
@@ -54,6 +55,11 @@ class Policy:
     def can_be_cleared(self) -> bool:
         """Whether a request could ask for it: the others show what would be lost."""
         return self.mode == "plan" and self.reuse.approximate
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it shows that the data can tell good KV from bad: a gate needs one that does."""
+        return self.name in gates.CONTROLS
 
 
 def policy(name: str, min_run: int = 16) -> Policy:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from kvtrie.cli import _process
+
 
 def main() -> None:
     """Run the command line; without its extra, say in one sentence what to install."""
+    _process.guard()
     try:
         from kvtrie.cli.app import app  # noqa: PLC0415 - the extra may be missing
     except ImportError as error:
@@ -17,4 +20,7 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    app()
+    try:
+        app()
+    finally:
+        sys.stdout.flush()

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from kvtrie import gates
-    from kvtrie.calibrate.measure import Report, Result
+from kvtrie import gates
+from kvtrie.cli import _output
 
-_WIDTH: Final = 120
+if TYPE_CHECKING:
+    from kvtrie.calibrate.measure import Report, Result
 
 
 def as_json(report: Report, thresholds: gates.Thresholds) -> str:
@@ -46,25 +45,57 @@ def document(report: Report, thresholds: gates.Thresholds) -> dict[str, Any]:
                 "loss_high": result.figures.interval[1],
                 "saved": result.figures.saved,
                 "share_of_savings": report.savings(result),
-                "within_thresholds": verdict(result, thresholds),
+                **asdict(verdict(report, result, thresholds)),
             }
             for result in report.results
         ],
     }
 
 
-def verdict(result: Result, thresholds: gates.Thresholds) -> bool | None:
-    """Whether the figures are within the thresholds; None where nothing is to be cleared."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the figures of one policy in one scenario say by themselves.
+
+    Attributes:
+        within_thresholds: Whether they are within the thresholds; None where the data cannot tell,
+            and for what no request can ask for.
+        reason: Why they are not, or why the data cannot tell, with value and limit.
+        questions_needed: Questions that tell, if no further answer is lost; None where their number
+            is not what is missing.
+    """
+
+    within_thresholds: bool | None
+    reason: str | None = None
+    questions_needed: int | None = None
+
+
+def verdict(report: Report, result: Result, thresholds: gates.Thresholds) -> Verdict:
+    """What the figures say by themselves; the gate also looks at all scenarios together."""
+    figures = result.figures
     if not result.policy.can_be_cleared:
-        return None
-    return result.figures.failure(thresholds) is None
+        return Verdict(None)
+    flaw = figures.flaw()
+    failed = [flaw] if flaw is not None else figures.outside(thresholds)
+    if failed:
+        return Verdict(within_thresholds=False, reason="; ".join(failed))
+    unknown = figures.blind(report.controls, thresholds)
+    needed = None
+    high = figures.interval[1]
+    if high > thresholds.max_loss:
+        needed = gates.questions_needed(figures.lost, figures.gained, thresholds.max_loss)
+        wanted = "no number tells" if needed is None else f"{needed} questions are needed"
+        unknown.append(
+            f"up to {100 * high:.2f} points may be lost, the limit is "
+            f"{100 * thresholds.max_loss:.2f}: {wanted}, {figures.questions} were asked"
+        )
+    if unknown:
+        return Verdict(None, "; ".join(unknown), needed)
+    return Verdict(within_thresholds=True)
 
 
 def show(report: Report, thresholds: gates.Thresholds) -> None:
     """Print one table a scenario and what is cleared to stdout."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
+    console = _output.console()
     console.print(
         Text(
             f"{report.model}, KV in {report.kv_dtype}, {report.data}, blocks of "
@@ -80,6 +111,10 @@ def show(report: Report, thresholds: gates.Thresholds) -> None:
             )
         )
         console.print(_table(report, found, thresholds))
+        for one in found:
+            reason = verdict(report, one, thresholds).reason
+            if reason is not None:
+                console.print(Text(f"{one.policy.name}: {reason}"))
     console.print(Text(_summary(report, thresholds)))
 
 
@@ -101,7 +136,7 @@ def _table(report: Report, found: list[Result], thresholds: gates.Thresholds) ->
         table.add_column(name, justify="right", no_wrap=True)
     for result in found:
         one, share = result.figures, report.savings(result)
-        kept = verdict(result, thresholds)
+        kept = verdict(report, result, thresholds)
         table.add_row(
             result.policy.name,
             str(one.exact),
@@ -113,9 +148,16 @@ def _table(report: Report, found: list[Result], thresholds: gates.Thresholds) ->
             f"{one.top1:.1%}",
             f"{one.right} of {one.questions}" if one.questions else "",
             loss_text(result) if one.questions else "",
-            {True: "yes", False: "no", None: ""}[kept],
+            _within(kept) if result.policy.can_be_cleared else "",
         )
     return table
+
+
+def _within(kept: Verdict) -> str:
+    if kept.within_thresholds is not None:
+        return "yes" if kept.within_thresholds else "no"
+    needed = kept.questions_needed
+    return "cannot tell" if needed is None else f"cannot tell: {needed} needed"
 
 
 def loss_text(result: Result) -> str:
@@ -133,5 +175,5 @@ def _summary(report: Report, thresholds: gates.Thresholds) -> str:
     cleared = [one.name for one in gate.cleared()]
     if cleared:
         return "cleared for this model, most tokens saved first: " + ", ".join(cleared)
-    reason = gate.measured[0].failure(thresholds)
+    reason = gate.measured[0].failure(thresholds, gate.controls)
     return f"nothing is cleared for this model: {gate.measured[0].name}: {reason}"

@@ -1,4 +1,4 @@
-"""How a command gives up on bad input: one sentence on stderr, exit code 2."""
+"""How a command gives up: one sentence on stderr, and an exit code."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ BAD_INPUT = 2
 _LONGEST = 400
 
 
-def fail(reason: object) -> NoReturn:
+def fail(reason: object, code: int = BAD_INPUT) -> NoReturn:
     """End the command.
 
     Args:
         reason: An error or text; its first line is shown.
+        code: ``BAD_INPUT``, or ``_process.BAD_OUTPUT`` where results cannot be written.
 
     Raises:
         typer.Exit: Always.
     """
     lines = str(reason).strip().splitlines() or [repr(reason)]
     typer.echo(f"kvtrie: {lines[0][:_LONGEST]}", err=True)
-    raise typer.Exit(BAD_INPUT)
+    raise typer.Exit(code)

@@ -40,28 +40,59 @@ def progress(total: int, out: TextIO) -> Iterator[Callable[[str], None]]:
     yield line
 
 
+class Ticks:
+    """Shows how far a run is whose length shows when it has begun.
+
+    Args:
+        out: Where to show it.
+        most: Lines of steps at most, where that is no terminal.
+    """
+
+    def __init__(self, out: TextIO, most: int) -> None:
+        self._out = out
+        self._most = most
+        self._stack = ExitStack()
+        self._shown = 0
+        self._step: Callable[[str], None] | None = None
+
+    def stage(self, text: str) -> None:
+        """Say what goes on before the first step: a spinner on a terminal, a line elsewhere."""
+        self._stack.close()
+        console = Console(file=self._out)
+        if console.is_terminal:
+            self._stack.enter_context(console.status(text))
+        else:
+            self._out.write(f"{text}\n")
+            self._out.flush()
+
+    def __call__(self, done: int, total: int, text: str) -> None:
+        """Show a step: what is done, what there is, and a name."""
+        steps = min(total, self._most)
+        if self._step is None:
+            self._stack.close()
+            self._step = self._stack.enter_context(progress(steps, self._out))
+        while self._shown < done * steps // total:
+            self._shown += 1
+            self._step(text)
+
+    def close(self) -> None:
+        """End what moves on a terminal."""
+        self._stack.close()
+
+
 @contextmanager
-def ticks(out: TextIO, most: int = 20) -> Iterator[Callable[[int, int, str], None]]:
+def ticks(out: TextIO, most: int = 20) -> Iterator[Ticks]:
     """Show how far a run is whose length shows when it has begun.
 
     Args:
         out: Where to show it.
-        most: Lines at most, where that is no terminal.
+        most: Lines of steps at most, where that is no terminal.
 
     Yields:
-        A function to call after each step, with what is done, what there is, and a name.
+        What to call before each stage, and after each step.
     """
-    with ExitStack() as stack:
-        shown = 0
-        step: Callable[[str], None] | None = None
-
-        def tick(done: int, total: int, text: str) -> None:
-            nonlocal shown, step
-            steps = min(total, most)
-            if step is None:
-                step = stack.enter_context(progress(steps, out))
-            while shown < done * steps // total:
-                shown += 1
-                step(text)
-
-        yield tick
+    shown = Ticks(out, most)
+    try:
+        yield shown
+    finally:
+        shown.close()

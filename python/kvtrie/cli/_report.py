@@ -8,17 +8,18 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvtrie.cli import _output
 from kvtrie.cli._replay import WHY_TOLERANCE
 from kvtrie.demo import answer_of
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from kvtrie.cli._replay import ConversationResult, Result, TurnResult
 
-_WIDTH: Final = 100
 _ABOUT_EDITED: Final = (
     "W01: each prompt leaves out one thought more. W11: all thoughts go before the last prompt. "
     "Policies but full and exact reuse KV approximately: it still carries the deleted text. "
@@ -69,9 +70,7 @@ def as_json(result: Result) -> str:
 
 def show(result: Result) -> None:
     """Print tables, answers and one summary to stdout."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
+    console = _output.console()
     console.print(
         Text(
             f"{result.model}, {result.dtype} on {result.device}, {result.threads} threads, "

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from kvtrie import KvTrieError, gates
 from kvtrie.calibrate import policies as named
 from kvtrie.calibrate import shipped
+from kvtrie.calibrate._partial import Partial, PartialError, PartialWriteError
+from kvtrie.cli import _process
 from kvtrie.cli._failure import fail
 from kvtrie.demo import load_conversations
 from kvtrie.engines._model_dir import checked_model_dir
 
 if TYPE_CHECKING:
     from kvtrie.demo import Conversation
+
+_LIMITS: Final = gates.Thresholds()
 
 
 def calibrate(
@@ -44,7 +51,11 @@ def calibrate(
         bool, typer.Option("--json", help="Print one JSON document instead of tables.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="GATE.json", help="Write the gate file here.")
+        Path | None,
+        typer.Option(
+            metavar="GATE.json",
+            help="Write the gate file here; GATE.json.partial keeps what is measured until then.",
+        ),
     ] = None,
     questions: Annotated[
         int, typer.Option(min=1, help="Questions of the recall task in each scenario, at least.")
@@ -55,14 +66,17 @@ def calibrate(
         typer.Option(
             min=0, max=1, help="Accuracy that a cleared policy may lose (95 % upper bound)."
         ),
-    ] = 0.01,
+    ] = _LIMITS.max_loss,
     max_kl: Annotated[
-        float | None, typer.Option(min=0, help="Most mean KL divergence of a cleared policy.")
-    ] = None,
+        float, typer.Option(min=0, help="Most mean KL divergence of a cleared policy, in nats.")
+    ] = _LIMITS.max_kl_mean,
+    max_kl_p99: Annotated[
+        float, typer.Option(min=0, help="Most KL divergence at the 99th percentile, in nats.")
+    ] = _LIMITS.max_kl_p99,
     min_top1: Annotated[
-        float | None,
+        float,
         typer.Option(min=0, max=1, help="Least agreement of the likeliest token."),
-    ] = None,
+    ] = _LIMITS.min_top1,
     block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of a block.")] = 1,
     min_run: Annotated[
         int, typer.Option(min=named.LEAST_RUN, help="Shortest moved run in tokens.")
@@ -81,61 +95,135 @@ def calibrate(
     Every reply is predicted with the text before it given: divergence and agreement are those of
     the next-token distributions, accuracy that of the replies which are judged, savings those of
     prompt tokens. The gate file says which policies are cleared for this model. Nothing is
-    downloaded. Results go to stdout when all is done, progress to stderr. Exit code 2 means that
-    the input is bad.
+    downloaded. Results go to stdout when all is done, progress to stderr. With --out, a run that
+    was interrupted goes on where it was when the same command is given again. Exit code 2 means
+    that the input is bad, 3 that results cannot be written, 130 that it was interrupted (Ctrl-C).
     """
     is_shipped = str(model) in shipped.KINDS and not model.is_dir()
     directory = shipped.model_path(str(model)) if is_shipped else model
     talks = None if conversations is None else _conversations(conversations)
-    names = [name.strip() for name in policies.split(",") if name.strip()]
     try:
         checked_model_dir(directory)
-        chosen = [named.policy(name, min_run) for name in names]
+        chosen = _chosen(policies, min_run)
+        thresholds = gates.Thresholds(max_loss, max_kl, max_kl_p99, min_top1)
     except (FileNotFoundError, ValueError) as error:
         fail(error)
-    if out is not None and not out.parent.is_dir():
-        fail(f"{out}: there is no directory {out.parent}")
-    if out is not None and not any(one.can_be_cleared for one in chosen):
-        fail("--out: none of the policies could be cleared; name a rotated one")
-    for name in ("torch", "transformers", "jinja2", "rich"):
-        if find_spec(name) is None:
-            fail(f"calibrate needs {name}: pip install 'kvtrie[cli]'")
-    # Torch takes seconds to import: bad input is found before, and --help does without.
-    from kvtrie.calibrate import measure  # noqa: PLC0415 - slow: torch
-    from kvtrie.cli import _calibrated, _progress  # noqa: PLC0415 - with rich
+    with ExitStack() as stack:
+        partial = None if out is None else stack.enter_context(_opened(out, chosen))
+        kept = _Kept(partial)
+        stack.enter_context(_process.last_words(kept.last_words))
+        for name in ("torch", "transformers", "jinja2", "rich"):
+            if find_spec(name) is None:
+                fail(f"calibrate needs {name}: pip install 'kvtrie[cli]'")
+        from kvtrie.cli import _progress  # noqa: PLC0415 - with rich
 
-    if threads or is_shipped:
-        # Matrices as small as a shipped model's gain nothing from a second thread.
-        measure.set_threads(threads or 1)
-    with _progress.ticks(sys.stderr) as tick:
-        try:
-            report = measure.calibrate(
-                directory,
-                policies=names,
-                conversations=talks,
-                num_questions=questions,
-                seed=seed,
-                block_size=block_size,
-                min_run=min_run,
-                device=device,
-                dtype=dtype,
-                data=str(conversations or ""),
-                progress=tick,
-            )
-        except (KvTrieError, ValueError, OSError, MemoryError) as error:
-            fail(error)
-    thresholds = gates.Thresholds(max_loss=max_loss, max_kl_mean=max_kl, min_top1=min_top1)
-    if out is not None:
-        try:
-            report.gate(thresholds).write(out)
-        except OSError as error:
-            fail(f"{out}: {error.strerror or error}")
-        except gates.GateError as error:
-            fail(f"{out}: {error}")
-    if as_json:
-        typer.echo(_calibrated.as_json(report, thresholds))
-    else:
-        _calibrated.show(report, thresholds)
+        with _progress.ticks(sys.stderr) as tick:
+            tick.stage("loading torch and transformers")
+            # They take seconds: bad input is found before, and --help does without.
+            from kvtrie.calibrate import measure  # noqa: PLC0415 - slow: torch
+            from kvtrie.cli import _calibrated  # noqa: PLC0415 - with rich
+
+            if threads or is_shipped:
+                # Matrices as small as a shipped model's gain nothing from a second thread.
+                measure.set_threads(threads or 1)
+
+            def progress(done: int, total: int, text: str) -> None:
+                kept.total = total
+                tick(done, total, text)
+
+            try:
+                report = measure.calibrate(
+                    directory,
+                    policies=[one.name for one in chosen],
+                    conversations=talks,
+                    num_questions=questions,
+                    seed=seed,
+                    block_size=block_size,
+                    min_run=min_run,
+                    device=device,
+                    dtype=dtype,
+                    data=str(conversations or ""),
+                    progress=progress,
+                    status=tick.stage,
+                    partial=partial,
+                )
+            except PartialWriteError as error:
+                fail(error, _process.BAD_OUTPUT)
+            except (KvTrieError, ValueError, OSError, MemoryError) as error:
+                fail(error)
+        if out is not None:
+            _write(report.gate(thresholds), out)
+        if as_json:
+            typer.echo(_calibrated.as_json(report, thresholds))
+        else:
+            _calibrated.show(report, thresholds)
+        if partial is not None:
+            # The last thing: until then a failure costs nothing but the same command once more.
+            partial.remove()
+
+
+@dataclass
+class _Kept:
+    """What of a run outlives it."""
+
+    partial: Partial | None
+    total: int = 0
+
+    def last_words(self) -> str:
+        """What was kept when the run is interrupted."""
+        if self.partial is None:
+            return "nothing was kept, which takes --out"
+        rows = self.partial.num_rows()
+        if rows == 0:
+            self.partial.close()
+            return "nothing was measured yet"
+        of = f" of {self.total}" if self.total else ""
+        return (
+            f"{rows}{of} conversations are kept in {self.partial.path}: the same command goes on "
+            "from there"
+        )
+
+
+def _chosen(policies: str, min_run: int) -> list[named.Policy]:
+    """The policies that are named.
+
+    Raises:
+        ValueError: One is not known, or none is named.
+    """
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    if not names:
+        msg = "--policies: no policy is named"
+        raise ValueError(msg)
+    return [named.policy(name, min_run) for name in names]
+
+
+def _opened(out: Path, chosen: list[named.Policy]) -> Partial:
+    """The partial file beside the gate file; bad input if the gate file could not be written."""
+    if not any(one.can_be_cleared for one in chosen):
+        fail("--out: none of the policies could be cleared; name a rotated one")
+    if not any(one.is_control for one in chosen):
+        fail(f"--out: no gate clears anything without a control; add {' or '.join(gates.CONTROLS)}")
+    try:
+        target = gates.checked_target(out)
+        if target.exists() and not os.access(target, os.W_OK):
+            fail(f"{out}: it is read-only")
+        return Partial(target.with_name(f"{target.name}.partial"))
+    except FileNotFoundError:
+        fail(f"{out}: there is no directory {out.parent}")
+    except PartialError as error:
+        fail(error)
+    except OSError as error:
+        fail(f"{out}: {error.strerror or error}")
+
+
+def _write(gate: gates.Gate, out: Path) -> None:
+    try:
+        with _process.held():
+            gate.write(out)
+    except OSError as error:
+        fail(f"{out}: {error.strerror or error}", _process.BAD_OUTPUT)
+    except gates.GateError as error:
+        fail(f"{out}: {error}")
 
 
 def _conversations(path: Path) -> list[Conversation]:

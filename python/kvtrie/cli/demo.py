@@ -64,7 +64,8 @@ def demo(
     Every turn is answered once with reuse, checked token by token against the same model without
     any cache, and timed in pairs with and without reuse. Nothing is downloaded. Results go to
     stdout when all is done, progress to stderr. Exit code 1 means that a logit differs by more
-    than rounding, 2 that the input is bad.
+    than rounding, 2 that the input is bad, 3 that results cannot be written, 130 that it was
+    interrupted (Ctrl-C).
     """
     conversations = _conversations(chat)
     if model is not None:

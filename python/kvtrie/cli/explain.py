@@ -59,7 +59,8 @@ def explain(
 
     A prompt is a file of token ids (a JSON list, or numbers between white space or commas) or of
     text, which needs --tokenizer. With two prompts the first is taken as cached; with --snapshot,
-    what an index held. Nothing is downloaded. Exit code 2 means that the input is bad.
+    what an index held. Nothing is downloaded. Exit code 2 means that the input is bad, 3 that the
+    result cannot be written, 130 that it was interrupted (Ctrl-C).
     """
     fields = {
         "model": model,

@@ -1,0 +1,132 @@
+"""What holds for every command as a process: Ctrl-C and lost output end it with one sentence.
+
+Ctrl-C ends the process at once, wherever it is: in the middle of an import as well, where an
+exception would be swallowed or shown as a traceback. What must be whole is on disk before that
+(``kvtrie.calibrate._partial``), or is written while ``held``. A stream that cannot be written (full
+disk, closed pipe) ends it when it is written to.
+
+Standard library only: `guard` is called before anything else is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import TextIO
+
+INTERRUPTED: Final = 130
+"""Exit code after Ctrl-C: 128 and the number of the signal."""
+BAD_OUTPUT: Final = 3
+"""Exit code where results could not be written."""
+
+_SHOW_CURSOR: Final = "\x1b[?25h\n"  # a bar on a terminal hides it
+
+_last_words: Callable[[], str] | None = None
+_holds = 0
+_is_pending = False
+
+
+def guard() -> None:
+    """End the process by one sentence on Ctrl-C, and where stdout or stderr cannot be written."""
+    # Where somebody has SIGINT ignored (nohup, background jobs), it stays so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted)
+    if sys.stdout is None:
+        _end("standard output is closed", BAD_OUTPUT)
+    sys.stdout = cast("TextIO", _Checked(sys.stdout, "standard output"))
+    if sys.stderr is None:
+        # Nobody wants progress and sentences; rich would show them on stdout.
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good
+    sys.stderr = cast("TextIO", _Checked(sys.stderr, None))
+
+
+@contextlib.contextmanager
+def last_words(say: Callable[[], str]) -> Iterator[None]:
+    """Let the sentence on Ctrl-C say more.
+
+    Args:
+        say: Called then; returns what was kept, and what to do next.
+    """
+    global _last_words  # noqa: PLW0603 - a process has one handler
+    _last_words = say
+    try:
+        yield
+    finally:
+        _last_words = None
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Let Ctrl-C wait until a file is whole."""
+    global _holds  # noqa: PLW0603 - a process has one handler
+    _holds += 1
+    try:
+        yield
+    finally:
+        _holds -= 1
+        if _is_pending and not _holds:
+            _quit()
+
+
+def _interrupted(number: int, frame: object) -> None:
+    del number, frame
+    global _is_pending  # noqa: PLW0603 - a process has one handler
+    _is_pending = True
+    if not _holds:
+        _quit()
+
+
+def _quit() -> NoReturn:
+    more = "" if _last_words is None else f"; {_last_words()}"
+    _say(f"interrupted{more}")
+    os._exit(INTERRUPTED)
+
+
+def _end(text: str, code: int) -> NoReturn:
+    _say(text)
+    raise SystemExit(code)
+
+
+def _say(text: str) -> None:
+    """One sentence on stderr, past all buffers; where that is lost as well, nobody listens."""
+    shown = _SHOW_CURSOR if os.isatty(2) else ""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{shown}kvtrie: {text}\n".encode())
+
+
+class _Checked:
+    """A stream whose failure ends the process: click and rich each take it in another way."""
+
+    def __init__(self, stream: TextIO, name: str | None) -> None:
+        self._stream = stream
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - everything else is the stream's
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> NoReturn:
+        # The interpreter flushes once more when it ends, and would complain.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        if self._name is None:
+            raise SystemExit(BAD_OUTPUT)
+        _end(f"cannot write to {self._name}: {error.strerror or error}", BAD_OUTPUT)
