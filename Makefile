@@ -257,7 +257,7 @@ mutants: $(MUTANTS_TOOL)/bin/cargo-mutants ## change the code of trees and plans
 	ulimit -v 8000000; PROPTEST_RNG_SEED=1 PROPTEST_MAX_SHRINK_ITERS=0 PROPTEST_DISABLE_FAILURE_PERSISTENCE=1 \
 	    $< mutants --output target $(MUTANTS_IN:%=--file 'rust/kvtrie-core/src/%/**') $(if $(MUTANTS_SHARD),--shard $(MUTANTS_SHARD)) $(MUTANTS_FLAGS) -- $(MUTANTS_TESTS)
 
-# Built without optimisation, a minute on two cores instead of ten: it reads a lock file in a second either way.
+# Built without optimisation, in a minute on two cores: what it reads is small.
 DENY_VERSION := 0.20.2
 DENY_TOOL := target/tools/cargo-deny-$(DENY_VERSION)
 AUDIT_ENV := target/tools/audit
