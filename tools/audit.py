@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MANIFESTS = ("Cargo.toml", "fuzz/Cargo.toml")
 LISTS = tuple(f"constraints/{name}.txt" for name in ("bootstrap", "dev", "audit"))
 
-# Seconds. A database is fetched, and a service asked about some hundred packages one by one.
-LIMIT = 300
+# Seconds. A database is fetched, and a service asked about a hundred packages one by one.
+LIMIT = 120
 # Every list of vulnerabilities knows some of this release: one that names none knows nothing.
 CANARY = "jinja2==3.1.2"
 
