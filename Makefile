@@ -18,6 +18,10 @@ unexport CONDA_PREFIX PYTHONPATH PYTHONHOME
 # uv trusts what the machine trusts, as pip does.
 export UV_SYSTEM_CERTS := 1
 
+# Every file that this installs has a hash that its list names. A package that no list names is refused, and none is built
+# from source: what its build asks for is in no list.
+INSTALL := $(UV) pip install --quiet --require-hashes --no-build
+
 RUST_VERSION := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 RUST_SOURCES := $(shell find rust/kvtrie-core/src rust/kvtrie-py/src -name '*.rs' 2>/dev/null)
 PYTHON_SOURCES := $(shell find python/kvtrie -name '*.py' 2>/dev/null)
@@ -56,12 +60,12 @@ $(VENV)/.python: constraints/bootstrap.txt | check-tools
 	    echo "kvtrie: $$found has no ensurepip, which a virtual environment needs (on Debian and Ubuntu: the package python3-venv)." >&2; exit 1; }; \
 	echo "setup: $(VENV) from $$("$$found" --version)"; \
 	"$$found" -m venv --clear $(VENV); \
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints/bootstrap.txt uv
+	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes --only-binary :all: --requirement $<
 	@touch $@
 
 $(VENV)/.packages: $(VENV)/.python pyproject.toml constraints/dev.txt
 	@echo "setup: Python packages (torch among them: about 5 GB on disk, a minute on a fast line)"
-	@$(UV) pip install --quiet --python $(PY) --requirements pyproject.toml --all-extras --constraints constraints/dev.txt
+	@$(INSTALL) --python $(PY) --requirements pyproject.toml --all-extras --constraints constraints/dev.txt
 	@touch $@
 
 $(VENV)/.extension: $(VENV)/.packages $(RUST_MANIFESTS) $(RUST_SOURCES) | check-tools
@@ -144,7 +148,7 @@ bench-peers: ## kvtrie and its peers on the same work, alternating in one proces
 .venv-peers/%/.packages: benches/peers/requirements/%.txt | $(VENV)/.packages
 	@echo "bench-peers: the packages of $* (up to 5 GB on disk)"
 	@$(UV) venv --quiet --clear --python $(PY) $(@D)
-	@$(UV) pip install --quiet --python $(@D)/bin/python --no-deps --requirements $<
+	@$(INSTALL) --python $(@D)/bin/python --no-deps --requirements $<
 	@touch $@
 
 target/wheels/.built: $(VENV)/.packages pyproject.toml $(RUST_MANIFESTS) $(RUST_SOURCES) $(PYTHON_SOURCES)
@@ -157,18 +161,19 @@ $(PEERS:%=bench-peers-%): bench-peers-%: .venv-peers/%/.packages target/wheels/.
 	@$(UV) pip install --quiet --python .venv-peers/$*/bin/python --no-deps --reinstall target/wheels/kvtrie-*.whl
 	OMP_NUM_THREADS=1 .venv-peers/$*/bin/python benches/peers/run.py --peer $* $(PEER_FLAGS)
 
+# vLLM's lists have most of their packages in common.
+.venv-peers/vllm/.packages: benches/peers/requirements/vllm-shared.txt
+
 .SECONDARY: $(PEERS:%=.venv-peers/%/.packages)
 
 # The connector runs inside vLLM, so its tests do: the peer's packages with its CPU backend, pytest, and kvtrie's wheel.
 VLLM_ENV := .venv-vllm
-VLLM_TESTS := pytest pytest-timeout pluggy iniconfig
 VLLM_FLAGS ?=
 
-$(VLLM_ENV)/.packages: benches/peers/requirements/vllm.txt constraints/dev.txt | $(VENV)/.packages
+$(VLLM_ENV)/.packages: benches/peers/requirements/vllm.txt benches/peers/requirements/vllm-shared.txt | $(VENV)/.packages
 	@echo "test-vllm: the packages of vLLM (up to 6 GB on disk)"
 	@$(UV) venv --quiet --clear --python $(PY) $(VLLM_ENV)
-	@$(UV) pip install --quiet --python $(VLLM_ENV)/bin/python --no-deps --requirements $<
-	@$(UV) pip install --quiet --python $(VLLM_ENV)/bin/python --no-deps --constraints constraints/dev.txt $(VLLM_TESTS)
+	@$(INSTALL) --python $(VLLM_ENV)/bin/python --no-deps --requirements $<
 	@touch $@
 
 $(VLLM_ENV)/.kvtrie: $(VLLM_ENV)/.packages target/wheels/.built
@@ -183,11 +188,10 @@ test-vllm: $(VLLM_ENV)/.kvtrie ## the vLLM connector in a real engine, on tiny m
 # vLLM keeps what it finds out about a model's code, which takes it a while, by release.
 NEWEST := $(VLLM_ENV)-scheduler
 
-$(NEWEST)/.packages: benches/peers/requirements/vllm-scheduler.txt constraints/dev.txt | $(VENV)/.packages
+$(NEWEST)/.packages: benches/peers/requirements/vllm-scheduler.txt benches/peers/requirements/vllm-shared.txt | $(VENV)/.packages
 	@echo "test-vllm-scheduler: the packages of vLLM's newest release (0.8 GB on disk beside those of test-vllm, 6 GB without)"
 	@$(UV) venv --quiet --clear --python $(PY) $(NEWEST)
-	@$(UV) pip install --quiet --python $(NEWEST)/bin/python --no-deps --requirements $<
-	@$(UV) pip install --quiet --python $(NEWEST)/bin/python --no-deps --constraints constraints/dev.txt $(VLLM_TESTS)
+	@$(INSTALL) --python $(NEWEST)/bin/python --no-deps --requirements $<
 	@touch $@
 
 $(NEWEST)/.kvtrie: $(NEWEST)/.packages target/wheels/.built
@@ -333,6 +337,29 @@ mutants: $(MUTANTS_TOOL)/bin/cargo-mutants ## change the core in one place at a 
 	    $(CURDIR)/$< mutants --in-place --no-times --timeout 600 --output "$(MUTANTS_REPORT)/$$module" --file "rust/kvtrie-core/src/$$module/**" \
 	        $(if $(MUTANTS_SHARD),--shard $(MUTANTS_SHARD)) $(MUTANTS_FLAGS) -- $(MUTANTS_TESTS) || failed=$$?; \
 	done; exit $$failed
+
+# Built without optimisation, in a minute on two cores: what it reads is small.
+DENY_VERSION := 0.20.2
+DENY_TOOL := target/tools/cargo-deny-$(DENY_VERSION)
+AUDIT_ENV := target/tools/audit
+
+$(DENY_TOOL)/bin/cargo-deny: | check-tools
+	@echo "audit: cargo-deny $(DENY_VERSION) (a minute, once)"
+	@CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 \
+	    $(CARGO) install --quiet --locked --no-default-features --root $(DENY_TOOL) --version $(DENY_VERSION) cargo-deny
+
+$(AUDIT_ENV)/.packages: constraints/audit.txt | $(VENV)/.packages
+	@$(UV) venv --quiet --clear --python $(PY) $(AUDIT_ENV)
+	@$(INSTALL) --python $(AUDIT_ENV)/bin/python --no-deps --requirements $<
+	@touch $@
+
+.PHONY: audit
+audit: setup $(DENY_TOOL)/bin/cargo-deny $(AUDIT_ENV)/.packages ## licences, sources and known vulnerabilities of crates and packages
+	$(PY) tools/audit.py --deny $(DENY_TOOL)/bin/cargo-deny --tools $(AUDIT_ENV)/bin
+
+.PHONY: pins
+pins: $(VENV)/.python ## write the lists of pinned packages with their hashes (PINS_FLAGS=--upgrade: with newer versions)
+	$(PY) tools/pins.py $(PINS_FLAGS)
 
 .PHONY: lint
 lint: setup ## formats, lints, types, import contracts, stubs

@@ -240,35 +240,43 @@ def test_a_step_does_not_wait_for_a_plan_of_a_transfer() -> None:
     manifest = kvtrie.TransferManifest.from_blocks(
         theirs, [0, 1], key=key, num_computed=2 * size, block_size=size
     )
-    # Nothing of it is found, and a window of 4,096 tokens is hashed for each token.
-    mine = kvtrie.TokenSequence([rng.randrange(1 << 20) for _ in range(5 * size)], NS)
-    ledger = kvtrie.SequenceLedger(block_size=16)
-    ledger.begin("a", mine, list(range(8 * size // 16)), num_computed=5 * size)
+    tokens = [rng.randrange(1 << 20) for _ in range(5 * size)]
     moving = kvtrie.ReusePolicy(approximate=True)
-    plans: list[kvtrie.TransferPlan] = []
-    times: list[float] = []
 
-    def work() -> None:
-        start = time.perf_counter()
-        plans.append(kvtrie.plan_transfer(manifest, mine, list(range(8)), key=key, policy=moving))
-        times.append(time.perf_counter() - start)
+    def share_waited() -> float:
+        """The longest step beside one plan, as a share of the plan's time."""
+        # Nothing of it is found, and a window of 4,096 tokens is hashed for each token.
+        mine = kvtrie.TokenSequence(tokens, NS)
+        ledger = kvtrie.SequenceLedger(block_size=16)
+        ledger.begin("a", mine, list(range(8 * size // 16)), num_computed=5 * size)
+        plans: list[kvtrie.TransferPlan] = []
+        times: list[float] = []
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    longest, steps = 0.0, 0
-    while thread.is_alive() and steps < 2 * size:
-        start = time.perf_counter()
-        ledger.step(["a"], [1], [5 * size + steps], [steps], [0, 1])
-        longest, steps = max(longest, time.perf_counter() - start), steps + 1
-        time.sleep(0.001)
-    thread.join()
-    # One that waits does so for nearly all of it.
-    assert longest < 0.75 * times[0], (longest, times, steps)
-    # The tokens of the moment of the call, whatever came behind them.
-    (start, end), *more = plans[0].compute.tolist()
-    assert (start, more) == (0, [])
-    assert 5 * size <= end <= len(mine)
-    assert len(mine) == 5 * size + steps
+        def work() -> None:
+            start = time.perf_counter()
+            plan = kvtrie.plan_transfer(manifest, mine, list(range(8)), key=key, policy=moving)
+            times.append(time.perf_counter() - start)
+            plans.append(plan)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        longest, steps = 0.0, 0
+        while thread.is_alive() and steps < 2 * size:
+            start = time.perf_counter()
+            ledger.step(["a"], [1], [5 * size + steps], [steps], [0, 1])
+            longest, steps = max(longest, time.perf_counter() - start), steps + 1
+            time.sleep(0.001)
+        thread.join()
+        # The tokens of the moment of the call, whatever came behind them.
+        (start, end), *more = plans[0].compute.tolist()
+        assert (start, more) == (0, [])
+        assert 5 * size <= end <= len(mine)
+        assert len(mine) == 5 * size + steps
+        return longest / times[0]
+
+    # One that waits does so for nearly all of each plan. A busy machine may do that to a step too,
+    # but not each time.
+    assert any(share_waited() < 0.75 for _ in range(3))
 
 
 def test_snapshots_and_explanations_beside_other_calls() -> None:

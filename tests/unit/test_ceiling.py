@@ -93,10 +93,11 @@ def test_ids_up_to_the_last_u32_are_told_apart() -> None:
 def test_a_million_cached_tokens_take_seconds() -> None:
     rows = document(0, 1_000_000).reshape(200, 5_000)
     prompt = np.concatenate([rows[number, 7:2_507] for number in range(8)])
-    began = time.perf_counter()
+    # Of this process: what else the machine does takes it nothing.
+    began = time.process_time()
     reach = Ceiling(rows, block_size=8).of(prompt)
     assert reach.matched.all()
-    assert time.perf_counter() - began < 30
+    assert time.process_time() - began < 30
 
 
 @pytest.mark.parametrize(

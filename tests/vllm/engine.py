@@ -14,6 +14,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Likewise for engines in processes of their own: vLLM would give each rank the cores of a memory
+# node, of which there may be one alone.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 from tests.vllm import runner
 

@@ -44,10 +44,8 @@ def alone(
             *(str(model), json.dumps(settings), json.dumps(options)),
         ],
         cwd=Path(__file__).parents[2],
-        # Ranks share the cores of this machine, which may have one memory node alone.
         env={
             **os.environ,
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "KVTRIE_VLLM_V2": str(int(v2)),
             "VLLM_USE_V2_MODEL_RUNNER": str(int(v2)),
             "TRITON_INTERPRET": str(int(v2)),

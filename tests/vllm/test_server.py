@@ -42,7 +42,8 @@ def address(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         try:
             base = f"http://127.0.0.1:{port}"
-            for _ in range(240):
+            # Minutes on a busy machine; the limit of the suite ends what hangs.
+            for _ in range(780):
                 if process.poll() is not None:
                     pytest.fail(f"the server ended:\n{log.read_text()[-3000:]}")
                 try:

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import vllm
 from tests.vllm.conftest import APPROXIMATE
 from tests.vllm.engine import Engine
@@ -112,10 +113,15 @@ def test_the_scheduler_without_the_connector(engines: _Engines, llama: Path) -> 
     assert "--scheduler-cls" in refused(engines, llama, scheduler_cls=SCHEDULER)
 
 
-def test_mla_on_a_backend_that_caches_no_prefixes(engines: _Engines, deepseek: Path) -> None:
-    # vLLM's CPU backend turns prefix caching off for MLA, whatever is asked.
-    said = refused(engines, deepseek, connector=APPROXIMATE, max_model_len=1024)
-    assert "prefix caching is off" in said
+@pytest.mark.parametrize("amx", [False, True], ids=["without-amx", "with-amx"])
+def test_mla_on_a_cpu(
+    engines: _Engines, deepseek: Path, monkeypatch: pytest.MonkeyPatch, *, amx: bool
+) -> None:
+    # Where the processor has AMX, vLLM takes another backend for MLA, which takes these weights in
+    # bfloat16 alone; no backend computes anything here.
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    said = refused(engines, deepseek, connector=APPROXIMATE, max_model_len=1024, dtype="bfloat16")
+    assert "the model has latent attention (MLA), which vLLM runs on a CPU without" in said
 
 
 def test_the_seed_is_random_unless_said_and_in_no_log() -> None:

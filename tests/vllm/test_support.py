@@ -58,6 +58,7 @@ def config(served: Any) -> Any:
         **parts
         | {
             "cache_config": SimpleNamespace(**vars(parts["cache_config"])),
+            "model_config": SimpleNamespace(use_mla=False),
             "parallel_config": SimpleNamespace(**parallel),
         }
     )
@@ -82,6 +83,10 @@ def speculate(method: str) -> Callable[[Any], None]:
     [
         (change("cache_config", "enable_prefix_caching", False), "--enable-prefix-caching"),
         (change("cache_config", "cache_dtype", "fp8"), "--kv-cache-dtype fp8 is none of auto"),
+        (
+            change("model_config", "use_mla", True),
+            "latent attention .MLA., which vLLM runs on a CPU",
+        ),
         (change("parallel_config", "decode_context_parallel_size", 2), "set decode_context_par"),
         (change("parallel_config", "prefill_context_parallel_size", 2), "set prefill_context_p"),
         (change("parallel_config", "pipeline_parallel_size", 2), "tensor parallelism is supp"),

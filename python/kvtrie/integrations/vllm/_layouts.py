@@ -21,10 +21,7 @@ _K_THEN_V: Final = (
     *("FLASHINFER", "FLEX_ATTENTION"),
 )
 # One latent row a token.
-_LATENT: Final = (
-    *("FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "CUTLASS_MLA", "TRITON_MLA"),
-    "CPU_MLA",
-)
+_LATENT: Final = ("FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "CUTLASS_MLA", "TRITON_MLA")
 # Instruction sets for which vLLM's CPU attention keeps each head's K as [channels, tokens].
 _PLAIN_ISAS: Final = ("vec", "vec16")
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from vllm import __version__ as vllm_version
 from vllm.config.vllm import get_current_vllm_config_or_none
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 if TYPE_CHECKING:
@@ -76,6 +77,13 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
 
 def _check_settings(vllm_config: VllmConfig) -> None:
     """Refuse what the user has asked of vLLM and cannot have together with the connector."""
+    # The processor chooses between the two, so this is asked before what they differ in.
+    if vllm_config.model_config.use_mla and current_platform.is_cpu():
+        _refuse(
+            "the model has latent attention (MLA), which vLLM runs on a CPU without prefix caching "
+            "(CPU_MLA) or, where the CPU has AMX, by a backend whose KV is not known (AMX_MLA): "
+            "serve the model on a GPU"
+        )
     if not vllm_config.cache_config.enable_prefix_caching:
         _refuse("prefix caching is off: start vLLM with --enable-prefix-caching")
     dtype = str(vllm_config.cache_config.cache_dtype)
