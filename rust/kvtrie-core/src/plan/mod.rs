@@ -26,11 +26,14 @@
 //! So a plan costs the lookup, comparing each run once, a few cache misses a run, and looking up one window for each token that
 //! nothing covers.
 
+mod budget;
 mod cover;
 mod draft;
 mod moves;
 mod reach;
 mod search;
+#[cfg(test)]
+mod tests;
 mod usable;
 
 use std::ops::Range;
@@ -249,8 +252,8 @@ impl RadixIndex {
     ///
     /// # Complexity
     /// That of [`lookup`](Self::lookup), plus expected O(log siblings) comparisons of one block. Where the policy allows
-    /// approximate reuse, plus O(tokens of the rest + runs · [`max_candidates`](crate::Config::max_candidates) · `min_run`), where a
-    /// run's tokens are compared as memory.
+    /// approximate reuse, plus O(tokens of the rest): a search takes a bounded number of steps for each token of the prompt and for
+    /// each that it covers, whatever is cached (rule P16).
     ///
     /// # Examples
     /// ```
@@ -281,15 +284,16 @@ impl RadixIndex {
         Ok(self.settle_on(seq, options, draft.unwrap_or_default()))
     }
 
-    /// As [`plan`](Self::plan), unless finding the exact prefix takes more than `effort`: then nothing is planned or stamped, and the
-    /// sequence remembers how far it was matched, so that the next call goes on from there.
+    /// As [`plan`](Self::plan), unless finding the exact prefix, or searching for moved runs, takes more than `effort`: then nothing
+    /// is planned or stamped. The sequence remembers how far it was matched, so that the next call goes on from there; a search
+    /// begins anew.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
     ///
     /// # Complexity
-    /// O(effort), plus one step for each of [`known_edges`](Self::known_edges), plus what [`plan`](Self::plan) takes behind the
-    /// exact prefix.
+    /// O(effort), plus one step for each of [`known_edges`](Self::known_edges) and of the edges and holes that the prompt's path has
+    /// after the exact prefix.
     pub fn plan_within(
         &mut self,
         seq: &mut TokenSequence,

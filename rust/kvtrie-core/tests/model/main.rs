@@ -229,7 +229,13 @@ impl Pair {
                 return plan;
             }
         }
-        panic!("a plan of {} tokens gave up too often", seq.len())
+        // A search for moved runs is never done within no effort: by now, nothing else was left to do.
+        assert!(
+            policy.approximate,
+            "a plan of {} tokens gave up too often",
+            seq.len()
+        );
+        index.plan(seq, policy, options).unwrap()
     }
 
     fn new(block_size: usize, num_blocks: u32, hash_bits: u32) -> Self {
@@ -242,7 +248,7 @@ impl Pair {
             moved_runs: num_blocks != 5,
             min_run: if num_blocks == 12 { 8 } else { 10 },
             // None is dropped.
-            max_candidates: 1000,
+            max_candidates: 1 << 20,
         };
         let namespace = |salt: &str| {
             Arc::new(
