@@ -42,7 +42,7 @@ REFUSED = (kvtrie.KvTrieError, TypeError, ValueError)
 MAX_SEQUENCES = 10
 MAX_PLANS = 6
 MIN_RUN = 8
-MANY_CANDIDATES = 4096
+MANY_CANDIDATES = 1 << 20
 """More places than a window of a small index has: no candidate is dropped."""
 
 

@@ -42,6 +42,9 @@ pub struct Stats {
     pub nodes_visited: u64,
     /// Bytes of token ids that they have compared.
     pub bytes_compared: u64,
+    /// Steps of plans' searches for moved runs, since the index was made or restored: places tried, children and cache lines of
+    /// tokens compared. What a plan takes of them at most is rule P16.
+    pub search_looks: u64,
     /// Heap bytes, by capacity; the allocator's own overhead is not in it.
     pub bytes: u64,
 }
@@ -74,6 +77,7 @@ impl RadixIndex {
             unknown_discards: self.unknown_discards,
             nodes_visited: self.work.nodes_visited,
             bytes_compared: self.work.bytes_compared,
+            search_looks: self.work.search_looks,
             bytes: self.heap_bytes() as u64,
         }
     }

@@ -9,7 +9,7 @@
 
 mod order;
 
-use crate::fingerprints::{Fingerprints, WINDOW, WindowHasher};
+use crate::fingerprints::{Entry, Fingerprints, WINDOW, WindowHasher};
 
 /// Windows that wait before they are applied: enough to wait for together, few enough for one call to pay.
 const QUEUE: usize = 512;
@@ -25,8 +25,8 @@ const NAMES: u64 = u32::MAX as u64;
 struct Shelf {
     /// Made when the first window comes.
     table: Option<Fingerprints>,
-    adds: Vec<(u64, u32)>,
-    removes: Vec<(u64, u32)>,
+    adds: Vec<Entry>,
+    removes: Vec<Entry>,
 }
 
 /// The windows of an index. One table holds them all, unless the pool has more than 2³¹ windows.
@@ -77,17 +77,16 @@ impl Windows {
     }
 
     /// A window of a block as the table has it. `which` counts the windows of the block.
-    fn place(
-        &self,
-        tree: u32,
-        window: &[u32; WINDOW],
-        id: u32,
-        which: usize,
-    ) -> (usize, (u64, u32)) {
+    fn place(&self, tree: u32, window: &[u32; WINDOW], id: u32, which: usize) -> (usize, Entry) {
         let name = u64::from(id) * self.per_block + which as u64;
         let local = u32::try_from(name % NAMES).unwrap_or_default();
         let shelf = usize::try_from(name / NAMES).unwrap_or_default();
-        (shelf, (self.hasher.hash(u64::from(tree), window), local))
+        let entry = Entry {
+            hash: self.hasher.hash(u64::from(tree), window),
+            tree,
+            name: local,
+        };
+        (shelf, entry)
     }
 
     /// A block brought a window.
@@ -147,21 +146,45 @@ impl Windows {
         numbered.filter_map(|(number, shelf)| Some((number, shelf.table.as_ref()?)))
     }
 
-    /// How many places windows of this hash have.
-    pub(crate) fn num_places(&self, hash: u64) -> usize {
-        let counts = self.tables().map(|(_, table)| table.candidates(hash).len());
-        counts.sum()
+    /// The block that a name in a table stands for, and which of its windows it is.
+    fn block(&self, table: u64, name: u32) -> (u32, u64) {
+        let name = table * NAMES + u64::from(name);
+        let id = u32::try_from(name / self.per_block).unwrap_or_default();
+        (id, name % self.per_block)
+    }
+
+    /// How many places windows of this hash have in a tree, of which `is_of_tree` tells whether a block is. Exact if there are
+    /// more than `enough`, else perhaps too many.
+    pub(crate) fn num_places(
+        &self,
+        hash: u64,
+        tree: u32,
+        enough: usize,
+        is_of_tree: impl Fn(u32) -> bool,
+    ) -> usize {
+        let tables = || {
+            self.tables()
+                .map(|(number, table)| (number, table.candidates(hash, tree)))
+        };
+        let count: usize = tables().map(|(_, places)| places.len()).sum();
+        if count <= enough {
+            return count;
+        }
+        let of_others = tables().map(|(number, places)| {
+            let names = places.of_any_tree().iter();
+            names
+                .filter(|&&name| !is_of_tree(self.block(number, name).0))
+                .count()
+        });
+        count - of_others.sum::<usize>()
     }
 
     /// The blocks that windows of this hash end in, and which of each block's windows it is: in a table, most recently added
-    /// first.
-    pub(crate) fn places(&self, hash: u64) -> impl Iterator<Item = (u32, u64)> {
+    /// first. A few may be of other trees.
+    pub(crate) fn places(&self, hash: u64, tree: u32) -> impl Iterator<Item = (u32, u64)> {
         self.tables().flat_map(move |(number, table)| {
-            table.candidates(hash).map(move |name| {
-                let name = number * NAMES + u64::from(name);
-                let id = u32::try_from(name / self.per_block).unwrap_or_default();
-                (id, name % self.per_block)
-            })
+            let names = table.candidates(hash, tree);
+            names.map(move |name| self.block(number, name))
         })
     }
 
@@ -188,8 +211,8 @@ impl Windows {
             let removed = table.remove_all(&shelf.removes);
             debug_assert_eq!(removed, shelf.removes.len(), "a window was not there");
             table.add_all(&shelf.adds);
-            blocks.extend(shelf.adds.iter().map(|&(_, name)| {
-                let name = number * NAMES + u64::from(name);
+            blocks.extend(shelf.adds.iter().map(|entry| {
+                let name = number * NAMES + u64::from(entry.name);
                 u32::try_from(name / self.per_block).unwrap_or_default()
             }));
             shelf.adds.clear();
@@ -210,7 +233,7 @@ impl Windows {
         let bytes = |shelf: &Shelf| {
             let queued = shelf.adds.capacity() + shelf.removes.capacity();
             let table = shelf.table.as_ref().map_or(0, Fingerprints::heap_bytes);
-            table + queued * size_of::<(u64, u32)>()
+            table + queued * size_of::<Entry>()
         };
         self.shelves.capacity() * size_of::<Shelf>() + self.shelves.iter().map(bytes).sum::<usize>()
     }
@@ -222,17 +245,18 @@ impl Windows {
     ) -> Result<(), String> {
         let mut expected = vec![std::collections::BTreeMap::new(); self.shelves.len()];
         for (tree, window, id, which) in live {
-            let (shelf, (hash, name)) = self.place(tree, &window, id, which);
-            expected[shelf].insert(name, hash);
+            let (shelf, entry) = self.place(tree, &window, id, which);
+            expected[shelf].insert(entry.name, entry);
         }
         for (shelf, mut expected) in self.shelves.iter().zip(expected) {
-            for (hash, name) in &shelf.adds {
-                if expected.remove(name) != Some(*hash) {
+            for entry in &shelf.adds {
+                if expected.remove(&entry.name) != Some(*entry) {
+                    let name = entry.name;
                     return Err(format!("window {name} waits to be added, but is not there"));
                 }
             }
-            expected.extend(shelf.removes.iter().map(|&(hash, name)| (name, hash)));
-            let expected = expected.into_iter().map(|(name, hash)| (hash, name));
+            expected.extend(shelf.removes.iter().map(|&entry| (entry.name, entry)));
+            let expected = expected.into_values();
             match &shelf.table {
                 Some(table) => table.check(expected)?,
                 None if expected.len() == 0 => (),

@@ -514,7 +514,8 @@ fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
     assert!(is_dropped);
 }
 
-/// Runs that are one token too short, each cached at sixty places: more than a search remembers.
+/// Runs that are one token too short, each cached at sixty places: more than a search remembers. A long run before them pays for
+/// trying them all.
 #[test]
 fn a_search_that_forgets_places_finds_what_comes_behind_them() {
     let mut index = RadixIndex::new(Config {
@@ -537,10 +538,14 @@ fn a_search_that_forgets_places_finds_what_comes_behind_them() {
             first..first + blocks as u32,
         );
     }
+    let paid: Vec<u32> = (0..24_000).map(|at| 20_000 + at).collect();
+    let first = 60 * blocks as u32;
+    let ids = first..first + (paid.len() / BLOCK_SIZE) as u32;
+    put(&mut index, &mut sequence(paid.iter().copied()), ids);
     let short = text
         .chunks(16)
         .flat_map(|piece| piece[..15].iter().copied().chain([NEW]));
-    let mut prompt: Vec<u32> = short.collect();
+    let mut prompt: Vec<u32> = [NEW].into_iter().chain(paid).chain(short).collect();
     let at = prompt.len();
     prompt.extend(&text[100..200]);
     prompt.push(NEW);
@@ -552,7 +557,7 @@ fn a_search_that_forgets_places_finds_what_comes_behind_them() {
         .filter(|segment| segment.class == Class::Approximate)
         .map(|segment| (segment.start, segment.end, segment.old_start))
         .collect();
-    assert_eq!(found, [(at, at + 100, BLOCK_SIZE + 100)]);
+    assert_eq!(found, [(1, 24_001, 0), (at, at + 100, BLOCK_SIZE + 100)]);
     index.release(&plan).unwrap();
     index.check().unwrap();
 }

@@ -448,10 +448,7 @@ impl PyRadixIndex {
             let mut seq = keys.lock(&seq.core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;
             // The path that is known is gone over once more, to pin it.
-            let walks = index.known_edges(&seq) > effort.nodes;
-            // A search takes about as long as comparing 64 bytes a token.
-            let searches = policy.core().approximate && 64 * seq.len() as u64 > effort.bytes;
-            if walks || searches {
+            if index.known_edges(&seq) > effort.nodes {
                 return Ok(None);
             }
             Ok(index.plan_within(&mut seq, policy.core(), options, effort)?)

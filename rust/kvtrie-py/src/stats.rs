@@ -68,6 +68,10 @@ pub(crate) struct PyIndexStats {
     /// Bytes of token ids that they have compared.
     #[pyo3(get)]
     bytes_compared: u64,
+    /// Steps of plans' searches for moved runs, since the index was made or restored: places tried,
+    /// children and cache lines of tokens compared.
+    #[pyo3(get)]
+    search_looks: u64,
     /// Memory that the index holds, in bytes.
     #[pyo3(get)]
     bytes: u64,
@@ -99,6 +103,7 @@ impl From<Stats> for PyIndexStats {
             unknown_discards: stats.unknown_discards,
             nodes_visited: stats.nodes_visited,
             bytes_compared: stats.bytes_compared,
+            search_looks: stats.search_looks,
             bytes: stats.bytes,
         }
     }
@@ -110,7 +115,8 @@ impl PyIndexStats {
         format!(
             "IndexStats(indexed={}, condemned={}, waiting={}, quarantined={}, pinned={}, evictable={}, dead={}, approximate={}, \
              holes={}, nodes={}, windows={}, namespaces={}, live_plans={}, clock={}, unknown_discards={}, \
-             nodes_visited={}, bytes_compared={}, bytes={})",
+             nodes_visited={}, bytes_compared={}, search_looks={}, \
+             bytes={})",
             self.indexed,
             self.condemned,
             self.waiting,
@@ -128,6 +134,7 @@ impl PyIndexStats {
             self.unknown_discards,
             self.nodes_visited,
             self.bytes_compared,
+            self.search_looks,
             self.bytes
         )
     }

@@ -1,40 +1,40 @@
 //! Many places come or go at once, so that their cache misses overlap.
 
 use super::bucket::SLOTS;
-use super::{BATCH, Fingerprints};
+use super::{BATCH, Entry, Fingerprints};
 
 impl Fingerprints {
     /// Adds places, in this order, as [`add`](Self::add) does; their cache misses overlap.
-    pub(crate) fn add_all(&mut self, places: &[(u64, u32)]) {
+    pub(crate) fn add_all(&mut self, entries: &[Entry]) {
         let mut links = false;
-        for batch in places.chunks(BATCH) {
+        for batch in entries.chunks(BATCH) {
             self.touch(batch, links);
-            let before = self.links.len;
-            for &(hash, name) in batch {
-                self.add(hash, name);
+            let before = self.links.len();
+            for &entry in batch {
+                self.add(entry);
             }
-            links = self.links.len - before > batch.len() / 2;
+            links = self.links.len() - before > batch.len() / 2;
         }
     }
 
     /// Removes places as [`remove`](Self::remove) does, and answers how many there were; their cache misses overlap.
-    pub(crate) fn remove_all(&mut self, places: &[(u64, u32)]) -> usize {
+    pub(crate) fn remove_all(&mut self, entries: &[Entry]) -> usize {
         let (mut links, all) = (false, self.len);
-        for batch in places.chunks(BATCH) {
+        for batch in entries.chunks(BATCH) {
             self.touch(batch, links);
-            let before = self.links.len;
-            for &(hash, name) in batch {
-                self.remove(hash, name);
+            let before = self.links.len();
+            for &entry in batch {
+                self.remove(entry);
             }
-            links = before - self.links.len > batch.len() / 2;
+            links = before - self.links.len() > batch.len() / 2;
         }
         all - self.len
     }
 
     /// Reads a little of every cache line that a batch will need: of links only if the last batch was about those.
-    fn touch(&self, batch: &[(u64, u32)], links: bool) {
+    fn touch(&self, batch: &[Entry], links: bool) {
         let mut touched = 0;
-        for &(hash, _) in batch {
+        for &Entry { hash, .. } in batch {
             let (segment, tag) = self.locate(hash);
             touched |= self.filter[self.word(hash)];
             if let Some(bucket) = self.segments[segment].home(tag) {

@@ -6,7 +6,7 @@ use super::tag::Tag;
 /// Entries of a bucket: as many as fit two cache lines.
 pub(super) const SLOTS: usize = 18;
 
-/// Set beside the tag of a slot that stands for a chain.
+/// Set beside the tag of a slot that stands for chains, and has no name.
 pub(super) const CHAINED: u8 = 0x80;
 
 /// Two cache lines of entries. The first line tells whether a tag is here; entries of one tag stand oldest first.
@@ -66,20 +66,14 @@ impl Bucket {
         (0..self.len()).filter(move |&slot| self.tag(slot) == tag)
     }
 
-    /// The slot of this entry, or of the chain that it is part of if it exists.
+    /// The slot of this entry, if it has one of its own.
     #[inline]
     pub(super) fn slot_of(&self, tag: Tag, name: u32) -> Option<usize> {
         let mut slot = SLOTS;
         for (at, &here) in self.names.iter().enumerate() {
             slot = if here == name { at } else { slot };
         }
-        if slot < self.len() && self.tag(slot) == tag {
-            return Some(slot);
-        }
-        if self.may_hold(tag) {
-            return self.slots_of(tag).find(|&slot| self.is_chained(slot));
-        }
-        None
+        (slot < self.len() && self.tag(slot) == tag).then_some(slot)
     }
 
     pub(super) fn push(&mut self, tag: Tag, flag: u8, name: u32) {

@@ -9,30 +9,29 @@ use super::{Fingerprints, MAX_INLINE, NO_NAME, index};
 const SCREEN: usize = 256;
 
 impl Fingerprints {
-    /// The places of a window, most recently added first, among which may be some of other windows.
+    /// The places of a window in a tree, most recently added first, among which may be some of other windows, and up to four of
+    /// other trees.
     #[inline]
-    pub(crate) fn candidates(&self, hash: u64) -> Candidates<'_> {
-        let (segment, tag) = self.locate(hash);
-        let segment = &self.segments[segment];
+    pub(crate) fn candidates(&self, hash: u64, tree: u32) -> Candidates<'_> {
+        let (number, tag) = self.locate(hash);
         let mut found = Candidates {
             links: &self.links,
+            next: NO_NAME,
+            chained: 0,
             names: [NO_NAME; MAX_INLINE],
-            left: 0,
-            chained: false,
+            inline: 0,
         };
-        segment.walk(tag, |_, bucket| {
-            if bucket.may_hold(tag) {
-                for slot in bucket.slots_of(tag) {
-                    found.names[found.left] = bucket.names[slot];
-                    found.left += 1;
-                    found.chained |= bucket.is_chained(slot);
-                }
+        let segment = &self.segments[number];
+        let copies = segment.copies(tag);
+        for place in &copies.places[..copies.len] {
+            found.names[found.inline] = segment.buckets[place.bucket].names[place.slot];
+            found.inline += 1;
+        }
+        if copies.chained.is_some() {
+            let location = Self::location(number, tag);
+            if let Some((newest, count)) = self.links.newest(location, tree) {
+                (found.next, found.chained) = (newest, count);
             }
-            None::<()>
-        });
-        if found.chained {
-            let newest = self.links.get(found.names[0]);
-            found.left = newest.map_or(0, |link| link.newer as usize);
         }
         found
     }
@@ -73,10 +72,19 @@ impl Fingerprints {
 #[derive(Clone, Debug)]
 pub(crate) struct Candidates<'a> {
     links: &'a Links,
-    /// Those left, oldest first; of a chain, the next.
+    /// The next of the chain, and how many of it are left. All of them are of the tree that was asked for.
+    next: u32,
+    chained: usize,
+    /// Those that have a slot each, oldest first, and how many are left.
     names: [u32; MAX_INLINE],
-    left: usize,
-    chained: bool,
+    inline: usize,
+}
+
+impl Candidates<'_> {
+    /// Those left that may be of another tree: the last ones.
+    pub(crate) fn of_any_tree(&self) -> &[u32] {
+        &self.names[..self.inline]
+    }
 }
 
 impl Iterator for Candidates<'_> {
@@ -84,19 +92,21 @@ impl Iterator for Candidates<'_> {
 
     #[inline]
     fn next(&mut self) -> Option<u32> {
-        self.left = self.left.checked_sub(1)?;
-        if !self.chained {
-            return Some(self.names[self.left]);
+        if self.chained == 0 {
+            self.inline = self.inline.checked_sub(1)?;
+            return Some(self.names[self.inline]);
         }
-        let name = self.names[0];
-        if self.left > 0 {
-            self.names[0] = self.links.get(name)?.older;
+        let name = self.next;
+        self.chained -= 1;
+        if self.chained > 0 {
+            self.next = self.links.get(name)?.older;
         }
         Some(name)
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        (self.left, Some(self.left))
+        let left = self.chained + self.inline;
+        (left, Some(left))
     }
 }
 

@@ -1,16 +1,14 @@
 //! Every invariant of the table.
 
-use hashbrown::HashTable;
-
 use super::bucket::Bucket;
 use super::segment::MOST;
-use super::{Fingerprints, NO_NAME, WORD_BITS};
+use super::{Entry, Fingerprints, NO_NAME, TAG_BITS, Tag, WORD_BITS, index};
 
 impl Fingerprints {
-    /// Verifies every invariant, and that the entries are those of `live`, each with its hash; says what is wrong.
+    /// Verifies every invariant, and that the entries are those of `live`; says what is wrong.
     ///
     /// O(entries · log entries).
-    pub(crate) fn check(&self, live: impl IntoIterator<Item = (u64, u32)>) -> Result<(), String> {
+    pub(crate) fn check(&self, live: impl IntoIterator<Item = Entry>) -> Result<(), String> {
         let must = |condition: bool, what: &str| {
             if condition {
                 Ok(())
@@ -39,54 +37,59 @@ impl Fingerprints {
                         word & tag.bits() == tag.bits(),
                         "the filter misses an entry",
                     )?;
-                    let twin = segment.walk(tag, |bucket, here| {
-                        let mut twins = here.slots_of(tag);
-                        twins.find(|&twin| (bucket, twin) != (at, slot))
-                    });
-                    let mut name = bucket.names[slot];
+                    let name = bucket.names[slot];
                     if !bucket.is_chained(slot) {
-                        entries.push((name, number, tag));
+                        entries.push((name, number, tag, None));
                         continue;
                     }
-                    must(twin.is_none(), "a chain has a twin")?;
-                    let count = self.links.get(name).map_or(0, |link| link.newer as usize);
-                    must(count > 1, "a chain is too short")?;
+                    let twin = segment.walk(tag, |bucket, here| {
+                        let mut twins = here.slots_of(tag).filter(|&twin| here.is_chained(twin));
+                        twins.find(|&twin| (bucket, twin) != (at, slot))
+                    });
+                    must(twin.is_none(), "a slot of chains has a twin")?;
+                    must(name == NO_NAME, "a slot of chains has a name")?;
+                    let count = self.links.count(Self::location(number, tag));
+                    must(count > 0, "a slot of chains has none")?;
                     links += count;
-                    let mut newer = None;
-                    for _ in 0..count {
-                        let Some(link) = self.links.get(name) else {
-                            return must(false, "a chain lacks a link");
-                        };
-                        must(
-                            newer.is_none_or(|newer| link.newer == newer),
-                            "a chain is torn",
-                        )?;
-                        entries.push((name, number, tag));
-                        newer = Some(name);
-                        name = link.older;
-                    }
-                    must(name == NO_NAME, "a chain goes on")?;
                 }
             }
         }
+        must(links == self.links.len(), "a link has no slot")?;
+        for (location, tree, newest) in self.links.chains() {
+            let count = self.links.get(newest).map_or(0, |link| link.newer);
+            let mut newer = None;
+            let mut left = count;
+            for name in self.links.names(newest) {
+                let link = self.links.get(name);
+                let torn = link.is_none_or(|link| newer.is_some_and(|newer| link.newer != newer));
+                must(!torn && left > 0, "a chain is torn")?;
+                let tag = location & ((1 << TAG_BITS) - 1);
+                let tag = Tag(u32::try_from(tag).unwrap_or_default());
+                entries.push((name, index(location >> TAG_BITS), tag, Some(tree)));
+                newer = Some(name);
+                left -= 1;
+            }
+            must(left == 0, "a chain is too short")?;
+        }
         must(buckets == self.buckets, "buckets are miscounted")?;
-        must(links == self.links.len, "a link has no chain")?;
-        let shards = self.links.shards.iter();
-        let bytes = shards.map(HashTable::allocation_size).sum::<usize>();
-        must(
-            bytes == self.links.bytes,
-            "the bytes of links are miscounted",
-        )?;
+        must(self.links.is_counted(), "the bytes of links are miscounted")?;
         must(entries.len() == self.len, "entries are miscounted")?;
         let mut expected: Vec<_> = live
             .into_iter()
-            .map(|(hash, name)| {
+            .map(|Entry { hash, tree, name }| {
                 let (segment, tag) = self.locate(hash);
-                (name, segment, tag)
+                (name, segment, tag, tree)
             })
             .collect();
         expected.sort_unstable();
         entries.sort_unstable();
-        must(entries == expected, "the entries are not the live ones")
+        let same = entries.iter().zip(&expected).all(|(entry, live)| {
+            let tree = entry.3.unwrap_or(live.3);
+            (entry.0, entry.1, entry.2, tree) == *live
+        });
+        must(
+            same && entries.len() == expected.len(),
+            "the entries are not the live ones",
+        )
     }
 }

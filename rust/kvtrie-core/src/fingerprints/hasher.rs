@@ -48,6 +48,20 @@ impl WindowHasher {
         }
     }
 
+    /// A window with this hash, for whoever knows the keys: a product with one is the other factor.
+    #[cfg(test)]
+    pub(crate) fn window_of(&self, space: u64, hash: u64) -> [u32; WINDOW] {
+        let tokens = |pair: u64| {
+            let [low, high] = [pair & u64::from(u32::MAX), pair >> 32];
+            [low, high].map(|token| u32::try_from(token).unwrap())
+        };
+        let half = |half: u64| [tokens(1 ^ self.keys[0]), tokens(half ^ self.keys[1])];
+        let first = half(1 ^ self.keys[2] ^ space);
+        let second = half(hash ^ self.keys[3]);
+        let window = [first, second].concat().concat();
+        window.try_into().unwrap()
+    }
+
     #[inline]
     fn half(&self, tokens: &[u32]) -> u64 {
         let pair = |low, high| u64::from(low) | u64::from(high) << 32;

@@ -1,48 +1,96 @@
-//! Chains: the places of windows that have many, linked by name.
+//! Chains: the places of windows that have many, linked by name, apart for each tree.
+//!
+//! What one tree holds costs another nothing: a chain holds places of one tree alone, and is found by its tree at once.
 
 use hashbrown::HashTable;
 
 use super::hasher::fold;
-use super::{NO_NAME, index};
+use super::{Entry, NO_NAME, index};
 
 /// One place of a window that has many.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Link {
-    pub(super) name: u32,
+    name: u32,
     /// The place added after this one; in the newest, how many there are.
     pub(super) newer: u32,
     /// The place added before this one, or [`NO_NAME`].
     pub(super) older: u32,
 }
 
-/// The links of all chains, by name, in shards that grow by themselves.
-#[derive(Clone, Debug)]
-pub(super) struct Links {
-    /// None before the first chain.
-    pub(super) shards: Vec<HashTable<Link>>,
-    shard_bits: u32,
-    key: u64,
-    pub(super) len: usize,
-    pub(super) bytes: usize,
+/// The newest place of a chain.
+#[derive(Clone, Copy, Debug)]
+struct Head {
+    location: u64,
+    tree: u32,
+    /// Of [`ALL`] trees: how many places are in chains.
+    newest: u32,
 }
 
-impl Links {
-    pub(super) fn new(shard_bits: u32, key: u64) -> Self {
+/// No tree has this number.
+const ALL: u32 = u32::MAX;
+
+/// What a record is found by.
+trait Record: Copy {
+    type Key: Copy + PartialEq;
+
+    fn key(&self) -> Self::Key;
+
+    /// A number for each key.
+    fn number(key: Self::Key) -> u64;
+}
+
+impl Record for Link {
+    type Key = u32;
+
+    fn key(&self) -> u32 {
+        self.name
+    }
+
+    fn number(name: u32) -> u64 {
+        name.into()
+    }
+}
+
+impl Record for Head {
+    type Key = (u64, u32);
+
+    fn key(&self) -> (u64, u32) {
+        (self.location, self.tree)
+    }
+
+    fn number((location, tree): (u64, u32)) -> u64 {
+        location.wrapping_add(u64::from(tree).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+    }
+}
+
+/// Records by key, in shards that grow by themselves.
+#[derive(Clone, Debug)]
+struct Shards<T> {
+    /// None before the first record.
+    tables: Vec<HashTable<T>>,
+    shard_bits: u32,
+    secret: u64,
+    len: usize,
+    bytes: usize,
+}
+
+impl<T: Record> Shards<T> {
+    fn new(shard_bits: u32, secret: u64) -> Self {
         Self {
-            shards: Vec::new(),
+            tables: Vec::new(),
             shard_bits,
-            key,
+            secret,
             len: 0,
             bytes: 0,
         }
     }
 
-    pub(super) fn heap_bytes(&self) -> usize {
-        self.shards.capacity() * size_of::<HashTable<Link>>() + self.bytes
+    fn heap_bytes(&self) -> usize {
+        self.tables.capacity() * size_of::<HashTable<T>>() + self.bytes
     }
 
-    fn hash(key: u64, name: u32) -> u64 {
-        fold(u64::from(name) ^ !key, key)
+    fn hash(secret: u64, key: T::Key) -> u64 {
+        fold(T::number(key) ^ !secret, secret)
     }
 
     /// The shard of a hash. A shard's table takes other bits.
@@ -50,89 +98,192 @@ impl Links {
         index((hash << 8 >> 1) >> (63 - self.shard_bits))
     }
 
-    pub(super) fn get(&self, name: u32) -> Option<&Link> {
-        let hash = Self::hash(self.key, name);
-        self.shards
+    fn get(&self, key: T::Key) -> Option<&T> {
+        let hash = Self::hash(self.secret, key);
+        self.tables
             .get(self.shard(hash))?
-            .find(hash, |link| link.name == name)
+            .find(hash, |record| record.key() == key)
     }
 
-    /// The link of a name that is known to have one.
-    fn get_mut(&mut self, name: u32) -> &mut Link {
-        let hash = Self::hash(self.key, name);
+    fn get_mut(&mut self, key: T::Key) -> Option<&mut T> {
+        let hash = Self::hash(self.secret, key);
         let shard = self.shard(hash);
-        self.shards[shard]
-            .find_mut(hash, |link| link.name == name)
-            .expect("a chain names a place that has no link")
+        self.tables
+            .get_mut(shard)?
+            .find_mut(hash, |record| record.key() == key)
     }
 
-    pub(super) fn insert(&mut self, link: Link) {
-        if self.shards.is_empty() {
-            self.shards = vec![HashTable::new(); 1 << self.shard_bits];
+    fn insert(&mut self, record: T) {
+        if self.tables.is_empty() {
+            self.tables = vec![HashTable::new(); 1 << self.shard_bits];
         }
-        let key = self.key;
-        let hash = Self::hash(key, link.name);
+        let secret = self.secret;
+        let rehash = |record: &T| Self::hash(secret, record.key());
+        let hash = rehash(&record);
         let shard = self.shard(hash);
-        let shard = &mut self.shards[shard];
+        let shard = &mut self.tables[shard];
         if shard.len() == shard.capacity() {
             self.bytes -= shard.allocation_size();
-            shard.reserve(1, |link| Self::hash(key, link.name));
+            shard.reserve(1, rehash);
             self.bytes += shard.allocation_size();
         }
-        shard.insert_unique(hash, link, |link| Self::hash(key, link.name));
+        shard.insert_unique(hash, record, rehash);
         self.len += 1;
     }
 
-    fn remove(&mut self, name: u32) -> Option<Link> {
-        let key = self.key;
-        let hash = Self::hash(key, name);
+    fn remove(&mut self, key: T::Key) -> Option<T> {
+        let secret = self.secret;
+        let hash = Self::hash(secret, key);
         let shard = self.shard(hash);
-        let shard = self.shards.get_mut(shard)?;
-        let found = shard.find_entry(hash, |link| link.name == name).ok()?;
-        let (link, _) = found.remove();
+        let shard = self.tables.get_mut(shard)?;
+        let found = shard.find_entry(hash, |record| record.key() == key).ok()?;
+        let (record, _) = found.remove();
         if shard.is_empty() || shard.len() < shard.num_buckets() / 8 {
             self.bytes -= shard.allocation_size();
-            shard.shrink_to(shard.len() * 2, |link| Self::hash(key, link.name));
+            shard.shrink_to(shard.len() * 2, |record| Self::hash(secret, record.key()));
             self.bytes += shard.allocation_size();
         }
         self.len -= 1;
-        Some(link)
+        Some(record)
     }
 
-    /// Puts `name` in front of the chain whose newest place is `newest`.
-    pub(super) fn put_before(&mut self, newest: u32, name: u32) {
-        let count = std::mem::replace(&mut self.get_mut(newest).newer, name);
-        self.insert(Link {
-            name,
-            newer: count + 1,
-            older: newest,
-        });
+    fn iter(&self) -> impl Iterator<Item = &T> {
+        self.tables.iter().flatten()
     }
+}
 
-    /// Takes `name` out of the chain whose newest place is `newest`. Answers the newest that is left, and how many
-    /// are; a single one has no link.
-    pub(super) fn take_out(&mut self, name: u32, newest: u32) -> Option<(u32, u32)> {
-        let link = self.remove(name)?;
-        let (newest, count) = if name == newest {
-            (link.older, link.newer - 1)
-        } else {
-            self.get_mut(link.newer).older = link.older;
-            if link.older != NO_NAME {
-                self.get_mut(link.older).newer = link.newer;
-            }
-            (newest, self.get_mut(newest).newer - 1)
-        };
-        if count == 1 {
-            self.remove(newest);
-        } else {
-            self.get_mut(newest).newer = count;
+/// All chains. A *location* is the segment and the tag that windows share.
+#[derive(Clone, Debug)]
+pub(super) struct Links {
+    links: Shards<Link>,
+    heads: Shards<Head>,
+}
+
+impl Links {
+    pub(super) fn new(shard_bits: u32, secret: u64) -> Self {
+        Self {
+            links: Shards::new(shard_bits, secret),
+            heads: Shards::new(shard_bits, secret),
         }
-        Some((newest, count))
+    }
+
+    pub(super) fn heap_bytes(&self) -> usize {
+        self.links.heap_bytes() + self.heads.heap_bytes()
+    }
+
+    /// How many places are in chains.
+    pub(super) fn len(&self) -> usize {
+        self.links.len
+    }
+
+    pub(super) fn get(&self, name: u32) -> Option<&Link> {
+        self.links.get(name)
+    }
+
+    /// The newest place of a tree at a location, and how many there are.
+    pub(super) fn newest(&self, location: u64, tree: u32) -> Option<(u32, usize)> {
+        let newest = self.heads.get((location, tree))?.newest;
+        let count = self.links.get(newest)?.newer;
+        Some((newest, count as usize))
+    }
+
+    /// Adds the newest place of a tree at a location.
+    pub(super) fn add(&mut self, location: u64, tree: u32, name: u32) {
+        let mut link = Link {
+            name,
+            newer: 1,
+            older: NO_NAME,
+        };
+        if let Some(head) = self.heads.get_mut((location, tree)) {
+            link.older = std::mem::replace(&mut head.newest, name);
+            if let Some(older) = self.links.get_mut(link.older) {
+                link.newer = std::mem::replace(&mut older.newer, name) + 1;
+            }
+        } else {
+            self.heads.insert(Head {
+                location,
+                tree,
+                newest: name,
+            });
+        }
+        self.links.insert(link);
+        if let Some(all) = self.heads.get_mut((location, ALL)) {
+            all.newest += 1;
+        } else {
+            self.heads.insert(Head {
+                location,
+                tree: ALL,
+                newest: 1,
+            });
+        }
+    }
+
+    /// Removes a place of a tree at a location. Returns how many places of all trees are left there; none if it is not there.
+    pub(super) fn remove(&mut self, location: u64, tree: u32, name: u32) -> Option<u32> {
+        let newest = self.heads.get((location, tree))?.newest;
+        let link = self.links.remove(name)?;
+        if name != newest {
+            if let Some(newer) = self.links.get_mut(link.newer) {
+                newer.older = link.older;
+            }
+            // The newest has the count: of the two, the one after `name` was just linked past it.
+            if let Some(older) = self.links.get_mut(link.older) {
+                older.newer = link.newer;
+            }
+            if let Some(newest) = self.links.get_mut(newest) {
+                newest.newer -= 1;
+            }
+        } else if link.older == NO_NAME {
+            self.heads.remove((location, tree));
+        } else {
+            if let Some(head) = self.heads.get_mut((location, tree)) {
+                head.newest = link.older;
+            }
+            if let Some(older) = self.links.get_mut(link.older) {
+                older.newer = link.newer - 1;
+            }
+        }
+        let all = self.heads.get_mut((location, ALL))?;
+        all.newest -= 1;
+        let left = all.newest;
+        if left == 0 {
+            self.heads.remove((location, ALL));
+        }
+        Some(left)
+    }
+
+    /// The names of a chain from the newest on, which is first.
+    pub(super) fn names(&self, newest: u32) -> impl Iterator<Item = u32> {
+        let next = |&name: &u32| self.get(name).map(|link| link.older);
+        std::iter::successors(Some(newest), next).take_while(|&name| name != NO_NAME)
+    }
+
+    /// Every chain: its location, its tree, and its newest place.
+    pub(super) fn chains(&self) -> impl Iterator<Item = (u64, u32, u32)> {
+        let heads = self.heads.iter().filter(|head| head.tree != ALL);
+        heads.map(|head| (head.location, head.tree, head.newest))
+    }
+
+    /// How many places of all trees are in chains at a location.
+    pub(super) fn count(&self, location: u64) -> usize {
+        let all = self.heads.get((location, ALL));
+        all.map_or(0, |all| all.newest as usize)
+    }
+
+    /// Whether the bytes and the heads are counted right.
+    pub(super) fn is_counted(&self) -> bool {
+        fn bytes<T>(shards: &Shards<T>) -> usize {
+            let tables = shards.tables.iter();
+            tables.map(HashTable::allocation_size).sum()
+        }
+        bytes(&self.links) == self.links.bytes
+            && bytes(&self.heads) == self.heads.bytes
+            && self.heads.iter().count() == self.heads.len
     }
 
     /// Looks for the links of a batch, so that their cache misses overlap.
-    pub(super) fn touch(&self, batch: &[(u64, u32)]) {
-        let links = batch.iter().filter_map(|&(_, name)| self.get(name));
+    pub(super) fn touch(&self, batch: &[Entry]) {
+        let links = batch.iter().filter_map(|entry| self.get(entry.name));
         std::hint::black_box(links.fold(0, |any, link| any | link.older));
     }
 }

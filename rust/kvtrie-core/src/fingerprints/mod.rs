@@ -7,8 +7,9 @@
 //!
 //! # Promises
 //!
-//! - Every place of a window is among its candidates, most recently added first. Nothing is dropped: a caller that
-//!   wants the newest few takes so many, and knows the number of all.
+//! - Every place of a window in a *tree* is among its candidates there, most recently added first. Nothing is dropped: a
+//!   caller that wants the newest few takes so many, and knows the number of all.
+//! - Of other trees there are at most four candidates among them, and what these hold costs nothing, however many collide.
 //! - The same calls on a table of the same seed give the same answers in the same order. Without the candidates that
 //!   are places of other windows, answers do not depend on the seed.
 //! - A window with 10⁶ places costs what 10⁶ windows cost, within a small factor, and its neighbours nothing.
@@ -22,7 +23,7 @@
 //!
 //! A bucket of 18 entries takes 128 bytes, and a growing segment is 78 to 89 % full: 8 to 9 bytes an entry. Filter and
 //! segments take 1 to 2 bytes for each entry that the table was made for, from the start. A place of a window that has
-//! more than four takes a link of 12 bytes in a hash table instead.
+//! more than four takes a link of 12 bytes in a hash table instead, and its tree a head of 16.
 //!
 //! # Structure
 //!
@@ -32,9 +33,10 @@
 //! one stays 78 to 89 % full. An entry that
 //! finds its home full goes to the next bucket with room, and leaves a mark where it passed.
 //!
-//! Entries of one tag stand in the order in which they came. From the fifth on they share one slot, which holds the
-//! name of the newest; behind it they hang as a linked list in a hash table by name, so that any of them leaves at
-//! once.
+//! Entries of one tag stand in the order in which they came. From the fifth on they share one slot, which says so; they
+//! are in linked lists, one for each tree, in a hash table by name, so that any of them leaves at once. Lists of the trees
+//! have heads in another table: who looks for the places of one tree meets no other's. While there are such lists, no
+//! entry takes a slot of its own, so that those in slots are older.
 //!
 //! In front lies a *filter* of two bits an entry, in words that the head of the hash names: small enough for the
 //! second-level cache where the buckets are not. A removed entry leaves its bits until its segment is wiped, after as
@@ -58,7 +60,7 @@ mod tests;
 
 use bucket::{Bucket, CHAINED};
 use hasher::random;
-use links::{Link, Links};
+use links::Links;
 use segment::{MOST, Place, Segment};
 use tag::{TAG_BITS, Tag};
 
@@ -70,7 +72,7 @@ pub(crate) const WINDOW: usize = 8;
 /// "No place": ends a chain, and is the name of none.
 const NO_NAME: u32 = u32::MAX;
 
-/// Places of one window that have a slot each; more of them share one slot, and a chain.
+/// Places of one window that have a slot each; more of them share one slot, and a chain for each tree.
 const MAX_INLINE: usize = 4;
 
 /// Entries of a segment when the table holds as many as it was made for: between half of it and all.
@@ -84,6 +86,15 @@ const WORD_BITS: u32 = 8;
 
 /// Steps of a batch: so many cache lines are asked for before the first is used.
 const BATCH: usize = 64;
+
+/// A place of a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Entry {
+    pub(crate) hash: u64,
+    /// The tree that the place is in.
+    pub(crate) tree: u32,
+    pub(crate) name: u32,
+}
 
 /// A number below 2³² as an index.
 #[inline]
@@ -148,8 +159,14 @@ impl Fingerprints {
         index(hash >> (64 - WORD_BITS - self.segment_bits))
     }
 
+    /// The segment and the tag of a hash as one number.
+    fn location(number: usize, tag: Tag) -> u64 {
+        (number as u64) << TAG_BITS | u64::from(tag.0)
+    }
+
     /// Adds a place of a window. The name has no entry yet.
-    pub(crate) fn add(&mut self, hash: u64, name: u32) {
+    pub(crate) fn add(&mut self, entry: Entry) {
+        let Entry { hash, tree, name } = entry;
         debug_assert_ne!(name, NO_NAME, "no place has this name");
         let (number, tag) = self.locate(hash);
         let word = self.word(hash);
@@ -161,41 +178,26 @@ impl Fingerprints {
             segment.resize(segment.slots() + 1);
             self.buckets += segment.buckets.len();
         }
-        let (copies, num_copies) = segment.copies(tag);
-        if num_copies == 0 {
+        let copies = segment.copies(tag);
+        if copies.chained.is_none() && copies.len < MAX_INLINE {
+            let names = copies
+                .places
+                .map(|place| segment.buckets[place.bucket].names[place.slot]);
             segment.push(tag, 0, name);
+            if copies.len > 0 {
+                // Room was found behind the others or between them, but the order is that of age.
+                let now = segment.copies(tag);
+                let names = names[..copies.len].iter().chain([&name]);
+                for (place, name) in now.places.iter().zip(names) {
+                    segment.buckets[place.bucket].names[place.slot] = *name;
+                }
+            }
             return;
         }
-        let names = copies.map(|place| segment.buckets[place.bucket].names[place.slot]);
-        let Place { bucket, slot } = copies[0];
-        if segment.buckets[bucket].is_chained(slot) {
-            let newest = std::mem::replace(&mut segment.buckets[bucket].names[slot], name);
-            self.links.put_before(newest, name);
-        } else if num_copies < MAX_INLINE {
-            segment.push(tag, 0, name);
-            // Room was found behind the others or between them, but the order is that of age.
-            let (copies, _) = segment.copies(tag);
-            for (place, name) in copies.iter().zip(names[..num_copies].iter().chain([&name])) {
-                segment.buckets[place.bucket].names[place.slot] = *name;
-            }
-        } else {
-            // A chain of one, that is its own newest.
-            self.links.insert(Link {
-                name: names[0],
-                newer: 1,
-                older: NO_NAME,
-            });
-            self.links.put_before(names[0], names[1]);
-            self.links.put_before(names[1], names[2]);
-            self.links.put_before(names[2], names[3]);
-            self.links.put_before(names[3], name);
-            for &place in copies[1..].iter().rev() {
-                segment.take_out(place);
-            }
-            segment.buckets[bucket].high[slot] |= CHAINED;
-            segment.buckets[bucket].names[slot] = name;
-            self.settle(number);
+        if copies.chained.is_none() {
+            segment.push(tag, CHAINED, NO_NAME);
         }
+        self.links.add(Self::location(number, tag), tree, name);
     }
 
     /// Wipes or shrinks a segment that lost entries, where it is time to.
@@ -211,31 +213,29 @@ impl Fingerprints {
         }
     }
 
-    /// Removes the place that was added with this hash and name; answers whether there was one. No other hash has an
-    /// entry of this name.
-    pub(crate) fn remove(&mut self, hash: u64, name: u32) -> bool {
+    /// Removes a place that was added; returns whether it was there. No other hash or tree has an entry of this name.
+    pub(crate) fn remove(&mut self, entry: Entry) -> bool {
+        let Entry { hash, tree, name } = entry;
         let (number, tag) = self.locate(hash);
         let segment = &mut self.segments[number];
         let found = segment.walk(tag, |bucket, here| {
             let slot = here.slot_of(tag, name)?;
             Some(Place { bucket, slot })
         });
-        let Some(place) = found else {
-            return false;
-        };
-        let bucket = &mut segment.buckets[place.bucket];
-        if bucket.is_chained(place.slot) {
-            let newest = &mut bucket.names[place.slot];
-            let Some((left, count)) = self.links.take_out(name, *newest) else {
-                return false;
-            };
-            *newest = left;
-            if count == 1 {
-                bucket.high[place.slot] &= !CHAINED;
-            }
-        } else {
+        if let Some(place) = found {
             segment.take_out(place);
             self.settle(number);
+        } else {
+            let location = Self::location(number, tag);
+            let Some(left) = self.links.remove(location, tree, name) else {
+                return false;
+            };
+            if left == 0
+                && let Some(place) = segment.copies(tag).chained
+            {
+                segment.take_out(place);
+                self.settle(number);
+            }
         }
         self.len -= 1;
         true

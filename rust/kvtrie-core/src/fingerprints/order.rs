@@ -1,48 +1,50 @@
 //! The order among the places of one window, and what a table is made anew from.
 
-use super::segment::{FILL, Place};
-use super::{Fingerprints, MAX_INLINE, NO_NAME};
+use std::collections::BTreeMap;
+
+use super::Fingerprints;
+use super::segment::FILL;
 
 /// Distinct windows that look for one bucket of their own first, at most: a hash that nobody chose the tokens for brings
 /// about [`FILL`] of them together.
 const CROWD: usize = 512;
 
 impl Fingerprints {
-    /// The names of the windows that share what is kept of their hash with another, group after group, the oldest of a group
-    /// first; groups stand in the order of these. Of the other windows no order is part of the table's state.
-    pub(crate) fn grouped(&self) -> Vec<u32> {
-        let mut groups: Vec<Vec<u32>> = Vec::new();
-        for segment in &self.segments {
+    /// The names of the windows that share what is kept of their hash with another of their tree, group after group, the oldest
+    /// of a group first; groups stand in the order of these. Of the other windows no order is part of the table's state.
+    /// `tree_of` tells the tree of a place.
+    pub(crate) fn grouped(&self, tree_of: impl Fn(u32) -> u32) -> Vec<u32> {
+        let mut groups: BTreeMap<(u64, u32), Vec<u32>> = BTreeMap::new();
+        for (number, segment) in self.segments.iter().enumerate() {
             for (at, bucket) in segment.buckets.iter().enumerate() {
                 for slot in 0..bucket.len() {
-                    if bucket.is_chained(slot) {
-                        groups.push(self.chain(bucket.names[slot]));
+                    let tag = bucket.tag(slot);
+                    let copies = segment.copies(tag);
+                    let oldest = copies.places[0];
+                    let is_oldest = (oldest.bucket, oldest.slot) == (at, slot);
+                    if bucket.is_chained(slot)
+                        || !is_oldest
+                        || copies.len < 2 && copies.chained.is_none()
+                    {
                         continue;
                     }
-                    let (copies, count) = segment.copies(bucket.tag(slot));
-                    let oldest = copies[0];
-                    if count > 1 && (oldest.bucket, oldest.slot) == (at, slot) {
-                        let copies = copies[..count.min(MAX_INLINE)].iter();
-                        let name = |copy: &Place| segment.buckets[copy.bucket].names[copy.slot];
-                        groups.push(copies.map(name).collect());
+                    for copy in &copies.places[..copies.len] {
+                        let name = segment.buckets[copy.bucket].names[copy.slot];
+                        let group = (Self::location(number, tag), tree_of(name));
+                        groups.entry(group).or_default().push(name);
                     }
                 }
             }
         }
+        for (location, tree, newest) in self.links.chains() {
+            let mut names: Vec<u32> = self.links.names(newest).collect();
+            names.reverse();
+            groups.entry((location, tree)).or_default().extend(names);
+        }
+        let groups = groups.into_values().filter(|group| group.len() > 1);
+        let mut groups: Vec<Vec<u32>> = groups.collect();
         groups.sort_unstable();
         groups.concat()
-    }
-
-    /// The names of a chain, oldest first.
-    fn chain(&self, newest: u32) -> Vec<u32> {
-        let mut names = Vec::new();
-        let mut name = newest;
-        while name != NO_NAME {
-            names.push(name);
-            name = self.links.get(name).map_or(NO_NAME, |link| link.older);
-        }
-        names.reverse();
-        names
     }
 
     /// Whether windows of these hashes spread over the table as hashes do that nobody chose: then none costs more than a few

@@ -16,6 +16,17 @@ pub(super) struct Place {
     pub(super) slot: usize,
 }
 
+/// The slots of a tag.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Copies {
+    /// Those of single entries, oldest first.
+    pub(super) places: [Place; MAX_INLINE],
+    /// How many these are.
+    pub(super) len: usize,
+    /// The one that stands for chains.
+    pub(super) chained: Option<Place>,
+}
+
 /// The buckets for one range of hashes.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Segment {
@@ -66,21 +77,29 @@ impl Segment {
         None
     }
 
-    /// The entries of a tag, oldest first, and how many they are.
+    /// The slots of a tag.
     #[inline]
-    pub(super) fn copies(&self, tag: Tag) -> ([Place; MAX_INLINE], usize) {
-        let mut copies = [Place { bucket: 0, slot: 0 }; MAX_INLINE];
-        let mut num_copies = 0;
+    pub(super) fn copies(&self, tag: Tag) -> Copies {
+        let mut copies = Copies {
+            places: [Place { bucket: 0, slot: 0 }; MAX_INLINE],
+            len: 0,
+            chained: None,
+        };
         self.walk(tag, |bucket, here| {
             if here.may_hold(tag) {
                 for slot in here.slots_of(tag) {
-                    copies[num_copies] = Place { bucket, slot };
-                    num_copies += 1;
+                    let place = Place { bucket, slot };
+                    if here.is_chained(slot) {
+                        copies.chained = Some(place);
+                    } else {
+                        copies.places[copies.len] = place;
+                        copies.len += 1;
+                    }
                 }
             }
             None::<()>
         });
-        (copies, num_copies)
+        copies
     }
 
     /// Adds an entry in its home, or in the next bucket with room.

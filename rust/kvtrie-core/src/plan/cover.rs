@@ -11,10 +11,17 @@ use hashbrown::HashMap;
 use crate::fingerprints::WINDOW;
 use crate::ids::{Depth, NodeIndex};
 use crate::payload::Label;
+use crate::plan::budget::Budget;
 use crate::plan::reach::{Follower, Stretch, Stretches};
 use crate::plan::search::{Candidate, Hit, Search};
 use crate::plan::usable::{Kinship, Usable};
-use crate::tree::Position;
+use crate::tree::{Effort, Position};
+
+/// Looks of a search that take about as long as walking to a node that is in no cache.
+const LOOKS_PER_NODE: u64 = 4;
+
+/// Bytes that are compared in about the time of looking up the window that begins with a token.
+const BYTES_PER_TOKEN: u64 = 64;
 
 /// Consecutive tokens of the prompt and where the same are cached.
 #[derive(Clone, Debug)]
@@ -109,6 +116,10 @@ pub(super) struct Cover<'a> {
     trying: Vec<(usize, Range<usize>)>,
     /// Windows that begin before this position were tried, or need not be.
     tried: usize,
+    /// Tokens before this position were covered, or are before the search.
+    floor: usize,
+    /// What the search for moved runs may still take.
+    pub(super) budget: Budget,
     skipped: u64,
 }
 
@@ -132,6 +143,8 @@ impl<'a> Cover<'a> {
             hits: Vec::new(),
             trying: Vec::new(),
             tried: 0,
+            floor: 0,
+            budget: Budget::new(0, follower.max_children),
             skipped: 0,
         }
     }
@@ -141,22 +154,35 @@ impl<'a> Cover<'a> {
         self.skipped + self.search.as_ref().map_or(0, Search::dropped)
     }
 
-    /// Covers the prompt from `from` on: runs that follow each other, with gaps where nothing is found.
-    pub(super) fn runs(&mut self, from: usize) -> Vec<Run> {
+    /// Covers the prompt from `from` on: runs that follow each other, with gaps where nothing is found. None if the search takes
+    /// more than `effort`, as far as its steps go.
+    pub(super) fn runs(&mut self, from: usize, effort: Effort) -> Option<Vec<Run>> {
+        let most_looks = effort.nodes.saturating_mul(LOOKS_PER_NODE);
+        let most_tokens = effort.bytes / BYTES_PER_TOKEN;
         let len = self.follower.prompt.tokens.len();
         let mut runs = Vec::new();
         let mut at = from;
+        self.floor = from;
+        self.budget = Budget::new(from, self.follower.max_children);
         self.find_own(at);
         while at < len {
             self.settle(at);
             if let Some(mut search) = self.search.take() {
+                if self.budget.looks() > most_looks || search.num_screened() > most_tokens {
+                    return None;
+                }
                 self.find_moved(&mut search, at);
                 self.search = Some(search);
             }
             if let Some(run) = self.best.take() {
                 let end = run.end;
-                runs.push(run.tail(at));
+                let start = run.start.max(self.floor);
+                if run.kinship == Kinship::Moved {
+                    self.budget.earn(end - start);
+                }
+                runs.push(run.tail(start));
                 at = end;
+                self.floor = end;
                 if let Some(search) = &mut self.search {
                     search.begin_round();
                 }
@@ -164,7 +190,7 @@ impl<'a> Cover<'a> {
                 at = self.next(at);
             }
         }
-        runs
+        Some(runs)
     }
 
     /// Makes the best of the known runs that hold the token `at`, and forgets those that end before.
@@ -216,6 +242,10 @@ impl<'a> Cover<'a> {
     /// Finds the best run that stands elsewhere and holds the token `at`, and perhaps later ones.
     fn find_moved(&mut self, search: &mut Search<'a>, at: usize) {
         let stride = search.stride();
+        if let Some(resumes) = self.budget.resumes(at, self.found(at)) {
+            self.pass_over(at, resumes, stride);
+            return;
+        }
         // Every run of min_run tokens has a whole window in any stride of them. One that goes on for that long has it here ...
         let behind = at.saturating_add(stride);
         self.try_windows(search, at.max(self.tried)..behind, at);
@@ -232,16 +262,34 @@ impl<'a> Cover<'a> {
         self.tried = self.tried.max(behind);
     }
 
+    /// Tokens from `at` on that the best run known covers.
+    fn found(&self, at: usize) -> usize {
+        self.best.as_ref().map_or(0, |best| best.end - at)
+    }
+
+    /// Passes over the windows before `resumes`, for which nothing is left of the budget: or, where a run is known, over those of
+    /// one stride.
+    fn pass_over(&mut self, at: usize, resumes: usize, stride: usize) {
+        let until = if self.best.is_some() {
+            at.saturating_add(stride)
+        } else {
+            resumes
+        };
+        let from = self.tried.max(at);
+        let until = until.min(self.follower.prompt.tokens.len()).max(from);
+        self.skipped += (until - from) as u64;
+        self.tried = until;
+    }
+
     /// Tries the windows that begin in a range.
     fn try_windows(&mut self, search: &mut Search<'a>, range: Range<usize>, at: usize) {
         let mut hits = std::mem::take(&mut self.hits);
         let mut tried = std::mem::take(&mut self.trying);
         search.hits(range, &mut hits);
-        let last = |hit: Hit| hit.start + WINDOW - 1;
         hits.retain(|&hit| {
             let is_crowded = search.is_crowded(hit);
             if !is_crowded {
-                tried.push((last(hit), search.places(hit)));
+                tried.extend(self.places(search, hit, at));
             }
             is_crowded
         });
@@ -251,13 +299,30 @@ impl<'a> Cover<'a> {
         let mut is_enough = false;
         for &hit in &hits {
             if !is_enough && search.is_new(hit) {
-                tried.push((last(hit), search.places(hit)));
+                tried.extend(self.places(search, hit, at));
                 self.try_places(search, &mut tried, at);
                 is_enough = self.best.is_some();
             }
         }
         self.hits = hits;
         self.trying = tried;
+    }
+
+    /// The places of a window by its last token, as far as something is left of the budget.
+    fn places(
+        &mut self,
+        search: &mut Search<'a>,
+        hit: Hit,
+        at: usize,
+    ) -> Option<(usize, Range<usize>)> {
+        if self.budget.is_spent(at, self.found(at)) {
+            self.skipped += 1;
+            return None;
+        }
+        let before = search.num_places();
+        let places = search.places(hit);
+        self.budget.spend(search.num_places() - before);
+        Some((hit.start + WINDOW - 1, places))
     }
 
     /// Tries places where tokens of the prompt may stand.
@@ -279,6 +344,10 @@ impl<'a> Cover<'a> {
                 if place.room() < end.saturating_sub(last) {
                     // Nor has any other the room to reach as far.
                     break;
+                }
+                if self.budget.is_spent(at, self.found(at)) {
+                    self.skipped += 1;
+                    continue;
                 }
                 self.try_place(search, place, last, at);
             }
@@ -315,6 +384,7 @@ impl<'a> Cover<'a> {
     /// later one.
     fn try_place(&mut self, search: &Search<'a>, place: Candidate<'_>, last: usize, at: usize) {
         let prompt = self.follower.prompt.tokens;
+        self.budget.spend(1);
         if !self.may_be_of_use(&place, last, at)
             || self.is_too_short(&place, last)
             || !place.may_be_run(prompt, last, at, self.min_run)
@@ -326,15 +396,33 @@ impl<'a> Cover<'a> {
             return;
         }
         let mut path = Stretches::new();
-        let (end, skipped) =
-            self.follower
-                .down(Kinship::Moved, place.node, place.last, last, &mut path);
-        self.skipped += skipped;
         let covered = self.best.as_ref().map_or(at + 1, |best| best.end);
+        let min_run = self.min_run.min(search.min_run());
+        let follower = &self.follower;
+        let least = || {
+            // A run of min_run tokens begins here at the earliest ...
+            let first = (last + 1).saturating_sub(min_run);
+            let up = Kinship::Moved;
+            let (node, from) = (place.node, place.last);
+            let start = follower.up(up, node, from, last, first, &mut Stretches::new());
+            // ... and reaches further than what is known.
+            covered.max(start + min_run)
+        };
+        let done = follower.down(
+            Kinship::Moved,
+            place.node,
+            place.last,
+            last,
+            least,
+            &mut path,
+        );
+        self.skipped += done.skipped;
+        self.budget.spend(done.looks);
+        let end = done.end;
         if path.is_empty() || end < covered {
             return;
         }
-        let enough = at.min(end.saturating_sub(self.min_run));
+        let enough = self.floor.min(end.saturating_sub(self.min_run));
         let start = self.follower.up(
             Kinship::Moved,
             place.node,
@@ -601,10 +689,11 @@ impl<'a> Cover<'a> {
     /// `at`; its tokens begin at `start`, of which those before `from` are not copied. Answers where it ends.
     fn add_own(&mut self, node: NodeIndex, from: usize, start: usize, at: usize) -> usize {
         let mut path = Stretches::new();
-        let (end, skipped) = self
+        let done = self
             .follower
-            .down(Kinship::Own, node, from, from, &mut path);
-        self.skipped += skipped;
+            .down(Kinship::Own, node, from, from, || 0, &mut path);
+        self.skipped += done.skipped;
+        let end = done.end;
         if end > at && end > from && end - start >= self.min_run {
             self.add(from, Kinship::Own, path, at);
         }

@@ -29,6 +29,8 @@ pub(crate) struct Draft {
     pub(crate) source_ids: Vec<BlockId>,
     pub(crate) sources: Vec<SourceRun>,
     pub(crate) candidates_dropped: u64,
+    /// Looks of the search for moved runs.
+    looks: u64,
 }
 
 /// Tokens of one class.
@@ -40,7 +42,7 @@ pub(crate) fn num_tokens(segments: &[Segment], class: Class) -> usize {
 impl RadixIndex {
     /// Works out how to build the KV of a prompt. Nothing is stamped or pinned.
     ///
-    /// None if finding the exact prefix takes more than `effort`.
+    /// None if finding the exact prefix, or searching for moved runs, takes more than `effort`.
     pub(crate) fn draft(
         &mut self,
         seq: &mut TokenSequence,
@@ -64,15 +66,17 @@ impl RadixIndex {
         let ids = self.remembered_ids(seq, end);
         let len = seq.len().saturating_sub(options.keep_last);
         let usable = Usable::new(self, policy);
-        let draft = Drafting::new(self, seq, policy, usable, len).draft(end, &ids);
+        let draft = Drafting::new(self, seq, policy, usable, len).draft(end, &ids, effort)?;
+        let looks = draft.looks;
         let approximate = num_tokens(&draft.segments, Class::Approximate);
         #[expect(
             clippy::cast_precision_loss,
             reason = "a share needs no more precision"
         )]
         let is_too_much = approximate as f64 / seq.len() as f64 > policy.max_approximate_share;
-        Some(if is_too_much {
-            let exact = Drafting::new(self, seq, policy, usable.exact_only(), len).draft(end, &ids);
+        let draft = if is_too_much {
+            let usable = usable.exact_only();
+            let exact = Drafting::new(self, seq, policy, usable, len).draft(end, &ids, effort)?;
             // Had all places been tried, the share might be another.
             Draft {
                 candidates_dropped: draft.candidates_dropped.max(exact.candidates_dropped),
@@ -80,7 +84,9 @@ impl RadixIndex {
             }
         } else {
             draft
-        })
+        };
+        self.work.search_looks += looks;
+        Some(draft)
     }
 
     /// The present exact block at the end of a path that shares most tokens with the prompt behind it, and how many.
@@ -137,7 +143,12 @@ impl<'a> Drafting<'a> {
         }
     }
 
-    fn draft(mut self, exact: Position, exact_ids: &Arc<Vec<BlockId>>) -> Draft {
+    fn draft(
+        mut self,
+        exact: Position,
+        exact_ids: &Arc<Vec<BlockId>>,
+        effort: Effort,
+    ) -> Option<Draft> {
         let block_size = self.index.block_size();
         let own_end = self.own_end(exact);
         let in_place = self.in_place(exact, own_end);
@@ -155,14 +166,14 @@ impl<'a> Drafting<'a> {
             self.policy.partial_blocks && own_end.depth > in_place.depth
         };
         if copies_more {
-            self.cover(in_place, own_end, at);
+            self.cover(in_place, own_end, at, effort)?;
         }
         compute_until(&mut self.draft.segments, self.seq.len());
         // In this order each is added behind those of its node that were.
         let order = |run: &SourceRun| (run.node, run.to, run.from);
         self.draft.sources.sort_unstable_by_key(order);
         self.draft.in_place = (in_place.depth > 0).then_some(in_place);
-        self.draft
+        Some(self.draft)
     }
 
     /// Where the whole blocks of the prompt leave the path that is known as far as `exact`: through holes, too.
@@ -242,8 +253,14 @@ impl<'a> Drafting<'a> {
         }
     }
 
-    /// Covers the prompt behind `at` with runs.
-    fn cover(&mut self, in_place: Position, own_end: Position, at: usize) {
+    /// Covers the prompt behind `at` with runs; none if the search for them takes more than `effort`.
+    fn cover(
+        &mut self,
+        in_place: Position,
+        own_end: Position,
+        at: usize,
+        effort: Effort,
+    ) -> Option<()> {
         let index = self.index;
         let prompt = self.seq.view().slice(0, self.len);
         let windows = index.windows.as_ref().filter(|_| self.usable.moves());
@@ -263,10 +280,12 @@ impl<'a> Drafting<'a> {
         };
         let min_run = self.policy.min_run.unwrap_or(index.config.min_run);
         let mut cover = Cover::new(follower, own, search, min_run);
-        for run in cover.runs(at) {
+        for run in cover.runs(at, effort)? {
             self.copy(&run);
         }
         self.draft.candidates_dropped = cover.dropped();
+        self.draft.looks = cover.budget.looks();
+        Some(())
     }
 
     /// The segments and copies of a run: a segment for each stretch of equal class and hops.

@@ -26,11 +26,14 @@
 //! So a plan costs the lookup, comparing each run once, a few cache misses a run, and looking up one window for each token that
 //! nothing covers.
 
+mod budget;
 mod cover;
 mod draft;
 mod moves;
 mod reach;
 mod search;
+#[cfg(test)]
+mod tests;
 mod usable;
 
 use std::fmt;
@@ -267,8 +270,8 @@ impl RadixIndex {
     ///
     /// # Complexity
     /// That of [`lookup`](Self::lookup), plus expected O(log siblings) comparisons of one block. Where the policy allows
-    /// approximate reuse, plus O(tokens of the rest + runs · [`max_candidates`](crate::Config::max_candidates) · `min_run`), where a
-    /// run's tokens are compared as memory.
+    /// approximate reuse, plus O(tokens of the rest): a search takes a bounded number of steps for each token of the prompt and for
+    /// each that it covers, whatever is cached (rule P16).
     ///
     /// # Examples
     /// ```
@@ -310,16 +313,15 @@ impl RadixIndex {
         self.settle_on(seq, options, draft.unwrap_or_default())
     }
 
-    /// As [`plan`](Self::plan), unless following the prompt's own path takes more than `effort`, be it the exact prefix or what stands
-    /// behind holes: then nothing is planned or stamped, and the sequence remembers how far it was matched, so that the next call
-    /// goes on from there.
+    /// As [`plan`](Self::plan), unless following the prompt's own path, be it the exact prefix or what is behind holes, or searching
+    /// for moved runs takes more than `effort`: then nothing is planned or stamped. The sequence remembers how far it was matched,
+    /// so that the next call goes on from there; a search begins anew.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
     ///
     /// # Complexity
-    /// O(effort), plus one step for each of [`known_edges`](Self::known_edges), plus what [`plan`](Self::plan) takes to search for
-    /// moved runs.
+    /// O(effort), plus one step for each of [`known_edges`](Self::known_edges).
     pub fn plan_within(
         &mut self,
         seq: &mut TokenSequence,

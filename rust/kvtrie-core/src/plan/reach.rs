@@ -4,6 +4,7 @@ use smallvec::SmallVec;
 
 use crate::arena::Arena;
 use crate::ids::{NO_NODE, NodeIndex};
+use crate::plan::budget::{CHOICE, TOKENS_PER_LOOK};
 use crate::plan::usable::{Kinship, Usable};
 use crate::siblings;
 use crate::tokens::View;
@@ -23,6 +24,17 @@ pub(super) type Stretches = SmallVec<[Stretch; 2]>;
 /// Tokens that are followed at first without asking whether they end.
 const FEW: usize = 256;
 
+/// How far a prompt was followed, and what that took.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Followed {
+    /// Where the prompt ends to be the same.
+    pub(super) end: usize,
+    /// Places that might have gone on further and were not looked at.
+    pub(super) skipped: u64,
+    /// Children that were compared, and [`TOKENS_PER_LOOK`] tokens each.
+    pub(super) looks: u64,
+}
+
 /// Follows tokens of a prompt along what is cached.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Follower<'a> {
@@ -39,19 +51,21 @@ impl Follower<'_> {
         &self.index.nodes
     }
 
-    /// Follows the prompt from `at` down from the position `from` of an edge, and adds what is the same to `path`. Answers
-    /// where the prompt ends to be so, and how many places that might have gone on further were not looked at.
+    /// Follows the prompt from `at` down from the position `from` of an edge, and adds what is the same to `path`. A run that
+    /// ends before `least` is of no use: of children that share part of a block, none is followed that would not reach it.
     pub(super) fn down(
         &self,
         kinship: Kinship,
         mut node: NodeIndex,
         mut from: usize,
         mut at: usize,
+        least: impl Fn() -> usize,
         path: &mut Stretches,
-    ) -> (usize, u64) {
+    ) -> Followed {
         let block_size = self.index.block_size();
         let len = self.prompt.tokens.len();
-        let mut skipped = 0;
+        let begin = at;
+        let mut done = Followed::default();
         loop {
             let edge = &self.nodes()[node];
             let (start, end) = (from, edge.end() as usize * block_size);
@@ -75,29 +89,40 @@ impl Follower<'_> {
                     end: from,
                 });
             }
-            if from < end || at == len {
-                return (at, skipped);
-            }
-            let (child, more) = self.child(kinship, node, at);
-            skipped += more;
+            let child = if from < end || at == len {
+                None
+            } else {
+                self.child(kinship, node, at, &least, &mut done)
+            };
             let Some(child) = child else {
-                return (at, skipped);
+                done.end = at;
+                done.looks += ((at - begin) / TOKENS_PER_LOOK) as u64;
+                return done;
             };
             node = child;
         }
     }
 
-    /// The child of `parent` that goes on as the prompt does from `at` on, for a whole block or the longest part of one; of
-    /// several, the one with fewest hops, then the lowest block id. And how many that might go on further were not looked at.
-    fn child(&self, kinship: Kinship, parent: NodeIndex, at: usize) -> (Option<NodeIndex>, u64) {
+    /// The child of `parent` that goes on as the prompt does from `at` on, for a whole block or the longest part of one, if that
+    /// reaches `least`; of several, the one with fewest hops, then the lowest block id.
+    fn child(
+        &self,
+        kinship: Kinship,
+        parent: NodeIndex,
+        at: usize,
+        least: impl Fn() -> usize,
+        done: &mut Followed,
+    ) -> Option<NodeIndex> {
         let (nodes, block_size) = (self.nodes(), self.index.block_size());
         let first = nodes[parent].first_child();
         if first == NO_NODE {
-            return (None, 0);
+            return None;
         }
+        done.looks += 1;
         if let Some(only) = siblings::only(nodes, parent) {
-            return (Some(only), 0);
+            return Some(only);
         }
+        done.looks += CHOICE;
         let base = nodes[parent].end() as usize * block_size;
         let until = self.prompt.tokens.len().min(at + block_size);
         let wanted = self.prompt.slice(at, until);
@@ -108,19 +133,20 @@ impl Follower<'_> {
                 .end(kinship, &nodes[child], base, base + block_size)
                 == base + block_size
         {
-            return (Some(child), 0);
+            return Some(child);
         }
+        let least = least().saturating_sub(at).max(1);
         let mut best: Option<(usize, u16, u32, NodeIndex)> = None;
-        let mut skipped = 0;
         for exact in [true, false] {
             let children = siblings::likest(nodes, block_size, parent, exact, wanted);
             for (looked_at, (child, shared)) in children.enumerate() {
-                if shared == 0 || best.is_some_and(|(most, ..)| shared < most) {
+                done.looks += 1;
+                if shared < best.map_or(least, |(most, ..)| most) {
                     break;
                 }
                 if looked_at >= self.max_children {
                     // Of more that share as many tokens, those are compared that sort next to the prompt.
-                    skipped += u64::from(best.is_none_or(|(most, ..)| shared > most));
+                    done.skipped += u64::from(best.is_none_or(|(most, ..)| shared > most));
                     break;
                 }
                 let edge = &nodes[child];
@@ -137,7 +163,7 @@ impl Follower<'_> {
                 }
             }
         }
-        (best.map(|(.., child)| child), skipped)
+        best.map(|(.., child)| child)
     }
 
     /// Follows the prompt up from before `at`, along the path that ends before the position `from` of an edge, until

@@ -124,6 +124,10 @@ pub(super) struct Search<'a> {
     places: Vec<Candidate<'a>>,
     round: u64,
     dropped: u64,
+    /// Windows that were looked up.
+    num_screened: u64,
+    /// Places that windows were found to have.
+    num_places: u64,
     hashes: Vec<u64>,
     found: Vec<u32>,
 }
@@ -149,6 +153,8 @@ impl<'a> Search<'a> {
             places: Vec::new(),
             round: 1,
             dropped: 0,
+            num_screened: 0,
+            num_places: 0,
             hashes: Vec::new(),
             found: Vec::new(),
         }
@@ -166,6 +172,16 @@ impl<'a> Search<'a> {
     /// The shortest run that is found at any place: a policy may ask for longer ones.
     pub(super) fn min_run(&self) -> usize {
         self.stride() + (WINDOW - 1)
+    }
+
+    /// Windows that were looked up.
+    pub(super) fn num_screened(&self) -> u64 {
+        self.num_screened
+    }
+
+    /// Places that windows were found to have.
+    pub(super) fn num_places(&self) -> u64 {
+        self.num_places
     }
 
     /// Places that were passed over, because a window has too many.
@@ -239,6 +255,7 @@ impl<'a> Search<'a> {
         if range.is_empty() {
             return;
         }
+        self.num_screened += range.len() as u64;
         let tokens = &self.tokens[range.start..range.end + WINDOW - 1];
         self.windows.hash_all(self.tree, tokens, &mut self.hashes);
         self.found.clear();
@@ -255,8 +272,12 @@ impl<'a> Search<'a> {
     }
 
     fn known(&mut self, hit: Hit) -> &mut Known {
+        let (index, tree) = (self.index, self.tree);
+        let is_of_tree = |id| index.tree_of_block(id) == Some(tree);
         self.known.entry(hit.hash).or_insert_with(|| Known {
-            count: self.windows.num_places(hit.hash),
+            count: self
+                .windows
+                .num_places(hit.hash, tree, self.max_candidates, is_of_tree),
             tried: None,
             round: 0,
         })
@@ -283,7 +304,11 @@ impl<'a> Search<'a> {
         let first = self.places.len();
         let (index, windows, tree) = (self.index, self.windows, self.tree);
         let block_size = index.block_size();
-        let places = windows.places(hit.hash).take(self.max_candidates);
+        // Those of other trees are none of this window's: they are left out before the newest are taken.
+        let places = windows
+            .places(hit.hash, tree)
+            .filter(|&(id, _)| index.tree_of_block(id) == Some(tree))
+            .take(self.max_candidates);
         self.places.extend(places.filter_map(|(id, which)| {
             let Place::Indexed { node, depth } = index.blocks.place(id) else {
                 return None;
@@ -294,7 +319,7 @@ impl<'a> Search<'a> {
                 .run
                 .tokens(block_size)
                 .split_at_checked(last - edge.depth as usize * block_size)?;
-            (edge.tree == tree).then(|| Candidate {
+            Some(Candidate {
                 node,
                 last,
                 before,
@@ -306,6 +331,7 @@ impl<'a> Search<'a> {
         let places = first..self.places.len();
         // What follows a source with room may make it needless to follow others.
         self.places[places.clone()].sort_by_key(|place| std::cmp::Reverse(place.room()));
+        self.num_places += places.len() as u64;
         self.dropped += count.saturating_sub(self.max_candidates) as u64;
         self.known(hit).tried = Some(places.clone());
         places

@@ -17,7 +17,6 @@ use crate::hash::EdgeHasher;
 use crate::ids::{NO_NODE, NodeHandle};
 use crate::span::{Kinds, MAX_KINDS};
 use crate::tree::{Config, RadixIndex, Work, check_pool_id};
-use crate::windows::Windows;
 
 /// A section: its name, and how it is written and read.
 pub(super) struct Section {
@@ -155,6 +154,7 @@ fn read_counters(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
     index.work = Work {
         nodes_visited: counter()?,
         bytes_compared: counter()?,
+        ..Work::default()
     };
     Ok(())
 }
@@ -219,7 +219,13 @@ fn read_quarantined(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()>
 }
 
 fn write_windows(index: &RadixIndex, out: &mut Writer) {
-    for names in index.windows.iter().flat_map(Windows::order) {
+    // Every block whose windows are kept is cached.
+    let tree_of = |id| index.tree_of_block(id).unwrap_or(u32::MAX);
+    for names in index
+        .windows
+        .iter()
+        .flat_map(|windows| windows.order(tree_of))
+    {
         out.len(names.len());
         out.u32s(&names);
     }

@@ -82,6 +82,14 @@ impl RadixIndex {
         }
     }
 
+    /// The tree that a block is cached in.
+    pub(crate) fn tree_of_block(&self, id: u32) -> Option<u32> {
+        match self.blocks.place(id) {
+            Place::Indexed { node, .. } => Some(self.nodes[node].tree),
+            _ => None,
+        }
+    }
+
     /// The window that ends with the token at position `end` of the path through a node that holds it.
     pub(crate) fn window(&self, node: NodeIndex, end: usize) -> [u32; WINDOW] {
         let block_size = self.block_size();

@@ -30,6 +30,8 @@ pub(crate) struct Walked {
 pub(crate) struct Work {
     pub(crate) nodes_visited: u64,
     pub(crate) bytes_compared: u64,
+    /// Looks of the searches for moved runs.
+    pub(crate) search_looks: u64,
 }
 
 /// Tokens that are compared in the time of looking at an edge that is not in the CPU's cache.

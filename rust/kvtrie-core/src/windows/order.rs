@@ -1,22 +1,26 @@
 //! The windows of an index as a snapshot keeps them: those that share a hash in their order, the rest by what is cached.
 
+use std::collections::BTreeMap;
+
 use super::{Shelf, Windows};
-use crate::fingerprints::{Fingerprints, WINDOW};
+use crate::fingerprints::{Entry, Fingerprints, WINDOW};
 use crate::ids::{Depth, NodeIndex};
 
 impl Windows {
-    /// For each table the names of those windows whose order matters, oldest first.
-    pub(crate) fn order(&self) -> impl Iterator<Item = Vec<u32>> {
-        self.shelves.iter().map(|shelf| {
-            let mut names = shelf
-                .table
-                .as_ref()
-                .map(Fingerprints::grouped)
-                .unwrap_or_default();
-            let mut left: Vec<u32> = shelf.removes.iter().map(|&(_, name)| name).collect();
-            left.sort_unstable();
-            names.retain(|name| left.binary_search(name).is_err());
-            names.extend(shelf.adds.iter().map(|&(_, name)| name));
+    /// For each table the names of those windows whose order matters, oldest first. `tree_of` tells the tree of a block that is
+    /// cached.
+    pub(crate) fn order(&self, tree_of: impl Fn(u32) -> u32) -> impl Iterator<Item = Vec<u32>> {
+        (0..).zip(&self.shelves).map(move |(number, shelf)| {
+            let left = shelf.removes.iter().map(|entry| (entry.name, entry.tree));
+            let left: BTreeMap<u32, u32> = left.collect();
+            let tree = |name| {
+                let tree = left.get(&name).copied();
+                tree.unwrap_or_else(|| tree_of(self.block(number, name).0))
+            };
+            let table = shelf.table.as_ref();
+            let mut names = table.map(|table| table.grouped(tree)).unwrap_or_default();
+            names.retain(|name| !left.contains_key(name));
+            names.extend(shelf.adds.iter().map(|entry| entry.name));
             names
         })
     }
@@ -35,7 +39,7 @@ impl Windows {
         window: impl Fn(NodeIndex, usize) -> [u32; WINDOW],
         order: &[Vec<u32>],
     ) -> Result<(), String> {
-        let mut places: Vec<Vec<(u64, u32)>> = vec![Vec::new(); self.shelves.len()];
+        let mut places: Vec<Vec<Entry>> = vec![Vec::new(); self.shelves.len()];
         for (id, tree, node, depth) in blocks {
             for (which, end) in self.ends(depth).enumerate() {
                 let (shelf, place) = self.place(tree, &window(node, end), id, which);
@@ -46,7 +50,7 @@ impl Windows {
             let mut is_named = vec![false; places.len()];
             let mut last = Vec::with_capacity(order.len());
             for &name in order {
-                match places.binary_search_by_key(&name, |&(_, name)| name) {
+                match places.binary_search_by_key(&name, |entry| entry.name) {
                     Ok(at) if !is_named[at] => {
                         is_named[at] = true;
                         last.push(places[at]);
@@ -58,7 +62,7 @@ impl Windows {
             if places.is_empty() {
                 continue;
             }
-            let mut hashes: Vec<u64> = places.iter().map(|&(hash, _)| hash).collect();
+            let mut hashes: Vec<u64> = places.iter().map(|entry| entry.hash).collect();
             let mut table = Fingerprints::new(self.seed, self.capacity);
             if !table.spreads(&mut hashes) {
                 return Err("windows collide as if they were chosen to".to_owned());
@@ -96,7 +100,7 @@ mod tests {
     fn places(windows: &mut Windows, hash: u64) -> Vec<u32> {
         windows.apply();
         let table = windows.shelves[0].table.as_ref();
-        table.map_or(Vec::new(), |table| table.candidates(hash).collect())
+        table.map_or(Vec::new(), |table| table.candidates(hash, TREE).collect())
     }
 
     proptest! {
@@ -110,7 +114,7 @@ mod tests {
             let mut live: BTreeMap<u32, [u32; WINDOW]> = BTreeMap::new();
             for (id, token, apply) in steps {
                 if let Some(window) = live.remove(&id) {
-                    if windows.shelves[0].adds.iter().any(|&(_, name)| name == id) {
+                    if windows.shelves[0].adds.iter().any(|entry| entry.name == id) {
                         windows.apply();
                     }
                     windows.remove(TREE, &window, id, 0);
@@ -122,7 +126,7 @@ mod tests {
                     windows.apply();
                 }
             }
-            let order: Vec<Vec<u32>> = windows.order().collect();
+            let order: Vec<Vec<u32>> = windows.order(|_| TREE).collect();
             let mut again = empty(bits);
             let blocks = live.keys().map(|&id| (id, TREE, id, 0));
             again.fill(blocks, |id, _| live[&id], &order).unwrap();

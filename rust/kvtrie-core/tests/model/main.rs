@@ -240,8 +240,8 @@ impl Pair {
                 return plan;
             }
         }
-        // What stands behind holes is followed again each time, and what is dead is revived by one call.
-        assert!(index.has_broken_paths() || index.stats().dead > 0);
+        // What stands behind holes is followed again each time, what is dead is revived by one call, and a search begins anew.
+        assert!(policy.approximate || index.has_broken_paths() || index.stats().dead > 0);
         index.plan(seq, policy, options).unwrap()
     }
 
@@ -276,7 +276,7 @@ impl Pair {
             moved_runs: num_blocks != 5,
             min_run: if num_blocks == 12 { 8 } else { 10 },
             // None is dropped.
-            max_candidates: 1000,
+            max_candidates: 1 << 20,
             pool_id: vec![0; 16],
         };
         let namespace = |salt: &str| {

@@ -1,0 +1,197 @@
+//! What a search for moved runs may take (P16), on prompts that are made to take as much as they can.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "a test stops at what it does not expect"
+)]
+
+use std::sync::Arc;
+
+use kvtrie_core::{
+    BlockId, Class, Config, Effort, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePlan,
+    ReusePolicy, Salt, Source, TokenSequence,
+};
+
+const BLOCK_SIZE: usize = 16;
+const PERIOD: usize = 9;
+const PLACES: usize = 64;
+const CHILDREN: usize = 64;
+
+/// Looks before anything is found, tokens that earn one, looks that covered tokens earn at most beyond one each.
+const FIRST: u64 = 512;
+const TOKENS_PER_EARNED: usize = 10;
+const MOST: u64 = 1 << 14;
+
+/// Looks of the last window and its last place at most: all its places, a choice among children, twice as many of them as are
+/// compared, and a run of some blocks.
+const LAST_PLACE: u64 = 64 + 16 + 2 * 65 + 8;
+
+fn period(at: usize) -> u32 {
+    u32::try_from(at % PERIOD).unwrap()
+}
+
+fn sequence(tokens: Vec<u32>) -> TokenSequence {
+    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
+    TokenSequence::new(Arc::new(namespace), tokens, Vec::new()).unwrap()
+}
+
+/// Tokens that stand nowhere else.
+#[derive(Default)]
+struct Unused(u32);
+
+impl Unused {
+    fn take(&mut self, count: usize) -> impl Iterator<Item = u32> + use<> {
+        let first = 1000 + self.0;
+        self.0 += u32::try_from(count).unwrap();
+        first..1000 + self.0
+    }
+}
+
+struct Fan {
+    index: RadixIndex,
+    unused: Unused,
+    next_id: u32,
+}
+
+impl Fan {
+    /// Every window of a text with a period of nine tokens is cached at 64 places, each 13 tokens of the text from its first to
+    /// the end of an edge with 64 children that share `shared` or one more of the tokens that follow.
+    fn new(shared: usize) -> Self {
+        let mut fan = Self {
+            index: RadixIndex::new(Config {
+                num_blocks: 200_000,
+                block_size: BLOCK_SIZE,
+                moved_runs: true,
+                ..Config::seeded(0)
+            })
+            .unwrap(),
+            unused: Unused::default(),
+            next_id: 0,
+        };
+        for residue in 0..PERIOD {
+            for _ in 0..PLACES {
+                let head: Vec<u32> = fan.unused.take(19).collect();
+                for child in 0..CHILDREN {
+                    let until = 32 + shared + child % 2;
+                    let mut text = head.clone();
+                    text.extend((19..until).map(|at| period(at + residue)));
+                    text.extend(fan.unused.take(3 * BLOCK_SIZE - until));
+                    fan.cache(text);
+                }
+            }
+        }
+        fan
+    }
+
+    fn cache(&mut self, text: Vec<u32>) {
+        let count = u32::try_from(text.len() / BLOCK_SIZE).unwrap();
+        let blocks: Vec<BlockId> = (self.next_id..self.next_id + count).map(BlockId).collect();
+        self.next_id += count;
+        let options = InsertOptions::new(text.len(), Source::Computed);
+        self.index
+            .insert(&mut sequence(text), &blocks, options)
+            .unwrap();
+    }
+
+    /// A plan, and the looks that it took.
+    fn plan(&mut self, text: Vec<u32>) -> (ReusePlan, u64) {
+        let policy = ReusePolicy {
+            approximate: true,
+            ..ReusePolicy::EXACT_ONLY
+        };
+        let before = self.index.stats().search_looks;
+        let plan = self
+            .index
+            .plan(&mut sequence(text), &policy, PlanOptions::default())
+            .unwrap();
+        self.index.release(&plan).unwrap();
+        (plan, self.index.stats().search_looks - before)
+    }
+}
+
+fn repeated(len: usize) -> Vec<u32> {
+    (0..len).map(period).collect()
+}
+
+#[test]
+fn a_prompt_whose_windows_lead_nowhere_is_searched_no_longer_than_its_length_allows() {
+    let mut fan = Fan::new(1);
+    for len in [1_000, 8_000, 17_000, 100_000] {
+        let (plan, looks) = fan.plan(repeated(len));
+        assert_eq!(plan.num_tokens(Class::Compute), len);
+        let allowed = FIRST + (len / TOKENS_PER_EARNED) as u64;
+        assert!(
+            looks <= allowed + LAST_PLACE,
+            "{looks} looks for {len} tokens"
+        );
+        // Something was left untried, and the plan says so.
+        assert!(plan.candidates_dropped() > 0);
+    }
+}
+
+#[test]
+fn a_prompt_of_many_short_runs_is_searched_no_longer_than_they_earn() {
+    // As before, but with runs of just min_run tokens: each could be chosen among 64 places and 64 children of each.
+    let mut fan = Fan::new(3);
+    for len in [1_000, 8_000, 100_000] {
+        let (plan, looks) = fan.plan(repeated(len));
+        let covered = plan.num_tokens(Class::Approximate) as u64;
+        assert!(covered > 0);
+        let allowed = FIRST + (len / TOKENS_PER_EARNED) as u64 + covered + MOST;
+        assert!(
+            looks <= allowed + LAST_PLACE,
+            "{looks} looks for {len} tokens"
+        );
+    }
+}
+
+#[test]
+fn a_run_behind_windows_that_lead_nowhere_is_found_from_its_first_token_on() {
+    let mut fan = Fan::new(1);
+    let text: Vec<u32> = fan.unused.take(6_400).collect();
+    fan.cache(text.clone());
+    let mut prompt = repeated(4_000);
+    prompt.extend(&text);
+    prompt.push(0);
+    let (plan, _) = fan.plan(prompt);
+    assert!(plan.candidates_dropped() > 0);
+    let moved: Vec<_> = plan
+        .segments()
+        .iter()
+        .filter(|segment| segment.class == Class::Approximate)
+        .collect();
+    assert_eq!(moved.len(), 1);
+    assert_eq!((moved[0].start, moved[0].end), (4_000, 10_400));
+}
+
+#[test]
+fn a_search_that_takes_too_long_gives_up_without_having_planned() {
+    let mut fan = Fan::new(3);
+    let policy = ReusePolicy {
+        approximate: true,
+        ..ReusePolicy::EXACT_ONLY
+    };
+    let mut within = |text: Vec<u32>, effort| {
+        let before = fan.index.digest();
+        let options = PlanOptions::default();
+        let mut seq = sequence(text);
+        let plan = fan.index.plan_within(&mut seq, &policy, options, effort);
+        let plan = plan.unwrap();
+        if let Some(plan) = &plan {
+            fan.index.release(plan).unwrap();
+        } else {
+            assert_eq!(fan.index.digest(), before);
+        }
+        plan.is_some()
+    };
+    let brief = Effort {
+        nodes: 256,
+        bytes: 1 << 20,
+    };
+    // By what it takes, not by its length ...
+    assert!(!within(repeated(1_000), brief));
+    assert!(within(repeated(1_000), Effort::ANY));
+    // ... but for what is looked up of a prompt that is cached nowhere.
+    assert!(within((0..10_000).map(|at| 1 << 30 | at).collect(), brief));
+    assert!(!within((0..40_000).map(|at| 1 << 30 | at).collect(), brief));
+}
