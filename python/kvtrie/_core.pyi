@@ -96,7 +96,7 @@ class BlockAllocator:
         3
         >>> pool.free(ids[1:])
         Traceback (most recent call last):
-        ValueError: BlockAllocator.free: ids holds 1, which is not handed out: it was freed before, or never allocated
+        ValueError: BlockAllocator.free: ids holds 1, which is not handed out: ...
     """
     def __new__(cls, /, num_blocks: SupportsIndex) -> BlockAllocator: ...
     def allocate(
@@ -482,6 +482,12 @@ class IndexStats:
     def quarantined(self, /) -> int:
         """
         Blocks that `quarantine` took out of use; those that are still pinned are counted as condemned.
+        """
+    @property
+    def search_looks(self, /) -> int:
+        """
+        Steps of plans' searches for moved runs, since the index was made or restored: places tried,
+        children and cache lines of tokens compared.
         """
     @property
     def unknown_discards(self, /) -> int:
@@ -870,8 +876,8 @@ class RadixIndex:
     0..num_blocks, each for at most one place. Ids that it does not know belong to the caller:
     `insert` gives ids to the index, every other call that returns ids gives them back.
 
-    One lock guards an index; any thread may call it. Calls that are expected to take longer than 50 µs
-    let go of the interpreter. After `os.fork` it is the parent's: in the child it raises
+    One lock guards an index; any thread may call it. A call that turns out to take longer than about
+    100 µs lets go of the interpreter. After `os.fork` it is the parent's: in the child it raises
     `StaleHandleError`, as do plans, sequences, ledgers and allocators that the child inherited.
 
     Args:
@@ -1038,7 +1044,7 @@ class RadixIndex:
         Nothing counts as used. What left is known of holes, and of the latest 4,096 departures as long
         as the prefix that they stood behind has stayed; what is forgotten, or was dropped with its
         namespace, is `"not_cached"`, or `"diverged"` where other tokens stand. Other namespaces are
-        looked at under the same salt alone.
+        looked at under the same salt alone, 64 at most: those next to its own by their fields.
 
         Args:
             seq: The prompt.
@@ -1912,8 +1918,8 @@ class ReusePolicy:
             with more of them is made exact only.
         recompute_first: Tokens at the front of every moved run that are computed anyway.
         recompute_last: Tokens at the end of every moved run that are computed anyway.
-        forbid_kinds: Kinds of spans that are not reused approximately. Where no tag of an index has such
-            a kind, it is a `UserWarning` once, with the nearest kind: the name may be misspelt.
+        forbid_kinds: Kinds of spans that are not reused approximately. Where no tag of an index has
+            such a kind, it is a `UserWarning` once, with the nearest kind: the name may be misspelt.
         partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
             engine that copies nothing says False, and `approximate=False`.
 
@@ -3310,7 +3316,8 @@ class SnapshotError(KvTrieError):
     """Bytes that should be a snapshot of an index are none, are damaged, or exceed a limit."""
 
 class StaleHandleError(KvTrieError):
-    """A plan was used after it was released, or a request that a ledger does not have (any more)."""
+    """A plan was used after it was released, a request that a ledger does not have (any more), or, in a child after
+    `os.fork`, a handle that the parent made."""
 
 class TransferRefused(KvTrieError):
     """A transfer manifest cannot be read, or is not meant for the one who asks.

@@ -276,8 +276,8 @@ class TurnTracker:
     Under the lock no call runs code of the caller, and what was kept and is forgotten dies only
     after it. But Python may run a finalizer wherever garbage collection starts, and a signal
     handler between any two lines, under the lock too: those that call the tracker may wait for
-    ever. In a child after `os.fork` a tracker is a copy of its own; fork while no other thread is
-    inside a call.
+    ever. After `os.fork` a tracker is the parent's: in the child its calls raise
+    `StaleHandleError`.
 
     **Bounds.** A history is forgotten `ttl` seconds after it was kept: choose less than what the
     engine keeps its blocks for (vLLM's ``decoder_kv_blocks_ttl``, 480 by default, counts from the

@@ -512,7 +512,7 @@ def test_quarantine_waiting_waits_no_more(kit: Kit) -> None:
     with index.plan(kit.seq(A, B, [9])):
         index.discard([0, 1])
     assert index.quarantine([0]) == 1
-    assert stats(index, *KNOWN) == (0, 0, 1, 1)
+    assert stats(index, *KNOWN) == (0, 1, 1, 1)
     assert index.take_freed().tolist() == [1]
 
 

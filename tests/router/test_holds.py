@@ -31,12 +31,12 @@ class Lock:
         self.before = self.most = 0
 
     def __enter__(self) -> None:
-        self.lock.acquire()
+        self.lock.__enter__()
         self.before = self.done()
 
     def __exit__(self, *_: object) -> None:
         self.most = max(self.most, self.done() - self.before)
-        self.lock.release()
+        self.lock.__exit__(None, None, None)
 
 
 def others_come_in(tracker: kvtrie.TurnTracker, monkeypatch: pytest.MonkeyPatch, name: str) -> Any:

@@ -162,9 +162,9 @@ CALLS: list[tuple[Callable[[World], object], tuple[str, ...]]] = [
         lambda w: w.index.insert_many([w.seq], [5], [0, 0], [2], sources=[COMPUTED]),
         ("RadixIndex.insert_many: ", "offsets has 2 values from 0 to 0", "0 to 1"),
     ),
-    (lambda _: API.RadixIndex.restore("x"), ("RadixIndex.restore: ", "blob", "'str'", "bytes")),
+    (lambda _: API.RadixIndex.restore("x", pool_id=None), ("RadixIndex.restore: ", "blob", "'str'", "bytes")),
     (
-        lambda _: API.RadixIndex.restore(b"", max_blocks=0),
+        lambda _: API.RadixIndex.restore(b"", pool_id=None, max_blocks=0),
         ("RadixIndex.restore: ", "max_blocks is 0", "[1, "),
     ),
     (lambda w: w.moves([5, 9, 7]), ("ReusePlan.moves: ", "table[1] is 9", "[0, 8)")),
@@ -362,7 +362,7 @@ def test_nothing_that_is_made_in_a_namespace_shows_the_salt(
             key=KEY,
         ),
         lambda: kvtrie.plan_transfer(manifest, kvtrie.TokenSequence([1], other), [1], key=KEY),
-        lambda: kvtrie.RadixIndex.restore(index.snapshot()[:-9]),
+        lambda: kvtrie.RadixIndex.restore(index.snapshot()[:-9], pool_id=index.pool_id),
         lambda: ledger.begin("a", seq, [5, 3]),
         lambda: ledger.begin("b", seq, [5, 3]),
     ]

@@ -42,10 +42,10 @@ fn filled() -> (RadixIndex, TokenSequence) {
     (index, seq)
 }
 
-/// Free or held, indexed, condemned, waiting and quarantined blocks are all that there are.
+/// Free or held, indexed, condemned and quarantined blocks are all that there are.
 fn check_sum(index: &RadixIndex, free_and_held: u64) {
     let stats = index.stats();
-    let known = stats.indexed + stats.condemned + stats.waiting + stats.quarantined;
+    let known = stats.indexed + stats.condemned + stats.quarantined;
     assert_eq!(known + free_and_held, 8, "{stats:?}");
     index.check().unwrap();
 }
@@ -172,7 +172,7 @@ fn an_id_outside_the_pool_changes_nothing() {
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert_eq!(
         error.to_string(),
-        "RadixIndex.quarantine: block id 8 is not in 0..8 (num_blocks)"
+        "RadixIndex.quarantine: block_ids holds 8; it must be in [0, 8) (num_blocks)"
     );
     assert_eq!((index.digest(), index.stats()), before);
 }

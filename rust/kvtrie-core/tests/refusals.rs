@@ -228,7 +228,7 @@ fn limits_of_spans_and_ids() {
     }
     assert_refused(
         &index.discard(&ids([0, 8])).unwrap_err(),
-        "blocks holds 8; it must be in [0, 8)",
+        "block_ids holds 8; it must be in [0, 8)",
     );
     assert_eq!(index.digest(), before);
     assert_eq!(index.tags(seq), [span(0, 6)]);

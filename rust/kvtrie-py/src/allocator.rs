@@ -33,7 +33,7 @@ const ALLOCATOR: &str = "the allocator";
 ///     3
 ///     >>> pool.free(ids[1:])
 ///     Traceback (most recent call last):
-///     ValueError: BlockAllocator.free: ids holds 1, which is not handed out: it was freed before, or never allocated
+///     ValueError: BlockAllocator.free: ids holds 1, which is not handed out: ...
 #[pyclass(frozen, weakref, module = "kvtrie", name = "BlockAllocator")]
 pub(crate) struct PyBlockAllocator {
     core: Lock<BlockAllocator>,

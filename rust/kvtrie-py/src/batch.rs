@@ -509,10 +509,15 @@ fn run<T: Send + Sync, R: Send>(
             .ok()
     };
     py.enter_briefly(|keys, effort| {
-        let mut locked: Vec<Option<MutexGuard<'_, TokenSequence>>> = seqs
-            .iter()
-            .map(|seq| keys.lock(&seq.core, SEQUENCE).ok())
-            .collect();
+        let mut locked: Vec<Option<MutexGuard<'_, TokenSequence>>> = Vec::with_capacity(seqs.len());
+        for seq in &seqs {
+            locked.push(match keys.lock(&seq.core, SEQUENCE) {
+                Ok(seq) => Some(seq),
+                // It spoils its own item alone.
+                Err(Failure::Poisoned(_)) => None,
+                Err(failure) => return Err(failure),
+            });
+        }
         let mut index = keys.lock(&index.core, INDEX)?;
         if effort != Effort::ANY {
             let all = items.iter().flatten().map(|(seq, item)| {

@@ -34,8 +34,8 @@ pub(crate) const MIN_RUN: i64 = 8;
 ///         with more of them is made exact only.
 ///     recompute_first: Tokens at the front of every moved run that are computed anyway.
 ///     recompute_last: Tokens at the end of every moved run that are computed anyway.
-///     forbid_kinds: Kinds of spans that are not reused approximately. Where no tag of an index has such
-///         a kind, it is a `UserWarning` once, with the nearest kind: the name may be misspelt.
+///     forbid_kinds: Kinds of spans that are not reused approximately. Where no tag of an index has
+///         such a kind, it is a `UserWarning` once, with the nearest kind: the name may be misspelt.
 ///     partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
 ///         engine that copies nothing says False, and `approximate=False`.
 ///

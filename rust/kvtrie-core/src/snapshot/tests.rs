@@ -471,7 +471,7 @@ fn contradictions_of_one_edge_are_refused() {
         }),
     );
     told(
-        "an item over the tokens 3..6 of an edge over 6..22",
+        "an item over the tokens [3, 6) of an edge over [6, 22)",
         &spoilt(|index| {
             let edge = edge_with_extras(index);
             // The edge above ends with that very item, so nothing else is wrong with it.

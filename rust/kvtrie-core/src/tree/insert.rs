@@ -211,7 +211,7 @@ impl RadixIndex {
                 options.num_computed
             )));
         }
-        self.check_ids(ids, CALL)?;
+        self.check_ids(ids, CALL, "blocks")?;
         self.kinds.check(options.spans, seq.len(), CALL)?;
         if let Source::Imported(imported) = options.source
             && imported.hops > Label::MAX_HOPS

@@ -340,13 +340,13 @@ impl RadixIndex {
     }
 
     /// Checks that ids lie in the pool.
-    pub(crate) fn check_ids(&self, ids: &[BlockId], call: &str) -> Result<()> {
+    pub(crate) fn check_ids(&self, ids: &[BlockId], call: &str, argument: &str) -> Result<()> {
         match ids
             .iter()
             .find(|id| u64::from(id.0) >= self.config.num_blocks)
         {
             Some(id) => Err(Error::invalid(format!(
-                "{call}: blocks holds {id}; it must be in [0, {}) (num_blocks)",
+                "{call}: {argument} holds {id}; it must be in [0, {}) (num_blocks)",
                 self.config.num_blocks
             ))),
             None => Ok(()),

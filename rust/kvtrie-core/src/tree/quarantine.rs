@@ -32,7 +32,7 @@ impl RadixIndex {
     /// # Ok::<(), kvtrie_core::Error>(())
     /// ```
     pub fn quarantine(&mut self, ids: &[BlockId]) -> Result<u64> {
-        self.check_ids(ids, "RadixIndex.quarantine")?;
+        self.check_ids(ids, "RadixIndex.quarantine", "block_ids")?;
         crate::failpoints::before("RadixIndex.quarantine")?;
         let cuts = self.find_cuts(&self.pinned_of(ids), &mut Effort::ANY.steps());
         // No effort is too large.

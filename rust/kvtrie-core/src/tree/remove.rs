@@ -44,7 +44,7 @@ impl RadixIndex {
         ids: &[BlockId],
         effort: Effort,
     ) -> Result<Option<Vec<BlockId>>> {
-        self.check_ids(ids, "RadixIndex.discard")?;
+        self.check_ids(ids, "RadixIndex.discard", "block_ids")?;
         crate::failpoints::before("RadixIndex.discard")?;
         let mut steps = effort.steps();
         let cuts = self
