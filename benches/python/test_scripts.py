@@ -8,6 +8,7 @@ import json
 import tarfile
 from typing import TYPE_CHECKING
 
+import fan
 import figures
 import flood
 import generate
@@ -36,6 +37,13 @@ def test_limits(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "an empty call into an extension" in printed
     assert "lookup of 102,400 tokens in one edge, cold" in printed
+
+
+def test_fan(capsys: pytest.CaptureFixture[str]) -> None:
+    fan.main(["--places", "5", "--rounds", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == [f"{length:,}" for length in fan.LENGTHS]
+    assert [line.split()[0] for line in lines[7:]] == ["nothing", "random", "the"]
 
 
 def test_flood(capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,7 +137,7 @@ def test_a_tensor_in_two_files_is_refused(model: Path) -> None:
 
 def test_calibration_writes_the_digest_of_what_it_measured(tmp_path: Path) -> None:
     directory = shipped.model_path("gqa")
-    report = calibrate(directory, policies=["exact", "rotated"], num_questions=1)
+    report = calibrate(directory, policies=["exact", "unrotated", "rotated"], num_questions=1)
     assert report.checkpoint == _checkpoint.digest(directory)
     path = tmp_path / "gate.json"
     report.gate(gates.Thresholds()).write(path)
@@ -156,7 +156,7 @@ def test_a_model_without_safetensors_is_measured_and_not_identified(tmp_path: Pa
     shutil.copytree(shipped.model_path("gqa"), directory)
     torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()
-    report = calibrate(directory, policies=["exact", "rotated"], num_questions=1)
+    report = calibrate(directory, policies=["exact", "unrotated", "rotated"], num_questions=1)
     assert report.checkpoint is None
     gate = report.gate(gates.Thresholds())
     assert gates._from_text(gate.to_json(), "test").checkpoint is None

@@ -13,6 +13,7 @@ from kvtrie import router
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 SECONDS = 20.0
@@ -26,7 +27,7 @@ def seq(ids: Any) -> kvtrie.TokenSequence:
 class Lock:
     """A tracker's lock that counts what is done while it is held."""
 
-    def __init__(self, lock: threading.Lock, done: Callable[[], int]) -> None:
+    def __init__(self, lock: AbstractContextManager[None], done: Callable[[], int]) -> None:
         self.lock, self.done = lock, done
         self.before = self.most = 0
 

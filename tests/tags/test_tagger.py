@@ -241,7 +241,7 @@ def test_positions_may_start_anywhere() -> None:
     stream.feed([50, UNTHINK, 51, END])
     assert found(stream.sections) == [(1_000, 1_002, "reasoning"), (1_002, 1_003, "answer")]
     assert len(stream) == 1_004
-    with pytest.raises(ValueError, match=r"truncate: length is 999, not in 1000\.\.=1004"):
+    with pytest.raises(ValueError, match=r"truncate: length is 999; it must be in \[1000, 1004\]"):
         stream.truncate(999)
 
 
@@ -324,7 +324,8 @@ def test_confirmed_tokens_stay() -> None:
     stream.feed(ids[173:])
     assert stream.sections == tagger().sections(ids)
     for length in (169, 181):
-        with pytest.raises(ValueError, match=rf"confirm: length is {length}, not in 170\.\.=180"):
+        told = rf"confirm: length is {length}; it must be in \[170, 180\]"
+        with pytest.raises(ValueError, match=told):
             stream.confirm(length)
 
 

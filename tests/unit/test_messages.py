@@ -162,7 +162,10 @@ CALLS: list[tuple[Callable[[World], object], tuple[str, ...]]] = [
         lambda w: w.index.insert_many([w.seq], [5], [0, 0], [2], sources=[COMPUTED]),
         ("RadixIndex.insert_many: ", "offsets has 2 values from 0 to 0", "0 to 1"),
     ),
-    (lambda _: API.RadixIndex.restore("x", pool_id=None), ("RadixIndex.restore: ", "blob", "'str'", "bytes")),
+    (
+        lambda _: API.RadixIndex.restore("x", pool_id=None),
+        ("RadixIndex.restore: ", "blob", "'str'", "bytes"),
+    ),
     (
         lambda _: API.RadixIndex.restore(b"", pool_id=None, max_blocks=0),
         ("RadixIndex.restore: ", "max_blocks is 0", "[1, "),

@@ -42,7 +42,7 @@ class Cache:
     @staticmethod
     def of(cached: Sequence[npt.NDArray[np.uint32]], computed: Sequence[int], size: int) -> Cache:
         num_blocks = sum(len(ids) // size for ids in cached)
-        index = kvtrie.RadixIndex(num_blocks + SPARE, size)
+        index = kvtrie.RadixIndex(num_blocks + SPARE, size, seed=0)
         pool = kvtrie.BlockAllocator(num_blocks)
         slots = np.full((num_blocks, size), NOBODY, dtype=np.uint32)
         for ids, count in zip(cached, computed, strict=True):

@@ -24,7 +24,7 @@ const MOST: u64 = 1 << 14;
 
 /// Looks of the last window and its last place at most: all its places, a choice among children, twice as many of them as are
 /// compared, and a run of some blocks.
-const LAST_PLACE: u64 = 64 + 16 + 2 * 65 + 8;
+const LAST_PLACE: u64 = 64 + 24 + 2 * 65 + 8;
 
 fn period(at: usize) -> u32 {
     u32::try_from(at % PERIOD).unwrap()

@@ -28,10 +28,10 @@ const ALLOCATOR: &str = "the allocator";
 ///     >>> import kvtrie
 ///     >>> pool = kvtrie.BlockAllocator(4)
 ///     >>> ids = pool.allocate(3)
-///     >>> pool.free(ids[1:])
+///     >>> pool.free(ids[1:])  # doctest: +ELLIPSIS
 ///     >>> pool.num_free
 ///     3
-///     >>> pool.free(ids[1:])
+///     >>> pool.free(ids[1:])  # doctest: +ELLIPSIS
 ///     Traceback (most recent call last):
 ///     ValueError: BlockAllocator.free: ids holds 1, which is not handed out: ...
 #[pyclass(frozen, weakref, module = "kvtrie", name = "BlockAllocator")]

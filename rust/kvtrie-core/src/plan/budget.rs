@@ -19,7 +19,7 @@
 pub(super) const TOKENS_PER_LOOK: usize = 16;
 
 /// Looks that it takes to find where the prompt sorts among the children of an edge.
-pub(super) const CHOICE: u64 = 16;
+pub(super) const CHOICE: u64 = 24;
 
 /// A budget is for so many candidates at least.
 const LEAST_CANDIDATES: u64 = 64;
