@@ -139,7 +139,7 @@ impl<'a> Cover<'a> {
             best: None,
             later: Vec::new(),
             own_later: VecDeque::new(),
-            short: HashMap::default(),
+            short: HashMap::with_hasher(FixedState::with_seed(follower.index.config.seed)),
             hits: Vec::new(),
             trying: Vec::new(),
             tried: 0,
