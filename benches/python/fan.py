@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from workloads.documents import document
 import kvtrie
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from workloads.documents import Tokens
 
@@ -88,6 +89,16 @@ def fan(places: int) -> list[Tokens]:
     return texts
 
 
+def planned(index: kvtrie.RadixIndex, seq: kvtrie.TokenSequence) -> None:
+    """Plan and release.
+
+    Args:
+        index: Where.
+        seq: The prompt.
+    """
+    index.plan(seq, MOVED).release()
+
+
 def seconds(index: kvtrie.RadixIndex, text: Tokens, space: kvtrie.Namespace) -> float:
     """Seconds of one plan.
 
@@ -104,14 +115,15 @@ def seconds(index: kvtrie.RadixIndex, text: Tokens, space: kvtrie.Namespace) -> 
     return after - before
 
 
-def median(rounds: int, once: Callable[[int], float]) -> float:
-    """The median of so many figures.
+def median(index: kvtrie.RadixIndex, texts: Iterable[Tokens], space: kvtrie.Namespace) -> float:
+    """Median seconds of the plans of these prompts.
 
     Args:
-        rounds: How many.
-        once: Makes one, by the number of its round.
+        index: Where.
+        texts: The prompts.
+        space: Their namespace.
     """
-    return statistics.median(once(number) for number in range(rounds))
+    return statistics.median(seconds(index, text, space) for text in texts)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -128,15 +140,12 @@ def main(arguments: list[str] | None = None) -> None:
     index = with_texts(texts)
     probe = looks_up(index)
     print("tokens     fan us  random us   ratio  another tenant's longest wait, ms (idle)")
+    rounds = range(options.rounds)
     for length in LENGTHS:
-        crafted = median(
-            options.rounds, lambda turn, n=length: seconds(index, repeated(turn, n), TENANT)
-        )
-        random = median(
-            options.rounds, lambda turn, n=length: seconds(index, document(turn, n), TENANT)
-        )
-        prompt = sequence(repeated(0, length))
-        waited = longest_wait(probe, lambda p=prompt: index.plan(p, MOVED, pin=False).release())
+        crafted = median(index, (repeated(turn, length) for turn in rounds), TENANT)
+        random = median(index, (document(turn, length) for turn in rounds), TENANT)
+        seq = sequence(repeated(0, length))
+        waited = longest_wait(probe, partial(planned, index, seq))
         idle = longest_wait(probe, lambda: None)
         print(
             f"{length:>7,}{crafted * 1e6:>10.1f}{random * 1e6:>11.1f}{crafted / random:>8.2f}"
@@ -151,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
         blocks = np.arange(OWN // BLOCK_SIZE, dtype=np.int32) + shared.num_blocks - OWN
         mine = sequence(own, VICTIM)
         shared.insert(mine, blocks, num_computed=OWN, source=kvtrie.COMPUTED)
-        took = median(options.rounds, lambda _, i=shared: seconds(i, prompt, VICTIM))
+        took = median(shared, (prompt for _ in rounds), VICTIM)
         print(f"{name:<48}{took * 1e6:>8.1f}")
 
 
