@@ -230,7 +230,7 @@ class Stream:
             >>> stream.confirm(3)
             >>> stream.truncate(2)
             Traceback (most recent call last):
-            ValueError: truncate: length is 2, not in 3..=4
+            ValueError: truncate: length is 2; it must be in [3, 4]
         """
         self._base = self._within(length, "confirm")
         del self._journal[: bisect_left(self._journal, self._base, key=itemgetter(0))]

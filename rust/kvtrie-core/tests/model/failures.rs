@@ -22,7 +22,7 @@ struct Met {
     errors: BTreeMap<&'static str, usize>,
     panics_before: BTreeMap<&'static str, usize>,
     panics_within: BTreeMap<&'static str, usize>,
-    /// Blocks that free, held, indexed, waiting and condemned did not add up to.
+    /// Blocks that free, held, indexed, condemned and quarantined did not add up to.
     lost: u64,
 }
 
@@ -104,12 +104,13 @@ impl Pair {
         self.ever.clear();
     }
 
-    /// Every block is free or held, indexed, waiting, or condemned.
+    /// Every block is free or held, indexed, condemned, or quarantined.
     fn num_lost(&self) -> u64 {
         let stats = self.index.stats();
         let num_blocks = u32::try_from(self.model.num_blocks).unwrap();
         let held = (0..num_blocks).filter(|&id| self.model.is_held(id)).count() as u64;
-        u64::from(num_blocks).abs_diff(held + stats.indexed + stats.waiting + stats.condemned)
+        let known = stats.indexed + stats.condemned + stats.quarantined;
+        u64::from(num_blocks).abs_diff(held + known)
     }
 }
 
