@@ -4,7 +4,7 @@
 //! the results, so whoever knows the words chooses inputs that multiply by zero, and all of these have one hash whatever else
 //! they hold. It has two secrets: a seed for each hasher, and six *shared* words that are constants of the process by default. Both
 //! come from the index's seed here. Without it, a zero is a guess of 61 bits. With it, as with that of any hash of 64 bits,
-//! floods can be made; so who takes prompts from people that he does not trust keeps the seed from them.
+//! floods can be made: whoever takes prompts from people they do not trust keeps the seed from them.
 
 use std::fmt;
 use std::hash::Hasher;
@@ -63,7 +63,6 @@ impl EdgeHasher {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-
     use std::sync::Arc;
 
     use super::*;
@@ -197,8 +196,7 @@ mod tests {
         let config = Config {
             num_blocks: SIBLINGS.into(),
             block_size: BLOCK,
-            seed,
-            ..Config::seeded(0)
+            ..Config::seeded(seed)
         };
         let mut index = RadixIndex::new(config).unwrap();
         let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();

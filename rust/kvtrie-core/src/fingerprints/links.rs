@@ -226,7 +226,6 @@ impl Links {
             if let Some(newer) = self.links.get_mut(link.newer) {
                 newer.older = link.older;
             }
-            // The newest has the count: of the two, the one after `name` was just linked past it.
             if let Some(older) = self.links.get_mut(link.older) {
                 older.newer = link.newer;
             }

@@ -1,17 +1,19 @@
 //! How long a plan looks for moved runs: bounded by its prompt and by what it finds, whatever is cached.
 //!
 //! Work is counted in *looks*: a place that is looked up or tried, a child that is compared, [`TOKENS_PER_LOOK`] tokens that are
-//! compared as memory. A look waits for a few cache lines, about 0.1 µs.
+//! compared as memory. A look waits for a few cache lines, 0.03 to 0.1 µs.
 //!
 //! # Promises
 //!
 //! - With 64 [candidates](crate::Config::max_candidates) a search takes at most 512 looks, one more for every 10 tokens of the
 //!   prompt, one for each token that it covers, and 32 for each of these up to 16,384 in all; and those of the window and the place
-//!   that were tried last. Fewer candidates change nothing; with more, these numbers grow as theirs does, but for the one per covered token.
+//!   that were tried last. Fewer candidates change nothing; with more, these numbers grow in proportion, but for the one per
+//!   covered token.
 //! - What is left untried once that is used up is counted: the plan says so in
 //!   [`candidates_dropped`](crate::ReusePlan::candidates_dropped).
-//! - Runs that are found pay for the search. Ordinary prompts stay below the bound (`benches/python/reuse.py` prints what they
-//!   drop); a prompt whose windows lead nowhere costs about as much as one that is cached nowhere.
+//! - Runs that are found pay for the search. `benches/python/reuse.py` prints what prompts drop: those of texts of their own
+//!   nothing; those that share boilerplate some, as where a window has too many places. `benches/python/fan.py` measures what
+//!   a prompt costs whose windows lead nowhere.
 //!
 //! Looks are counted, not timed: the same calls on two indexes of the same seed make the same plans.
 
@@ -33,7 +35,7 @@ const TOKENS_PER_CANDIDATE: u64 = 640;
 /// Covered tokens that earn a look for each candidate, beyond one each.
 const COVERED_PER_CANDIDATE: u64 = 2;
 
-/// Looks that covered tokens earn at most for each candidate, beyond one each: with 64 about 2 ms.
+/// Looks that covered tokens earn at most for each candidate, beyond one each: with 64 candidates 16,384.
 const MOST: u64 = 256;
 
 /// Looks that are saved up before a search goes on, while nothing is looked up.

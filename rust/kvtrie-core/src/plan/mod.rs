@@ -315,7 +315,7 @@ impl RadixIndex {
 
     /// As [`plan`](Self::plan), unless following the prompt's own path, be it the exact prefix or what is behind holes, or searching
     /// for moved runs takes more than `effort`: then nothing is planned or stamped. The sequence remembers how far it was matched,
-    /// so that the next call goes on from there; a search begins anew.
+    /// so that the next call goes on from there; a search starts over.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
