@@ -31,7 +31,7 @@
 //! |---|---|
 //! | [`lookup`](RadixIndex::lookup) | O(*n* + ids written); allocates nothing (but see there) |
 //! | [`plan`](RadixIndex::plan) | a lookup + O(new ids + edges newly pinned) + expected O(log siblings) comparisons of one block; where something cached is approximate or has left a hole, + O(tokens that the prompt's path has behind the match) |
-//! | the same, with [`approximate`](ReusePolicy::approximate) | + O(tokens of the rest): with 64 [`max_candidates`](Config::max_candidates) at most 512 looks at places, one more for every 10 tokens of the prompt, one for each token that is covered, and 32 for each of these up to 16,384 in all, whatever is cached (rule P16); tokens of a run are compared as memory |
+//! | the same, with [`approximate`](ReusePolicy::approximate) | + O(tokens of the rest): with 64 [`max_candidates`](Config::max_candidates) at most 256 + tokens / 8 looks at places and no more than 512 of these, one more for every 10 tokens, one for each token that is covered, and 32 for each of these up to 16,384 in all, whatever is cached (rule P16); tokens of a run are compared as memory |
 //! | [`insert`](RadixIndex::insert) | O(*n* + ids given); where an edge is cut, its shorter part is copied once |
 //! | [`release`](RadixIndex::release) | O(edges no longer pinned + log leaves), and O(runs of sources + edges above them no longer pinned) |
 //! | [`evict`](RadixIndex::evict) | O(log leaves) a leaf or a run of dead blocks, and O(1) a block; past the bound on holes, one pass over the leaves |

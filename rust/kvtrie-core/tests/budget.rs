@@ -17,14 +17,18 @@ const PERIOD: usize = 9;
 const PLACES: usize = 64;
 const CHILDREN: usize = 64;
 
-/// Looks before anything is found, tokens that earn one, looks that covered tokens earn at most beyond one each.
-const FIRST: u64 = 512;
+/// Tokens that earn a look, and looks that covered tokens earn at most beyond one each.
 const TOKENS_PER_EARNED: usize = 10;
 const MOST: u64 = 1 << 14;
 
 /// Looks of the last window and its last place at most: all its places, a choice among children, twice as many of them as are
 /// compared, and a run of some blocks.
 const LAST_PLACE: u64 = 64 + 24 + 2 * 65 + 8;
+
+/// Looks before anything is found.
+fn first(len: usize) -> u64 {
+    (256 + len as u64 / 8).min(512)
+}
 
 fn period(at: usize) -> u32 {
     u32::try_from(at % PERIOD).unwrap()
@@ -119,7 +123,7 @@ fn a_prompt_whose_windows_lead_nowhere_is_searched_no_longer_than_its_length_all
     for len in [1_000, 8_000, 17_000, 100_000] {
         let (plan, looks) = fan.plan(repeated(len));
         assert_eq!(plan.num_tokens(Class::Compute), len);
-        let allowed = FIRST + (len / TOKENS_PER_EARNED) as u64;
+        let allowed = first(len) + (len / TOKENS_PER_EARNED) as u64;
         assert!(
             looks <= allowed + LAST_PLACE,
             "{looks} looks for {len} tokens"
@@ -137,7 +141,7 @@ fn a_prompt_of_many_short_runs_is_searched_no_longer_than_they_earn() {
         let (plan, looks) = fan.plan(repeated(len));
         let covered = plan.num_tokens(Class::Approximate) as u64;
         assert!(covered > 0);
-        let allowed = FIRST + (len / TOKENS_PER_EARNED) as u64 + covered + MOST;
+        let allowed = first(len) + (len / TOKENS_PER_EARNED) as u64 + covered + MOST;
         assert!(
             looks <= allowed + LAST_PLACE,
             "{looks} looks for {len} tokens"

@@ -5,10 +5,10 @@
 //!
 //! # Promises
 //!
-//! - With 64 [candidates](crate::Config::max_candidates) a search takes at most 512 looks, one more for every 10 tokens of the
-//!   prompt, one for each token that it covers, and 32 for each of these up to 16,384 in all; and those of the window and the place
-//!   that were tried last. Fewer candidates change nothing; with more, these numbers grow in proportion, but for the one per
-//!   covered token.
+//! - With 64 [candidates](crate::Config::max_candidates) a search of `n` tokens takes at most 256 + `n` / 8 looks, or 512 if that is
+//!   less, one more for every 10 tokens, one for each token that it covers, and 32 for each of these up to 16,384 in all; and those
+//!   of the window and the place that were tried last. Fewer candidates change nothing; with more, these numbers grow in
+//!   proportion, but for the one per covered token.
 //! - What is left untried once that is used up is counted: the plan says so in
 //!   [`candidates_dropped`](crate::ReusePlan::candidates_dropped).
 //! - Runs that are found pay for the search. `benches/python/reuse.py` prints what prompts drop: those of texts of their own
@@ -27,7 +27,13 @@ pub(super) const CHOICE: u64 = 24;
 const LEAST_CANDIDATES: u64 = 64;
 
 /// Looks before anything is found, for each candidate of a window.
-const FIRST: u64 = 8;
+const FIRST: u64 = 4;
+
+/// Tokens to be searched that add to [`FIRST`] a look for each candidate, ...
+const TOKENS_PER_FIRST: u64 = 512;
+
+/// ... up to so many in all. A short prompt that finds nothing is to cost no large multiple of what it costs anyway.
+const MOST_FIRST: u64 = 8;
 
 /// Tokens of the prompt that earn a look for each candidate.
 const TOKENS_PER_CANDIDATE: u64 = 640;
@@ -48,16 +54,24 @@ pub(super) struct Budget {
     from: usize,
     /// Places that are tried of a window at most, or [`LEAST_CANDIDATES`].
     candidates: u64,
+    /// Looks before anything is found.
+    first: u64,
     looks: u64,
     covered: u64,
 }
 
 impl Budget {
-    /// That of a search from position `from` of a prompt on.
-    pub(super) fn new(from: usize, max_candidates: usize) -> Self {
+    /// That of a search from position `from` to the end of a prompt of `len` tokens.
+    pub(super) fn new(from: usize, len: usize, max_candidates: usize) -> Self {
+        let candidates = (max_candidates as u64).max(LEAST_CANDIDATES);
+        let each = |looks: u64| looks.saturating_mul(candidates);
+        let tokens = len.saturating_sub(from) as u64;
         Self {
             from,
-            candidates: (max_candidates as u64).max(LEAST_CANDIDATES),
+            candidates,
+            first: each(FIRST)
+                .saturating_add(each(tokens) / TOKENS_PER_FIRST)
+                .min(each(MOST_FIRST)),
             looks: 0,
             covered: 0,
         }
@@ -84,7 +98,7 @@ impl Budget {
         let each = |looks: u64| looks.saturating_mul(self.candidates);
         let tokens = at.saturating_sub(self.from) as u64;
         let allowed = (self.covered + found as u64)
-            .saturating_add(each(FIRST))
+            .saturating_add(self.first)
             .saturating_add(each(tokens) / TOKENS_PER_CANDIDATE)
             .saturating_add((each(self.covered) / COVERED_PER_CANDIDATE).min(each(MOST)));
         self.looks.checked_sub(allowed)

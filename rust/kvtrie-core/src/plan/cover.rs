@@ -144,7 +144,7 @@ impl<'a> Cover<'a> {
             trying: Vec::new(),
             tried: 0,
             floor: 0,
-            budget: Budget::new(0, follower.max_children),
+            budget: Budget::new(0, 0, follower.max_children),
             skipped: 0,
         }
     }
@@ -163,7 +163,7 @@ impl<'a> Cover<'a> {
         let mut runs = Vec::new();
         let mut at = from;
         self.floor = from;
-        self.budget = Budget::new(from, self.follower.max_children);
+        self.budget = Budget::new(from, len, self.follower.max_children);
         self.find_own(at);
         while at < len {
             self.settle(at);
