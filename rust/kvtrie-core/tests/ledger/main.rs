@@ -11,14 +11,15 @@
 #[cfg(feature = "failpoints")]
 mod failures;
 mod naive;
+mod refusals;
 mod rules;
 
 use std::sync::Arc;
 
 use kvtrie_core::{
     Begin, BlockAllocator, BlockId, Class, Config, Error, Imported, InsertOptions, Inserted,
-    LedgerSource, Namespace, PlanOptions, Present, RadixIndex, RequestId, ReusePlan, ReusePolicy,
-    Salt, SequenceLedger, Source, Span, Step, TokenSequence,
+    LabelRun, LedgerSource, Namespace, PlanOptions, Present, RadixIndex, RequestId, ReusePlan,
+    ReusePolicy, Salt, SequenceLedger, Source, Span, Step, TokenSequence,
 };
 use naive::Request;
 use proptest::prelude::*;
@@ -98,6 +99,19 @@ fn ids() -> impl Strategy<Value = Vec<i64>> {
     prop::collection::vec(id, 0..6)
 }
 
+/// Texts that know nothing of each other, and one text with a part left out.
+fn texts() -> impl Strategy<Value = Vec<u32>> {
+    let without = |(cut, len): (usize, usize)| -> Vec<u32> {
+        let text = (0..48u32).map(|at| at * at % 23 % 7);
+        let kept = text.enumerate().filter(|&(at, _)| at < 8 || at >= 8 + cut);
+        kept.map(|(_, token)| token).take(len).collect()
+    };
+    prop_oneof![
+        prop::collection::vec(0u32..2, 0..44),
+        (prop_oneof![Just(0usize), Just(5), Just(8)], 0usize..44).prop_map(without),
+    ]
+}
+
 fn calls() -> impl Strategy<Value = Call> {
     let at = 0..LIVE;
     let few = prop_oneof![0usize..6, 0usize..24];
@@ -110,7 +124,7 @@ fn calls() -> impl Strategy<Value = Call> {
         drafts.clone(),
     );
     prop_oneof![
-        4 => (at.clone(), prop::collection::vec(0u32..2, 0..44), 0usize..6, 0usize..40, 0usize..4)
+        4 => (at.clone(), texts(), 0usize..6, 0usize..40, 0usize..4)
             .prop_map(|(at, tokens, how, part, extra)| Call::Begin { at, tokens, how, part, extra }),
         4 => (at.clone(), few.clone(), drafts).prop_map(|(at, tokens, drafts)| Call::Schedule { at, tokens, drafts }),
         5 => at.clone().prop_map(|at| Call::Fill { at }),
@@ -184,8 +198,10 @@ struct Live {
     spans: Vec<Span>,
     given: usize,
     given_until: usize,
-    /// Up to where the ledger's blocks were said or answered to be exact.
-    exact_until: usize,
+    /// Up to where the source, and what was in place, said that blocks are exact.
+    said: usize,
+    /// Up to where the index answered that they are.
+    answered: usize,
 }
 
 struct Test {
@@ -556,7 +572,7 @@ impl Test {
                 claimed: true,
             };
         }
-        let exact_until = match &source {
+        let said = match &source {
             LedgerSource::Plan(plan) => plan
                 .segments()
                 .iter()
@@ -575,7 +591,8 @@ impl Test {
             spans: Vec::new(),
             given: 0,
             given_until: 0,
-            exact_until,
+            said,
+            answered: usize::MAX,
         });
         Ok(())
     }
@@ -651,6 +668,7 @@ impl Test {
         let spans = live.spans_to_give(end);
         if end == first {
             assert!(done.blocks.is_empty() && done.duplicates.is_empty() && done.freed.is_empty());
+            assert_eq!(done.num_exact, live.exact_until().min(end) / SIZE * SIZE);
             if !spans.is_empty() {
                 self.twin.index.tag(&live.twin, &spans).unwrap();
                 live.gave(end);
@@ -674,9 +692,10 @@ impl Test {
         live.naive.committed += done.blocks.len() * SIZE;
         let committed = live.naive.committed;
         live.gave(committed);
-        if !done.blocks.is_empty() && done.num_exact < committed.min(live.exact_until / SIZE * SIZE)
+        if !done.blocks.is_empty()
+            && done.num_exact < committed.min(live.exact_until() / SIZE * SIZE)
         {
-            live.exact_until = done.num_exact;
+            live.answered = done.num_exact;
         }
         if !matches!(live.source, LedgerSource::Plan(_)) && !done.blocks.is_empty() {
             live.hold(done.num_exact, &mut self.twin.index);
@@ -754,19 +773,33 @@ impl Test {
             }
             assert!(self.ledger.blocks_for(id, 0, verified + 1).is_err());
             assert_eq!(self.ledger.spans(id).unwrap(), live.spans);
-            let mut at = 0;
-            for run in self.ledger.labels(id, 0, verified).unwrap() {
-                assert_eq!(run.start, at);
-                for token in run.start..run.end {
-                    let exact = (token / SIZE + 1) * SIZE <= live.exact_until;
-                    assert_eq!(run.class == Class::Exact, exact, "{token}: {run:?}");
-                    if exact {
-                        assert_eq!(run.hops, 0);
+            let capacity = naive.table.len() * SIZE;
+            let starts = [0, verified.min(3), verified / 2, verified];
+            for (start, end) in starts
+                .into_iter()
+                .flat_map(|start| [(start, verified), (start, capacity)])
+            {
+                let runs = self.ledger.labels(id, start, end).unwrap();
+                let mut at = start;
+                for run in &runs {
+                    assert!(run.start == at && run.end > at, "{runs:?}");
+                    for token in run.start..run.end {
+                        assert_eq!(
+                            (run.class, run.hops),
+                            live.label(token / SIZE),
+                            "{token}: {runs:?}"
+                        );
                     }
+                    at = run.end;
                 }
-                at = run.end;
+                assert_eq!(at, end);
+                let is_new = |pair: &[LabelRun]| {
+                    (pair[0].class, pair[0].hops) != (pair[1].class, pair[1].hops)
+                };
+                assert!(runs.windows(2).all(is_new), "{runs:?} are few");
             }
-            assert_eq!(at, verified);
+            assert!(self.ledger.labels(id, 0, capacity + 1).is_err());
+            assert!(self.ledger.labels(id, 1, 0).is_err());
             held += naive.table.len() - naive.committed / SIZE;
         }
         let stats = self.ours.index.stats();
@@ -789,6 +822,29 @@ fn same<T: std::fmt::Debug, E: std::fmt::Debug>(
 }
 
 impl Live {
+    fn exact_until(&self) -> usize {
+        self.said.min(self.answered)
+    }
+
+    /// How exact a block is, and the hops of its KV.
+    fn label(&self, block: usize) -> (Class, u16) {
+        let (start, end) = (block * SIZE, (block + 1) * SIZE);
+        if end <= self.exact_until() {
+            return (Class::Exact, 0);
+        }
+        let hops = match &self.source {
+            LedgerSource::Plan(plan) => {
+                let segments = plan.segments().iter();
+                let inside = segments.filter(|segment| segment.start < end && segment.end > start);
+                inside.map(|segment| segment.hops).max().unwrap_or(0)
+            }
+            // What the index has there instead is not known.
+            LedgerSource::Imported(imported) if end > self.said => imported.hops,
+            _ => 0,
+        };
+        (Class::Approximate, hops)
+    }
+
     /// What stands in place is planned, so that it stays; then the plan before it is released.
     fn hold(&mut self, num_exact: usize, index: &mut RadixIndex) {
         let policy = ReusePolicy {

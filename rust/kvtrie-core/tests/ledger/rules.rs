@@ -4,22 +4,23 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use kvtrie_core::{
-    Begin, BlockId, Config, Error, InsertOptions, Namespace, PlanOptions, Present, RadixIndex,
-    RequestId, ReusePolicy, Salt, SequenceLedger, Source, Step, StepIds, TokenSequence,
+    Begin, BlockId, Class, Config, Error, Imported, InsertOptions, Namespace, PlanOptions, Present,
+    RadixIndex, RequestId, ReusePolicy, Salt, SequenceLedger, Source, Span, Step, StepIds,
+    TokenSequence,
 };
 
-const SIZE: usize = 4;
+pub(super) const SIZE: usize = 4;
 
-fn sequence(tokens: std::ops::Range<u32>) -> TokenSequence {
+pub(super) fn sequence(tokens: std::ops::Range<u32>) -> TokenSequence {
     let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
     TokenSequence::new(Arc::new(namespace), tokens.collect(), Vec::new()).unwrap()
 }
 
-fn ids(ids: std::ops::Range<u32>) -> Vec<BlockId> {
+pub(super) fn ids(ids: std::ops::Range<u32>) -> Vec<BlockId> {
     ids.map(BlockId).collect()
 }
 
-fn index() -> RadixIndex {
+pub(super) fn index() -> RadixIndex {
     let config = Config {
         num_blocks: 16,
         block_size: SIZE,
@@ -29,7 +30,7 @@ fn index() -> RadixIndex {
 }
 
 /// A request of so many tokens, all computed, with room for 16.
-fn begun(tokens: u32) -> (SequenceLedger, TokenSequence, RequestId) {
+pub(super) fn begun(tokens: u32) -> (SequenceLedger, TokenSequence, RequestId) {
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     let mut seq = sequence(0..tokens);
     let id = ledger
@@ -238,4 +239,147 @@ fn a_ledger_knows_its_block_size_and_which_requests_live() {
     assert!(!ledger.is_empty() && ledger.is_live(id));
     ledger.finish(id, &mut seq, &mut index).unwrap();
     assert!(ledger.is_empty() && !ledger.is_live(id));
+}
+
+#[test]
+fn an_answer_that_is_less_exact_lowers_the_labels() {
+    let mut index = index();
+    let (mut ledger, mut seq, id) = begun(4);
+    ledger.commit(id, &mut seq, &mut index).unwrap();
+    // Somebody releases what holds the block, and other KV takes its place.
+    let pin = Arc::clone(&ledger.pins(id).unwrap()[0]);
+    index.release(&pin).unwrap();
+    assert_eq!(index.evict(1), ids(0..1));
+    let options = InsertOptions::new(
+        4,
+        Source::Imported(Imported {
+            exact_until: 0,
+            hops: 3,
+        }),
+    );
+    index
+        .insert(&mut sequence(0..4), &ids(9..10), options)
+        .unwrap();
+    ledger.append(id, &mut seq, &[50, 51, 52, 53, 54]).unwrap();
+    ledger.schedule(id, 4, 0).unwrap();
+    ledger.confirm(id, 8).unwrap();
+    assert_eq!(ledger.labels(id, 0, 8).unwrap().len(), 1);
+    let done = ledger.commit(id, &mut seq, &mut index).unwrap();
+    assert_eq!((done.blocks, done.num_exact), (ids(1..2), 0));
+    // Which hops the index has there is not known.
+    let labels = ledger.labels(id, 0, 16).unwrap();
+    let found: Vec<_> = labels
+        .iter()
+        .map(|run| (run.start, run.end, run.class, run.hops))
+        .collect();
+    assert_eq!(found, [(0, 16, Class::Approximate, 0)]);
+    // A commit of nothing says the same.
+    let done = ledger.commit(id, &mut seq, &mut index).unwrap();
+    assert_eq!((done.blocks, done.num_exact), (vec![], 0));
+}
+
+#[test]
+fn spans_that_the_index_has_are_not_taken_back() {
+    let mut index = index();
+    let (mut ledger, mut seq, id) = begun(8);
+    let span = |start, end| Span {
+        start,
+        end,
+        kind: "user".to_owned(),
+    };
+    ledger.commit(id, &mut seq, &mut index).unwrap();
+    ledger.append(id, &mut seq, &[50, 51, 52, 53]).unwrap();
+    let given = [span(0, 4), span(6, 10), span(8, 12)];
+    ledger.tag(id, &given).unwrap();
+    // Nothing is new but the spans: of the second, what is committed; of the third, nothing.
+    ledger.commit(id, &mut seq, &mut index).unwrap();
+    let told: Vec<_> = index.tags(&seq);
+    let told: Vec<_> = told.iter().map(|span| (span.start, span.end)).collect();
+    assert_eq!(told, [(0, 4), (6, 8)]);
+    ledger.tag(id, &[span(0, 2)]).unwrap();
+    ledger.untag(id).unwrap();
+    assert_eq!(ledger.spans(id), Ok(given[..2].to_vec()));
+}
+
+#[test]
+fn a_plan_in_place_leads_the_table_whatever_the_source_says() {
+    let mut index = index();
+    let options = InsertOptions::new(8, Source::Computed);
+    index
+        .insert(&mut sequence(0..8), &ids(8..10), options)
+        .unwrap();
+    let mut seq = sequence(0..20);
+    let plan = index.plan(&mut seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default());
+    let begin = Begin {
+        source: kvtrie_core::LedgerSource::Imported(Imported {
+            exact_until: 13,
+            hops: 2,
+        }),
+        present: Some(Present::Below(20)),
+        in_place: Some(Arc::new(plan.unwrap())),
+    };
+    let mut ledger = SequenceLedger::new(SIZE).unwrap();
+    let table = [8, 9, 0, 1, 2].map(BlockId);
+    let id = ledger.begin(&mut seq, &table, begin).unwrap();
+    assert_eq!(ledger.new_range(id), Ok((8, 20)));
+    let labels = ledger.labels(id, 5, 20).unwrap();
+    let found: Vec<_> = labels
+        .iter()
+        .map(|run| (run.start, run.end, run.class, run.hops))
+        .collect();
+    assert_eq!(
+        found,
+        [(5, 12, Class::Exact, 0), (12, 20, Class::Approximate, 2)]
+    );
+    let done = ledger.commit(id, &mut seq, &mut index).unwrap();
+    assert_eq!((done.blocks, done.num_exact), (ids(0..3), 12));
+}
+
+#[test]
+fn what_is_held_is_in_place_alone_and_stays_beside_what_takes_its_place() {
+    let config = Config {
+        num_blocks: 32,
+        block_size: SIZE,
+        moved_runs: true,
+        min_run: 8,
+        ..Config::seeded(0)
+    };
+    let mut index = RadixIndex::new(config).unwrap();
+    let mut known = sequence(0..24);
+    let options = InsertOptions::new(24, Source::Computed);
+    index.insert(&mut known, &ids(20..26), options).unwrap();
+    // Approximate blocks, whose tokens further on stand elsewhere too.
+    let tokens: Vec<u32> = (90..94).chain(2..22).collect();
+    let mut seq =
+        TokenSequence::new(Arc::clone(known.namespace()), tokens.clone(), vec![]).unwrap();
+    let begin = Begin {
+        source: kvtrie_core::LedgerSource::Imported(Imported {
+            exact_until: 0,
+            hops: 1,
+        }),
+        present: Some(Present::Below(8)),
+        in_place: None,
+    };
+    let mut ledger = SequenceLedger::new(SIZE).unwrap();
+    let id = ledger.begin(&mut seq, &ids(0..6), begin).unwrap();
+    ledger.commit(id, &mut seq, &mut index).unwrap();
+    let pin = &ledger.pins(id).unwrap()[0];
+    assert_eq!(pin.blocks(), ids(0..2));
+    assert_eq!(
+        (pin.num_tokens(Class::Compute), pin.segments().len()),
+        (16, 2)
+    );
+    // Another request computes the first block: the ledger's pin of what it takes the place of must stay.
+    let mut other =
+        TokenSequence::new(Arc::clone(known.namespace()), tokens.clone(), vec![]).unwrap();
+    let options = InsertOptions::new(4, Source::Computed);
+    index.insert(&mut other, &ids(10..11), options).unwrap();
+    assert_eq!(index.stats().condemned, 1);
+    ledger.schedule(id, 4, 0).unwrap();
+    ledger.confirm(id, 12).unwrap();
+    ledger.commit(id, &mut seq, &mut index).unwrap();
+    assert_eq!(ledger.pins(id).unwrap().len(), 2);
+    assert_eq!(index.stats().condemned, 1);
+    ledger.finish(id, &mut seq, &mut index).unwrap();
+    assert_eq!(index.take_freed(), ids(0..1));
 }
