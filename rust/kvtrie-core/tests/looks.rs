@@ -1,0 +1,236 @@
+//! What searches for moved runs take and find, on texts of several kinds: no answer shows that a rule which spares work is gone.
+//!
+//! Looks are counted, so they are the same on every machine. A change that lowers them, or finds more, changes the numbers here.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "a test stops at what it does not expect"
+)]
+
+use std::sync::Arc;
+
+use kvtrie_core::{
+    BlockId, Class, Config, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePolicy, Salt,
+    Source, TokenSequence,
+};
+
+const BLOCK_SIZE: usize = 16;
+
+/// A sequence of numbers that is the same everywhere (SplitMix64).
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, bound: u32) -> u32 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        u32::try_from((mixed ^ (mixed >> 31)) % u64::from(bound)).unwrap()
+    }
+
+    fn text(&mut self, len: usize, words: u32) -> Vec<u32> {
+        (0..len).map(|_| self.below(words)).collect()
+    }
+}
+
+struct World {
+    index: RadixIndex,
+    namespace: Arc<Namespace>,
+    next_id: u32,
+    covered: usize,
+    dropped: u64,
+}
+
+impl World {
+    fn new(max_candidates: usize) -> Self {
+        let config = Config {
+            num_blocks: 100_000,
+            block_size: BLOCK_SIZE,
+            moved_runs: true,
+            max_candidates,
+            ..Config::seeded(0)
+        };
+        let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
+        Self {
+            index: RadixIndex::new(config).unwrap(),
+            namespace: Arc::new(namespace),
+            next_id: 0,
+            covered: 0,
+            dropped: 0,
+        }
+    }
+
+    fn sequence(&self, tokens: &[u32]) -> TokenSequence {
+        TokenSequence::new(Arc::clone(&self.namespace), tokens.to_vec(), Vec::new()).unwrap()
+    }
+
+    fn cache(&mut self, tokens: &[u32], source: Source<'_>) {
+        let count = u32::try_from(tokens.len() / BLOCK_SIZE).unwrap();
+        let ids: Vec<BlockId> = (self.next_id..self.next_id + count).map(BlockId).collect();
+        self.next_id += count;
+        let options = InsertOptions::new(tokens.len(), source);
+        let mut seq = self.sequence(tokens);
+        self.index.insert(&mut seq, &ids, options).unwrap();
+    }
+
+    fn plan(&mut self, tokens: &[u32], min_run: Option<usize>) {
+        let policy = ReusePolicy {
+            approximate: true,
+            max_hops: 2,
+            min_run,
+            ..ReusePolicy::EXACT_ONLY
+        };
+        let mut seq = self.sequence(tokens);
+        let plan = self
+            .index
+            .plan(&mut seq, &policy, PlanOptions::default())
+            .unwrap();
+        self.covered += plan.num_tokens(Class::Approximate);
+        self.dropped += plan.candidates_dropped();
+        self.index.release(&plan).unwrap();
+    }
+
+    /// Looks taken, tokens covered, places not tried.
+    fn took(&self) -> (u64, usize, u64) {
+        (self.index.stats().search_looks, self.covered, self.dropped)
+    }
+}
+
+#[test]
+fn conversations_whose_thoughts_are_left_out() {
+    let (mut world, mut numbers) = (World::new(64), Numbers(1));
+    for _ in 0..8 {
+        let turns: Vec<_> = (0..6)
+            .map(|_| (numbers.text(90, 5_000), numbers.text(70, 5_000)))
+            .collect();
+        let all: Vec<u32> = turns
+            .iter()
+            .flat_map(|(said, thought)| said.iter().chain(thought).copied())
+            .collect();
+        world.cache(&all, Source::Computed);
+        let said: Vec<u32> = turns.into_iter().flat_map(|(said, _)| said).collect();
+        world.plan(&said, None);
+    }
+    assert_eq!(world.took(), (264, 3592, 0));
+}
+
+#[test]
+fn texts_of_few_words() {
+    let cases = [
+        (2, 2, (1833, 319, 798)),
+        (3, 3, (268, 612, 0)),
+        (6, 4, (104, 536, 0)),
+    ];
+    for (words, seed, took) in cases {
+        let (mut world, mut numbers) = (World::new(64), Numbers(seed));
+        let texts: Vec<Vec<u32>> = (0..12).map(|_| numbers.text(400, words)).collect();
+        for text in &texts {
+            world.cache(text, Source::Computed);
+        }
+        for min_run in [None, Some(20), Some(40)] {
+            let mut text = numbers.text(200, words);
+            for _ in 0..12 {
+                let (of, from, len) = (numbers.below(12), numbers.below(350), numbers.below(50));
+                let piece = from as usize..(from + len) as usize;
+                text.extend(&texts[of as usize][piece]);
+            }
+            world.plan(&text, min_run);
+        }
+        assert_eq!(world.took(), took, "{words} words");
+    }
+}
+
+#[test]
+fn boilerplate_that_goes_on_in_many_ways() {
+    let cases = [
+        (2, (1526, 1497, 552)),
+        (64, (3634, 1539, 264)),
+        (200, (4407, 1539, 0)),
+    ];
+    for (max_candidates, took) in cases {
+        let (mut world, mut numbers) = (World::new(max_candidates), Numbers(5));
+        let boilerplate = numbers.text(200, 5_000);
+        for at in 0..90 {
+            let mut text = numbers.text(at % 23, 5_000);
+            text.extend(&boilerplate);
+            text.extend(numbers.text(60, 2));
+            world.cache(&text, Source::Computed);
+        }
+        for _ in 0..4 {
+            let mut text = numbers.text(31, 5_000);
+            text.extend(&boilerplate);
+            text.extend(numbers.text(100, 2));
+            text.extend(&boilerplate[3..150]);
+            world.plan(&text, None);
+        }
+        assert_eq!(world.took(), took, "{max_candidates} candidates");
+    }
+}
+
+#[test]
+fn one_period_and_another() {
+    let (mut world, mut numbers) = (World::new(64), Numbers(6));
+    let period = |of: u32, len: u32| (0..len).map(move |at| at % of);
+    for of in [1, 2, 7, 9, 17] {
+        let text: Vec<u32> = period(of, 800).collect();
+        world.cache(&text, Source::Computed);
+    }
+    for of in [1, 2, 7, 9, 17, 18] {
+        let mut text = numbers.text(40, 5_000);
+        text.extend(period(of, 500));
+        world.plan(&text, None);
+    }
+    assert_eq!(world.took(), (4433, 2954, 154));
+}
+
+#[test]
+fn runs_that_are_too_short() {
+    let (mut world, mut numbers) = (World::new(64), Numbers(7));
+    let runs: Vec<Vec<u32>> = (0..40).map(|_| numbers.text(15, 5_000)).collect();
+    for _ in 0..3 {
+        let text: Vec<u32> = runs
+            .iter()
+            .flat_map(|run| run.iter().copied().chain([numbers.below(5_000)]))
+            .collect();
+        world.cache(&text, Source::Computed);
+    }
+    for _ in 0..3 {
+        let text: Vec<u32> = runs
+            .iter()
+            .rev()
+            .flat_map(|run| run.iter().copied().chain([numbers.below(5_000)]))
+            .collect();
+        world.plan(&text, None);
+    }
+    assert_eq!(world.took(), (648, 0, 0));
+}
+
+#[test]
+fn approximate_entries_and_holes_on_the_own_path() {
+    let (mut world, mut numbers) = (World::new(64), Numbers(8));
+    let imported = |hops| {
+        Source::Imported(kvtrie_core::Imported {
+            exact_until: 96,
+            hops,
+        })
+    };
+    let texts: Vec<Vec<u32>> = (0..6).map(|_| numbers.text(480, 30)).collect();
+    for (text, hops) in texts.iter().zip([0, 1, 2, 3, 0, 1]) {
+        world.cache(text, imported(hops));
+        // The same tokens further on in another text, with other hops.
+        let mut again = numbers.text(23, 30);
+        again.extend(&text[100..400]);
+        world.cache(&again, imported(1));
+        let mut seq = world.sequence(text);
+        let ranges = [(128, 192), (256, 288), (400, 416)];
+        world.index.remove_spans(&mut seq, &ranges, false).unwrap();
+    }
+    for text in &texts {
+        world.plan(text, None);
+        world.plan(&text[..300], Some(64));
+        let mut edited = text[..210].to_vec();
+        edited.extend(&text[230..]);
+        world.plan(&edited, None);
+    }
+    assert_eq!(world.took(), (442, 5292, 0));
+}
