@@ -105,7 +105,7 @@ class Thresholds:
                 msg = f"Thresholds: {name} must be a number, not {_short(value)}"
                 raise TypeError(msg)
             if not _is_finite(value) or not 0 <= value <= most.get(name, math.inf):
-                limits = f"in 0..={most[name]}" if name in most else "finite and at least 0"
+                limits = f"in [0, {most[name]}]" if name in most else "finite and at least 0"
                 msg = f"Thresholds: {name} must be {limits}, not {_short(value)}"
                 raise ValueError(msg)
 
@@ -168,13 +168,13 @@ class Figures:
         for name in _COUNTS:
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= _MAX_COUNT:
-                return f"{name!r} must be a count in 0..={_MAX_COUNT}, not {_short(value)}"
+                return f"{name!r} must be a count in [0, {_MAX_COUNT}], not {_short(value)}"
         for name, limits in _NUMBERS.items():
             value = getattr(self, name)
             if type(value) not in (int, float) or not _is_finite(value):
                 return f"{name!r} must be a finite number, not {_short(value)}"
             if not limits[0] <= value <= limits[1]:
-                return f"{name!r} must be in {limits[0]}..={limits[1]}, not {_short(value)}"
+                return f"{name!r} must be in [{limits[0]}, {limits[1]}], not {_short(value)}"
         wrong = self.questions - self.right_full
         for name, most, of in (
             ("right_full", self.questions, "questions"),

@@ -158,7 +158,7 @@ def test_a_snapshot_of_another_pool_is_refused_by_both_names() -> None:
     with pytest.raises(SnapshotError, match=r"RadixIndex\.restore: .* pool 706f6f6c, not of 01ff"):
         kvtrie.RadixIndex.restore(blob, pool_id=b"\x01\xff")
     with pytest.raises(TypeError, match="pool_id"):
-        kvtrie.RadixIndex.restore(blob)  # type: ignore[call-arg]
+        kvtrie.RadixIndex.restore(blob)  # type: ignore[call-arg]  # refused
     assert kvtrie.RadixIndex.pool_of_snapshot(blob) == POOL
     with pytest.raises(SnapshotError, match="no snapshot"):
         kvtrie.RadixIndex.pool_of_snapshot(b"something else")

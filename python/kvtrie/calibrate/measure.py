@@ -239,8 +239,8 @@ def calibrate(
         device: Where the model lives.
         dtype: Element type, as torch names it; ``"auto"`` is what the config says.
         data: What the conversations are, in words.
-        progress: Called after every conversation: done, to do, and the scenario's name; and once
-            before, where some are done already.
+        progress: Called before the first conversation and after every one: how many are done, of
+            how many, and the scenario's name.
         status: Called with what comes next, in words, before it.
         partial: Where every conversation is kept when it is done, and from where the same run is
             resumed. It is the caller's to remove and close.
@@ -297,8 +297,8 @@ def calibrate(
     }
     before = [] if partial is None else partial.begin(run)
     total = sum(len(found) for _, found in work)
-    if before and progress is not None:
-        progress(len(before), total, "resumed")
+    if progress is not None:
+        progress(len(before), total, "resumed" if before else "measuring")
     rows = iter(before)
     done = 0
     results: list[Result] = []

@@ -66,7 +66,7 @@ def transfer(
         What happened.
 
     Raises:
-        ValueError: `cached` is not in 0..=len(ids).
+        ValueError: `cached` is not in `[0, len(ids)]`.
 
     Example:
         >>> from kvtrie.testing import pd
