@@ -349,3 +349,22 @@ fn exact_blocks_replace_all_that_plans_pin_of_approximate_ones() {
     assert_eq!(index.take_freed(), ids(100..blocks));
     index.check().unwrap();
 }
+
+#[test]
+fn a_release_takes_a_step_for_four_edges_and_one_for_each_block_that_left() {
+    let (edges, gone) = (200, 6);
+    let (mut index, seq) = of_many_edges(edges);
+    let plan = plans(&mut index, &seq, 1).remove(0);
+    assert_eq!(plan.num_edges(), u64::from(edges));
+    let before = index.release_steps(&plan);
+    // And one for the whole of what it pins.
+    assert_eq!(before, u64::from(edges) / 4 + 1);
+    // Each block by itself, with one between any two.
+    index.discard(&ids((0..gone).map(|at| 2 * at + 1))).unwrap();
+    let after = index.release_steps(&plan);
+    assert!(after >= before + u64::from(gone), "{after} steps");
+    assert!(after <= before + 4 * u64::from(gone), "{after} steps");
+    index.release(&plan).unwrap();
+    assert!(index.is_released(&plan));
+    assert_eq!(index.release_steps(&plan), u64::from(edges) / 4);
+}

@@ -946,3 +946,42 @@ fn an_exact_plan_copies_what_lies_behind_a_hole() {
     assert_eq!(parts[..3], expected);
     assert_eq!(plan.source_blocks(), ids(26..30));
 }
+
+#[test]
+fn a_plan_counts_what_reading_it_goes_over() {
+    let mut index = cached();
+    let plan = plan(&mut index, &mut edited(), true);
+    // Two blocks in place, the beginning of another, a gap, tokens of five blocks that moved, and what is new at the end.
+    assert_eq!((plan.blocks().len(), plan.segments().len()), (2, 5));
+    assert_eq!(plan.num_entries(), 5 + 2 + 1 + 5);
+}
+
+#[test]
+fn a_segment_in_place_is_valid_as_long_as_its_own_blocks_stay() {
+    let mut index = index();
+    let mut seq = sequence(0..40);
+    let imported = Source::Imported(Imported {
+        exact_until: 16,
+        hops: 1,
+    });
+    let options = InsertOptions::new(40, imported);
+    index.insert(&mut seq, &ids(20..30), options).unwrap();
+    let plan = plan(&mut index, &mut sequence(0..41), false);
+    let segments: Vec<_> = plan
+        .segments()
+        .iter()
+        .map(|segment| (segment.start, segment.end, segment.class))
+        .collect();
+    let expected = [
+        (0, 16, Class::Exact),
+        (16, 40, Class::Approximate),
+        (40, 41, Class::Compute),
+    ];
+    assert_eq!(segments, expected);
+    assert_eq!(index.validate(&plan).unwrap(), [true, true, true]);
+    // The last of the approximate blocks goes, then the last of the exact ones.
+    index.discard(&ids([29])).unwrap();
+    assert_eq!(index.validate(&plan).unwrap(), [true, false, true]);
+    index.discard(&ids([23])).unwrap();
+    assert_eq!(index.validate(&plan).unwrap(), [false, false, true]);
+}

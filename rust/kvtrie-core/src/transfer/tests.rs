@@ -136,6 +136,24 @@ fn edit(tokens: Vec<u32>) -> impl Strategy<Value = (Vec<u32>, Vec<u32>)> {
     })
 }
 
+/// Two texts of a few pieces, so that what one has stands in many places of the other.
+fn pieced() -> impl Strategy<Value = (Vec<u32>, Vec<u32>)> {
+    let piece = prop::collection::vec(0u32..3, 2..13);
+    let order = || prop::collection::vec(0usize..4, 1..11);
+    (prop::collection::vec(piece, 4), order(), order(), 0usize..5).prop_map(
+        |(pieces, theirs, mine, noise)| {
+            let text = |order: &[usize]| -> Vec<u32> {
+                order.iter().flat_map(|&at| pieces[at].clone()).collect()
+            };
+            let mut mine: Vec<u32> = std::iter::repeat_n(7, noise).chain(text(&mine)).collect();
+            mine.truncate(90);
+            let mut theirs = text(&theirs);
+            theirs.truncate(90);
+            (theirs, mine)
+        },
+    )
+}
+
 fn labels() -> impl Strategy<Value = Vec<Option<(Class, u16)>>> {
     let label = prop_oneof![
         6 => Just(Some((Class::Exact, 0))),
@@ -394,11 +412,11 @@ impl Model<'_> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 3000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 6000, ..ProptestConfig::default() })]
 
     #[test]
     fn plans_equal_the_model(
-        ((tokens, mine), labels) in (tokens().prop_flat_map(edit), labels()),
+        ((tokens, mine), labels) in (prop_oneof![tokens().prop_flat_map(edit), pieced()], prop_oneof![labels(), Just(vec![Some((Class::Exact, 0)); 90])]),
         sizes in prop::collection::vec(prop_oneof![1usize..6, 1usize..18], 1..3), my_size in prop::option::of(1usize..18),
         policy in policy(), approximate in prop::bool::weighted(0.7), share in prop_oneof![3 => Just(1.0), 1 => 0.0..1.0f64], forbids in prop::bool::weighted(0.1),
         (from, until) in prop_oneof![Just((0usize, 0usize)), (0usize..90, 0usize..90)], keep_last in 0usize..4, lookahead in 0usize..40,
