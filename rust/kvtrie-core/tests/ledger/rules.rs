@@ -383,3 +383,150 @@ fn what_is_held_is_in_place_alone_and_stays_beside_what_takes_its_place() {
     ledger.finish(id, &mut seq, &mut index).unwrap();
     assert_eq!(index.take_freed(), ids(0..1));
 }
+
+/// Runs of labels: (start, end, class, hops).
+fn labels(ledger: &SequenceLedger, id: RequestId, end: usize) -> Vec<(usize, usize, Class, u16)> {
+    let runs = ledger.labels(id, 0, end).unwrap();
+    let fields = |run: &kvtrie_core::LabelRun| (run.start, run.end, run.class, run.hops);
+    runs.iter().map(fields).collect()
+}
+
+fn imported(exact_until: usize, hops: u16) -> Imported {
+    Imported { exact_until, hops }
+}
+
+#[test]
+fn what_is_in_place_has_the_hops_that_the_index_has() {
+    let mut index = index();
+    for (end, from) in [(16, imported(8, 1)), (20, imported(8, 3))] {
+        let options = InsertOptions::new(end, Source::Imported(from));
+        let mut known = sequence(0..20);
+        index.insert(&mut known, &ids(8..13), options).unwrap();
+    }
+    let mut seq = sequence(0..32);
+    let policy = ReusePolicy {
+        approximate: true,
+        max_hops: 4,
+        ..ReusePolicy::EXACT_ONLY
+    };
+    let plan = index.plan(&mut seq, &policy, PlanOptions::default());
+    let plan = Arc::new(plan.unwrap());
+    assert_eq!(plan.blocks(), ids(8..13));
+    let begin = |source| Begin {
+        source,
+        present: Some(Present::Below(32)),
+        in_place: Some(Arc::clone(&plan)),
+    };
+    let table = [8, 9, 10, 11, 12, 0, 1, 2].map(BlockId);
+    let mut ledger = SequenceLedger::new(SIZE).unwrap();
+    // What is computed behind approximate blocks is approximate, with hops that nobody has said.
+    let sources = [
+        (kvtrie_core::LedgerSource::Imported(imported(30, 2)), 2),
+        (kvtrie_core::LedgerSource::Computed, 0),
+    ];
+    for (source, hops) in sources {
+        let id = ledger.begin(&mut seq, &table, begin(source)).unwrap();
+        let expected = [
+            (0, 8, Class::Exact, 0),
+            (8, 16, Class::Approximate, 1),
+            (16, 20, Class::Approximate, 3),
+            (20, 32, Class::Approximate, hops),
+        ];
+        assert_eq!(labels(&ledger, id, 32), expected);
+        ledger.forget(id).unwrap();
+    }
+}
+
+#[test]
+fn an_answer_lowers_the_labels_of_what_was_said_to_be_exact_alone() {
+    let mut index = index();
+    let mut ledger = SequenceLedger::new(SIZE).unwrap();
+    let mut seq = sequence(0..24);
+    let begin = Begin {
+        source: kvtrie_core::LedgerSource::Imported(imported(18, 2)),
+        present: Some(Present::Below(8)),
+        in_place: None,
+    };
+    let id = ledger.begin(&mut seq, &ids(0..6), begin).unwrap();
+    ledger.commit(id, &mut seq, &mut index).unwrap();
+    let pin = Arc::clone(&ledger.pins(id).unwrap()[0]);
+    index.release(&pin).unwrap();
+    assert_eq!(index.discard(&ids(1..2)).unwrap(), ids(1..2));
+    let options = InsertOptions {
+        start: 4,
+        ..InsertOptions::new(8, Source::Imported(imported(0, 3)))
+    };
+    index
+        .insert(&mut sequence(0..8), &ids(9..10), options)
+        .unwrap();
+    ledger.schedule(id, 4, 0).unwrap();
+    ledger.confirm(id, 12).unwrap();
+    let done = ledger.commit(id, &mut seq, &mut index).unwrap();
+    assert_eq!((done.blocks, done.num_exact), (ids(2..3), 4));
+    let expected = [
+        (0, 4, Class::Exact, 0),
+        (4, 16, Class::Approximate, 0),
+        (16, 24, Class::Approximate, 2),
+    ];
+    assert_eq!(labels(&ledger, id, 24), expected);
+}
+
+#[test]
+fn drafts_under_way_stand_so_much_further_in_front_as_others_were_refused() {
+    let (mut ledger, mut seq, id) = begun(4);
+    // A token and three drafts; then, before anybody knows of them, a token and two drafts more.
+    step(&mut ledger, (id, &mut seq), (4, 4, 3), &[]);
+    step(&mut ledger, (id, &mut seq), (8, 3, 2), &[]);
+    assert_eq!(ledger.lookahead(id), Ok((4, 11)));
+    // One of the three is right, and two are not: what is under way begins at 6, its drafts at 7.
+    step(&mut ledger, (id, &mut seq), (9, 0, 0), &[50, 51]);
+    assert_eq!(ledger.lookahead(id), Ok((6, 9)));
+    ledger.append(id, &mut seq, &[52, 53]).unwrap();
+    assert_eq!(
+        ledger.final_end(id),
+        Ok(7),
+        "the draft at 7 is not counted yet"
+    );
+}
+
+#[test]
+fn what_is_held_is_no_worse_than_what_was_committed() {
+    let config = Config {
+        num_blocks: 32,
+        block_size: SIZE,
+        moved_runs: true,
+        min_run: 8,
+        ..Config::seeded(0)
+    };
+    let mut index = RadixIndex::new(config).unwrap();
+    // Behind an exact block, the index has an approximate one.
+    let options = InsertOptions::new(8, Source::Imported(imported(4, 1)));
+    index
+        .insert(&mut sequence(0..8), &ids(8..10), options)
+        .unwrap();
+    let (mut ledger, mut seq, id) = begun(6);
+    ledger.commit(id, &mut seq, &mut index).unwrap();
+    assert_eq!(ledger.pins(id).unwrap()[0].blocks(), ids(8..9));
+    ledger.finish(id, &mut seq, &mut index).unwrap();
+    // All but the first token stand elsewhere too: that is not copied.
+    index
+        .insert(
+            &mut sequence(40..56),
+            &ids(10..14),
+            InsertOptions::new(16, Source::Computed),
+        )
+        .unwrap();
+    let mut seq = sequence(39..55);
+    let begin = Begin {
+        source: kvtrie_core::LedgerSource::Imported(imported(0, 1)),
+        present: Some(Present::Below(4)),
+        in_place: None,
+    };
+    let id = ledger.begin(&mut seq, &ids(20..24), begin).unwrap();
+    ledger.commit(id, &mut seq, &mut index).unwrap();
+    let pin = &ledger.pins(id).unwrap()[0];
+    assert_eq!(
+        (pin.blocks(), pin.num_tokens(Class::Compute)),
+        (&ids(20..21)[..], 12)
+    );
+}
