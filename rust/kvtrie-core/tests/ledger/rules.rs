@@ -504,7 +504,8 @@ fn what_is_held_is_no_worse_than_what_was_committed() {
     index
         .insert(&mut sequence(0..8), &ids(8..10), options)
         .unwrap();
-    let (mut ledger, mut seq, id) = begun(6);
+    let (mut ledger, mut seq, id) = begun(4);
+    ledger.append(id, &mut seq, &[4, 5, 6, 7, 8]).unwrap();
     ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!(ledger.pins(id).unwrap()[0].blocks(), ids(8..9));
     ledger.finish(id, &mut seq, &mut index).unwrap();
