@@ -304,39 +304,44 @@ soak: setup ## a million random calls, plans, removals and hostile manifests, ea
 soak-transfers: setup ## a million random transfers between labelled engines, every slot looked at (a quarter of an hour)
 	$(PY) -m tests.pd.soak --transfers 1000000
 
-# One change at a time in the core's larger modules, each of which some test should notice. What a mutant does to memory
-# and to the processor is bounded for each test binary (a loop that never ends is killed by its CPU time, which does not
-# depend on what else the machine does), and what it fails with is not made smaller; a seed makes two runs alike. Doctests are
-# left out: they link one by one. MUTANTS_SHARD=0/20 is one twentieth of a module. Each module has its report in
-# target/mutants-report, where MUTANTS_FLAGS=--iterate runs again what no test noticed, and nothing else.
-# Mutants are made in a copy that is kept, so that the second module builds no dependency anew.
+# One change at a time in the core's larger modules, each of which some test should notice. Two passes: first those tests that notice
+# most, then all tests for what lived. A binary ends at its first failure, and so does what never ends (tools/first_failure); what a
+# test fails with is not made smaller; a seed makes two runs alike. Doctests are left out: they link one by one. Each module has its
+# report in target/mutants-report; a run that was interrupted goes on from there, and after a change of the tests only what lived is run
+# again. To begin anew, delete it. MUTANTS_SHARD=0/20 is one twentieth of a module. Mutants are made in a copy for
+# each module, so -j2 runs two of them at a time.
 MUTANTS_VERSION := 27.1.0
 MUTANTS_TOOL := target/tools/cargo-mutants-$(MUTANTS_VERSION)
 MUTANTS_IN ?= ledger transfer snapshot fingerprints plan tree
+MUTANTS_FIRST_ledger := --test ledger
+MUTANTS_FIRST_transfer := --lib
+MUTANTS_FIRST_snapshot := --lib
+MUTANTS_FIRST_fingerprints := --test plans --test model
+MUTANTS_FIRST_plan := --test plans --test looks --test model
+MUTANTS_FIRST_tree := --test model
 MUTANTS_SHARD ?=
-MUTANTS_TESTS ?= --tests
-MUTANTS_FLAGS ?=
 MUTANTS_REPORT := $(CURDIR)/target/mutants-report
 MUTANTS_COPY := target/mutants-copy
-MUTANTS_RUNNER := prlimit --cpu=30 --as=8000000000 --core=0
 # Each variable by which Cargo names the runner has the target in capitals.
 MUTANTS_RUNNER_OF = CARGO_TARGET_$(shell rustc -vV | sed -n 's/^host: //p' | tr a-z- A-Z_)_RUNNER
+# $(1): a module, $(2): which tests. Killed is a mutant that a test fails for; that some are left is no error of the first pass.
+MUTANTS_RUN = $(CURDIR)/$< mutants --in-place --no-times --iterate --timeout 600 --output "$(MUTANTS_REPORT)/$(1)" \
+    --file "rust/kvtrie-core/src/$(1)/**" $(if $(MUTANTS_SHARD),--shard $(MUTANTS_SHARD)) $(addprefix --cargo-arg=,$(2))
 
 $(MUTANTS_TOOL)/bin/cargo-mutants:
 	$(CARGO) install --quiet --locked --root $(MUTANTS_TOOL) --version $(MUTANTS_VERSION) cargo-mutants
 
-.PHONY: mutants
-mutants: $(MUTANTS_TOOL)/bin/cargo-mutants ## change the core in one place at a time: a test must fail (4 to 5 s each of 3,900, on an idle machine)
-	@mkdir -p $(MUTANTS_COPY) $(MUTANTS_REPORT)
-	@rm -rf $(MUTANTS_COPY)/rust $(MUTANTS_COPY)/.cargo
-	@cp -a --parents Cargo.toml Cargo.lock .cargo rust benches/Cargo.toml benches/rust $(MUTANTS_COPY)
-	@cd $(MUTANTS_COPY); export PROPTEST_RNG_SEED=1 PROPTEST_MAX_SHRINK_ITERS=0 PROPTEST_DISABLE_FAILURE_PERSISTENCE=1 RUST_BACKTRACE=0; \
-	export $(MUTANTS_RUNNER_OF)="$(MUTANTS_RUNNER)"; failed=0; \
-	for module in $(MUTANTS_IN); do \
-	    mkdir -p "$(MUTANTS_REPORT)/$$module"; \
-	    $(CURDIR)/$< mutants --in-place --no-times --timeout 600 --output "$(MUTANTS_REPORT)/$$module" --file "rust/kvtrie-core/src/$$module/**" \
-	        $(if $(MUTANTS_SHARD),--shard $(MUTANTS_SHARD)) $(MUTANTS_FLAGS) -- $(MUTANTS_TESTS) || failed=$$?; \
-	done; exit $$failed
+.PHONY: mutants $(addprefix mutants-,$(MUTANTS_IN))
+mutants: $(addprefix mutants-,$(MUTANTS_IN)) ## change the core in one place at a time: a test must fail (3,900 changes, a night on two cores)
+
+$(addprefix mutants-,$(MUTANTS_IN)): mutants-%: $(MUTANTS_TOOL)/bin/cargo-mutants
+	@mkdir -p $(MUTANTS_COPY)/$* $(MUTANTS_REPORT)/$*
+	@rm -rf $(MUTANTS_COPY)/$*/rust $(MUTANTS_COPY)/$*/.cargo
+	@cp -a --parents Cargo.toml Cargo.lock .cargo rust benches/Cargo.toml benches/rust $(MUTANTS_COPY)/$*
+	@cd $(MUTANTS_COPY)/$*; export PROPTEST_RNG_SEED=1 PROPTEST_MAX_SHRINK_ITERS=0 PROPTEST_DISABLE_FAILURE_PERSISTENCE=1 RUST_BACKTRACE=0; \
+	export $(MUTANTS_RUNNER_OF)="$(CURDIR)/tools/first_failure"; \
+	$(call MUTANTS_RUN,$*,$(MUTANTS_FIRST_$*)) || [ $$? = 2 ]; \
+	$(call MUTANTS_RUN,$*,--tests)
 
 # Built without optimisation, in a minute on two cores: what it reads is small.
 DENY_VERSION := 0.20.2

@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, Effort, ExplainOptions, InsertOptions, LookupOptions, Namespace, PlanOptions,
-    RadixIndex, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+    BlockId, Config, Effort, ExplainOptions, Imported, InsertOptions, LookupOptions, Namespace,
+    PlanOptions, RadixIndex, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
 };
 
 /// What the binding allows a call that keeps the interpreter.
@@ -367,4 +367,40 @@ fn a_release_takes_a_step_for_four_edges_and_one_for_each_block_that_left() {
     index.release(&plan).unwrap();
     assert!(index.is_released(&plan));
     assert_eq!(index.release_steps(&plan), u64::from(edges) / 4);
+}
+
+#[test]
+fn an_exact_plan_over_approximate_blocks_is_long_and_over_exact_ones_is_not() {
+    let imported = |exact_until| {
+        Source::Imported(Imported {
+            exact_until,
+            hops: 1,
+        })
+    };
+    let planned = |index: &mut RadixIndex, blocks: u32| {
+        let mut prompt = sequence(0..blocks);
+        let policy = ReusePolicy::EXACT_ONLY;
+        let plan = index.plan_within(&mut prompt, &policy, PlanOptions::default(), BRIEF);
+        plan.unwrap().is_some()
+    };
+    // All behind the first block is approximate.
+    let blocks = 600;
+    let mut approximate = index(1_000);
+    let options = InsertOptions::new(blocks as usize, imported(1));
+    approximate
+        .insert(&mut sequence(0..blocks), &ids(0..blocks), options)
+        .unwrap();
+    assert!(!planned(&mut approximate, blocks));
+    assert!(planned(&mut approximate, 100));
+    // One hole in the first of a few edges, with exact blocks alone in the others.
+    let mut broken = index(2_000);
+    for end in [50, 300, blocks] {
+        insert(&mut broken, &mut sequence(0..end), &ids(0..end));
+        let branch = sequence((0..end).chain([9_999]));
+        let table = ids((0..end).chain([blocks + end]));
+        insert(&mut broken, &mut branch.clone(), &table);
+    }
+    broken.discard(&ids([10])).unwrap();
+    assert_eq!(broken.stats().holes, 1);
+    assert!(planned(&mut broken, blocks));
 }
