@@ -318,7 +318,7 @@ fn exact_blocks_replace_all_that_plans_pin_of_approximate_ones() {
     let blocks = 400;
     let mut index = index(4_000);
     let mut seq = sequence(0..blocks);
-    let approximate = Source::Imported(kvtrie_core::Imported {
+    let approximate = Source::Imported(Imported {
         exact_until: 100,
         hops: 1,
     });
