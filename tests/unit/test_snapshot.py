@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 NS = kvtrie.Namespace(model="m", kv_dtype="fp8", rope="yarn:4", adapter="lora", salt="tenant")
 SHARED = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 POOL = b"pool"
+CONFIGURATION = (
+    "num_blocks",
+    "block_size",
+    "min_run",
+    "max_candidates",
+    "moved_runs",
+    "seed",
+    "hash_bits",
+)
 
 
 def restored(index: kvtrie.RadixIndex) -> kvtrie.RadixIndex:
@@ -70,17 +79,7 @@ def test_restored_index_answers_alike(moved_runs: bool) -> None:
     index = filled(moved_runs=moved_runs, min_run=8, seed=3, hash_bits=8, max_candidates=2)
     again = restored(index)
     again.check()
-    for name in (
-        "num_blocks",
-        "block_size",
-        "min_run",
-        "max_candidates",
-        "moved_runs",
-        "seed",
-        "pool_id",
-        "hash_bits",
-        "kinds",
-    ):
+    for name in (*CONFIGURATION, "pool_id", "kinds"):
         assert getattr(again, name) == getattr(index, name)
     assert again.snapshot() == restored(again).snapshot()
     assert grown(again) == grown(index)
@@ -194,15 +193,7 @@ def test_a_lost_pool_gives_the_empty_index_of_the_same_configuration() -> None:
     index = filled(moved_runs=False, min_run=9, seed=3, hash_bits=8, max_candidates=2)
     index.quarantine([63])
     empty = kvtrie.RadixIndex.restore(index.snapshot(), pool_id=None)
-    for name in (
-        "num_blocks",
-        "block_size",
-        "min_run",
-        "max_candidates",
-        "moved_runs",
-        "seed",
-        "hash_bits",
-    ):
+    for name in CONFIGURATION:
         assert getattr(empty, name) == getattr(index, name)
     assert len(empty.pool_id) == 16
     assert empty.pool_id != index.pool_id

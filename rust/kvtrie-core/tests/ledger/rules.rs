@@ -4,9 +4,9 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use kvtrie_core::{
-    Begin, BlockId, Class, Config, Error, Imported, InsertOptions, Namespace, PlanOptions, Present,
-    RadixIndex, RequestId, ReusePolicy, Salt, SequenceLedger, Source, Span, Step, StepIds,
-    TokenSequence,
+    Begin, BlockId, Class, Config, Error, Imported, InsertOptions, LabelRun, LedgerSource,
+    Namespace, PlanOptions, Present, RadixIndex, RequestId, ReusePolicy, Salt, SequenceLedger,
+    Source, Span, Step, StepIds, TokenSequence,
 };
 
 pub(super) const SIZE: usize = 4;
@@ -27,6 +27,29 @@ pub(super) fn index() -> RadixIndex {
         ..Config::seeded(0)
     };
     RadixIndex::new(config).unwrap()
+}
+
+/// An index that finds moved runs of eight tokens.
+fn index_of_moved_runs() -> RadixIndex {
+    let config = Config {
+        num_blocks: 32,
+        block_size: SIZE,
+        moved_runs: true,
+        min_run: 8,
+        ..Config::seeded(0)
+    };
+    RadixIndex::new(config).unwrap()
+}
+
+/// Runs of labels: (start, end, class, hops).
+fn labels(ledger: &SequenceLedger, id: RequestId, end: usize) -> Vec<(usize, usize, Class, u16)> {
+    let runs = ledger.labels(id, 0, end).unwrap();
+    let fields = |run: &LabelRun| (run.start, run.end, run.class, run.hops);
+    runs.iter().map(fields).collect()
+}
+
+fn imported(exact_until: usize, hops: u16) -> Imported {
+    Imported { exact_until, hops }
 }
 
 /// A request of so many tokens, all computed, with room for 16.
@@ -250,13 +273,7 @@ fn an_answer_that_is_less_exact_lowers_the_labels() {
     let pin = Arc::clone(&ledger.pins(id).unwrap()[0]);
     index.release(&pin).unwrap();
     assert_eq!(index.evict(1), ids(0..1));
-    let options = InsertOptions::new(
-        4,
-        Source::Imported(Imported {
-            exact_until: 0,
-            hops: 3,
-        }),
-    );
+    let options = InsertOptions::new(4, Source::Imported(imported(0, 3)));
     index
         .insert(&mut sequence(0..4), &ids(9..10), options)
         .unwrap();
@@ -267,12 +284,7 @@ fn an_answer_that_is_less_exact_lowers_the_labels() {
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!((done.blocks, done.num_exact), (ids(1..2), 0));
     // Which hops the index has there is not known.
-    let labels = ledger.labels(id, 0, 16).unwrap();
-    let found: Vec<_> = labels
-        .iter()
-        .map(|run| (run.start, run.end, run.class, run.hops))
-        .collect();
-    assert_eq!(found, [(0, 16, Class::Approximate, 0)]);
+    assert_eq!(labels(&ledger, id, 16), [(0, 16, Class::Approximate, 0)]);
     // A commit of nothing says the same.
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!((done.blocks, done.num_exact), (vec![], 0));
@@ -311,10 +323,7 @@ fn a_plan_in_place_leads_the_table_whatever_the_source_says() {
     let mut seq = sequence(0..20);
     let plan = index.plan(&mut seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default());
     let begin = Begin {
-        source: kvtrie_core::LedgerSource::Imported(Imported {
-            exact_until: 13,
-            hops: 2,
-        }),
+        source: LedgerSource::Imported(imported(13, 2)),
         present: Some(Present::Below(20)),
         in_place: Some(Arc::new(plan.unwrap())),
     };
@@ -322,14 +331,9 @@ fn a_plan_in_place_leads_the_table_whatever_the_source_says() {
     let table = [8, 9, 0, 1, 2].map(BlockId);
     let id = ledger.begin(&mut seq, &table, begin).unwrap();
     assert_eq!(ledger.new_range(id), Ok((8, 20)));
-    let labels = ledger.labels(id, 5, 20).unwrap();
-    let found: Vec<_> = labels
-        .iter()
-        .map(|run| (run.start, run.end, run.class, run.hops))
-        .collect();
     assert_eq!(
-        found,
-        [(5, 12, Class::Exact, 0), (12, 20, Class::Approximate, 2)]
+        labels(&ledger, id, 20),
+        [(0, 12, Class::Exact, 0), (12, 20, Class::Approximate, 2)]
     );
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!((done.blocks, done.num_exact), (ids(0..3), 12));
@@ -337,14 +341,7 @@ fn a_plan_in_place_leads_the_table_whatever_the_source_says() {
 
 #[test]
 fn what_is_held_is_in_place_alone_and_stays_beside_what_takes_its_place() {
-    let config = Config {
-        num_blocks: 32,
-        block_size: SIZE,
-        moved_runs: true,
-        min_run: 8,
-        ..Config::seeded(0)
-    };
-    let mut index = RadixIndex::new(config).unwrap();
+    let mut index = index_of_moved_runs();
     let mut known = sequence(0..24);
     let options = InsertOptions::new(24, Source::Computed);
     index.insert(&mut known, &ids(20..26), options).unwrap();
@@ -353,10 +350,7 @@ fn what_is_held_is_in_place_alone_and_stays_beside_what_takes_its_place() {
     let mut seq =
         TokenSequence::new(Arc::clone(known.namespace()), tokens.clone(), vec![]).unwrap();
     let begin = Begin {
-        source: kvtrie_core::LedgerSource::Imported(Imported {
-            exact_until: 0,
-            hops: 1,
-        }),
+        source: LedgerSource::Imported(imported(0, 1)),
         present: Some(Present::Below(8)),
         in_place: None,
     };
@@ -382,17 +376,6 @@ fn what_is_held_is_in_place_alone_and_stays_beside_what_takes_its_place() {
     assert_eq!(index.stats().condemned, 1);
     ledger.finish(id, &mut seq, &mut index).unwrap();
     assert_eq!(index.take_freed(), ids(0..1));
-}
-
-/// Runs of labels: (start, end, class, hops).
-fn labels(ledger: &SequenceLedger, id: RequestId, end: usize) -> Vec<(usize, usize, Class, u16)> {
-    let runs = ledger.labels(id, 0, end).unwrap();
-    let fields = |run: &kvtrie_core::LabelRun| (run.start, run.end, run.class, run.hops);
-    runs.iter().map(fields).collect()
-}
-
-fn imported(exact_until: usize, hops: u16) -> Imported {
-    Imported { exact_until, hops }
 }
 
 #[test]
@@ -421,8 +404,8 @@ fn what_is_in_place_has_the_hops_that_the_index_has() {
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     // What is computed behind approximate blocks is approximate, with hops that nobody has said.
     let sources = [
-        (kvtrie_core::LedgerSource::Imported(imported(30, 2)), 2),
-        (kvtrie_core::LedgerSource::Computed, 0),
+        (LedgerSource::Imported(imported(30, 2)), 2),
+        (LedgerSource::Computed, 0),
     ];
     for (source, hops) in sources {
         let id = ledger.begin(&mut seq, &table, begin(source)).unwrap();
@@ -443,7 +426,7 @@ fn an_answer_lowers_the_labels_of_what_was_said_to_be_exact_alone() {
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     let mut seq = sequence(0..24);
     let begin = Begin {
-        source: kvtrie_core::LedgerSource::Imported(imported(18, 2)),
+        source: LedgerSource::Imported(imported(18, 2)),
         present: Some(Present::Below(8)),
         in_place: None,
     };
@@ -491,14 +474,7 @@ fn drafts_under_way_stand_so_much_further_in_front_as_others_were_refused() {
 
 #[test]
 fn what_is_held_is_no_worse_than_what_was_committed() {
-    let config = Config {
-        num_blocks: 32,
-        block_size: SIZE,
-        moved_runs: true,
-        min_run: 8,
-        ..Config::seeded(0)
-    };
-    let mut index = RadixIndex::new(config).unwrap();
+    let mut index = index_of_moved_runs();
     // Behind an exact block, the index has an approximate one.
     let options = InsertOptions::new(8, Source::Imported(imported(4, 1)));
     index
@@ -519,7 +495,7 @@ fn what_is_held_is_no_worse_than_what_was_committed() {
         .unwrap();
     let mut seq = sequence(39..55);
     let begin = Begin {
-        source: kvtrie_core::LedgerSource::Imported(imported(0, 1)),
+        source: LedgerSource::Imported(imported(0, 1)),
         present: Some(Present::Below(4)),
         in_place: None,
     };
