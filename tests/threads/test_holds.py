@@ -16,9 +16,12 @@ from kvtrie import COMPUTED
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import numpy.typing as npt
+
     from kvtrie import RadixIndex
 
 NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+APPROXIMATE = kvtrie.ReusePolicy(approximate=True)
 SIZE = 16
 TRIES = 10
 # The index, the call, and what is released afterwards.
@@ -156,9 +159,32 @@ def many_tags_on_few_tokens() -> Call:
     return index, lambda: index.tag(seq, spans), []
 
 
+def searching(cached: npt.ArrayLike, prompt: npt.ArrayLike) -> Call:
+    """A plan that looks for moved runs in what is cached."""
+    tokens = np.asarray(cached, np.uint32)
+    tokens = tokens[: len(tokens) // SIZE * SIZE]
+    index = kvtrie.RadixIndex(len(tokens) // SIZE, SIZE, seed=0)
+    blocks = np.arange(len(tokens) // SIZE)
+    known = kvtrie.TokenSequence(tokens, NS)
+    index.insert(known, blocks, num_computed=len(tokens), source=COMPUTED)
+    index.plan(kvtrie.TokenSequence(tokens[:SIZE], NS), APPROXIMATE).release()
+    seq = kvtrie.TokenSequence(np.asarray(prompt, np.uint32), NS)
+    plans: list[kvtrie.ReusePlan] = []
+    return index, lambda: plans.append(index.plan(seq, APPROXIMATE)), plans
+
+
+def search_that_leads_nowhere() -> Call:
+    # Runs that are one token too short, each followed by another token than in the prompt.
+    runs = np.arange(100_000).reshape(-1, SIZE)
+    prompt = runs.copy()
+    prompt[:, -1] += 1_000_000
+    return searching(runs.ravel(), prompt.ravel())
+
+
 @pytest.mark.parametrize(
     "made",
     [
+        search_that_leads_nowhere,
         exact_plan_over_holes,
         discard_of_what_is_pinned,
         removal_of_what_is_pinned,
@@ -181,3 +207,12 @@ def test_a_call_that_is_long_lets_go_of_the_interpreter(made: Callable[[], Call]
         if ticks:
             return
     pytest.fail("no other thread ran while the call did")
+
+
+def test_a_search_that_is_short_keeps_the_interpreter_however_long_its_prompt_is() -> None:
+    # The prompt is one moved run: it is found at once, and compared as memory.
+    text = np.arange(40_000)
+    index, call, plans = searching(text, np.concatenate([[50_000], text[:-1]]))
+    assert ticks_during(call) == 0
+    assert plans[0].num_approximate > 39_000
+    index.release_many(plans)
