@@ -206,6 +206,58 @@ fn runs_that_are_too_short() {
 }
 
 #[test]
+fn runs_that_the_policy_finds_too_short() {
+    // Long enough for the index: each is followed once, and its other windows are passed over.
+    let (mut world, mut numbers) = (World::new(64), Numbers(9));
+    let runs: Vec<Vec<u32>> = (0..4).map(|_| numbers.text(150, 5_000)).collect();
+    for _ in 0..2 {
+        let text: Vec<u32> = runs
+            .iter()
+            .flat_map(|run| run.iter().copied().chain([numbers.below(5_000)]))
+            .collect();
+        world.cache(&text, Source::Computed);
+    }
+    for run in &runs {
+        let mut text = numbers.text(20, 5_000);
+        text.extend(run);
+        text.push(5_001);
+        world.plan(&text, Some(200));
+    }
+    let all: Vec<u32> = runs
+        .iter()
+        .flat_map(|run| run.iter().copied().chain([5_002]))
+        .collect();
+    world.plan(&all, Some(200));
+    assert_eq!(world.took(), (529, 0, 0));
+}
+
+#[test]
+fn places_at_edges_with_children() {
+    let mut found = Vec::new();
+    for (places, children, shared) in [(2, 3, 1), (2, 3, 3), (3, 20, 5)] {
+        let (mut world, mut numbers) = (World::new(64), Numbers(10));
+        let period = |at: usize| u32::try_from(at % 9).unwrap();
+        for residue in 0..9 {
+            for _ in 0..places {
+                let head = numbers.text(19, 1_000_000);
+                for child in 0..children {
+                    let until = 32 + shared + child % 2;
+                    let mut text = head.clone();
+                    text.extend((19..until).map(|at| period(at + residue)));
+                    text.extend(numbers.text(48 - until, 1_000_000));
+                    world.cache(&text, Source::Computed);
+                }
+            }
+        }
+        let text: Vec<u32> = (0..90).map(period).collect();
+        world.plan(&text, None);
+        world.plan(&text[3..40], None);
+        found.push(world.took());
+    }
+    assert_eq!(found, [(549, 0, 119), (3010, 125, 42), (704, 38, 743)]);
+}
+
+#[test]
 fn approximate_entries_and_holes_on_the_own_path() {
     let (mut world, mut numbers) = (World::new(64), Numbers(8));
     let imported = |hops| {
