@@ -22,12 +22,15 @@ pub(super) struct Link {
 struct Head {
     location: u64,
     tree: u32,
-    /// Of [`ALL`] trees: how many places are in chains.
     newest: u32,
 }
 
-/// No tree has this number.
-const ALL: u32 = u32::MAX;
+/// How many places of all trees are in chains at a location.
+#[derive(Clone, Copy, Debug)]
+struct Count {
+    location: u64,
+    places: u32,
+}
 
 /// What a record is found by.
 trait Record: Copy {
@@ -60,6 +63,18 @@ impl Record for Head {
 
     fn number((location, tree): (u64, u32)) -> u64 {
         location.wrapping_add(u64::from(tree).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+    }
+}
+
+impl Record for Count {
+    type Key = u64;
+
+    fn key(&self) -> u64 {
+        self.location
+    }
+
+    fn number(location: u64) -> u64 {
+        location
     }
 }
 
@@ -157,6 +172,7 @@ impl<T: Record> Shards<T> {
 pub(super) struct Links {
     links: Shards<Link>,
     heads: Shards<Head>,
+    counts: Shards<Count>,
 }
 
 impl Links {
@@ -164,11 +180,12 @@ impl Links {
         Self {
             links: Shards::new(shard_bits, secret),
             heads: Shards::new(shard_bits, secret),
+            counts: Shards::new(shard_bits, secret),
         }
     }
 
     pub(super) fn heap_bytes(&self) -> usize {
-        self.links.heap_bytes() + self.heads.heap_bytes()
+        self.links.heap_bytes() + self.heads.heap_bytes() + self.counts.heap_bytes()
     }
 
     /// How many places are in chains.
@@ -207,13 +224,12 @@ impl Links {
             });
         }
         self.links.insert(link);
-        if let Some(all) = self.heads.get_mut((location, ALL)) {
-            all.newest += 1;
+        if let Some(count) = self.counts.get_mut(location) {
+            count.places += 1;
         } else {
-            self.heads.insert(Head {
+            self.counts.insert(Count {
                 location,
-                tree: ALL,
-                newest: 1,
+                places: 1,
             });
         }
     }
@@ -242,11 +258,11 @@ impl Links {
                 older.newer = link.newer - 1;
             }
         }
-        let all = self.heads.get_mut((location, ALL))?;
-        all.newest -= 1;
-        let left = all.newest;
+        let count = self.counts.get_mut(location)?;
+        count.places -= 1;
+        let left = count.places;
         if left == 0 {
-            self.heads.remove((location, ALL));
+            self.counts.remove(location);
         }
         Some(left)
     }
@@ -259,25 +275,23 @@ impl Links {
 
     /// Every chain: its location, its tree, and its newest place.
     pub(super) fn chains(&self) -> impl Iterator<Item = (u64, u32, u32)> {
-        let heads = self.heads.iter().filter(|head| head.tree != ALL);
+        let heads = self.heads.iter();
         heads.map(|head| (head.location, head.tree, head.newest))
     }
 
     /// How many places of all trees are in chains at a location.
     pub(super) fn count(&self, location: u64) -> usize {
-        let all = self.heads.get((location, ALL));
-        all.map_or(0, |all| all.newest as usize)
+        let count = self.counts.get(location);
+        count.map_or(0, |count| count.places as usize)
     }
 
-    /// Whether the bytes and the heads are counted right.
+    /// Whether the records and their bytes are counted right.
     pub(super) fn is_counted(&self) -> bool {
-        fn bytes<T>(shards: &Shards<T>) -> usize {
-            let tables = shards.tables.iter();
-            tables.map(HashTable::allocation_size).sum()
+        fn is_counted<T: Record>(shards: &Shards<T>) -> bool {
+            let bytes: usize = shards.tables.iter().map(HashTable::allocation_size).sum();
+            bytes == shards.bytes && shards.iter().count() == shards.len
         }
-        bytes(&self.links) == self.links.bytes
-            && bytes(&self.heads) == self.heads.bytes
-            && self.heads.iter().count() == self.heads.len
+        is_counted(&self.links) && is_counted(&self.heads) && is_counted(&self.counts)
     }
 
     /// Looks for the links of a batch, so that their cache misses overlap.
