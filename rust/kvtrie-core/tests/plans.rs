@@ -985,3 +985,121 @@ fn a_segment_in_place_is_valid_as_long_as_its_own_blocks_stay() {
     index.discard(&ids([23])).unwrap();
     assert_eq!(index.validate(&plan).unwrap(), [false, false, true]);
 }
+
+/// Segments as (start, end, old start, class, hops).
+fn segments(plan: &ReusePlan) -> Vec<(usize, usize, usize, Class, u16)> {
+    let all = plan.segments().iter();
+    all.map(|segment| {
+        let place = (segment.start, segment.end, segment.old_start);
+        (place.0, place.1, place.2, segment.class, segment.hops)
+    })
+    .collect()
+}
+
+#[test]
+fn a_block_beside_a_hole_of_the_own_path_is_copied_as_far_as_it_is_the_same() {
+    let mut index = RadixIndex::new(Config {
+        num_blocks: 64,
+        block_size: 16,
+        moved_runs: true,
+        min_run: 8,
+        ..Config::seeded(0)
+    })
+    .unwrap();
+    let text: Vec<u32> = (0..96).collect();
+    put(&mut index, &mut sequence(text.clone()), 0..6);
+    // Another block goes on behind 48, and has 12 of the tokens that follow.
+    let beside = text[..60].iter().copied().chain(NEW..NEW + 4);
+    put(&mut index, &mut sequence(beside), [0, 1, 2, 10]);
+    // What is beside a hole is found though nothing leads to it.
+    index.discard(&ids([1, 2, 3])).unwrap();
+    let policy = ReusePolicy::EXACT_ONLY;
+    let plan = index
+        .plan(&mut sequence(0..97), &policy, PlanOptions::default())
+        .unwrap();
+    assert_eq!(
+        segments(&plan),
+        [
+            (0, 16, 0, Class::Exact, 0),
+            (16, 48, 16, Class::Compute, 0),
+            (48, 60, 48, Class::Exact, 0),
+            (60, 64, 60, Class::Compute, 0),
+            (64, 96, 64, Class::Exact, 0),
+            (96, 97, 96, Class::Compute, 0),
+        ]
+    );
+    assert_eq!(plan.source_blocks(), ids([4, 5, 10]));
+}
+
+#[test]
+fn tokens_that_are_recomputed_are_counted_over_all_that_is_approximate() {
+    let mut index = index();
+    let mut known = sequence(0..40);
+    let imported = Source::Imported(Imported {
+        exact_until: 20,
+        hops: 1,
+    });
+    let options = InsertOptions::new(40, imported);
+    index.insert(&mut known, &ids(20..30), options).unwrap();
+    // Two more edges on the path.
+    for end in [24, 32] {
+        let branch = (0..end).chain(NEW + end..NEW + end + 4);
+        let table = (20..20 + end / 4).chain([30 + end]);
+        put(&mut index, &mut sequence(branch), table);
+    }
+    // Tokens 17 to 37, of which three were exact: by how much is left out, what is copied.
+    let text = || sequence((NEW..NEW + 5).chain(17..37).chain([NEW + 9]));
+    for (first, last, expected) in [
+        (0, 0, vec![(5, 8, 17, 1), (8, 25, 20, 2)]),
+        (2, 0, vec![(7, 8, 19, 1), (8, 25, 20, 2)]),
+        (5, 0, vec![(10, 25, 22, 2)]),
+        (5, 6, vec![(10, 19, 22, 2)]),
+        (0, 19, vec![(5, 6, 17, 1)]),
+        (1, 18, vec![(6, 7, 18, 1)]),
+        (15, 5, vec![]),
+        (30, 30, vec![]),
+    ] {
+        let policy = ReusePolicy {
+            max_hops: 2,
+            recompute_first: first,
+            recompute_last: last,
+            ..approximate()
+        };
+        let plan = index
+            .plan(&mut text(), &policy, PlanOptions::default())
+            .unwrap();
+        let found: Vec<_> = segments(&plan)
+            .into_iter()
+            .filter(|segment| segment.3 == Class::Approximate)
+            .map(|(start, end, old_start, _, hops)| (start, end, old_start, hops))
+            .collect();
+        assert_eq!(found, expected, "{first} and {last}");
+        index.release(&plan).unwrap();
+    }
+}
+
+#[test]
+fn a_segment_in_place_has_the_kinds_of_all_its_blocks() {
+    let mut index = index();
+    let mut known = sequence(0..40);
+    let imported = Source::Imported(Imported {
+        exact_until: 8,
+        hops: 1,
+    });
+    let options = InsertOptions::new(40, imported);
+    index.insert(&mut known, &ids(20..30), options).unwrap();
+    let span = |start, end, kind: &str| Span {
+        start,
+        end,
+        kind: kind.to_owned(),
+    };
+    index
+        .tag(&known, &[span(13, 14, "one"), span(25, 26, "two")])
+        .unwrap();
+    let plan = plan(&mut index, &mut sequence(0..41), true);
+    assert_eq!(segments(&plan)[1], (8, 40, 8, Class::Approximate, 1));
+    let kinds = index.kinds();
+    let bit = |name: &str| 1 << kinds.iter().position(|kind| kind == name).unwrap();
+    assert_eq!(plan.segments()[1].kinds, bit("one") | bit("two"));
+    assert_eq!(plan.segments()[0].kinds, 0);
+}
