@@ -635,3 +635,67 @@ fn a_lost_pool_gives_the_empty_index_of_the_configuration() {
     let error = RadixIndex::restore(&damaged, RestoredPool::Lost(b"new")).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Snapshot);
 }
+
+#[test]
+fn what_has_no_adapter_and_no_salt_comes_back() {
+    let mut index = RadixIndex::new(Config {
+        num_blocks: 8,
+        block_size: 2,
+        ..Config::seeded(0)
+    })
+    .unwrap();
+    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
+    let mut seq = TokenSequence::new(Arc::new(namespace), vec![1, 2, 3, 4], Vec::new()).unwrap();
+    // One edge, which has labels and nothing else.
+    let imported = Source::Imported(Imported {
+        exact_until: 2,
+        hops: 3,
+    });
+    add(&mut index, &mut seq, &[5, 6], imported);
+    let bytes = index.snapshot();
+    let again = RadixIndex::restore(&bytes, POOL).unwrap();
+    assert_eq!(again.digest(), index.digest());
+    assert_eq!(again.snapshot(), bytes);
+    assert_eq!(again.stats().approximate, 1);
+    assert_eq!(again.namespaces(), [Arc::clone(seq.namespace())]);
+    assert_eq!(RadixIndex::pool_of_snapshot(&bytes).unwrap(), [0; 16]);
+}
+
+#[test]
+fn counts_are_checked_against_the_bytes_that_are_left() {
+    let bytes = full().snapshot();
+    let name = bytes.windows(4).position(|name| name == b"TREE").unwrap();
+    // Behind the name and the length: places of trees, how many are vacant, and which.
+    let trees = name + 4 + 8;
+    let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+    let number = |at: usize| usize::try_from(word(at)).unwrap();
+    assert_eq!((number(trees), number(trees + 8)), (3, 1));
+    let left = number(trees - 8) - 8 - 8 - 4;
+    let with = |at: usize, number: usize, len: usize| {
+        let mut other = bytes.clone();
+        other[at..at + len].copy_from_slice(&(number as u64).to_le_bytes()[..len]);
+        refused(&sealed(other))
+    };
+    // A tree takes 37 bytes at least: three names of a letter, two marks, and how many edges it has.
+    let most = left / 37 + 1;
+    let announced = format!("{} trees announced, 1 of them vacant", most + 1);
+    told(&announced, &with(trees, most + 1, 8));
+    let message = with(trees, most, 8);
+    assert!(!message.contains("trees announced"), "{message}");
+    let few = with(trees, 0, 8);
+    told("0 trees announced, 1 of them vacant", &few);
+    // The first tree: names of 1, 8 and 7 letters, an adapter of one, and a salt of one.
+    let edges = trees + 20 + (8 + 1) + (8 + 8) + (8 + 7) + (1 + 8 + 1) + (1 + 8 + 1);
+    let left = trees + number(trees - 8) - edges - 8;
+    let most = left / (17 + 4 * 3);
+    let message = with(edges, most + 1, 8);
+    let announced = format!(
+        "{} entries of 29 bytes or more announced, {left} bytes left",
+        most + 1
+    );
+    told(&announced, &message);
+    let message = with(edges, most, 8);
+    assert!(!message.contains("announced"), "{message}");
+    // An edge hangs below the root, or below one before it.
+    told("edge 1 hangs below edge 1", &with(edges + 8, 1, 4));
+}
