@@ -16,7 +16,7 @@ use kvtrie_core::{
 
 const BLOCK_SIZE: usize = 16;
 
-/// A sequence of numbers that is the same everywhere (SplitMix64).
+/// A sequence of numbers that is the same everywhere (`SplitMix64`).
 struct Numbers(u64);
 
 impl Numbers {
@@ -273,9 +273,9 @@ fn approximate_entries_and_holes_on_the_own_path() {
         let mut again = numbers.text(23, 30);
         again.extend(&text[100..400]);
         world.cache(&again, imported(1));
-        let mut seq = world.sequence(text);
+        let seq = world.sequence(text);
         let ranges = [(128, 192), (256, 288), (400, 416)];
-        world.index.remove_spans(&mut seq, &ranges, false).unwrap();
+        world.index.remove_spans(&seq, &ranges, false).unwrap();
     }
     for text in &texts {
         world.plan(text, None);

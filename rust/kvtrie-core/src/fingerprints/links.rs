@@ -170,7 +170,7 @@ impl<T: Record> Shards<T> {
 /// All chains. A *location* is the segment and the tag that windows share.
 #[derive(Clone, Debug)]
 pub(super) struct Links {
-    links: Shards<Link>,
+    places: Shards<Link>,
     heads: Shards<Head>,
     counts: Shards<Count>,
 }
@@ -178,29 +178,29 @@ pub(super) struct Links {
 impl Links {
     pub(super) fn new(shard_bits: u32, secret: u64) -> Self {
         Self {
-            links: Shards::new(shard_bits, secret),
+            places: Shards::new(shard_bits, secret),
             heads: Shards::new(shard_bits, secret),
             counts: Shards::new(shard_bits, secret),
         }
     }
 
     pub(super) fn heap_bytes(&self) -> usize {
-        self.links.heap_bytes() + self.heads.heap_bytes() + self.counts.heap_bytes()
+        self.places.heap_bytes() + self.heads.heap_bytes() + self.counts.heap_bytes()
     }
 
     /// How many places are in chains.
     pub(super) fn len(&self) -> usize {
-        self.links.len
+        self.places.len
     }
 
     pub(super) fn get(&self, name: u32) -> Option<&Link> {
-        self.links.get(name)
+        self.places.get(name)
     }
 
     /// The newest place of a tree at a location, and how many there are.
     pub(super) fn newest(&self, location: u64, tree: u32) -> Option<(u32, usize)> {
         let newest = self.heads.get((location, tree))?.newest;
-        let count = self.links.get(newest)?.newer;
+        let count = self.places.get(newest)?.newer;
         Some((newest, count as usize))
     }
 
@@ -213,7 +213,7 @@ impl Links {
         };
         if let Some(head) = self.heads.get_mut((location, tree)) {
             link.older = std::mem::replace(&mut head.newest, name);
-            if let Some(older) = self.links.get_mut(link.older) {
+            if let Some(older) = self.places.get_mut(link.older) {
                 link.newer = std::mem::replace(&mut older.newer, name) + 1;
             }
         } else {
@@ -223,7 +223,7 @@ impl Links {
                 newest: name,
             });
         }
-        self.links.insert(link);
+        self.places.insert(link);
         if let Some(count) = self.counts.get_mut(location) {
             count.places += 1;
         } else {
@@ -237,15 +237,15 @@ impl Links {
     /// Removes a place of a tree at a location. Returns how many places of all trees are left there; none if it is not there.
     pub(super) fn remove(&mut self, location: u64, tree: u32, name: u32) -> Option<u32> {
         let newest = self.heads.get((location, tree))?.newest;
-        let link = self.links.remove(name)?;
+        let link = self.places.remove(name)?;
         if name != newest {
-            if let Some(newer) = self.links.get_mut(link.newer) {
+            if let Some(newer) = self.places.get_mut(link.newer) {
                 newer.older = link.older;
             }
-            if let Some(older) = self.links.get_mut(link.older) {
+            if let Some(older) = self.places.get_mut(link.older) {
                 older.newer = link.newer;
             }
-            if let Some(newest) = self.links.get_mut(newest) {
+            if let Some(newest) = self.places.get_mut(newest) {
                 newest.newer -= 1;
             }
         } else if link.older == NO_NAME {
@@ -254,7 +254,7 @@ impl Links {
             if let Some(head) = self.heads.get_mut((location, tree)) {
                 head.newest = link.older;
             }
-            if let Some(older) = self.links.get_mut(link.older) {
+            if let Some(older) = self.places.get_mut(link.older) {
                 older.newer = link.newer - 1;
             }
         }
@@ -291,7 +291,7 @@ impl Links {
             let bytes: usize = shards.tables.iter().map(HashTable::allocation_size).sum();
             bytes == shards.bytes && shards.iter().count() == shards.len
         }
-        is_counted(&self.links) && is_counted(&self.heads) && is_counted(&self.counts)
+        is_counted(&self.places) && is_counted(&self.heads) && is_counted(&self.counts)
     }
 
     /// Looks for the links of a batch, so that their cache misses overlap.

@@ -1,0 +1,321 @@
+//! Plans against the rules, token by token: which of several places a token is to be loaded from.
+
+use std::cmp::Reverse;
+use std::ops::Range;
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// Two texts of a few pieces, so that what one has stands in many places of the other.
+fn pieced() -> impl Strategy<Value = (Vec<u32>, Vec<u32>)> {
+    let piece = prop::collection::vec(0u32..3, 2..13);
+    let order = || prop::collection::vec(0usize..4, 1..11);
+    (prop::collection::vec(piece, 4), order(), order(), 0usize..5).prop_map(
+        |(pieces, theirs, mine, noise)| {
+            let text = |order: &[usize]| -> Vec<u32> {
+                order.iter().flat_map(|&at| pieces[at].clone()).collect()
+            };
+            let mut mine: Vec<u32> = std::iter::repeat_n(7, noise).chain(text(&mine)).collect();
+            mine.truncate(90);
+            let mut theirs = text(&theirs);
+            theirs.truncate(90);
+            (theirs, mine)
+        },
+    )
+}
+
+/// A block of the sender's, as a manifest names it.
+#[derive(Clone)]
+struct Named {
+    range: Range<usize>,
+    class: Class,
+    hops: u16,
+    id: BlockId,
+}
+
+/// Where a token of the prompt comes from: its class, its position at the sender's, and its hops.
+type Origin = (Class, usize, u16);
+
+/// What a plan should be, token by token.
+struct Model<'a> {
+    sender: &'a Sender,
+    mine: &'a [u32],
+    policy: &'a ReusePolicy,
+    wanted: Vec<bool>,
+}
+
+impl Model<'_> {
+    /// The sender's blocks without look-ahead, by the labels of their tokens.
+    fn blocks(&self) -> Vec<Named> {
+        let end = self.sender.runs().last().map_or(0, |run| run.end);
+        let (size, ids) = (self.sender.block_size, self.sender.blocks());
+        let named = |(at, &id): (usize, &BlockId)| {
+            let (class, hops) = self.sender.label(at * size)?;
+            let range = at * size..((at + 1) * size).min(end);
+            Some(Named {
+                range,
+                class,
+                hops,
+                id,
+            })
+        };
+        ids.iter().enumerate().filter_map(named).collect()
+    }
+
+    fn origins(&self) -> Vec<Option<Origin>> {
+        let share = |origins: &[Option<Origin>]| {
+            let approximate = |origin: &&Option<Origin>| {
+                origin.is_some_and(|origin| origin.0 == Class::Approximate)
+            };
+            #[expect(clippy::cast_precision_loss, reason = "some tokens")]
+            let share = origins.iter().filter(approximate).count() as f64 / origins.len() as f64;
+            share
+        };
+        let approximate = self.policy.approximate && self.policy.forbid_kinds.is_empty();
+        let origins = self.with(approximate);
+        if share(&origins) > self.policy.max_approximate_share {
+            return self.with(false);
+        }
+        origins
+    }
+
+    fn with(&self, approximate: bool) -> Vec<Option<Origin>> {
+        let blocks = self.blocks();
+        let mut origins = vec![None; self.mine.len()];
+        // In place, up to the first block of a run that differs.
+        let mut goes_on: Option<(usize, Class, u16)> = None;
+        for block in &blocks {
+            let Range { start, end } = block.range;
+            let is_same = |range: Range<usize>| {
+                self.mine.get(range.clone()) == Some(&self.sender.tokens[range])
+            };
+            let is_next = goes_on == Some((start, block.class, block.hops));
+            let begins = start < self.mine.len() && is_same(0..start);
+            let follows = follows(&blocks, block);
+            if (if follows { is_next } else { begins }) && is_same(start..end) {
+                goes_on = Some((end, block.class, block.hops));
+                let is_allowed = block.class == Class::Exact
+                    || approximate && block.hops <= self.policy.max_hops;
+                for at in block
+                    .range
+                    .clone()
+                    .filter(|&at| is_allowed && self.wanted[at])
+                {
+                    origins[at] = Some((block.class, at, block.hops));
+                }
+            } else {
+                goes_on = None;
+            }
+        }
+        if approximate {
+            self.moved(&blocks, &mut origins);
+        }
+        origins
+    }
+
+    fn moved(&self, blocks: &[Named], origins: &mut [Option<Origin>]) {
+        let blocks: Vec<&Named> = blocks
+            .iter()
+            .filter(|block| block.hops < self.policy.max_hops)
+            .collect();
+        // Each chain of blocks whose tokens the prompt has with one distance: where it begins here, and its blocks.
+        let mut chains: Vec<(usize, &[&Named])> = Vec::new();
+        for first in 0..blocks.len() {
+            for start in 0..self.mine.len() {
+                let is_here = |block: &Named, at: usize| {
+                    self.mine.get(at..at + block.range.len())
+                        == Some(&self.sender.tokens[block.range.clone()])
+                };
+                let size = self.sender.block_size;
+                let goes_back = first > 0
+                    && blocks[first - 1].range.end == blocks[first].range.start
+                    && start >= size
+                    && is_here(blocks[first - 1], start - size);
+                let (mut end, mut at) = (first, start);
+                while end < blocks.len()
+                    && (end == first || blocks[end - 1].range.end == blocks[end].range.start)
+                    && is_here(blocks[end], at)
+                {
+                    at += blocks[end].range.len();
+                    end += 1;
+                }
+                if !goes_back && at - start >= self.policy.min_run.unwrap_or(16) {
+                    chains.push((start, &blocks[first..end]));
+                }
+            }
+        }
+        let free: Vec<bool> = (0..origins.len())
+            .map(|at| self.wanted[at] && origins[at].is_none())
+            .collect();
+        let mut at = 0;
+        while at < free.len() {
+            let gap_end = (at..free.len()).find(|&at| !free[at]).unwrap_or(free.len());
+            let source =
+                |start: usize, chain: &[&Named], at: usize| chain[0].range.start + at - start;
+            let block_of = |chain: &[&Named], source: usize| -> Named {
+                let holds = |block: &&&Named| block.range.contains(&source);
+                (**chain.iter().find(holds).unwrap()).clone()
+            };
+            let best = chains
+                .iter()
+                .filter(|(start, chain)| {
+                    let end = start + chain.last().unwrap().range.end - chain[0].range.start;
+                    *start <= at && at < end.min(gap_end)
+                })
+                .map(|&(start, chain)| {
+                    let end = start + chain.last().unwrap().range.end - chain[0].range.start;
+                    let end = end.min(gap_end);
+                    let hops = (at..end).map(|at| block_of(chain, source(start, chain, at)).hops);
+                    let here = source(start, chain, at);
+                    let block = block_of(chain, here);
+                    let slot =
+                        block.id.0 as usize * self.sender.block_size + here - block.range.start;
+                    let rank = (Reverse(end), hops.max(), here.abs_diff(at), slot);
+                    (rank, start, chain, end)
+                })
+                .min_by_key(|found| found.0);
+            let Some((_, start, chain, end)) = best else {
+                at += 1;
+                continue;
+            };
+            let first = (at + self.policy.recompute_first).min(end);
+            let until = end.saturating_sub(self.policy.recompute_last).max(first);
+            for (token, origin) in (first..until).zip(&mut origins[first..until]) {
+                let here = source(start, chain, token);
+                let hops = block_of(chain, here).hops + 1;
+                *origin = Some((Class::Approximate, here, hops));
+            }
+            at = end;
+        }
+    }
+}
+
+/// Whether a block goes on with the run of the one before it.
+fn follows(blocks: &[Named], block: &Named) -> bool {
+    blocks.iter().any(|before| {
+        before.range.end == block.range.start
+            && (before.class, before.hops) == (block.class, block.hops)
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 6000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn plans_equal_the_model(
+        ((tokens, mine), labels) in (prop_oneof![tokens().prop_flat_map(edit), pieced()], prop_oneof![labels(), Just(vec![Some((Class::Exact, 0)); 90])]),
+        sizes in prop::collection::vec(prop_oneof![1usize..6, 1usize..18], 1..3), my_size in prop::option::of(1usize..18),
+        policy in policy(), approximate in prop::bool::weighted(0.7), share in prop_oneof![3 => Just(1.0), 1 => 0.0..1.0f64], forbids in prop::bool::weighted(0.1),
+        (from, until) in prop_oneof![Just((0usize, 0usize)), (0usize..90, 0usize..90)], keep_last in 0usize..4, lookahead in 0usize..40,
+    ) {
+        let policy = ReusePolicy {
+            approximate: approximate || policy.approximate,
+            max_hops: policy.max_hops.max(u16::from(approximate)),
+            max_approximate_share: share,
+            forbid_kinds: if forbids { vec!["kind".to_owned()] } else { vec![] },
+            ..policy
+        };
+        let mut labels = labels;
+        labels.truncate(tokens.len());
+        let senders: Vec<Sender> = sizes
+            .iter()
+            .map(|&block_size| Sender { tokens: tokens.clone(), labels: labels.clone(), block_size })
+            .collect();
+        let end = senders[0].runs().last().map_or(0, |run| run.end);
+        let tables: Vec<Vec<BlockId>> = senders
+            .iter()
+            .map(|sender| ids((end + lookahead).max(tokens.len()).div_ceil(sender.block_size), 3))
+            .collect();
+        let groups: Vec<SentGroup<'_>> = (0..)
+            .zip(&senders)
+            .zip(&tables)
+            .map(|((group, sender), blocks)| SentGroup { group: 3 * group, block_size: sender.block_size, blocks })
+            .collect();
+        let manifest =
+            TransferManifest::new(&sequence(&tokens), &groups, &senders[0].runs(), end + lookahead, &key()).unwrap();
+        prop_assert_eq!(manifest.num_tokens(), manifest_end(&senders));
+        let (from, until) = (from.min(until).min(mine.len()), from.max(until).min(mine.len()));
+        let my_sizes: Vec<usize> = sizes.iter().map(|&size| my_size.unwrap_or(size)).collect();
+        let mine_tables: Vec<Vec<BlockId>> =
+            my_sizes.iter().map(|&size| ids(mine.len().div_ceil(size) + 1, 11)).collect();
+        let local: Vec<LocalGroup<'_>> = (0..)
+            .zip(&mine_tables)
+            .map(|(group, blocks)| LocalGroup { group: 3 * group, block_size: my_size, blocks })
+            .collect();
+        let options = TransferOptions { cached: from..until, keep_last, policy: &policy };
+        let plan = TransferPlan::new(&manifest, &sequence(&mine), &local, &key(), &options).unwrap();
+
+        let kept = mine.len().saturating_sub(keep_last);
+        let wanted: Vec<bool> = (0..mine.len()).map(|at| at < kept && !(from..until).contains(&at)).collect();
+        let models = |policy: &ReusePolicy| -> Vec<Vec<Option<Origin>>> {
+            let of_group = |sender: &Sender| {
+                // The share is of what is loaded at last, of all groups.
+                let policy = &ReusePolicy { max_approximate_share: 1.0, ..policy.clone() };
+                Model { sender, mine: &mine, policy, wanted: wanted.clone() }.origins()
+            };
+            let mut origins: Vec<_> = senders.iter().map(of_group).collect();
+            for at in 0..mine.len() {
+                if origins.iter().any(|origins| origins[at].is_none()) {
+                    for origins in &mut origins {
+                        origins[at] = None;
+                    }
+                }
+            }
+            origins
+        };
+        let approximate = |origins: &[Vec<Option<Origin>>]| {
+            let is_approximate = |at: &usize| {
+                origins.iter().any(|origins| origins[*at].is_some_and(|origin| origin.0 == Class::Approximate))
+            };
+            (0..mine.len()).filter(is_approximate).collect::<Vec<usize>>()
+        };
+        let mut expected = models(&policy);
+        #[expect(clippy::cast_precision_loss, reason = "some tokens")]
+        if approximate(&expected).len() as f64 / mine.len() as f64 > share {
+            expected = models(&ReusePolicy::EXACT_ONLY);
+        }
+        let mut found: Vec<Vec<Option<Origin>>> = vec![vec![None; mine.len()]; sizes.len()];
+        for pair in plan.pairs() {
+            let group = pair.group as usize / 3;
+            let (size, my_size) = (sizes[group], my_sizes[group]);
+            prop_assert!(pair.start < pair.end && (pair.end - 1) / my_size == pair.start / my_size);
+            for at in pair.start..pair.end {
+                let source = usize::try_from(i64::try_from(at).unwrap() - pair.delta).unwrap();
+                prop_assert_eq!(pair.remote, tables[group][source / size]);
+                prop_assert_eq!(pair.local, mine_tables[group][at / my_size]);
+                prop_assert!(found[group][at].is_none());
+                found[group][at] = Some((pair.class, source, pair.hops));
+            }
+        }
+        prop_assert_eq!(&found, &expected);
+        let loaded = expected.first().map_or(0, |origins| origins.iter().flatten().count());
+        let approximate = approximate(&expected);
+        prop_assert_eq!(plan.num_approximate(), approximate.len());
+        prop_assert_eq!(plan.num_exact(), loaded - approximate.len());
+        prop_assert_eq!(plan.first_approximate(), approximate.first().copied());
+        let hops = expected.iter().flatten().flatten().map(|origin| origin.2).max();
+        prop_assert_eq!((plan.hops(), plan.len(), plan.is_empty()), (hops.unwrap_or(0), mine.len(), mine.is_empty()));
+        let is_computed = |at: usize| expected[0][at].is_none() && !(at < kept && (from..until).contains(&at));
+        let computed: Vec<usize> = plan.compute().iter().flat_map(|&(start, end)| start..end).collect();
+        prop_assert_eq!(computed, (0..mine.len()).filter(|&at| is_computed(at)).collect::<Vec<_>>());
+        prop_assert!(plan.compute().windows(2).all(|pair| pair[0].1 < pair[1].0));
+    }
+}
+
+/// Up to where some block has KV of all its tokens, or of the first ones of the last.
+fn manifest_end(senders: &[Sender]) -> usize {
+    let last = |sender: &Sender| {
+        let end = sender
+            .labels
+            .iter()
+            .rposition(Option::is_some)
+            .map_or(0, |at| at + 1);
+        let size = sender.block_size;
+        let block = (0..end.div_ceil(size))
+            .rev()
+            .find(|&at| sender.label(at * size).is_some());
+        block.map_or(0, |block| ((block + 1) * size).min(end))
+    };
+    senders.iter().map(last).max().unwrap_or(0)
+}
