@@ -337,7 +337,7 @@ mutants: $(addprefix mutants-,$(MUTANTS_IN)) ## change the core in one place at 
 $(addprefix mutants-,$(MUTANTS_IN)): mutants-%: $(MUTANTS_TOOL)/bin/cargo-mutants
 	@mkdir -p $(MUTANTS_COPY)/$* $(MUTANTS_REPORT)/$*
 	@rm -rf $(MUTANTS_COPY)/$*/rust $(MUTANTS_COPY)/$*/.cargo
-	@cp -a --parents Cargo.toml Cargo.lock .cargo rust benches/Cargo.toml benches/rust $(MUTANTS_COPY)/$*
+	@cp -r --parents Cargo.toml Cargo.lock .cargo rust benches/Cargo.toml benches/rust $(MUTANTS_COPY)/$*
 	@cd $(MUTANTS_COPY)/$*; export PROPTEST_RNG_SEED=1 PROPTEST_MAX_SHRINK_ITERS=0 PROPTEST_DISABLE_FAILURE_PERSISTENCE=1 RUST_BACKTRACE=0; \
 	export $(MUTANTS_RUNNER_OF)="$(CURDIR)/tools/first_failure"; \
 	$(call MUTANTS_RUN,$*,$(MUTANTS_FIRST_$*)) || [ $$? = 2 ]; \
