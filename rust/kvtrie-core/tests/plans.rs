@@ -597,7 +597,7 @@ fn a_hole_is_covered_from_another_path_at_the_same_positions() {
 #[test]
 fn of_places_that_reach_as_far_the_nearest_and_lowest_is_taken() {
     const LEN: usize = 48;
-    for (period, block_size) in [(2, 4), (2, 16), (4, 8), (6, 16), (3, 4), (1, 8)] {
+    for (period, block_size) in [(2, 4), (2, 16), (4, 8), (6, 16), (3, 4), (1, 8), (6, 4)] {
         for is_reversed in [false, true] {
             let blocks = LEN / block_size;
             let id = |block: usize| {
@@ -958,32 +958,38 @@ fn a_plan_counts_what_reading_it_goes_over() {
 
 #[test]
 fn a_segment_in_place_is_valid_as_long_as_its_own_blocks_stay() {
-    let mut index = index();
-    let mut seq = sequence(0..40);
-    let imported = Source::Imported(Imported {
-        exact_until: 16,
-        hops: 1,
-    });
-    let options = InsertOptions::new(40, imported);
-    index.insert(&mut seq, &ids(20..30), options).unwrap();
-    let plan = plan(&mut index, &mut sequence(0..41), false);
-    let segments: Vec<_> = plan
-        .segments()
-        .iter()
-        .map(|segment| (segment.start, segment.end, segment.class))
-        .collect();
-    let expected = [
-        (0, 16, Class::Exact),
-        (16, 40, Class::Approximate),
-        (40, 41, Class::Compute),
-    ];
-    assert_eq!(segments, expected);
-    assert_eq!(index.validate(&plan).unwrap(), [true, true, true]);
-    // The last of the approximate blocks goes, then the last of the exact ones.
-    index.discard(&ids([29])).unwrap();
-    assert_eq!(index.validate(&plan).unwrap(), [true, false, true]);
-    index.discard(&ids([23])).unwrap();
-    assert_eq!(index.validate(&plan).unwrap(), [false, false, true]);
+    // The last of the approximate blocks and the last of the exact ones, in both orders.
+    for (gone, expected) in [
+        ([29, 23], [[true, false, true], [false, false, true]]),
+        ([23, 29], [[false, true, true], [false, false, true]]),
+    ] {
+        let mut index = index();
+        let mut seq = sequence(0..40);
+        let imported = Source::Imported(Imported {
+            exact_until: 16,
+            hops: 1,
+        });
+        let options = InsertOptions::new(40, imported);
+        index.insert(&mut seq, &ids(20..30), options).unwrap();
+        let plan = plan(&mut index, &mut sequence(0..41), false);
+        let places: Vec<_> = segments(&plan)
+            .iter()
+            .map(|&(start, end, _, class, _)| (start, end, class))
+            .collect();
+        assert_eq!(
+            places,
+            [
+                (0, 16, Class::Exact),
+                (16, 40, Class::Approximate),
+                (40, 41, Class::Compute),
+            ]
+        );
+        assert_eq!(index.validate(&plan).unwrap(), [true, true, true]);
+        for (id, expected) in gone.into_iter().zip(expected) {
+            index.discard(&ids([id])).unwrap();
+            assert_eq!(index.validate(&plan).unwrap(), expected, "{gone:?}");
+        }
+    }
 }
 
 /// Segments as (start, end, old start, class, hops).
