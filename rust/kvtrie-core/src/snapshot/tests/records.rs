@@ -1,0 +1,467 @@
+//! The records of edges: what is read and comes back, and what is refused, one step on either side of each limit.
+
+use super::*;
+
+/// What an edge is said to have.
+const LABELS: u8 = 1;
+const ITEMS: u8 = 1 << 1;
+const TAGS: u8 = 1 << 2;
+const USES: u8 = 1 << 3;
+const SOURCES: u8 = 1 << 4;
+const DEAD: u8 = 1 << 5;
+
+/// An edge as it is written, right or wrong: what it is said to have, and what follows its ids.
+#[derive(Default)]
+struct Edge {
+    has: u8,
+    extras: Writer,
+}
+
+impl Edge {
+    fn with(has: u8, write: impl FnOnce(&mut Writer)) -> Self {
+        let mut extras = Writer::default();
+        write(&mut extras);
+        Self { has, extras }
+    }
+
+    /// Items of one digest.
+    fn items(items: &[(usize, usize)]) -> Self {
+        Self::with(ITEMS, |out| {
+            out.len(items.len());
+            for &(start, end) in items {
+                out.len(start);
+                out.len(end);
+                out.u8(3);
+                out.raw(b"cat");
+            }
+        })
+    }
+
+    /// Tags of the first kind.
+    fn tags(tags: &[(usize, usize)]) -> Self {
+        Self::with(TAGS, |out| {
+            out.len(tags.len());
+            for &(start, end) in tags {
+                out.len(start);
+                out.len(end);
+                out.u64(1);
+            }
+        })
+    }
+
+    fn uses(uses: &[(u32, u64)]) -> Self {
+        Self::with(USES, |out| {
+            out.len(uses.len());
+            for &(end, stamp) in uses {
+                out.u32(end);
+                out.u64(stamp);
+            }
+        })
+    }
+}
+
+/// The tokens of [`two_edges`].
+fn tokens() -> Vec<u32> {
+    (100..120).collect()
+}
+
+/// The snapshot of an index in which a path of blocks of four tokens has two edges, over the depths [0, 2) and [2, 5). Both
+/// were used last as a whole at tick 3, and the clock stands at 9. The middle block of the lower edge may be a hole.
+fn two_edges(middle: u32, above: &Edge, below: &Edge) -> Vec<u8> {
+    let mut index = RadixIndex::new(Config {
+        num_blocks: 8,
+        block_size: 4,
+        ..Config::seeded(0)
+    })
+    .unwrap();
+    index.clock = 9;
+    let mut out = Writer::default();
+    // One tree, no vacant place; its namespace, and two edges.
+    out.len(1);
+    out.len(0);
+    for name in ["m", "bfloat16", "default"] {
+        out.text(name);
+    }
+    for name in ["a", "x"] {
+        out.u8(1);
+        out.text(name);
+    }
+    out.len(2);
+    for (parent, blocks, ids, edge) in [
+        (0, 2, &[0, 1][..], above),
+        (1, 3, &[2, middle, 4][..], below),
+    ] {
+        out.u32(parent);
+        out.u32(blocks);
+        out.u8(edge.has);
+        out.u64(3);
+        let tokens = tokens();
+        out.u32s(if parent == 0 {
+            &tokens[..8]
+        } else {
+            &tokens[8..]
+        });
+        out.u32s(ids);
+        out.raw(edge.extras.bytes());
+    }
+    with_section(&index, "TREE", &out)
+}
+
+/// The index of a path whose lower edge is this one, without holes.
+fn read_below(edge: &Edge) -> RadixIndex {
+    read_back(&two_edges(3, &Edge::default(), edge))
+}
+
+/// Why a path whose lower edge is this one is refused.
+fn refused_below(edge: &Edge) -> String {
+    refused(&two_edges(3, &Edge::default(), edge))
+}
+
+#[test]
+fn what_an_edge_is_said_to_have_it_has() {
+    read_below(&Edge::default());
+    for (has, what) in [
+        (ITEMS, "an empty list of items"),
+        (TAGS, "tags that are out of order, empty or not joined"),
+        (USES, "uses that are out of order, or none"),
+        (SOURCES, "ranges that are out of order, or none"),
+        (DEAD, "ranges that are out of order, or none"),
+    ] {
+        told(what, &refused_below(&Edge::with(has, |out| out.len(0))));
+    }
+    let labels = |len: usize| Edge::with(LABELS, |out| out.raw(&vec![0; len]));
+    told("labels of exact blocks alone", &refused_below(&labels(6)));
+    told(
+        "3 labels announced, 5 bytes left",
+        &refused_below(&labels(5)),
+    );
+    told(
+        "an edge has 0x40",
+        &refused_below(&Edge::with(1 << 6, |_| ())),
+    );
+}
+
+#[test]
+fn items_lie_in_the_edge_or_go_on_from_above() {
+    for items in [&[(8, 9)][..], &[(8, 12), (12, 20)], &[(19, 20)]] {
+        let mut index = read_below(&Edge::items(items));
+        let items = items
+            .iter()
+            .map(|&(start, end)| Item::new(start, end, b"cat"));
+        let items = items.collect::<Result<Vec<Item>>>().unwrap();
+        let mut seq = sequence("x", &tokens(), items);
+        let found = index.lookup(&mut seq, LookupOptions::default(), &mut Vec::new());
+        assert_eq!(found.unwrap().num_tokens, 20);
+    }
+    for (start, end) in [(7, 8), (19, 21)] {
+        let what = format!("an item over the tokens [{start}, {end}) of an edge over [8, 20)");
+        told(&what, &refused_below(&Edge::items(&[(start, end)])));
+    }
+    let both = |above, below| two_edges(3, &Edge::items(&[above]), &Edge::items(&[below]));
+    read_back(&both((7, 8), (7, 9)));
+    // Another item, or one that ends above.
+    for above in [(6, 8), (5, 7)] {
+        told(
+            "an item from 7 on does not begin above the edge at 8",
+            &refused(&both(above, (7, 9))),
+        );
+    }
+}
+
+#[test]
+fn tags_lie_in_the_edge_and_in_no_hole() {
+    for (start, end) in [(8, 9), (8, 20), (19, 20)] {
+        let index = read_below(&Edge::tags(&[(start, end)]));
+        let tags = index.tags(&sequence("x", &tokens(), Vec::new()));
+        assert_eq!(
+            tags,
+            [Span {
+                start,
+                end,
+                kind: index.kinds()[0].clone()
+            }]
+        );
+    }
+    for (start, end) in [(7, 9), (19, 21)] {
+        let what = format!("tags 0x1 on the tokens [{start}, {end}) of an edge over [8, 20)");
+        told(&what, &refused_below(&Edge::tags(&[(start, end)])));
+    }
+    // The block at the tokens [12, 16) is a hole.
+    let holed = |tags: &[(usize, usize)]| two_edges(ABSENT, &Edge::default(), &Edge::tags(tags));
+    read_back(&holed(&[(8, 12), (16, 20)]));
+    for tags in [(11, 13), (15, 17)] {
+        let what = "the hole at position 12 has tags";
+        told(what, &refused(&holed(&[tags])));
+    }
+}
+
+#[test]
+fn uses_end_inside_the_edge_after_the_last_of_the_whole() {
+    read_below(&Edge::uses(&[(4, 4), (3, 9)]));
+    for (end, stamp) in [(2, 4), (5, 4), (3, 3), (4, 3)] {
+        let what =
+            format!("a use at tick {stamp} ends at depth {end} of an edge over [2, 5), used at 3");
+        told(&what, &refused_below(&Edge::uses(&[(end, stamp)])));
+    }
+    told(
+        "a use at tick 10; the clock stands at 9",
+        &refused_below(&Edge::uses(&[(4, 10)])),
+    );
+}
+
+#[test]
+fn labels_of_blocks_that_left_are_not_written() {
+    let mut index = RadixIndex::new(Config {
+        num_blocks: 8,
+        block_size: 2,
+        ..Config::seeded(0)
+    })
+    .unwrap();
+    let mut seq = sequence("x", &[1, 2, 3, 4], Vec::new());
+    let imported = Source::Imported(Imported {
+        exact_until: 2,
+        hops: 3,
+    });
+    add(&mut index, &mut seq, &[5, 6], imported);
+    let kind = index.kinds()[0].clone();
+    let tag = Span {
+        start: 0,
+        end: 1,
+        kind,
+    };
+    index.tag(&seq, &[tag]).unwrap();
+    index.discard(&[BlockId(6)]).unwrap();
+    assert_eq!(index.stats().approximate, 0);
+    let again = read_back(&index.snapshot());
+    assert_eq!(again.digest(), index.digest());
+}
+
+#[test]
+fn an_edge_ends_above_the_greatest_number_of_a_depth() {
+    let bytes = two_edges(3, &Edge::default(), &Edge::default());
+    let tree = bytes.windows(4).position(|name| name == b"TREE").unwrap();
+    // Behind the name and the length of the section: two counts, the namespace, how many edges.
+    let first = tree + 12 + 16 + (9 + 16 + 15) + 2 * 10 + 8;
+    // Each has 17 bytes, and 20 a block.
+    let second = first + 17 + 2 * 20;
+    let with = |edge: usize, blocks: u32| {
+        let mut other = bytes.clone();
+        let place = edge + 4..edge + 8;
+        assert!([[2, 0, 0, 0], [3, 0, 0, 0]].contains(&other[place.clone()].try_into().unwrap()));
+        other[place].copy_from_slice(&blocks.to_le_bytes());
+        refused(&sealed(other))
+    };
+    for (edge, depth) in [(first, 0), (second, 2)] {
+        for blocks in [0, u32::MAX - depth, u32::MAX] {
+            let what = format!("an edge of {blocks} blocks at depth {depth}");
+            told(&what, &with(edge, blocks));
+        }
+        // Fewer are an edge, whose tokens are not there.
+        let most = u32::MAX - depth - 1;
+        let what = format!("{} bytes announced", u64::from(most) * 16);
+        told(&what, &with(edge, most));
+    }
+}
+
+#[test]
+fn so_many_edges_are_read_under_short_hashes() {
+    let mut index = RadixIndex::new(Config {
+        num_blocks: 1 << 15,
+        block_size: 1,
+        ..Config::seeded(0)
+    })
+    .unwrap();
+    let add = |index: &mut RadixIndex, salt: &str, id: u32| {
+        add(
+            index,
+            &mut sequence(salt, &[id], Vec::new()),
+            &[id],
+            Source::Computed,
+        );
+    };
+    // With the two roots, as many as there may be.
+    for id in 0..(1 << 14) - 2 {
+        add(&mut index, if id % 2 == 0 { "x" } else { "y" }, id);
+    }
+    index.config.hash_bits = 31;
+    assert!(check_foreign(&index.snapshot()));
+    add(&mut index, "x", 1 << 14);
+    told(
+        "16385 edges under hashes cut short, a testing aid; the limit is 16384",
+        &refused(&index.snapshot()),
+    );
+    // These are whole.
+    index.config.hash_bits = 32;
+    assert!(check_foreign(&index.snapshot()));
+}
+
+#[test]
+fn what_has_no_adapter_and_no_salt_comes_back() {
+    let mut index = RadixIndex::new(Config {
+        num_blocks: 8,
+        block_size: 2,
+        ..Config::seeded(0)
+    })
+    .unwrap();
+    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
+    let mut seq = TokenSequence::new(Arc::new(namespace), vec![1, 2, 3, 4], Vec::new()).unwrap();
+    // One edge, which has labels and nothing else.
+    let imported = Source::Imported(Imported {
+        exact_until: 2,
+        hops: 3,
+    });
+    add(&mut index, &mut seq, &[5, 6], imported);
+    let bytes = index.snapshot();
+    let again = RadixIndex::restore(&bytes, POOL).unwrap();
+    assert_eq!(again.digest(), index.digest());
+    assert_eq!(again.snapshot(), bytes);
+    assert_eq!(again.stats().approximate, 1);
+    // Nothing has tags, so no call looks for any.
+    assert!(!again.is_tagged);
+    assert_eq!(again.namespaces(), [Arc::clone(seq.namespace())]);
+    assert_eq!(RadixIndex::pool_of_snapshot(&bytes).unwrap(), [0; 16]);
+}
+
+#[test]
+fn contradictions_of_one_edge_are_refused() {
+    told(
+        "uses that are out of order",
+        &spoilt(|index| {
+            let edge = edge_with_extras(index);
+            let pairs = [(5, 2), (6, 3)].into_iter().collect();
+            assert!(crate::extras::InnerUses::from_pairs(pairs).is_none());
+            let node = &mut index.nodes[edge];
+            let (from, clock) = (node.depth, node.whole_use());
+            node.extras_mut().uses.touch(from + 2, clock + 1);
+            node.extras_mut().uses.touch(from + 1, clock + 1);
+            index.clock += 9;
+        }),
+    );
+    told(
+        "label",
+        &spoilt(|index| {
+            let edge = edge_with_extras(index);
+            let depth = index.nodes[edge].depth + 2;
+            let hole = Payload {
+                id: ABSENT,
+                label: Label::approximate(1),
+            };
+            index.nodes[edge].set_payload(depth, hole, 2);
+        }),
+    );
+    told(
+        "has tags",
+        &spoilt(|index| {
+            let edge = edge_with_extras(index);
+            let (from, end) = (index.nodes[edge].depth, index.nodes[edge].end());
+            for depth in from + 1..end - 1 {
+                index.nodes[edge].set_payload(depth, Payload::HOLE, 2);
+            }
+            let start = from as usize * 2;
+            index.nodes[edge]
+                .extras_mut()
+                .tags
+                .add(start + 1, start + 3, 1);
+        }),
+    );
+    told(
+        "tags 0x8000000000000000",
+        &spoilt(|index| {
+            let edge = edge_with_extras(index);
+            let start = index.nodes[edge].depth as usize * 2;
+            index.nodes[edge]
+                .extras_mut()
+                .tags
+                .add(start, start + 1, 1 << 63);
+        }),
+    );
+    told(
+        "a range over the depths",
+        &spoilt(|index| {
+            let edge = edge_with_extras(index);
+            let end = index.nodes[edge].end();
+            index.nodes[edge]
+                .extras_mut()
+                .source_uses
+                .set(end - 1, end + 1, 1);
+        }),
+    );
+    told(
+        "does not begin above",
+        &spoilt(|index| {
+            let edge = edge_with_extras(index);
+            let item = Item::new(4, 9, b"cat").unwrap();
+            index.nodes[edge].extras_mut().items = vec![item];
+        }),
+    );
+    told(
+        "an item over the tokens [3, 6) of an edge over [6, 22)",
+        &spoilt(|index| {
+            let edge = edge_with_extras(index);
+            // The edge above ends with that very item, so nothing else is wrong with it.
+            let item = Item::new(3, 6, b"cat").unwrap();
+            index.nodes[edge].extras_mut().items = vec![item];
+        }),
+    );
+    for earlier in [0, 1] {
+        told(
+            "a use at tick",
+            &spoilt(|index| {
+                let edge = edge_with_extras(index);
+                let node = &mut index.nodes[edge];
+                let (from, whole) = (node.depth, node.whole_use());
+                let uses = [(from + 1, whole - earlier)].into_iter().collect();
+                node.extras_mut().uses = crate::extras::InnerUses::from_pairs(uses).unwrap();
+            }),
+        );
+    }
+    told(
+        "ends in a hole",
+        &spoilt(|index| {
+            let edge = edge_with_extras(index);
+            index.windows = None;
+            index.config.moved_runs = false;
+            let last = index.nodes[edge].end() - 1;
+            index.nodes[edge].set_payload(last, Payload::HOLE, 2);
+        }),
+    );
+}
+
+#[test]
+fn counts_are_checked_against_the_bytes_that_are_left() {
+    let bytes = full().snapshot();
+    let name = bytes.windows(4).position(|name| name == b"TREE").unwrap();
+    // Behind the name and the length: places of trees, how many are vacant, and which.
+    let trees = name + 4 + 8;
+    let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+    let number = |at: usize| usize::try_from(word(at)).unwrap();
+    assert_eq!((number(trees), number(trees + 8)), (3, 1));
+    let left = number(trees - 8) - 8 - 8 - 4;
+    let with = |at: usize, number: usize, len: usize| {
+        let mut other = bytes.clone();
+        other[at..at + len].copy_from_slice(&(number as u64).to_le_bytes()[..len]);
+        refused(&sealed(other))
+    };
+    // A tree takes 37 bytes at least: three names of a letter, two marks, and how many edges it has.
+    let most = left / 37 + 1;
+    let announced = format!("{} trees announced, 1 of them vacant", most + 1);
+    told(&announced, &with(trees, most + 1, 8));
+    let message = with(trees, most, 8);
+    assert!(!message.contains("trees announced"), "{message}");
+    let few = with(trees, 0, 8);
+    told("0 trees announced, 1 of them vacant", &few);
+    // The first tree: names of 1, 8 and 7 letters, an adapter of one, and a salt of one.
+    let edges = trees + 20 + (8 + 1) + (8 + 8) + (8 + 7) + (1 + 8 + 1) + (1 + 8 + 1);
+    let left = trees + number(trees - 8) - edges - 8;
+    let most = left / (17 + 4 * 3);
+    let message = with(edges, most + 1, 8);
+    let announced = format!(
+        "{} entries of 29 bytes or more announced, {left} bytes left",
+        most + 1
+    );
+    told(&announced, &message);
+    let message = with(edges, most, 8);
+    assert!(!message.contains("announced"), "{message}");
+    // An edge hangs below the root, or below one before it.
+    told("edge 1 hangs below edge 1", &with(edges + 8, 1, 4));
+}
