@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
+mod manifest;
 mod model;
+mod moved;
 mod refusals;
 
 use super::*;
@@ -464,4 +466,53 @@ fn a_live_request_offers_what_it_has() {
     let mut seq = sequence(&[]);
     let id = ledger.begin(&mut seq, &table, Begin::default()).unwrap();
     assert_eq!(Offer::of(&ledger, id, &seq).unwrap().labels, []);
+}
+
+#[test]
+fn a_pair_is_as_long_as_both_blocks_allow() {
+    // In blocks of four tokens there are two runs, in blocks of eight there is one.
+    let label = |start, end, class, hops| LabelRun {
+        start,
+        end,
+        class,
+        hops,
+    };
+    let labels = [
+        label(0, 4, Class::Exact, 0),
+        label(4, 8, Class::Approximate, 1),
+    ];
+    let (seq, table) = (sequence(&(0..8).collect::<Vec<_>>()), ids(2, 0));
+    let sent = [(0, 4), (1, 8)].map(|(group, block_size)| SentGroup {
+        group,
+        block_size,
+        blocks: &table,
+    });
+    let manifest = TransferManifest::new(&seq, &sent, &labels, 8, &key()).unwrap();
+    let local = [0, 1].map(|group| LocalGroup {
+        group,
+        block_size: None,
+        blocks: &table,
+    });
+    let policy = ReusePolicy {
+        approximate: true,
+        ..ReusePolicy::EXACT_ONLY
+    };
+    let options = TransferOptions {
+        policy: &policy,
+        ..TransferOptions::default()
+    };
+    let plan = TransferPlan::new(&manifest, &seq, &local, &key(), &options).unwrap();
+    let pairs: Vec<_> = plan
+        .pairs()
+        .iter()
+        .map(|pair| (pair.group, pair.start, pair.end, pair.class))
+        .collect();
+    assert_eq!(
+        pairs,
+        [
+            (0, 0, 4, Class::Exact),
+            (0, 4, 8, Class::Approximate),
+            (1, 0, 8, Class::Approximate)
+        ]
+    );
 }

@@ -288,7 +288,7 @@ fn limits_are_on_all_groups_together() {
     }
 }
 
-fn label(start: usize, end: usize, class: Class) -> LabelRun {
+pub(super) fn label(start: usize, end: usize, class: Class) -> LabelRun {
     LabelRun {
         start,
         end,
@@ -298,7 +298,7 @@ fn label(start: usize, end: usize, class: Class) -> LabelRun {
 }
 
 /// A manifest of ten tokens in groups of (number, tokens of a block), whose tables are the same.
-fn made(
+pub(super) fn made(
     groups: &[(u32, usize)],
     table: &[BlockId],
     labels: &[LabelRun],
