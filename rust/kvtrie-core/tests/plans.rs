@@ -698,6 +698,35 @@ fn of_children_that_share_as_much_the_lowest_id_is_copied() {
     }
 }
 
+/// A run that is found from a window in one of several children which share as much goes on in the lowest of them, whichever was found.
+#[test]
+fn a_run_found_in_one_of_equal_children_is_copied_from_the_lowest_id() {
+    for order in [[0, 1, 2], [2, 1, 0], [1, 0, 2], [1, 2, 0]] {
+        for shared in 5..8_u32 {
+            let mut index = RadixIndex::new(Config {
+                num_blocks: 64,
+                block_size: 8,
+                moved_runs: true,
+                min_run: 8,
+                ..Config::seeded(0)
+            })
+            .unwrap();
+            for (text, id) in order.into_iter().enumerate() {
+                let other = (text as u32 + 2) * NEW;
+                let tail = (8..8 + shared).chain(other..other + 8 - shared);
+                put(&mut index, &mut sequence((0..8).chain(tail)), [10, id]);
+            }
+            // Few tokens of the block above, so that all windows end in one of the children.
+            let prompt = [NEW].into_iter().chain(4..8 + shared).chain([NEW; 2]);
+            let plan = plan(&mut index, &mut sequence(prompt), false);
+            let part = plan.segments()[1];
+            let end = 5 + shared as usize;
+            assert_eq!((part.start, part.end, part.old_start), (1, end, 4));
+            assert_eq!(plan.source_blocks(), ids([0, 10]), "{order:?}, {shared}");
+        }
+    }
+}
+
 /// Tokens of a forbidden kind split the run that they stand in, wherever they stand.
 #[test]
 fn tokens_of_a_forbidden_kind_are_computed() {
