@@ -325,3 +325,35 @@ fn pieces_of_the_own_path_that_are_too_short_are_not_followed_again() {
     }
     assert_eq!(world.took(), (258, 1043, 0));
 }
+
+#[test]
+fn places_on_the_own_path_and_beside_its_holes_are_not_followed_again() {
+    let (mut world, mut numbers) = (World::new(64), Numbers(13));
+    let text = numbers.text(480, 5_000);
+    world.cache(&text, Source::Computed);
+    // Branches off the path, each of which goes on as it does for some tokens of a block.
+    for (at, shared) in [(96, 13), (208, 9), (320, 15), (400, 8)] {
+        let mut branch = text[..at + shared].to_vec();
+        branch.extend(numbers.text(40, 5_000));
+        world.cache(&branch, Source::Computed);
+    }
+    // The path's own blocks there are holes.
+    let holes: Vec<BlockId> = [6, 13, 20, 25].map(BlockId).to_vec();
+    world.index.discard(&holes).unwrap();
+    let mut took = Vec::new();
+    for (end, more) in [(480, 0), (330, 0), (215, 30), (402, 30), (105, 200)] {
+        let mut prompt = text[..end].to_vec();
+        prompt.extend(numbers.text(more, 5_000));
+        prompt.extend(&text[120..180]);
+        world.plan(&prompt, None);
+        took.push(world.took());
+    }
+    let expected = [
+        (28, 520, 0),
+        (44, 899, 0),
+        (54, 1170, 0),
+        (78, 1620, 0),
+        (84, 1784, 0),
+    ];
+    assert_eq!(took, expected);
+}

@@ -1031,6 +1031,42 @@ fn segments(plan: &ReusePlan) -> Vec<(usize, usize, usize, Class, u16)> {
     .collect()
 }
 
+/// Behind a hole at the end of the prompt's own blocks, a part of the block that follows is copied: from the same edge, or from a child.
+#[test]
+fn a_part_of_the_block_behind_the_last_hole_is_copied() {
+    for is_shared in [false, true] {
+        let mut index = RadixIndex::new(Config {
+            num_blocks: 64,
+            block_size: 16,
+            moved_runs: true,
+            min_run: 8,
+            ..Config::seeded(0)
+        })
+        .unwrap();
+        put(&mut index, &mut sequence(0..80), 0..5);
+        if is_shared {
+            let other = (0..64).chain(2 * NEW..2 * NEW + 16);
+            put(&mut index, &mut sequence(other), [0, 1, 2, 3, 10]);
+        }
+        index.discard(&ids([3])).unwrap();
+        let prompt = (0..76).chain(NEW..NEW + 10);
+        for policy in [ReusePolicy::EXACT_ONLY, approximate()] {
+            let prompt = &mut sequence(prompt.clone());
+            let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
+            assert_eq!(
+                segments(&plan),
+                [
+                    (0, 48, 0, Class::Exact, 0),
+                    (48, 64, 48, Class::Compute, 0),
+                    (64, 76, 64, Class::Exact, 0),
+                    (76, 86, 76, Class::Compute, 0),
+                ]
+            );
+            assert_eq!(plan.source_blocks(), ids([4]));
+        }
+    }
+}
+
 #[test]
 fn a_block_beside_a_hole_of_the_own_path_is_copied_as_far_as_it_is_the_same() {
     let mut index = RadixIndex::new(Config {

@@ -620,38 +620,14 @@ impl<'a> Cover<'a> {
         })
     }
 
-    /// Whether a place, at which the token of the same position of the prompt may stand, stands under the prompt's own
-    /// prefix: such runs are found without a search.
+    /// Whether a place, at which the token of the same position of the prompt may stand, stands on the prompt's own path: such runs
+    /// are found without a search.
     fn is_own(&self, place: &Candidate<'_>) -> bool {
         let (index, end) = (self.follower.index, self.own.end);
-        let block_size = index.block_size();
-        let depth = place.last / block_size;
-        let node = &index.nodes[place.node];
-        let mut parent = end;
-        if depth < end.depth as usize {
-            let edges = self.own_edges.get_or_init(|| index.edges_to(end, 0));
-            let at = edges.partition_point(|&(_, _, to)| to as usize <= depth);
-            let Some(&(own, from, _)) = edges.get(at) else {
-                return false;
-            };
-            if own == place.node {
-                return true;
-            }
-            // Beside the path's own block, where that is a hole.
-            parent = Position {
-                node: index.nodes[own].parent,
-                depth: from,
-            };
-        }
-        let from = parent.depth as usize * block_size;
-        let diverges = depth == parent.depth as usize
-            && (place.node == parent.node
-                || node.parent == parent.node && node.depth == parent.depth);
-        let prompt = self.follower.prompt;
-        diverges && {
-            let known = node.view(block_size).slice(from, place.last + 1);
-            known.common(prompt.slice(from, prompt.tokens.len())) == known.tokens.len()
-        }
+        let depth = place.last / index.block_size();
+        let edges = self.own_edges.get_or_init(|| index.edges_to(end, 0));
+        let at = edges.partition_point(|&(_, _, to)| to as usize <= depth);
+        edges.get(at).is_some_and(|&(own, ..)| own == place.node)
     }
 
     /// Finds what the prompt's own path has behind the token `at`, and beside its end.
