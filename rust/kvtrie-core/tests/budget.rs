@@ -150,6 +150,22 @@ fn a_prompt_of_many_short_runs_is_searched_no_longer_than_they_earn() {
 }
 
 #[test]
+fn each_token_that_is_covered_earns_32_looks_and_one() {
+    let mut fan = Fan::new(1);
+    let text: Vec<u32> = fan.unused.take(96).collect();
+    fan.cache(text.clone());
+    let (_, without) = fan.plan(repeated(2_000));
+    let (plan, looks) = fan.plan([&[0], &text[..], &repeated(1_903)].concat());
+    assert_eq!(plan.num_tokens(Class::Approximate), 96);
+    let earned = looks - without;
+    let expected = 96 * (32 + 1);
+    assert!(
+        earned.abs_diff(expected) <= LAST_PLACE,
+        "{earned} looks are not {expected}"
+    );
+}
+
+#[test]
 fn a_run_behind_windows_that_lead_nowhere_is_found_from_its_first_token_on() {
     let mut fan = Fan::new(1);
     let text: Vec<u32> = fan.unused.take(6_400).collect();
