@@ -142,6 +142,21 @@ mod tests {
     }
 
     #[test]
+    fn seeds_are_drawn_as_splitmix64_draws() {
+        // The numbers that https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64 lists for this seed.
+        let mut state = 1_234_567;
+        let drawn: [u64; 5] = std::array::from_fn(|_| random(&mut state));
+        let listed = [
+            6_457_827_717_110_365_317,
+            3_203_168_211_198_807_973,
+            9_817_491_932_198_370_423,
+            4_593_380_528_125_082_431,
+            16_408_922_859_458_223_821,
+        ];
+        assert_eq!(drawn, listed);
+    }
+
+    #[test]
     fn spreads_windows_of_plain_tokens_evenly() {
         let hasher = WindowHasher::new(1, 64);
         let mut kept = BTreeSet::new();
