@@ -157,6 +157,15 @@ mod tests {
     }
 
     #[test]
+    fn a_space_changes_every_bit_of_a_key() {
+        let hasher = WindowHasher::new(1, 64);
+        for space in [0, 1, 5, 1 << 40, u64::MAX] {
+            let window = hasher.window_of(space, 1234);
+            assert_eq!(hasher.hash(space, &window), 1234);
+        }
+    }
+
+    #[test]
     fn spreads_windows_of_plain_tokens_evenly() {
         let hasher = WindowHasher::new(1, 64);
         let mut kept = BTreeSet::new();

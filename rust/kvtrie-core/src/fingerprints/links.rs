@@ -300,3 +300,88 @@ impl Links {
         std::hint::black_box(links.fold(0, |any, link| any | link.older));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::fmt::Debug;
+
+    use super::*;
+
+    fn assert_spread<T: Record<Key: Debug>>(records: &[T]) {
+        for secret in [0x0123_4567_89ab_cdef, 0xbf58_476d_1ce4_e5b9] {
+            let mut shards = Shards::new(6, secret);
+            for &record in records {
+                shards.insert(record);
+            }
+            let hashes: BTreeSet<u64> = records
+                .iter()
+                .map(|record| Shards::<T>::hash(secret, record.key()))
+                .collect();
+            assert!(
+                hashes.len() > records.len() * 999 / 1000,
+                "many keys have one hash"
+            );
+            let fullest = shards.tables.iter().map(HashTable::len).max();
+            assert!(fullest < Some(records.len() / 32), "{fullest:?}");
+        }
+    }
+
+    #[test]
+    fn hardly_two_records_have_one_hash_and_shards_are_filled_alike() {
+        let (newer, older) = (1, NO_NAME);
+        let link = |name| Link { name, newer, older };
+        assert_spread::<Link>(&(0..20_000).map(link).collect::<Vec<_>>());
+        let head = |at: u32| Head {
+            location: u64::from(at % 200) << 40,
+            tree: at / 200,
+            newest: 1,
+        };
+        assert_spread::<Head>(&(0..20_000).map(head).collect::<Vec<_>>());
+        let count = |at: u64| Count {
+            location: at << 20,
+            places: 1,
+        };
+        assert_spread::<Count>(&(0..20_000).map(count).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_shard_shrinks_once_less_than_an_eighth_is_used_and_leaves_room_for_as_many() {
+        let mut shards = Shards::new(0, 7);
+        let (newer, older) = (1, NO_NAME);
+        for name in 0..5_000 {
+            shards.insert(Link { name, newer, older });
+        }
+        for name in 0..5_000 {
+            let before = shards.tables[0].num_buckets();
+            shards.remove(name);
+            let (table, left) = (&shards.tables[0], 4_999 - name as usize);
+            if left > 0 && left >= before / 8 {
+                assert_eq!(table.num_buckets(), before, "{left} left");
+            } else {
+                assert!(table.num_buckets() < before, "{left} left");
+                assert!(table.capacity() >= 2 * left, "{left} left");
+            }
+            assert_eq!(shards.bytes, table.allocation_size());
+        }
+        assert_eq!(shards.bytes, 0);
+    }
+
+    #[test]
+    fn records_and_bytes_that_are_miscounted_are_noticed() {
+        fn miscounts<T: Record>(of: impl Fn(&mut Links) -> &mut Shards<T>) {
+            let mut links = Links::new(2, 7);
+            links.add(1, 2, 3);
+            links.add(1, 2, 4);
+            assert!(links.is_counted());
+            of(&mut links).len += 1;
+            assert!(!links.is_counted());
+            of(&mut links).len -= 1;
+            of(&mut links).bytes += 1;
+            assert!(!links.is_counted());
+        }
+        miscounts(|links| &mut links.places);
+        miscounts(|links| &mut links.heads);
+        miscounts(|links| &mut links.counts);
+    }
+}
