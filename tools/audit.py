@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MANIFESTS = ("Cargo.toml", "fuzz/Cargo.toml")
+MANIFESTS = ("Cargo.toml", "fuzz/Cargo.toml", "locks/Cargo.toml")
 LISTS = tuple(f"constraints/{name}.txt" for name in ("bootstrap", "dev", "audit"))
 
 # Seconds. A database is fetched, and a service asked about a hundred packages one by one.

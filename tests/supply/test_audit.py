@@ -87,7 +87,7 @@ def test_a_crate_that_is_refused_fails(
     refuse = f'case "$*" in *{check}*) echo refused: this >&2; exit 4;; esac'
     assert not audit.crates(fake_deny(tmp_path, check=refuse))
     said = capsys.readouterr().out
-    for manifest in ("Cargo.toml", "fuzz/Cargo.toml"):
+    for manifest in ("Cargo.toml", "fuzz/Cargo.toml", "locks/Cargo.toml"):
         assert f"audit: crates of {manifest}: cargo deny check {check}" in said
     assert "refused: this" in said
     assert "not checked" not in said
