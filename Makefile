@@ -226,6 +226,7 @@ instructions: setup ## instructions of five key operations against the record, w
 .PHONY: docs
 docs: setup ## the documentation site, strict, into site/
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --quiet --no-deps --package kvtrie-core
+	$(PY) benches/pictures.py --check
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "docs: open site/index.html; the crate's own: target/doc/kvtrie_core/index.html"
 
