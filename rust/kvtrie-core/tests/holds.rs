@@ -245,6 +245,16 @@ fn a_use_that_revives_much_is_known_to_be_long() {
 }
 
 #[test]
+fn a_use_that_revives_little_is_not_long() {
+    let (mut index, seq) = of_one_edge(200);
+    assert_eq!(index.mark_dead(&seq, &[(0, 100), (150, 160)]).unwrap(), 110);
+    let policy = ReusePolicy::EXACT_ONLY;
+    let planned = index.plan_within(&mut seq.clone(), &policy, PlanOptions::default(), BRIEF);
+    index.release(&planned.unwrap().unwrap()).unwrap();
+    assert_eq!(index.stats().dead, 0);
+}
+
+#[test]
 fn ids_of_very_many_edges_are_known_to_be_long() {
     let (mut index, _) = of_many_edges(1_500);
     let mut prompt = sequence(0..1_500);
@@ -367,6 +377,37 @@ fn a_release_takes_a_step_for_four_edges_and_one_for_each_block_that_left() {
     index.release(&plan).unwrap();
     assert!(index.is_released(&plan));
     assert_eq!(index.release_steps(&plan), u64::from(edges) / 4);
+}
+
+#[test]
+fn a_release_takes_a_step_for_each_leaf_while_there_are_too_many_holes() {
+    let mut index = index(100);
+    for leaf in 0..10 {
+        insert(&mut index, &mut sequence([leaf]), &ids([leaf]));
+    }
+    // Three paths of 34 holes, whose other blocks are pinned, so that they cannot leave.
+    let mut free = ids(10..100);
+    let mut held = Vec::new();
+    for number in 1..=3 {
+        let mut path = sequence((0..50).map(|at| 100 * number + at));
+        let blocks = free.split_off(free.len() - 50);
+        insert(&mut index, &mut path, &blocks);
+        if number == 3 {
+            held.extend(plans(&mut index, &path, 1));
+            assert_eq!(index.release_steps(&held[0]), 1);
+        }
+        free.extend(index.remove_spans(&path, &[(0, 34)], false).unwrap().freed);
+        if number < 3 {
+            held.extend(plans(&mut index, &path, 1));
+        }
+    }
+    assert_eq!(index.stats().holes, 102);
+    assert_eq!(index.release_steps(&held[0]), 1 + 10);
+    for plan in &held {
+        index.release(plan).unwrap();
+    }
+    assert!(index.stats().holes <= 100);
+    index.check().unwrap();
 }
 
 #[test]

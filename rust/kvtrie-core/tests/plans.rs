@@ -514,7 +514,7 @@ fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
     assert!(is_dropped);
 }
 
-/// Runs that are one token too short, each cached at sixty places: more than a search remembers. A long run before them pays for
+/// Runs that are one token too short, each cached at 64 places: a search remembers 256 such runs. A long run before them pays for
 /// trying them all.
 #[test]
 fn a_search_that_forgets_places_finds_what_comes_behind_them() {
@@ -526,9 +526,9 @@ fn a_search_that_forgets_places_finds_what_comes_behind_them() {
         ..Config::seeded(0)
     })
     .unwrap();
-    let text: Vec<u32> = (0..4_800).map(|at| 10_000 + at).collect();
+    let text: Vec<u32> = (0..5_400).map(|at| 10_000 + at).collect();
     let blocks = text.len() / BLOCK_SIZE + 1;
-    for copy in 0..60 {
+    for copy in 0..64 {
         let head = 0..BLOCK_SIZE as u32;
         let tokens = head.map(|at| 4 * copy + at).chain(text.iter().copied());
         let first = copy * blocks as u32;
@@ -539,18 +539,20 @@ fn a_search_that_forgets_places_finds_what_comes_behind_them() {
         );
     }
     let paid: Vec<u32> = (0..24_000).map(|at| 20_000 + at).collect();
-    let first = 60 * blocks as u32;
+    let first = 64 * blocks as u32;
     let ids = first..first + (paid.len() / BLOCK_SIZE) as u32;
     put(&mut index, &mut sequence(paid.iter().copied()), ids);
-    let short = text
-        .chunks(16)
-        .flat_map(|piece| piece[..15].iter().copied().chain([NEW]));
+    // The first comes again while it is remembered, and once all was forgotten: then its places are looked up again.
+    let order = (0..256).chain([0, 256, 0]).chain(257..300);
+    let piece = |number: usize| text[18 * number..][..15].iter().copied();
+    let short = order.flat_map(|number| piece(number).chain([NEW]));
     let mut prompt: Vec<u32> = [NEW].into_iter().chain(paid).chain(short).collect();
     let at = prompt.len();
     prompt.extend(&text[100..200]);
     prompt.push(NEW);
     let plan = plan(&mut index, &mut sequence(prompt), true);
     assert_eq!(plan.candidates_dropped(), 0);
+    assert_eq!(index.stats().search_looks, 40_543);
     let found: Vec<_> = plan
         .segments()
         .iter()
@@ -734,10 +736,18 @@ fn tokens_of_a_forbidden_kind_are_computed() {
         forbid_kinds: vec!["reasoning".into()],
         ..approximate()
     };
-    for (start, end) in (0..40).flat_map(|start| (start + 1..=40).map(move |end| (start, end))) {
+    let spans = (0..40).flat_map(|start| (start + 1..=40).map(move |end| (start, end)));
+    // The last block has too many hops, or none has any.
+    for ((start, end), exact_until) in spans.flat_map(|span| [(span, 40), (span, 36)]) {
         let mut index = index();
         let seq = &mut sequence(0..40);
-        put(&mut index, seq, 20..30);
+        let source = Source::Imported(Imported {
+            exact_until,
+            hops: 1,
+        });
+        index
+            .insert(seq, &ids(20..30), InsertOptions::new(40, source))
+            .unwrap();
         let kinds = [(start, end, "reasoning"), (0, 40, "answer")];
         let spans = kinds.map(|(start, end, kind)| Span {
             start,
@@ -753,9 +763,12 @@ fn tokens_of_a_forbidden_kind_are_computed() {
             .filter(|part| part.class == Class::Approximate)
             .map(|part| (part.old_start, part.end - part.start))
             .collect();
-        let runs = [(0, start), (end, 40 - end)];
+        let runs = [
+            (0, start.min(exact_until)),
+            (end, exact_until.saturating_sub(end)),
+        ];
         let expected: Vec<_> = runs.into_iter().filter(|run| run.1 >= 8).collect();
-        assert_eq!(found, expected, "{start}..{end}");
+        assert_eq!(found, expected, "{start}..{end}, exact until {exact_until}");
     }
 }
 

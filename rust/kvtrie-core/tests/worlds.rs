@@ -1,0 +1,387 @@
+//! What plans say and take in many small worlds: texts made of pieces of each other, holes, hops, kinds, children in all numbers, and
+//! policies of all fields.
+//!
+//! No rule is worked out here: `tests/model.rs` and `tests/plans.rs` do that. What is pinned down are the choices between answers of the
+//! same worth and the work that is spared, which no rule fixes. A change that finds more, or takes less, changes the numbers.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "a test stops at what it does not expect"
+)]
+
+use std::sync::Arc;
+
+use kvtrie_core::{
+    BlockId, Class, Config, Effort, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex,
+    ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+};
+
+/// A sequence of numbers that is the same everywhere (`SplitMix64`).
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, bound: u32) -> u32 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        u32::try_from((mixed ^ (mixed >> 31)) % u64::from(bound)).unwrap()
+    }
+
+    /// A number up to `most`.
+    fn up_to(&mut self, most: usize) -> usize {
+        self.below(u32::try_from(most + 1).unwrap()) as usize
+    }
+
+    fn of<T: Copy>(&mut self, all: &[T]) -> T {
+        all[self.up_to(all.len() - 1)]
+    }
+
+    /// Once in `times`.
+    fn once_in(&mut self, times: u32) -> bool {
+        self.below(times) == 0
+    }
+}
+
+/// What worlds of one kind have.
+#[derive(Clone, Copy)]
+struct Kind {
+    block_sizes: &'static [usize],
+    min_runs: &'static [usize],
+    /// Different tokens.
+    words: &'static [u32],
+    max_candidates: &'static [usize],
+    /// Whether there are approximate entries and holes.
+    is_broken: bool,
+    /// Whether tokens are tagged, and kinds forbidden.
+    has_kinds: bool,
+    /// Whether plans may take so much only.
+    is_limited: bool,
+}
+
+/// All of everything, but whole answers.
+const KIND: Kind = Kind {
+    block_sizes: &[1, 2, 3, 4, 16],
+    min_runs: &[8, 9, 12, 16],
+    words: &[1, 2, 3, 6, 50],
+    max_candidates: &[1, 2, 4, 64],
+    is_broken: true,
+    has_kinds: true,
+    is_limited: false,
+};
+
+/// What the plans of some worlds said and took.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Took {
+    looks: u64,
+    covered: usize,
+    dropped: u64,
+    /// Steps of releasing the plans.
+    steps: u64,
+    gave_up: u64,
+    /// All that the plans said, mixed up.
+    said: u64,
+}
+
+impl Took {
+    fn note(&mut self, number: usize) {
+        let mixed = self.said.rotate_left(7) ^ number as u64;
+        self.said = mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn note_plan(&mut self, plan: &ReusePlan) {
+        for segment in plan.segments() {
+            let class = [Class::Exact, Class::Approximate, Class::Compute];
+            let class = class.iter().position(|&class| class == segment.class);
+            let hops = usize::from(segment.hops);
+            let place = [segment.start, segment.end, segment.old_start];
+            for number in place.into_iter().chain([class.unwrap(), hops]) {
+                self.note(number);
+            }
+            if segment.class != Class::Compute {
+                self.covered += segment.end - segment.start;
+            }
+        }
+        for id in plan.blocks().iter().copied().chain(plan.source_blocks()) {
+            self.note(id.0 as usize);
+        }
+        self.dropped += plan.candidates_dropped();
+    }
+}
+
+struct World {
+    kind: Kind,
+    numbers: Numbers,
+    index: RadixIndex,
+    namespace: Arc<Namespace>,
+    block_size: usize,
+    min_run: usize,
+    words: u32,
+    scale: usize,
+    texts: Vec<Vec<u32>>,
+    next_id: u32,
+}
+
+impl World {
+    fn new(kind: Kind, seed: u64) -> Self {
+        let mut numbers = Numbers(seed);
+        let config = Config {
+            num_blocks: 4_000,
+            block_size: numbers.of(kind.block_sizes),
+            moved_runs: true,
+            min_run: numbers.of(kind.min_runs),
+            max_candidates: numbers.of(kind.max_candidates),
+            ..Config::seeded(0)
+        };
+        let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
+        Self {
+            kind,
+            block_size: config.block_size,
+            min_run: config.min_run,
+            words: numbers.of(kind.words),
+            scale: numbers.of(&[15, 30, 60, 150]),
+            numbers,
+            index: RadixIndex::new(config).unwrap(),
+            namespace: Arc::new(namespace),
+            texts: Vec::new(),
+            next_id: 0,
+        }
+    }
+
+    /// Pieces of other texts, often where they were, and tokens of its own.
+    fn text(&mut self) -> Vec<u32> {
+        let mut text: Vec<u32> = Vec::new();
+        for piece in 0..=self.numbers.below(4) {
+            if self.texts.is_empty() || self.numbers.once_in(3) {
+                let count = self.numbers.up_to(self.scale);
+                text.extend((0..count).map(|_| self.numbers.below(self.words)));
+            } else {
+                let other = self.numbers.up_to(self.texts.len() - 1);
+                let other = &self.texts[other];
+                let stays = piece == 0 && !self.numbers.once_in(3) || self.numbers.once_in(3);
+                let from = if stays {
+                    text.len().min(other.len())
+                } else {
+                    self.numbers.up_to(other.len())
+                };
+                let count = self.numbers.up_to(other.len() - from);
+                text.extend(&other[from..from + count]);
+            }
+            if self.numbers.once_in(4) {
+                text.push(1_000 + self.numbers.below(3));
+            }
+        }
+        text.push(self.numbers.below(self.words));
+        text.truncate(400);
+        text
+    }
+
+    fn sequence(&self, tokens: &[u32]) -> TokenSequence {
+        TokenSequence::new(Arc::clone(&self.namespace), tokens.to_vec(), Vec::new()).unwrap()
+    }
+
+    fn cache(&mut self) {
+        let text = self.text();
+        let mut seq = self.sequence(&text);
+        let count = u32::try_from(text.len() / self.block_size).unwrap();
+        let ids: Vec<BlockId> = (self.next_id..self.next_id + count).map(BlockId).collect();
+        self.next_id += count;
+        let source = if self.kind.is_broken && self.numbers.once_in(3) {
+            Source::Imported(Imported {
+                exact_until: self.numbers.up_to(text.len()),
+                hops: self.numbers.of(&[1, 2, 3]),
+            })
+        } else {
+            Source::Computed
+        };
+        let options = InsertOptions::new(text.len(), source);
+        self.index.insert(&mut seq, &ids, options).unwrap();
+        let num_tagged = if self.kind.has_kinds {
+            self.numbers.below(4)
+        } else {
+            0
+        };
+        for _ in 0..num_tagged {
+            let start = self.numbers.up_to(text.len() - 1);
+            let most = self.numbers.of(&[3, 100]);
+            let span = Span {
+                start,
+                end: start + 1 + self.numbers.up_to((text.len() - start - 1).min(most)),
+                kind: self.numbers.of(&["reasoning", "answer"]).into(),
+            };
+            self.index.tag(&seq, &[span]).unwrap();
+        }
+        self.texts.push(text);
+    }
+
+    fn discard(&mut self) {
+        for _ in 0..=self.numbers.below(4) {
+            let id = BlockId(self.numbers.below(self.next_id));
+            self.index.discard(&[id]).unwrap();
+        }
+    }
+
+    fn policy(&mut self) -> ReusePolicy {
+        let numbers = &mut self.numbers;
+        let min_run = self.min_run + numbers.up_to(20);
+        let kinds = self.kind.has_kinds && numbers.once_in(2);
+        ReusePolicy {
+            approximate: !numbers.once_in(8),
+            min_run: numbers.once_in(3).then_some(min_run),
+            max_hops: numbers.of(&[0, 1, 2, 3]),
+            max_approximate_share: numbers.of(&[0.3, 0.6, 1.0, 1.0, 1.0, 1.0]),
+            recompute_first: numbers.of(&[0, 0, 0, 1, 4]),
+            recompute_last: numbers.of(&[0, 0, 0, 1, 4]),
+            forbid_kinds: kinds.then(|| "reasoning".into()).into_iter().collect(),
+            partial_blocks: !numbers.once_in(4),
+        }
+    }
+
+    fn plan(&mut self, took: &mut Took) {
+        let text = self.text();
+        let (mut seq, policy) = (self.sequence(&text), self.policy());
+        let options = PlanOptions {
+            keep_last: self.numbers.up_to(2),
+            pin: true,
+        };
+        let effort = if self.kind.is_limited {
+            let bytes = 64 * u64::from(self.numbers.below(400));
+            Effort {
+                nodes: u64::from(self.numbers.below(80)),
+                bytes: self.numbers.of(&[bytes, u64::MAX]),
+            }
+        } else {
+            Effort::ANY
+        };
+        let plan = self.index.plan_within(&mut seq, &policy, options, effort);
+        let Some(plan) = plan.unwrap() else {
+            took.gave_up += 1;
+            return;
+        };
+        took.note_plan(&plan);
+        took.steps += self.index.release_steps(&plan);
+        self.index.release(&plan).unwrap();
+    }
+}
+
+fn took(kind: Kind, worlds: u64) -> Took {
+    let mut took = Took::default();
+    for seed in 0..worlds {
+        let mut world = World::new(kind, seed << 32);
+        for _ in 0..4 + world.numbers.below(12) {
+            match world.numbers.below(10) {
+                0..=5 => world.cache(),
+                6..=8 if kind.is_broken && world.next_id > 0 => world.discard(),
+                _ => (),
+            }
+            for _ in 0..world.numbers.below(3) {
+                world.plan(&mut took);
+            }
+        }
+        took.looks += world.index.stats().search_looks;
+    }
+    took
+}
+
+#[test]
+fn exact_worlds() {
+    let kind = Kind {
+        is_broken: false,
+        has_kinds: false,
+        ..KIND
+    };
+    let expected = Took {
+        looks: 68_451,
+        covered: 293_539,
+        dropped: 26_538,
+        steps: 11_731,
+        gave_up: 0,
+        said: 0x186a_8ec2_3ddb_f7a7,
+    };
+    assert_eq!(took(kind, 1_000), expected);
+}
+
+#[test]
+fn worlds_with_holes_and_hops() {
+    let kind = Kind {
+        has_kinds: false,
+        ..KIND
+    };
+    let expected = Took {
+        looks: 314_148,
+        covered: 798_806,
+        dropped: 117_571,
+        steps: 34_498,
+        gave_up: 0,
+        said: 0x929b_6fb6_15b6_2903,
+    };
+    assert_eq!(took(kind, 3_000), expected);
+}
+
+#[test]
+fn worlds_with_holes_hops_and_kinds() {
+    let expected = Took {
+        looks: 114_127,
+        covered: 256_733,
+        dropped: 30_481,
+        steps: 11_339,
+        gave_up: 0,
+        said: 0x40d9_ee01_6a37_9744,
+    };
+    assert_eq!(took(KIND, 1_000), expected);
+}
+
+#[test]
+fn plans_that_may_take_so_much_only() {
+    let kind = Kind {
+        is_limited: true,
+        ..KIND
+    };
+    let expected = Took {
+        looks: 51_672,
+        covered: 214_550,
+        dropped: 24_308,
+        steps: 9_477,
+        gave_up: 735,
+        said: 0x8155_dde7_fc10_8b03,
+    };
+    assert_eq!(took(kind, 1_000), expected);
+}
+
+#[test]
+fn worlds_of_long_runs() {
+    let kind = Kind {
+        min_runs: &[24, 32, 48],
+        words: &[2, 3, 50],
+        ..KIND
+    };
+    let expected = Took {
+        looks: 26_156,
+        covered: 192_011,
+        dropped: 468,
+        steps: 7_537,
+        gave_up: 0,
+        said: 0x70fe_4212_78f1_0c31,
+    };
+    assert_eq!(took(kind, 1_000), expected);
+}
+
+#[test]
+fn worlds_of_two_words() {
+    let kind = Kind {
+        block_sizes: &[3, 4],
+        min_runs: &[8],
+        words: &[2],
+        max_candidates: &[2, 64],
+        ..KIND
+    };
+    let expected = Took {
+        looks: 230_892,
+        covered: 271_900,
+        dropped: 21_974,
+        steps: 19_541,
+        gave_up: 0,
+        said: 0x688f_7872_c53d_7c90,
+    };
+    assert_eq!(took(kind, 1_000), expected);
+}
