@@ -58,7 +58,7 @@ fn failed_calls_change_nothing() {
     let histories = prop::collection::vec(calls(), 1..60);
     let mut runner = TestRunner::deterministic();
     let mut met = BTreeSet::new();
-    for _ in 0..600 {
+    for _ in 0..2_400 {
         let mut test = Test::new();
         for call in histories.new_tree(&mut runner).unwrap().current() {
             met.extend(test.run_failing(&call));
