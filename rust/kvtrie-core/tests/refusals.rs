@@ -58,7 +58,7 @@ fn limits_of_an_index() {
         made
     };
     let max = Config::MAX_BLOCK_SIZE;
-    let good: [Change<'_>; 9] = [
+    let good: [Change<'_>; 11] = [
         &|config| config.num_blocks = 1,
         &|config| config.num_blocks = 1 << 31,
         &|config| config.block_size = 1,
@@ -68,11 +68,13 @@ fn limits_of_an_index() {
         &|config| config.min_run = Config::MIN_RUN,
         &|config| config.max_candidates = 1,
         &|config| config.moved_runs = true,
+        &|config| config.pool_id = vec![7],
+        &|config| config.pool_id = vec![7; Config::MAX_POOL_ID],
     ];
     for change in good {
         of(change).unwrap();
     }
-    let bad: [(Change<'_>, &str); 7] = [
+    let bad: [(Change<'_>, &str); 9] = [
         (&|config| config.num_blocks = 0, "num_blocks is 0"),
         (
             &|config| config.num_blocks = (1 << 31) + 1,
@@ -86,6 +88,11 @@ fn limits_of_an_index() {
             "min_run is 7",
         ),
         (&|config| config.max_candidates = 0, "max_candidates is 0"),
+        (&|config| config.pool_id = vec![], "pool_id has 0 bytes"),
+        (
+            &|config| config.pool_id = vec![7; Config::MAX_POOL_ID + 1],
+            "pool_id has 65 bytes",
+        ),
     ];
     for (change, words) in bad {
         assert_refused(&of(change).unwrap_err(), words);
@@ -171,6 +178,20 @@ fn ids_that_stand_elsewhere_or_come_twice() {
         assert_eq!(error.kind(), ErrorKind::BlockInUse, "{offered:?}");
         assert_eq!(index.digest(), before);
     }
+}
+
+#[test]
+fn an_id_that_is_refused_is_told_with_both_its_places() {
+    let mut index = filled();
+    // The block 1 stands where it is offered, and the block 0 does not.
+    let options = InsertOptions {
+        start: 2,
+        ..InsertOptions::new(6, Source::Computed)
+    };
+    let seq = &mut sequence(6);
+    let error = index.insert(seq, &ids([1, 0]), options).unwrap_err();
+    let words = "blocks has 0, which is offered for the tokens from 4 on, but backs others at 0";
+    assert!(error.to_string().contains(words), "{error}");
 }
 
 #[test]
