@@ -1,0 +1,142 @@
+//! What an insert answers and leaves behind where the path has holes, approximate blocks or pins (D2, D12, D14).
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "a test stops at what it does not expect"
+)]
+
+use std::sync::Arc;
+
+use kvtrie_core::{
+    BlockId, Config, Imported, InsertOptions, Inserted, LookupOptions, Namespace, PlanOptions,
+    RadixIndex, ReusePlan, ReusePolicy, Salt, Source, TokenSequence,
+};
+
+const BLOCK_SIZE: usize = 4;
+
+fn index() -> RadixIndex {
+    RadixIndex::new(Config {
+        num_blocks: 32,
+        block_size: BLOCK_SIZE,
+        ..Config::seeded(0)
+    })
+    .unwrap()
+}
+
+fn sequence(tokens: impl IntoIterator<Item = u32>) -> TokenSequence {
+    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
+    let tokens = tokens.into_iter().collect();
+    TokenSequence::new(Arc::new(namespace), tokens, Vec::new()).unwrap()
+}
+
+fn ids<const N: usize>(raw: [u32; N]) -> Vec<BlockId> {
+    raw.map(BlockId).to_vec()
+}
+
+/// Inserts so many blocks of the tokens 0, 1, 2 and so on.
+fn put<const N: usize>(index: &mut RadixIndex, raw: [u32; N], source: Source<'_>) -> Inserted {
+    let len = N * BLOCK_SIZE;
+    let mut seq = sequence(0..u32::try_from(len).unwrap());
+    let options = InsertOptions::new(len, source);
+    let done = index.insert(&mut seq, &ids(raw), options).unwrap();
+    index.check().unwrap();
+    done
+}
+
+fn imported(exact_until: usize) -> Source<'static> {
+    Source::Imported(Imported {
+        exact_until,
+        hops: 0,
+    })
+}
+
+/// A plan for so many tokens from 0 on, with all that is cached of them, approximate or not.
+fn plan(index: &mut RadixIndex, len: u32) -> ReusePlan {
+    let policy = ReusePolicy {
+        approximate: true,
+        ..ReusePolicy::EXACT_ONLY
+    };
+    let options = PlanOptions {
+        keep_last: 0,
+        pin: true,
+    };
+    index.plan(&mut sequence(0..len), &policy, options).unwrap()
+}
+
+#[test]
+fn nothing_is_taken_behind_a_hole_whose_offer_is_condemned() {
+    let mut index = index();
+    put(&mut index, [0, 1, 2], Source::Computed);
+    let held = plan(&mut index, 12);
+    assert_eq!(index.discard(&ids([1])).unwrap(), []);
+    let done = put(&mut index, [0, 1, 2, 3], Source::Computed);
+    let expected = Inserted {
+        blocks: ids([0]),
+        num_exact: BLOCK_SIZE,
+        surplus: ids([3]),
+        ..Inserted::default()
+    };
+    assert_eq!(done, expected);
+    assert_eq!((index.stats().indexed, index.stats().holes), (2, 1));
+    index.release(&held).unwrap();
+    assert_eq!(index.take_freed(), ids([1]));
+}
+
+#[test]
+fn a_block_behind_an_approximate_one_is_not_taken_from_its_pins() {
+    let mut index = index();
+    put(&mut index, [0, 1, 2], imported(BLOCK_SIZE));
+    let held = plan(&mut index, 12);
+    assert_eq!(held.blocks(), ids([0, 1, 2]));
+    // The block 7 was computed behind the approximate block 1, and so is no better than the block 2.
+    let done = put(&mut index, [9, 1, 7], Source::Computed);
+    let expected = Inserted {
+        blocks: ids([0, 1, 2]),
+        num_exact: BLOCK_SIZE,
+        duplicates: ids([9, 7]),
+        ..Inserted::default()
+    };
+    assert_eq!(done, expected);
+    assert_eq!((index.stats().pinned, index.num_evictable()), (3, 0));
+    index.release(&held).unwrap();
+    index.check().unwrap();
+    assert_eq!(index.evict(9), ids([2, 1, 0]));
+}
+
+#[test]
+fn what_a_plan_computed_on_approximate_blocks_stays_approximate_when_these_have_left() {
+    let mut index = index();
+    let held = plan(&mut index, 12);
+    put(&mut index, [0, 1, 2], imported(2 * BLOCK_SIZE));
+    let done = put(&mut index, [0, 1, 2], Source::Plan(&held));
+    assert_eq!(done.num_exact, 2 * BLOCK_SIZE);
+    index.discard(&ids([0, 1, 2])).unwrap();
+    let done = put(&mut index, [3, 4, 5], Source::Plan(&held));
+    assert_eq!(done.blocks, ids([3, 4, 5]));
+    assert_eq!(done.num_exact, 2 * BLOCK_SIZE);
+    assert_eq!(index.stats().approximate, 1);
+}
+
+#[test]
+fn an_insert_of_less_than_is_known_walks_nothing_again() {
+    let mut index = index();
+    put(&mut index, [0, 1, 2, 3], Source::Computed);
+    // Known as far as the middle of the edge.
+    let mut seq = sequence((0..12).chain(90..94));
+    let options = LookupOptions::default();
+    let found = index.lookup(&mut seq, options, &mut Vec::new()).unwrap();
+    assert_eq!(found.num_tokens, 12);
+    let before = index.stats();
+    let options = InsertOptions::new(8, Source::Computed);
+    let done = index.insert(&mut seq, &ids([0, 1]), options).unwrap();
+    let expected = Inserted {
+        blocks: ids([0, 1]),
+        num_exact: 8,
+        ..Inserted::default()
+    };
+    assert_eq!(done, expected);
+    let after = index.stats();
+    assert_eq!(after.nodes_visited, before.nodes_visited);
+    assert_eq!(after.bytes_compared, before.bytes_compared);
+    index.check().unwrap();
+}
