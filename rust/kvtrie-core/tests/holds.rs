@@ -445,3 +445,119 @@ fn an_exact_plan_over_approximate_blocks_is_long_and_over_exact_ones_is_not() {
     assert_eq!(broken.stats().holes, 1);
     assert!(planned(&mut broken, blocks));
 }
+
+#[test]
+fn marking_many_runs_of_an_edge_takes_a_step_for_each_that_is_or_comes_to_be_marked() {
+    let (mut index, seq) = of_one_edge(1_000);
+    let every_other = |from: usize, to: usize| -> Vec<(usize, usize)> {
+        (from..to).map(|at| (2 * at, 2 * at + 1)).collect()
+    };
+    let mut mark = |ranges: &[(usize, usize)], nodes| {
+        let marked = index.mark_dead_within(&seq, ranges, steps(nodes));
+        index.check().unwrap();
+        marked.unwrap()
+    };
+    assert_eq!(mark(&every_other(0, 300), 299), None);
+    assert_eq!(mark(&every_other(0, 300), 300), Some(300));
+    assert_eq!(mark(&every_other(300, 302), 301), None);
+    assert_eq!(mark(&every_other(300, 302), 302), Some(2));
+}
+
+#[test]
+fn a_use_that_revives_takes_a_step_for_each_edge_and_each_run() {
+    let edges = 600;
+    let (mut index, seq) = of_many_edges(edges);
+    let all = seq.len();
+    assert_eq!(index.mark_dead(&seq, &[(all - 1, all)]).unwrap(), 1);
+    let (mut prompt, mut out) = (sequence(0..edges), Vec::new());
+    let looks = LookupOptions {
+        touch: false,
+        ..LookupOptions::default()
+    };
+    index.lookup(&mut prompt, looks, &mut out).unwrap();
+    // The root, each edge, and the run in the last of them.
+    let needed = 1 + u64::from(edges) + 1;
+    let mut used = |nodes| {
+        let options = LookupOptions::default();
+        let found = index.lookup_within(&mut prompt, options, steps(nodes), &mut out);
+        (found.unwrap().is_some(), index.stats().dead)
+    };
+    assert_eq!(used(needed - 1), (false, 1));
+    assert_eq!(used(needed), (true, 0));
+}
+
+#[test]
+fn a_use_where_nothing_is_cached_revives_nothing() {
+    let (mut index, seq) = of_one_edge(4);
+    assert_eq!(index.mark_dead(&seq, &[(1, 3)]).unwrap(), 2);
+    let other = namespace(Some("other"), Salt::Shared);
+    let mut prompt = TokenSequence::new(other, vec![0, 1, 2, 3], vec![]).unwrap();
+    let (options, mut out) = (LookupOptions::default(), ids([9]));
+    let found = index.lookup_within(&mut prompt, options, steps(0), &mut out);
+    assert_eq!(found.unwrap().unwrap().num_tokens, 0);
+    assert_eq!((out, index.stats().dead), (vec![], 2));
+}
+
+#[test]
+fn ids_of_few_blocks_are_not_long_however_many_edges_were_walked() {
+    let blocks = 1_500;
+    let (mut index, _) = of_many_edges(blocks);
+    let (mut prompt, mut out) = (sequence(0..blocks), Vec::new());
+    let options = LookupOptions::default();
+    index.lookup(&mut prompt, options, &mut out).unwrap();
+    assert_eq!(index.known_edges(&prompt), u64::from(blocks));
+    // A quarter of as many blocks as there are steps is the most.
+    for (len, is_answered) in [(1_028, false), (1_027, true), (200, true)] {
+        prompt.truncate(len).unwrap();
+        let found = index.lookup_within(&mut prompt, options, BRIEF, &mut out);
+        assert_eq!(found.unwrap().is_some(), is_answered, "{len} blocks");
+    }
+    assert_eq!(out.len(), 200);
+}
+
+#[test]
+fn what_nobody_pins_is_removed_without_a_step_for_any_plan() {
+    let (mut index, seq) = of_one_edge(200);
+    let _held = plans(&mut index, &seq, 300);
+    let mut mine = sequence([900, 901, 902, 903]);
+    let own = ids(1_000..1_004);
+    insert(&mut index, &mut mine, &own);
+    // A step for each block.
+    let done = index.remove_spans_within(&mine, &[(1, 3)], false, steps(2));
+    assert_eq!(done.unwrap().unwrap().freed, own[1..3]);
+    index.check().unwrap();
+}
+
+#[test]
+fn a_block_above_a_source_is_not_looked_for_on_the_paths_that_plans_pin() {
+    let mut index = RadixIndex::new(Config {
+        moved_runs: true,
+        ..index(1_000).config().clone()
+    })
+    .unwrap();
+    let mut text = sequence(2_000..2_020);
+    insert(&mut index, &mut text, &ids(500..520));
+    let policy = ReusePolicy {
+        approximate: true,
+        ..ReusePolicy::EXACT_ONLY
+    };
+    let mut moved = sequence([9].into_iter().chain(2_004..2_020));
+    let options = PlanOptions {
+        keep_last: 0,
+        pin: true,
+    };
+    let copied = index.plan(&mut moved, &policy, options).unwrap();
+    assert_eq!(copied.source_blocks(), ids(504..520));
+    // A plan that pins a path of many edges in the same tree.
+    let mut seq = sequence(0..100);
+    insert(&mut index, &mut seq, &ids(0..100));
+    for at in 1..100 {
+        let mut branch = sequence((0..at).chain([100 + at]));
+        insert(&mut index, &mut branch, &ids((0..at).chain([100 + at])));
+    }
+    let _held = plans(&mut index, &seq, 1);
+    // The block itself, what is copied, and the path.
+    let freed = index.discard_within(&ids([502]), steps(3)).unwrap();
+    assert_eq!(freed, Some(ids([502])));
+    index.check().unwrap();
+}
