@@ -351,3 +351,39 @@ fn an_edge_that_is_cut_keeps_its_marks() {
     assert_eq!(index.evict(4), ids([6, 5, 4, 3]));
     index.check().unwrap();
 }
+
+#[test]
+fn a_call_that_marks_nothing_is_no_mark() {
+    let (mut index, seq) = turn(32);
+    assert_eq!(index.mark_dead(&seq, &[(2, 8)]).unwrap(), 3);
+    let before = index.snapshot();
+    assert_eq!(index.mark_dead(&seq, &[(4, 8)]).unwrap(), 0);
+    assert_eq!(index.snapshot(), before);
+}
+
+#[test]
+fn a_use_of_blocks_that_are_not_dead_takes_no_memory() {
+    let (mut index, seq) = turn(32);
+    let mut other = sequence((0..12).chain([90, 91]));
+    put(&mut index, &mut other, (0..6).chain([20]));
+    assert_eq!(index.mark_dead(&seq, &[(12, 16)]).unwrap(), 2);
+    let before = index.stats().bytes;
+    index
+        .lookup(&mut other, LookupOptions::default(), &mut Vec::new())
+        .unwrap();
+    assert_eq!((index.stats().bytes, index.stats().dead), (before, 2));
+}
+
+#[test]
+fn other_sequences_stay_known_when_dead_blocks_leave_from_an_end() {
+    let (mut index, mut seq) = turn(32);
+    let mut other = sequence(100..104);
+    put(&mut index, &mut other, [20, 21]);
+    assert_eq!(index.mark_dead(&seq, &[(4, 6), (14, 16)]).unwrap(), 2);
+    assert_eq!(index.evict(1), ids([7]));
+    assert_eq!(index.unknown_steps(&other), 0);
+    // A block that leaves from the middle may have been on their path: they are looked up again.
+    assert_eq!(index.evict(1), ids([2]));
+    assert_eq!(index.unknown_steps(&other), 2);
+    assert_eq!(matched(&mut index, &mut seq), 4);
+}
