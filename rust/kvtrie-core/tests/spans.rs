@@ -387,3 +387,26 @@ fn other_sequences_stay_known_when_dead_blocks_leave_from_an_end() {
     assert_eq!(index.unknown_steps(&other), 2);
     assert_eq!(matched(&mut index, &mut seq), 4);
 }
+
+#[test]
+fn windows_of_what_leaves_and_comes_back_do_not_pile_up() {
+    let blocks = 8_000;
+    let mut index = RadixIndex::new(Config {
+        moved_runs: true,
+        min_run: Config::MIN_RUN,
+        ..index(blocks.into()).config().clone()
+    })
+    .unwrap();
+    let mut seq = sequence(0..2 * blocks);
+    let options = InsertOptions::new(seq.len(), Source::Computed);
+    index.insert(&mut seq, &ids(0..blocks), options).unwrap();
+    let full = index.stats();
+    // Two windows a block, each of which takes 16 bytes as long as it waits: 256,000.
+    let gone = [(2, seq.len() - 2)];
+    let freed = index.remove_spans(&seq, &gone, false).unwrap().freed;
+    assert_eq!(index.stats().windows, 2);
+    assert!(index.stats().bytes < full.bytes + 64_000);
+    index.insert(&mut seq, &ids(0..blocks), options).unwrap();
+    assert_eq!((freed.len(), index.stats().windows), (7_998, full.windows));
+    assert!(index.stats().bytes < full.bytes + 64_000);
+}
