@@ -76,7 +76,7 @@ def render(content: dict[str, Any]) -> str:
         _machine(content),
         _goals(sections, words["goals"]),
         words["method"],
-        _section(sections, "peers", "Beside other indexes", _peers),
+        _section(sections, "peers", "Compared with other indexes", _peers),
         words["prototype"],
         _prototype(sections, words["marks"]),
         _section(
@@ -152,7 +152,7 @@ def turns(rows: Sequence[Row]) -> str:
     return "\n".join(_turn([row for row in rows if row["workload"] == name]) for name in names)
 
 
-_WORDS = ("Note", "What the difference buys", "Goal", "Beside it", "Met")
+_WORDS = ("Note", "What the difference buys", "Goal", "Compared with", "Met")
 
 
 def _machine(content: dict[str, Any]) -> str:
@@ -337,7 +337,7 @@ def _generate(rows: list[Row]) -> str:
         (
             row["work"],
             f"{row['computed']:,} of {row['prompt']:,} ({row['computed_share']:.1%})",
-            f"{row['computed_behind_exact_prefix']:,}",
+            f"{row['computed_after_exact_prefix']:,}",
             f"{number(row['kvtrie'] / 1e3)} ms",
             f"{number(row['exact_prefix'] / 1e3)} ms",
             f"{number(row['ratio'])}{TIMES}",
@@ -411,7 +411,7 @@ def _limits(rows: list[Row]) -> str:
         )
         for row in rows
     ]
-    return table(("Limit", "Time", "Beside it", "kvtrie", "Factor"), cells)
+    return table(("Limit", "Time", "Compared with", "kvtrie", "Factor"), cells)
 
 
 def _hostile(rows: list[Row]) -> str:
@@ -435,17 +435,17 @@ def _memory(rows: list[Row]) -> str:
             row["work"],
             number(row["kvtrie"]),
             number(row.get("a_block")),
-            number(row.get("an_edge_beside")),
+            number(row.get("an_edge_overhead")),
             number(row.get("resident_a_token")),
         )
         for row in rows
     ]
     head = (
         "Shape",
-        "Bytes a token",
-        "Bytes a block",
-        "Bytes an edge beside its blocks",
-        "Resident bytes a token",
+        "Bytes per token",
+        "Bytes per block",
+        "Bytes per edge without its blocks",
+        "Resident bytes per token",
     )
     return table(head, cells)
 

@@ -143,7 +143,7 @@ def memory() -> list[Row]:
     rows = []
     for row in run("memory"):
         rounded = {name: round(row[name], 2) for name in row if name not in {"work", "unit"}}
-        out = {"work": row["work"], "unit": "bytes a token", "kvtrie": rounded.pop("a_token")}
+        out = {"work": row["work"], "unit": "bytes per token", "kvtrie": rounded.pop("a_token")}
         rows.append(out | rounded)
     return rows
 

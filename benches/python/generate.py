@@ -89,7 +89,7 @@ def measured(
             "moved": approximate.moved,
             "computed": approximate.computed,
             "computed_share": round(approximate.computed / exact.prompt, 4),
-            "computed_behind_exact_prefix": exact.computed,
+            "computed_after_exact_prefix": exact.computed,
         }
 
 
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{row['work']:<52}{row['kvtrie'] / 1e3:>9,.1f} ms, exact prefix "
             f"{row['exact_prefix'] / 1e3:>9,.1f} ms, {row['ratio']:>5.1f}x; computed "
             f"{row['computed']:>5,} ({row['computed_share']:.1%}) of {row['prompt']:,}, else "
-            f"{row['computed_behind_exact_prefix']:,}"
+            f"{row['computed_after_exact_prefix']:,}"
         )
     if not options.dry_run:
         names = ("kvtrie", "numpy", "torch", "transformers")

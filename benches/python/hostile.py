@@ -240,7 +240,7 @@ def bound_holes() -> Case:
     return Case(work, call, looks_up(index), "leaf", LEAVES)
 
 
-def explain_beside_others() -> Case:
+def explain_with_others() -> Case:
     """Other namespaces of the same salt have the whole prompt."""
     tokens, count = 2_000, 200 // (4 if QUICK else 1)
     blocks = tokens // BLOCK_SIZE
@@ -251,7 +251,7 @@ def explain_beside_others() -> Case:
         table = np.arange(number * blocks, (number + 1) * blocks)
         index.insert(sequence(ids, space), table, num_computed=tokens, source=kvtrie.COMPUTED)
     prompt = sequence(ids)
-    work = f"explain of {tokens:,} tokens beside {count} namespaces of the same salt"
+    work = f"explain of {tokens:,} tokens with {count} namespaces of the same salt"
     looked_at = min(count, 32)
     return Case(
         work,
@@ -262,7 +262,7 @@ def explain_beside_others() -> Case:
     )
 
 
-def explain_beside_tenants() -> Case:
+def explain_with_tenants() -> Case:
     """Very many other tenants have something."""
     index = kvtrie.RadixIndex(NAMESPACES, BLOCK_SIZE)
     ids = document(SEEDS, BLOCK_SIZE)
@@ -272,7 +272,7 @@ def explain_beside_tenants() -> Case:
             sequence(ids, space), [number], num_computed=BLOCK_SIZE, source=kvtrie.COMPUTED
         )
     prompt = sequence(ids)
-    work = f"explain beside {NAMESPACES:,} other tenants"
+    work = f"explain with {NAMESPACES:,} other tenants"
     return Case(work, lambda: index.explain(prompt), looks_up(index), "call", 1)
 
 
@@ -396,8 +396,8 @@ CASES: tuple[Callable[[], Case], ...] = (
     discard_pinned,
     discard_below_plans,
     bound_holes,
-    explain_beside_others,
-    explain_beside_tenants,
+    explain_with_others,
+    explain_with_tenants,
     tag_over_holes,
     drop_pinned,
     snapshot,

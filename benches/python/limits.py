@@ -97,7 +97,7 @@ def calls_in_and_out(forest: Forest) -> Iterable[figures.Row]:
     yield row(
         "an empty call into an extension: len(seq)",
         repeated(len, seq),
-        "a property behind the index's lock: num_evictable",
+        "a property under the index's lock: num_evictable",
         repeated(num_evictable, index),
     )
     make = partial(kvtrie.TokenSequence, namespace=NAMESPACE)

@@ -156,7 +156,7 @@ def plans(
 
 
 def agent_runs() -> Iterator[figures.Row]:
-    """Prompts of W11 beside so many cached tokens."""
+    """Prompts of W11 with so many cached tokens."""
     for cached in POPULATIONS:
         made = population(
             WORKLOADS["W11"],
@@ -175,13 +175,13 @@ def agent_runs() -> Iterator[figures.Row]:
             for ids in prompts
         ]
         notes = {"cached": cached, "coverage": min(shares)}
-        name = f"plan of {PROMPT:,} tokens of W11 beside {cached:,} cached"
+        name = f"plan of {PROMPT:,} tokens of W11 with {cached:,} cached"
         yield plans(f"{name}, warm", index, prompts[:1], **notes)
         yield plans(f"{name}, prompts in turn", index, prompts, **notes)
         stats = index.stats()
         yield {
             "work": f"memory of W11, {len(texts):,} conversations, {cached:,} tokens cached",
-            "unit": "bytes a token",
+            "unit": "bytes per token",
             "kvtrie": float(f"{stats.bytes / (stats.indexed * BLOCK_SIZE):.4g}"),
         }
 
@@ -193,7 +193,7 @@ def strangers() -> Iterator[figures.Row]:
     prompts = [document(SEEDS - 1 - number, LONG) for number in range(4)]
     expect_nothing(index, prompts)
     yield plans(
-        f"plan of {LONG:,} tokens with nothing to find beside {CACHED:,} cached",
+        f"plan of {LONG:,} tokens with nothing to find with {CACHED:,} cached",
         index,
         prompts,
         cached=CACHED,
@@ -344,7 +344,7 @@ def repetitive() -> Iterator[figures.Row]:
         yield row(f"insert {COPIES} sequences of {length:,} tokens: {name}", seconds, num_tokens)
         yield {
             "work": f"memory of {COPIES} sequences of {length:,} tokens: {name}",
-            "unit": "bytes a token",
+            "unit": "bytes per token",
             "kvtrie": float(f"{index.stats().bytes / num_tokens:.4g}"),
         }
         yield plans(f"plan of {length:,} tokens: {name}", index, [prompt])
@@ -373,7 +373,7 @@ def main(arguments: list[str] | None = None) -> None:
             dropped = figure.get("candidates_dropped")
             print(
                 f"{figure['work']:<104}{figure['kvtrie']:>12,.1f} {figure['unit']}"
-                + (f"{figure['ns_per_token']:>9,.1f} ns a token" if "tokens" in figure else "")
+                + (f"{figure['ns_per_token']:>9,.1f} ns per token" if "tokens" in figure else "")
                 + (f", dropped {dropped:,}" if dropped else ""),
                 flush=True,
             )

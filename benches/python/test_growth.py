@@ -1,4 +1,4 @@
-"""The same lookup beside 10⁴ to 10⁷ cached tokens: what it costs must not grow with the crowd."""
+"""The same lookup with 10⁴ to 10⁷ cached tokens: what it costs must not grow with the crowd."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = (10_000, 100_000, 1_000_000, 1_000_000 if QUICK else 10_000_000)
 @pytest.mark.parametrize(
     "forest",
     [Shape(LENGTH, LENGTH, cached=cached) for cached in SIZES],
-    ids=[f"beside {cached:,} cached tokens" for cached in SIZES],
+    ids=[f"with {cached:,} cached tokens" for cached in SIZES],
     indirect=True,
 )
 @pytest.mark.parametrize("state", ["warm", "cold"])
@@ -38,7 +38,7 @@ def test_growth(forest: Forest, state: str, meter: Meter, rng: random.Random) ->
         return found
 
     found = meter(
-        f"lookup of {LENGTH:,} tokens beside {forest.shape.cached:,} cached, {state}",
+        f"lookup of {LENGTH:,} tokens with {forest.shape.cached:,} cached, {state}",
         target,
         lambda: sequence(forest.rows[forest.draw(rng, state)]),
         calls=calls_for(LENGTH),

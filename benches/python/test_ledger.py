@@ -64,7 +64,7 @@ def test_step(meter: Meter, kind: str) -> None:
         computed, ids = made[0]
         ledger.step(names, listed[0], computed, ids, listed[1])
 
-    work = f"ledger.step of {REQUESTS:,} requests, a token each, from {kind}"
+    work = f"ledger.step of {REQUESTS:,} requests, one token each, from {kind}"
     if kind == "arrays":
         meter(work, arrays, fresh, calls=1, requests=REQUESTS)
     else:

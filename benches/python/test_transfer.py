@@ -61,7 +61,7 @@ def test_bytes(meter: Meter) -> None:
 EDGE = LENGTH // 2 + 5
 PROMPTS = {
     "all exact": (kvtrie.EXACT_ONLY, (slice(LENGTH),)),
-    "a thought stripped": (APPROXIMATE, (slice(EDGE), slice(EDGE + THOUGHT, None))),
+    "reasoning removed": (APPROXIMATE, (slice(EDGE), slice(EDGE + THOUGHT, None))),
 }
 
 

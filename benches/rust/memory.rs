@@ -145,7 +145,7 @@ fn measure(shape: usize, json: bool) -> Result<(), Box<dyn Error>> {
         .with("a_token", asked / tokens)
         .with("a_block", asked / blocks)
         .with("an_edge", asked / edges)
-        .with("an_edge_beside", (asked - payload) / edges)
+        .with("an_edge_overhead", (asked - payload) / edges)
         .with("resident_a_token", pages / tokens)
         .with("resident_a_block", pages / blocks);
     if !json && *name == SHAPES[0].0 {

@@ -89,7 +89,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let rows = [
         evicts.row(&format!("evict one leaf of 64 tokens among {leaves}")),
-        inserts.row(&format!("insert a leaf of 64 tokens beside {leaves}")),
+        inserts.row(&format!("insert a leaf of 64 tokens with {leaves}")),
     ];
     if !json {
         rows[0].print_head()?;

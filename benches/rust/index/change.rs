@@ -168,7 +168,7 @@ pub(crate) fn pin(c: &mut Criterion) {
     group.finish();
 }
 
-/// Lookup and insert of 64 tokens beside 10⁵ leaves below one node.
+/// Lookup and insert of 64 tokens with 10⁵ leaves below one node.
 pub(crate) fn crowd(c: &mut Criterion) {
     let mut group = c.benchmark_group("crowd");
     group.throughput(Throughput::Elements(LEAF as u64));
@@ -190,7 +190,7 @@ pub(crate) fn crowd(c: &mut Criterion) {
         || tokens(random.below(count), LEAF),
     );
     let mut seeds = NEW_SEEDS..;
-    group.bench_function("insert of a leaf of 64 tokens beside 10^5", |b| {
+    group.bench_function("insert of a leaf of 64 tokens with 10^5", |b| {
         b.iter_custom(|iterations| {
             let mut total = Duration::ZERO;
             let mut left = usize::try_from(iterations).expect("a small count");

@@ -47,7 +47,7 @@ pub(crate) fn growth(c: &mut Criterion) {
         );
         lookups(
             &mut group,
-            &format!("8,192 tokens beside {name} cached, warm"),
+            &format!("8,192 tokens with {name} cached, warm"),
             &mut index,
             LEN,
             || tokens(0, LEN),
@@ -55,7 +55,7 @@ pub(crate) fn growth(c: &mut Criterion) {
         let mut random = Random::new(3);
         lookups(
             &mut group,
-            &format!("8,192 tokens beside {name} cached, cold"),
+            &format!("8,192 tokens with {name} cached, cold"),
             &mut index,
             LEN,
             || tokens(random.below(count), LEN),

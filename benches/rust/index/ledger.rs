@@ -78,7 +78,7 @@ pub(crate) fn ledger(c: &mut Criterion) {
     group.throughput(Throughput::Elements(requests as u64));
     let (ids, one) = (tokens(1, requests), vec![1; requests]);
     let offsets: Vec<usize> = (0..=requests).collect();
-    group.bench_function("step of 1,000 requests, a token each", |b| {
+    group.bench_function("step of 1,000 requests, one token each", |b| {
         let mut running = Running::new(requests);
         b.iter_custom(|iterations| {
             let mut spent = Duration::ZERO;

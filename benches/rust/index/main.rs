@@ -1,4 +1,4 @@
-//! Times of the index's calls, beside 10⁶ cached blocks of 16 tokens where nothing else is said.
+//! Times of the index's calls, with 10⁶ cached blocks of 16 tokens where nothing else is said.
 //!
 //! That is 64 MB of token ids and 4 MB of block ids, more than the caches of most processors: *warm* repeats one query,
 //! *cold* draws one at random of all that are cached. Either way every call gets a fresh sequence, so that nothing is

@@ -8,7 +8,7 @@ use kvtrie_core::{Class, PlanOptions, RadixIndex, ReusePlan, ReusePolicy, TokenS
 
 use crate::setup::{fresh, size};
 
-/// 20,000 tokens of an agent's run of which all thoughts were dropped, beside 10⁶ and 10⁷ cached tokens, and 100,000 tokens
+/// 20,000 tokens of an agent's run of which all thoughts were dropped, with 10⁶ and 10⁷ cached tokens, and 100,000 tokens
 /// of which nothing is cached.
 pub(crate) fn moved(c: &mut Criterion) {
     let mut group = c.benchmark_group("moved");
@@ -39,7 +39,7 @@ pub(crate) fn moved(c: &mut Criterion) {
                 let number = usize::try_from(random.below(count)).unwrap_or_default();
                 fresh(asked[number].clone())
             };
-            let work = format!("plan of 20,000 tokens of W11 beside {name} cached, {state}");
+            let work = format!("plan of 20,000 tokens of W11 with {name} cached, {state}");
             group.bench_function(work, |b| {
                 b.iter_batched_ref(
                     &mut next,
@@ -54,7 +54,7 @@ pub(crate) fn moved(c: &mut Criterion) {
     let mut seed = NEW_SEEDS;
     group.throughput(Throughput::Elements(len as u64));
     group.bench_function(
-        "plan of 100,000 tokens with nothing to find beside 10^6 cached",
+        "plan of 100,000 tokens with nothing to find with 10^6 cached",
         |b| {
             b.iter_batched_ref(
                 || {

@@ -95,7 +95,7 @@ pub(crate) fn transfer(c: &mut Criterion) {
     group.bench_function("plan, all exact", |b| {
         b.iter(|| exact.plan(&same, &ReusePolicy::EXACT_ONLY));
     });
-    group.bench_function("plan, a thought of 5,003 tokens stripped", |b| {
+    group.bench_function("plan, reasoning of 5,003 tokens removed", |b| {
         b.iter(|| edited.plan(&stripped, &approximate));
     });
     group.bench_function("plan, nothing to find", |b| {

@@ -73,12 +73,12 @@ impl Chat {
     }
 }
 
-/// A turn with 256 new tokens behind a warm history, from a fresh sequence of the whole prompt.
+/// A turn with 256 new tokens after a warm history, from a fresh sequence of the whole prompt.
 pub(crate) fn turn(c: &mut Criterion) {
     let mut group = c.benchmark_group("turn");
     for (len, name) in [
-        (8_192, "256 new tokens behind 8,192"),
-        (102_400, "256 new tokens behind 102,400"),
+        (8_192, "256 new tokens after 8,192"),
+        (102_400, "256 new tokens after 102,400"),
     ] {
         group.throughput(Throughput::Elements((len + NEW) as u64));
         let mut chat = Chat::new(len);
