@@ -78,7 +78,7 @@ $(VENV)/.extension: $(VENV)/.packages $(RUST_MANIFESTS) $(RUST_SOURCES) | check-
 # --- what people run ------------------------------------------------------------------------------
 
 .PHONY: demo
-demo: setup ## a real model answers a conversation while kvtrie finds its KV
+demo: setup ## a real model replays a conversation while kvtrie finds its KV
 	@$(PY) -m kvtrie.cli demo
 
 .PHONY: test
@@ -135,7 +135,7 @@ target/workloads/W11-10M.bin: EXPORT := --conversations 2000 --cached-tokens 100
 $(WORKLOADS): $(wildcard benches/workloads/*.py) | $(VENV)/.packages
 	$(PY) benches/workloads/export.py W11 $(EXPORT) --prompt-tokens 20000 --asked 8 --out $@
 
-# Each peer runs in an environment of its own, with kvtrie's wheel beside it; one after the other, or they disturb each other.
+# Each peer runs in an environment of its own, with kvtrie's wheel; one after the other, or they disturb each other.
 PEERS := sglang vllm lmcache
 PEER_FLAGS ?=
 
@@ -144,7 +144,7 @@ bench-peers: ## kvtrie and its peers on the same work, alternating in one proces
 	@for peer in $(PEERS); do $(MAKE) --no-print-directory bench-peers-$$peer; done
 	$(PY) benches/report.py
 
-# A peer's list of packages is complete, so nothing is resolved. A changed list makes its environment anew.
+# A peer's list of packages is complete, so nothing is resolved. A changed list makes a new environment.
 .venv-peers/%/.packages: benches/peers/requirements/%.txt | $(VENV)/.packages
 	@echo "bench-peers: the packages of $* (up to 5 GB on disk)"
 	@$(UV) venv --quiet --clear --python $(PY) $(@D)
@@ -189,7 +189,7 @@ test-vllm: $(VLLM_ENV)/.kvtrie ## the vLLM connector in a real engine, on tiny m
 NEWEST := $(VLLM_ENV)-scheduler
 
 $(NEWEST)/.packages: benches/peers/requirements/vllm-scheduler.txt benches/peers/requirements/vllm-shared.txt | $(VENV)/.packages
-	@echo "test-vllm-scheduler: the packages of vLLM's newest release (0.8 GB on disk beside those of test-vllm, 6 GB without)"
+	@echo "test-vllm-scheduler: the packages of vLLM's newest release (0.8 GB on disk if test-vllm's are there, else 6 GB)"
 	@$(UV) venv --quiet --clear --python $(PY) $(NEWEST)
 	@$(INSTALL) --python $(NEWEST)/bin/python --no-deps --requirements $<
 	@touch $@
@@ -209,7 +209,7 @@ test-vllm-v2: $(VLLM_ENV)/.kvtrie ## the same under vLLM's model runner V2, with
 		$(addprefix tests/vllm/test_,$(addsuffix .py,reuse adversarial runners modes soak)) $(VLLM_FLAGS)
 
 .PHONY: soak-vllm
-soak-vllm: $(VLLM_ENV)/.kvtrie ## 2,000 mixed requests in a small pool of a real engine, four times over; tensor parallelism, drafts and V2 beside V1 (half an hour)
+soak-vllm: $(VLLM_ENV)/.kvtrie ## 2,000 mixed requests in a small pool of a real engine, four times over; tensor parallelism, drafts and V2 compared with V1 (half an hour)
 	KVTRIE_VLLM_SOAK=2000 $(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm/test_soak.py -s $(VLLM_FLAGS)
 	$(VLLM_ENV)/bin/python -m pytest --config-file tests/vllm/pytest.toml tests/vllm/test_modes.py -m minutes $(VLLM_FLAGS)
 
@@ -309,7 +309,7 @@ soak-transfers: setup ## a million random transfers between labelled engines, ev
 # most, then all tests for what lived. A binary ends at its first failure, and so does what never ends (tools/first_failure); what a
 # test fails with is not made smaller; a seed makes two runs alike. Doctests are left out: they link one by one. Each module has its
 # report in target/mutants-report; a run that was interrupted goes on from there, and after a change of the tests only what lived is run
-# again. To begin anew, delete it. MUTANTS_SHARD=0/20 is one twentieth of a module. Mutants are made in a copy for
+# again. To start over, delete it. MUTANTS_SHARD=0/20 is one twentieth of a module. Mutants are made in a copy for
 # each module, so -j2 runs two of them at a time.
 MUTANTS_VERSION := 27.1.0
 MUTANTS_TOOL := target/tools/cargo-mutants-$(MUTANTS_VERSION)
