@@ -111,7 +111,7 @@ soak-failpoints: $(VENV)/.packages ## a million random calls with errors and pan
 	KVTRIE_FAILURES=1000000 $(CARGO) test --quiet --profile release-checked $(FAILPOINT_TESTS) -- --nocapture
 
 .PHONY: bench
-bench: setup workloads ## speed and memory: Rust, Python, peers beside us; writes docs/benchmarks.md (a quarter of an hour)
+bench: setup workloads ## speed and memory: Rust, Python, peers with us; writes docs/benchmarks.md (a quarter of an hour)
 	$(CARGO) bench --package kvtrie-benches
 	$(PY) benches/rust_figures.py
 	$(PY) benches/python/record.py

@@ -238,7 +238,7 @@ class ComputedSource:
 @final
 class Explanation:
     """
-    Why the exact match of a prompt ended where it did: what `RadixIndex.explain` answers.
+    Why the exact match of a prompt ended where it did: what `RadixIndex.explain` returns.
 
     `str()` says it to people, `to_dict()` to machines.
 
@@ -297,7 +297,7 @@ class Explanation:
     def reason(self, /) -> str:
         """
         `"complete"`: every whole block is there and exact. `"diverged"`: other tokens stand there.
-        `"evicted"`: what the prompt has there was cached behind this very prefix, and left by
+        `"evicted"`: what the prompt has there was cached after this very prefix, and left by
         eviction, discard or removal. `"approximate_only"`: the same tokens stand there, but
         their KV is approximate. `"other_namespace"`: more of the prompt is cached under another
         namespace of the same salt. `"not_cached"`: nothing is known.
@@ -530,7 +530,7 @@ class InsertBatch:
     @property
     def duplicate_offsets(self, /) -> npt.NDArray[np.int64]:
         """
-        Where each item's `duplicates` begin (int64), with the end behind the last.
+        Where each item's `duplicates` begin (int64), with the end after the last.
         """
     @property
     def duplicates(self, /) -> npt.NDArray[np.int32]:
@@ -550,7 +550,7 @@ class InsertBatch:
     @property
     def freed_offsets(self, /) -> npt.NDArray[np.int64]:
         """
-        Where each item's `freed` begin (int64), with the end behind the last.
+        Where each item's `freed` begin (int64), with the end after the last.
         """
     @property
     def num_exact(self, /) -> npt.NDArray[np.int64]:
@@ -560,17 +560,17 @@ class InsertBatch:
     @property
     def offsets(self, /) -> npt.NDArray[np.int64]:
         """
-        Where each item's `blocks` begin (int64), with the end behind the last.
+        Where each item's `blocks` begin (int64), with the end after the last.
         """
     @property
     def surplus(self, /) -> npt.NDArray[np.int32]:
         """
-        Held ids behind what was taken (int32).
+        Held ids after what was taken (int32).
         """
     @property
     def surplus_offsets(self, /) -> npt.NDArray[np.int64]:
         """
-        Where each item's `surplus` begins (int64), with the end behind the last.
+        Where each item's `surplus` begins (int64), with the end after the last.
         """
 
 @final
@@ -617,7 +617,7 @@ class InsertResult:
     @property
     def surplus(self, /) -> npt.NDArray[np.int32]:
         """
-        Held ids behind what was taken, in call order (int32): the last block that is not full.
+        Held ids after what was taken, in call order (int32): the last block that is not full.
         """
 
 @final
@@ -726,7 +726,7 @@ class MatchBatch:
     @property
     def offsets(self, /) -> npt.NDArray[np.int64]:
         """
-        Where each item's ids begin (int64), with the end behind the last.
+        Where each item's ids begin (int64), with the end after the last.
         """
 
 @final
@@ -859,7 +859,7 @@ class PlanBatch:
     @property
     def offsets(self, /) -> npt.NDArray[np.int64]:
         """
-        Where each item's ids begin (int64), with the end behind the last.
+        Where each item's ids begin (int64), with the end after the last.
         """
     @property
     def plans(self, /) -> list[ReusePlan | None]:
@@ -895,7 +895,7 @@ class RadixIndex:
             where prompts come from people that are not trusted. Results do not depend on it, but for
             plans with `candidates_dropped`.
         pool_id: Names the KV pool, 1 to 64 bytes; None draws 16 at random. A snapshot of this index is
-            restored beside the pool of this name alone.
+            restored for the pool of this name only.
         hash_bits: Bits kept of every internal hash, 0 to 64: a testing aid that makes collisions.
             Results depend on it no more than on the seed.
 
@@ -960,7 +960,7 @@ class RadixIndex:
         """
         Take these blocks out of the index wherever they stand, for instance because their KV is gone.
 
-        What lies below a discarded block stays, and counts again once the hole is filled. Ids that the
+        What is below a discarded block stays, and counts again once the hole is filled. Ids that the
         index does not hold are counted in `stats().unknown_discards`.
 
         Args:
@@ -1042,18 +1042,18 @@ class RadixIndex:
         Say why the exact match of a prompt ends where it does, and what a plan would find.
 
         Nothing counts as used. What left is known of holes, and of the latest 4,096 departures as long
-        as the prefix that they stood behind has stayed; what is forgotten, or was dropped with its
+        as the prefix before them has stayed; what is forgotten, or was dropped with its
         namespace, is `"not_cached"`, or `"diverged"` where other tokens stand. Other namespaces are
         looked at under the same salt alone, 64 at most: those next to its own by their fields.
 
         Args:
             seq: The prompt.
             policy: What the plan may reuse; None is `ReusePolicy()`, which allows approximate reuse.
-            context: Token ids that are shown before and behind the position.
+            context: Token ids that are shown before and after the position.
             keep_last: Tokens at the end that the plan computes in any case.
 
         Returns:
-            The reason, the position, what stands there on both sides, and what a plan would find.
+            The reason, the position, what is there on both sides, and what a plan would find.
 
         Raises:
             TypeError: An argument has the wrong type.
@@ -1090,7 +1090,7 @@ class RadixIndex:
         Offer blocks for the front of a sequence.
 
         Blocks that lie wholly below `num_computed` are taken, labelled by their source, and pinned under
-        the plan if the source is one. Where another block stands already, that one stays and the
+        the plan if the source is one. Where another block is cached already, that one stays and the
         offered one is a duplicate.
 
         Args:
@@ -1194,7 +1194,7 @@ class RadixIndex:
 
         Raises:
             TypeError: An argument has the wrong type.
-            ValueError: `keep_last` or `start` is negative, or `start` lies inside a block or beyond the
+            ValueError: `keep_last` or `start` is negative, or `start` is inside a block or beyond the
                 sequence.
 
         Example:
@@ -1250,7 +1250,7 @@ class RadixIndex:
         present block below them is not on the path of the sequence. The oldest mark goes first, of one
         mark the last block. A block that is used after that (by `lookup`, `plan` or `insert`) is dead no
         more; a pinned one goes when its pins have ended. What is evicted may leave a hole: the tokens
-        behind it match again once the hole is filled.
+        after it match again once the hole is filled.
 
         Args:
             seq: The sequence whose positions the ranges mean.
@@ -1330,7 +1330,7 @@ class RadixIndex:
         """
         Plan how to build the KV of a prompt, and pin what the plan uses.
 
-        Whole exact blocks are used in place. Behind them, the exact tokens of the one block that shares
+        Whole exact blocks are used in place. After them, the exact tokens of the one block that shares
         most of the rest are copied, unless the policy says `partial_blocks=False`. Where the policy
         allows approximate reuse, the rest is covered by runs of cached tokens that stand elsewhere. What
         is left is computed.
@@ -1497,9 +1497,9 @@ class RadixIndex:
 
         Taken are the blocks wholly inside the ranges, but for those that somebody else may want: a
         present block below them is not on the path of the sequence. Blocks that a range cuts stay whole:
-        this frees memory, it does not redact. What lies behind a hole is found again once the hole is
+        this frees memory, it does not redact. What is cached after a hole is found again once the hole is
         filled with exact KV. Token ids of holes are kept, up to one for each block of the pool; past that
-        the least recently used tails behind holes leave too, and wait for `take_freed`.
+        the least recently used tails after holes leave too, and wait for `take_freed`.
 
         Args:
             seq: The sequence whose positions the ranges mean.
@@ -1553,7 +1553,7 @@ class RadixIndex:
         The bytes are checked from end to end; still, whoever could write them can say what blocks hold.
 
         An index without its KV names blocks that hold something else. So say which pool the index is
-        restored beside: `index.pool_id`, kept with the pool, or None if the KV is gone. Then the index
+        restored for: `index.pool_id`, kept with the pool, or None if the KV is gone. Then the index
         is empty: it has the arguments of the old one, its seed among them, and a new `pool_id`.
 
         Args:
@@ -1710,7 +1710,7 @@ class ReusePlan:
     """
     How to build the KV of one prompt; until it is released, what it uses stays.
 
-    `RadixIndex.plan` makes plans. Blocks used in place come first; behind them lie tokens that are
+    `RadixIndex.plan` makes plans. Blocks used in place come first; after them come tokens that are
     copied and tokens that must be computed. Release every plan, or use it in a `with` statement.
     A plan that is collected unreleased releases itself and emits a `ResourceWarning`.
 
@@ -1775,7 +1775,7 @@ class ReusePlan:
 
         Returns:
             A structured array with the int64 fields `source_slot`, `dest_slot`, `num_tokens` and
-            `delta` (by how many positions K is turned).
+            `delta` (by how many positions K is rotated).
 
         Raises:
             StaleHandleError: The plan was released.
@@ -1843,7 +1843,7 @@ class ReusePlan:
         """
         Let go of the blocks that are copied from; a second call does nothing.
 
-        Call it once every later write to the pool is ordered behind the copies: on one CUDA stream,
+        Call it once every later write to the pool is ordered after the copies: on one CUDA stream,
         right after they were launched.
 
         Raises:
@@ -2026,7 +2026,7 @@ class SequenceLedger:
     What is known to be *computed* for every live request of an engine: the one owner of its lengths.
 
     Engines count tokens that are scheduled, computed, sampled and allocated, and these counters run
-    ahead of each other. A ledger takes what an engine has at hand, ids and counters, and answers which
+    ahead of each other. A ledger takes what an engine has at hand, ids and counters, and returns which
     tokens are final *and* computed. `commit` inserts exactly these into an index.
 
     Of a request it keeps the sequence, the block table from position 0, where its KV comes from, and
@@ -2035,7 +2035,7 @@ class SequenceLedger:
     - the final ids: `len(seq)`. While the ledger has a sequence nobody else changes it: `seq.extend`
       and `seq.truncate` raise.
     - computed, as the engine claims it. It may run ahead of the ids.
-    - issued: what the engine has scheduled, never behind the end of the table.
+    - issued: what the engine has scheduled, never after the end of the table.
     - final *and* computed: below both of the former and below unverified drafts. Only `rollback`
       lowers it.
     - committed: handed to an index, whole blocks.
@@ -2077,13 +2077,13 @@ class SequenceLedger:
 
         Args:
             request: A live request.
-            blocks: Block ids for the positions behind the end of the table.
+            blocks: Block ids for the positions after the end of the table.
 
         Raises:
             BlockInUseError: An id is in the table already, or comes twice.
             StaleHandleError: The request is not live.
             TypeError: The blocks are no list of integers.
-            ValueError: An id lies outside 0..2**31.
+            ValueError: An id is outside 0..2**31.
 
         Example:
             >>> import kvtrie
@@ -2106,7 +2106,7 @@ class SequenceLedger:
         Raises:
             StaleHandleError: The request is not live.
             TypeError: The ids are no list of integers.
-            ValueError: An id lies outside 0..2**32, or stands behind a -1; nothing is appended then.
+            ValueError: An id is outside 0..2**32, or follows a -1; nothing is appended then.
 
         Example:
             >>> import kvtrie
@@ -2136,7 +2136,7 @@ class SequenceLedger:
         With a plan as its source, its gaps and what follows its tokens are missing, and the rest counts
         as computed: apply its copies first. Its blocks in place count as committed.
 
-        Where the KV behind the blocks in place comes from elsewhere, such as a `plan_transfer`, `plan`
+        Where the KV after the blocks in place comes from elsewhere, such as a `plan_transfer`, `plan`
         holds these blocks, and `source` says how exact the rest is.
 
         Args:
@@ -2213,7 +2213,7 @@ class SequenceLedger:
         Raises:
             StaleHandleError: The request is not live.
             TypeError: A position is not an int.
-            ValueError: The range is reversed, or ends behind what is final and computed.
+            ValueError: The range is reversed, or ends after what is final and computed.
 
         Example:
             >>> import kvtrie
@@ -2268,8 +2268,8 @@ class SequenceLedger:
         Note a claim of the engine: KV of all positions below is written, or ordered before every reader.
 
         It may be lower than the last one, where drafts were refused, but not below what is final and
-        computed. A claim that is lower, or that follows the ids of drafts, says where the engine stands:
-        steps under way are counted in it, and nothing behind it counts as issued. Drafts are not counted
+        computed. A claim that is lower, or that follows the ids of drafts, says where the engine is:
+        steps under way are counted in it, and nothing after it counts as issued. Drafts are not counted
         out before their ids have come: `step` takes both at once.
 
         What is final and computed is as true as the claim: who reads it on another stream, as a
@@ -2282,7 +2282,7 @@ class SequenceLedger:
         Raises:
             StaleHandleError: The request is not live.
             TypeError: `num_computed` is not an int.
-            ValueError: It lies below what is final and computed, which takes a `rollback`, or behind what
+            ValueError: It is below what is final and computed, which takes a `rollback`, or after what
                 was issued.
 
         Example:
@@ -2380,8 +2380,8 @@ class SequenceLedger:
         """
         How exact the KV is that is final and computed, as an index would label its blocks.
 
-        A block is approximate as a whole: if it ends behind the plan's first approximate token, or
-        behind what `Imported` says is exact, or if a commit answered that what backs the sequence there
+        A block is approximate as a whole: if it ends after the plan's first approximate token, or
+        after what `Imported` says is exact, or if a commit returned that what backs the sequence there
         is approximate.
 
         Args:
@@ -2409,7 +2409,7 @@ class SequenceLedger:
         """
     def lookahead(self, /, request: Hashable) -> tuple[int, int]:
         """
-        The positions that were issued behind what is final and computed: look-ahead, drafts, a step that
+        The positions that were issued after what is final and computed: look-ahead, drafts, a step that
         is under way.
 
         Args:
@@ -2479,14 +2479,14 @@ class SequenceLedger:
         self, /, request: Hashable, to: SupportsIndex, *, drop_blocks: bool = False
     ) -> RolledBack:
         """
-        Take back what was issued or computed at or behind a position: a preemption, or refused drafts.
+        Take back what was issued or computed at or after a position: a preemption, or refused drafts.
 
         The ids stay: what is final is computed again.
 
         Args:
             request: A live request.
-            to: A position in tokens; what lies below stays as it is.
-            drop_blocks: Cut blocks wholly behind `to` off the table.
+            to: A position in tokens; what is below stays as it is.
+            drop_blocks: Cut blocks wholly after `to` off the table.
 
         Returns:
             A `RolledBack`: whose KV does not count as computed any more, and the blocks that were cut.
@@ -2494,7 +2494,7 @@ class SequenceLedger:
         Raises:
             StaleHandleError: The request is not live.
             TypeError: `to` is not an int.
-            ValueError: `to` lies below what was committed, or behind what was issued.
+            ValueError: `to` is below what was committed, or after what was issued.
 
         Example:
             >>> import kvtrie
@@ -2512,13 +2512,13 @@ class SequenceLedger:
         """
         Note that the engine issues the next positions: a piece of the prompt, a token, look-ahead.
 
-        Tokens that have KV already, behind a gap, are passed over.
+        Tokens that have KV already, after a gap, are passed over.
 
         Args:
             request: A live request.
             num_tokens: How many.
             num_drafts: How many of these, the last ones, are unverified drafts. What is claimed of them
-                counts only once ids have arrived behind the first of them and a claim follows.
+                counts only once ids have arrived after the first of them and a claim follows.
 
         Raises:
             StaleHandleError: The request is not live.
@@ -2624,7 +2624,7 @@ class SequenceLedger:
                 steps under way, run ahead of the ids, and come down where drafts were refused.
             ids: What became final since the last step, request after request, with -1 at the end of a
                 request's ids for those that are not known yet.
-            offsets: Where each request's ids begin, with the end behind the last.
+            offsets: Where each request's ids begin, with the end after the last.
             num_drafts: How many of `num_scheduled`, the last ones, are unverified drafts, one a request;
                 None is 0 for all.
 
@@ -2656,7 +2656,7 @@ class SequenceLedger:
         Raises:
             StaleHandleError: The request is not live.
             TypeError: An argument has the wrong type.
-            ValueError: A span ends behind the final ids; nothing is kept then.
+            ValueError: A span ends after the final ids; nothing is kept then.
 
         Example:
             >>> import kvtrie
@@ -2669,7 +2669,7 @@ class SequenceLedger:
         """
     def untag(self, /, request: Hashable) -> None:
         """
-        Take back the spans that no index was told of yet.
+        Take back the spans that no index has yet.
 
         An index has 64 kinds at most: where it refuses one, no commit of the request goes through
         before these are taken back.
@@ -2771,7 +2771,7 @@ class TokenSequence:
 
     Raises:
         TypeError: The ids hold bools, floats or anything else that is no integer.
-        ValueError: An id is negative or too large, the array is not one-dimensional, or an item lies
+        ValueError: An id is negative or too large, the array is not one-dimensional, or an item is
             elsewhere. Values are checked, never wrapped.
 
     Example:
@@ -2851,7 +2851,7 @@ class TransferLimits:
         max_groups: Groups of blocks.
         max_runs: Runs of blocks.
         max_blocks: Block ids.
-        max_tokens: Position behind the last token that a run may reach.
+        max_tokens: Position after the last token that a run may reach.
         max_block_size: Tokens of a block.
 
     Raises:
@@ -2906,7 +2906,7 @@ class TransferLimits:
     @property
     def max_tokens(self, /) -> int:
         """
-        Position behind the last token that a run may reach.
+        Position after the last token that a run may reach.
         """
 
 @final
@@ -2916,7 +2916,7 @@ class TransferManifest:
     and how exact that is.
 
     A manifest is made with `from_ledger` or `from_blocks`, or read with `from_bytes`. It
-    travels beside the KV, never instead of it: which bytes of a block are whose (layers, heads,
+    travels with the KV, never instead of it: which bytes of a block are whose (layers, heads,
     ranks) is the engines' business. What it says of its blocks is believed by `plan_transfer`
     alone, which checks it with the key.
 
@@ -2965,7 +2965,7 @@ class TransferManifest:
         Args:
             seq: The request's tokens.
             blocks: Its block table from position 0: ids, or for engines with several groups of
-                layers a dict from a group's number to its ids. Ids behind the last position named
+                layers a dict from a group's number to its ids. Ids after the last position named
                 below are not looked at.
             key: The deployment's key, 16 to 64 bytes.
             num_computed: How many tokens of `seq` have KV: all below it. The token sampled last has
@@ -2973,7 +2973,7 @@ class TransferManifest:
             block_size: Tokens of a block, or a dict from a group's number to them.
             source: Where the KV came from: `kvtrie.COMPUTED`, which None is, or a
                 `kvtrie.Imported`.
-            num_lookahead: Positions issued behind `num_computed`. Blocks that hold nothing else are
+            num_lookahead: Positions issued after `num_computed`. Blocks that hold nothing else are
                 named as look-ahead.
             context: What the manifest is about, in the deployment's own words, up to 1,024 bytes: such as
                 engine, request and a count of its transfers. The reader says the same, or is refused.
@@ -3037,8 +3037,8 @@ class TransferManifest:
         The manifest of a live request: what of it is final and computed, with its labels, and its
         look-ahead blocks.
 
-        Blocks behind a missing range are offered too. Of a range that ends inside a block, the
-        tokens of that block are offered only if nothing computed comes behind.
+        Blocks after a missing range are offered too. Of a range that ends inside a block, the
+        tokens of that block are offered only if nothing computed comes after.
 
         The ledger believes the engine's claims, which may count steps under way: a reader that is
         not on the engine's stream waits until the last claimed step has run.
@@ -3177,9 +3177,9 @@ class TransferPlan:
         """
         What to load, a structured array by group and position: `group`, `remote` and `local` (block
         ids, int32), `start` and `end` (positions in the local sequence, int64), `delta` (position
-        here minus position there, int64: by how much K is to be turned), `class` (0 exact, 1
-        approximate, uint8), `hops` (as the KV will have them, uint16). Each pair lies inside one
-        remote and one local block; the first of its tokens stands at `(start - delta) %
+        here minus position there, int64: by how many positions K is rotated), `class` (0 exact, 1
+        approximate, uint8), `hops` (as the KV will have them, uint16). Each pair is inside one
+        remote and one local block; the first of its tokens is at `(start - delta) %
         remote_block_size` in the former.
         """
     @property
@@ -3187,7 +3187,7 @@ class TransferPlan:
         """
         What to say to `insert` and `begin` of the sequence once this was loaded:
         `Imported(exact_until, hops)`, or `COMPUTED` if all that is loaded is exact, so that what is
-        decoded behind it counts as exact too. Both take what was cached for exact.
+        decoded after it counts as exact too. Both take what was cached for exact.
         """
 
 @final
@@ -3241,7 +3241,7 @@ def plan_transfer(
     moved: runs of at least `policy.min_run` (16) tokens with one delta, at one hop more than
     they have. What is covered by neither is computed.
 
-    Tokens behind a divergence inside a block are not loaded: digests are of blocks. With
+    Tokens after a divergence inside a block are not loaded: digests are of blocks. With
     several groups each is planned on its own, and loaded are the tokens that all of them have;
     a pair has the label of its own group, `exact_until` and `hops` are those of the worst.
     Which heads of a block go to which rank is the engine's business, and so is moving the

@@ -76,7 +76,7 @@ impl PyMatchBatch {
         ids(py, &self.blocks.ids)
     }
 
-    /// Where each item's ids begin (int64), with the end behind the last.
+    /// Where each item's ids begin (int64), with the end after the last.
     #[getter]
     fn offsets<'py>(&self, py: Python<'py>) -> Counts<'py> {
         counts(py, &self.blocks.offsets)
@@ -134,7 +134,7 @@ impl PyPlanBatch {
         ids(py, &self.blocks.ids)
     }
 
-    /// Where each item's ids begin (int64), with the end behind the last.
+    /// Where each item's ids begin (int64), with the end after the last.
     #[getter]
     fn offsets<'py>(&self, py: Python<'py>) -> Counts<'py> {
         counts(py, &self.blocks.offsets)
@@ -194,7 +194,7 @@ impl PyInsertBatch {
         ids(py, &self.blocks.ids)
     }
 
-    /// Where each item's `blocks` begin (int64), with the end behind the last.
+    /// Where each item's `blocks` begin (int64), with the end after the last.
     #[getter]
     fn offsets<'py>(&self, py: Python<'py>) -> Counts<'py> {
         counts(py, &self.blocks.offsets)
@@ -212,19 +212,19 @@ impl PyInsertBatch {
         ids(py, &self.duplicates.ids)
     }
 
-    /// Where each item's `duplicates` begin (int64), with the end behind the last.
+    /// Where each item's `duplicates` begin (int64), with the end after the last.
     #[getter]
     fn duplicate_offsets<'py>(&self, py: Python<'py>) -> Counts<'py> {
         counts(py, &self.duplicates.offsets)
     }
 
-    /// Held ids behind what was taken (int32).
+    /// Held ids after what was taken (int32).
     #[getter]
     fn surplus<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.surplus.ids)
     }
 
-    /// Where each item's `surplus` begins (int64), with the end behind the last.
+    /// Where each item's `surplus` begins (int64), with the end after the last.
     #[getter]
     fn surplus_offsets<'py>(&self, py: Python<'py>) -> Counts<'py> {
         counts(py, &self.surplus.offsets)
@@ -236,7 +236,7 @@ impl PyInsertBatch {
         ids(py, &self.freed.ids)
     }
 
-    /// Where each item's `freed` begin (int64), with the end behind the last.
+    /// Where each item's `freed` begin (int64), with the end after the last.
     #[getter]
     fn freed_offsets<'py>(&self, py: Python<'py>) -> Counts<'py> {
         counts(py, &self.freed.offsets)

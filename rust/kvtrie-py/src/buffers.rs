@@ -25,7 +25,7 @@ pub(crate) struct Arg {
     pub(crate) name: &'static str,
 }
 
-/// An integer of any size: an int, or what has `__index__`; a bool is none.
+/// An integer of any size: an int, or what has `__index__`; a bool is not one.
 pub(crate) fn int(value: &Bound<'_, PyAny>) -> PyResult<i128> {
     if value.is_instance_of::<PyBool>() {
         return Err(PyTypeError::new_err(
@@ -69,7 +69,7 @@ impl Arg {
         Self { call, name }
     }
 
-    /// `value` if it lies in `low..=high`.
+    /// `value` if it is in `low..=high`.
     pub(crate) fn within<T>(self, value: i128, low: T, high: T) -> PyResult<T>
     where
         T: Copy + Into<i128> + TryFrom<i128>,
@@ -167,7 +167,7 @@ impl Arg {
         iterator.map_err(|error| self.not_read(value, error, wanted))
     }
 
-    /// The error for a buffer that is none of bytes, because of `error`.
+    /// The error for a buffer that is not of bytes, because of `error`.
     pub(crate) fn not_buffer(self, value: &Bound<'_, PyAny>, error: PyErr, wanted: &str) -> PyErr {
         let py = value.py();
         if is_foreign(&error, py) {
@@ -333,7 +333,7 @@ impl<'py> Integers<'py> {
         }
     }
 
-    /// Copies the integers of a range, each in `0..limit`; the range lies inside.
+    /// Copies the integers of a range, each in `0..limit`; the range is inside.
     pub(crate) fn read(&self, range: Range<usize>, limit: u64, arg: Arg) -> PyResult<Vec<u32>> {
         match self {
             Self::List(list) => read_objects(list.py(), range, limit, arg, |at| list.get_item(at)),

@@ -1,4 +1,4 @@
-//! The one door to what sits behind locks, and out of the interpreter.
+//! The one door to what is under locks, and out of the interpreter.
 //!
 //! [`Enter::enter`] runs a piece of work that may take locks and must not touch Python. Short work
 //! stays attached to the interpreter, because letting go and coming back costs more than the work;
@@ -54,7 +54,7 @@ impl Cost {
     }
 }
 
-/// Why work behind the door failed.
+/// Why work under a lock failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
     /// The core refused.

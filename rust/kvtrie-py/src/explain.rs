@@ -38,7 +38,7 @@ pub(crate) fn explain(
     Ok(PyExplanation { core })
 }
 
-/// Why the exact match of a prompt ended where it did: what `RadixIndex.explain` answers.
+/// Why the exact match of a prompt ended where it did: what `RadixIndex.explain` returns.
 ///
 /// `str()` says it to people, `to_dict()` to machines.
 ///
@@ -59,7 +59,7 @@ pub(crate) struct PyExplanation {
 #[pymethods]
 impl PyExplanation {
     /// `"complete"`: every whole block is there and exact. `"diverged"`: other tokens stand there.
-    /// `"evicted"`: what the prompt has there was cached behind this very prefix, and left by
+    /// `"evicted"`: what the prompt has there was cached after this very prefix, and left by
     /// eviction, discard or removal. `"approximate_only"`: the same tokens stand there, but
     /// their KV is approximate. `"other_namespace"`: more of the prompt is cached under another
     /// namespace of the same salt. `"not_cached"`: nothing is known.

@@ -54,7 +54,7 @@ use crate::stats::PyIndexStats;
 ///         where prompts come from people that are not trusted. Results do not depend on it, but for
 ///         plans with `candidates_dropped`.
 ///     pool_id: Names the KV pool, 1 to 64 bytes; None draws 16 at random. A snapshot of this index is
-///         restored beside the pool of this name alone.
+///         restored for the pool of this name only.
 ///     hash_bits: Bits kept of every internal hash, 0 to 64: a testing aid that makes collisions.
 ///         Results depend on it no more than on the seed.
 ///
@@ -138,7 +138,7 @@ impl PyRadixIndex {
     /// The bytes are checked from end to end; still, whoever could write them can say what blocks hold.
     ///
     /// An index without its KV names blocks that hold something else. So say which pool the index is
-    /// restored beside: `index.pool_id`, kept with the pool, or None if the KV is gone. Then the index
+    /// restored for: `index.pool_id`, kept with the pool, or None if the KV is gone. Then the index
     /// is empty: it has the arguments of the old one, its seed among them, and a new `pool_id`.
     ///
     /// Args:
@@ -231,18 +231,18 @@ impl PyRadixIndex {
     /// Say why the exact match of a prompt ends where it does, and what a plan would find.
     ///
     /// Nothing counts as used. What left is known of holes, and of the latest 4,096 departures as long
-    /// as the prefix that they stood behind has stayed; what is forgotten, or was dropped with its
+    /// as the prefix before them has stayed; what is forgotten, or was dropped with its
     /// namespace, is `"not_cached"`, or `"diverged"` where other tokens stand. Other namespaces are
     /// looked at under the same salt alone, 64 at most: those next to its own by their fields.
     ///
     /// Args:
     ///     seq: The prompt.
     ///     policy: What the plan may reuse; None is `ReusePolicy()`, which allows approximate reuse.
-    ///     context: Token ids that are shown before and behind the position.
+    ///     context: Token ids that are shown before and after the position.
     ///     keep_last: Tokens at the end that the plan computes in any case.
     ///
     /// Returns:
-    ///     The reason, the position, what stands there on both sides, and what a plan would find.
+    ///     The reason, the position, what is there on both sides, and what a plan would find.
     ///
     /// Raises:
     ///     TypeError: An argument has the wrong type.
@@ -342,7 +342,7 @@ impl PyRadixIndex {
     ///
     /// Raises:
     ///     TypeError: An argument has the wrong type.
-    ///     ValueError: `keep_last` or `start` is negative, or `start` lies inside a block or beyond the
+    ///     ValueError: `keep_last` or `start` is negative, or `start` is inside a block or beyond the
     ///         sequence.
     ///
     /// Example:
@@ -385,7 +385,7 @@ impl PyRadixIndex {
 
     /// Plan how to build the KV of a prompt, and pin what the plan uses.
     ///
-    /// Whole exact blocks are used in place. Behind them, the exact tokens of the one block that shares
+    /// Whole exact blocks are used in place. After them, the exact tokens of the one block that shares
     /// most of the rest are copied, unless the policy says `partial_blocks=False`. Where the policy
     /// allows approximate reuse, the rest is covered by runs of cached tokens that stand elsewhere. What
     /// is left is computed.
@@ -459,7 +459,7 @@ impl PyRadixIndex {
     /// Offer blocks for the front of a sequence.
     ///
     /// Blocks that lie wholly below `num_computed` are taken, labelled by their source, and pinned under
-    /// the plan if the source is one. Where another block stands already, that one stays and the
+    /// the plan if the source is one. Where another block is cached already, that one stays and the
     /// offered one is a duplicate.
     ///
     /// Args:
@@ -767,7 +767,7 @@ impl PyRadixIndex {
 
     /// Take these blocks out of the index wherever they stand, for instance because their KV is gone.
     ///
-    /// What lies below a discarded block stays, and counts again once the hole is filled. Ids that the
+    /// What is below a discarded block stays, and counts again once the hole is filled. Ids that the
     /// index does not hold are counted in `stats().unknown_discards`.
     ///
     /// Args:
@@ -860,7 +860,7 @@ impl PyRadixIndex {
     /// present block below them is not on the path of the sequence. The oldest mark goes first, of one
     /// mark the last block. A block that is used after that (by `lookup`, `plan` or `insert`) is dead no
     /// more; a pinned one goes when its pins have ended. What is evicted may leave a hole: the tokens
-    /// behind it match again once the hole is filled.
+    /// after it match again once the hole is filled.
     ///
     /// Args:
     ///     seq: The sequence whose positions the ranges mean.
@@ -906,9 +906,9 @@ impl PyRadixIndex {
     ///
     /// Taken are the blocks wholly inside the ranges, but for those that somebody else may want: a
     /// present block below them is not on the path of the sequence. Blocks that a range cuts stay whole:
-    /// this frees memory, it does not redact. What lies behind a hole is found again once the hole is
+    /// this frees memory, it does not redact. What is cached after a hole is found again once the hole is
     /// filled with exact KV. Token ids of holes are kept, up to one for each block of the pool; past that
-    /// the least recently used tails behind holes leave too, and wait for `take_freed`.
+    /// the least recently used tails after holes leave too, and wait for `take_freed`.
     ///
     /// Args:
     ///     seq: The sequence whose positions the ranges mean.

@@ -99,7 +99,7 @@ impl PyLive {
 /// What is known to be *computed* for every live request of an engine: the one owner of its lengths.
 ///
 /// Engines count tokens that are scheduled, computed, sampled and allocated, and these counters run
-/// ahead of each other. A ledger takes what an engine has at hand, ids and counters, and answers which
+/// ahead of each other. A ledger takes what an engine has at hand, ids and counters, and returns which
 /// tokens are final *and* computed. `commit` inserts exactly these into an index.
 ///
 /// Of a request it keeps the sequence, the block table from position 0, where its KV comes from, and
@@ -108,7 +108,7 @@ impl PyLive {
 /// - the final ids: `len(seq)`. While the ledger has a sequence nobody else changes it: `seq.extend`
 ///   and `seq.truncate` raise.
 /// - computed, as the engine claims it. It may run ahead of the ids.
-/// - issued: what the engine has scheduled, never behind the end of the table.
+/// - issued: what the engine has scheduled, never after the end of the table.
 /// - final *and* computed: below both of the former and below unverified drafts. Only `rollback`
 ///   lowers it.
 /// - committed: handed to an index, whole blocks.
@@ -191,7 +191,7 @@ impl PySequenceLedger {
     /// With a plan as its source, its gaps and what follows its tokens are missing, and the rest counts
     /// as computed: apply its copies first. Its blocks in place count as committed.
     ///
-    /// Where the KV behind the blocks in place comes from elsewhere, such as a `plan_transfer`, `plan`
+    /// Where the KV after the blocks in place comes from elsewhere, such as a `plan_transfer`, `plan`
     /// holds these blocks, and `source` says how exact the rest is.
     ///
     /// Args:
@@ -302,13 +302,13 @@ impl PySequenceLedger {
 
     /// Note that the engine issues the next positions: a piece of the prompt, a token, look-ahead.
     ///
-    /// Tokens that have KV already, behind a gap, are passed over.
+    /// Tokens that have KV already, after a gap, are passed over.
     ///
     /// Args:
     ///     request: A live request.
     ///     num_tokens: How many.
     ///     num_drafts: How many of these, the last ones, are unverified drafts. What is claimed of them
-    ///         counts only once ids have arrived behind the first of them and a claim follows.
+    ///         counts only once ids have arrived after the first of them and a claim follows.
     ///
     /// Raises:
     ///     StaleHandleError: The request is not live.
@@ -355,7 +355,7 @@ impl PySequenceLedger {
     /// Raises:
     ///     StaleHandleError: The request is not live.
     ///     TypeError: The ids are no list of integers.
-    ///     ValueError: An id lies outside 0..2**32, or stands behind a -1; nothing is appended then.
+    ///     ValueError: An id is outside 0..2**32, or follows a -1; nothing is appended then.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -390,8 +390,8 @@ impl PySequenceLedger {
     /// Note a claim of the engine: KV of all positions below is written, or ordered before every reader.
     ///
     /// It may be lower than the last one, where drafts were refused, but not below what is final and
-    /// computed. A claim that is lower, or that follows the ids of drafts, says where the engine stands:
-    /// steps under way are counted in it, and nothing behind it counts as issued. Drafts are not counted
+    /// computed. A claim that is lower, or that follows the ids of drafts, says where the engine is:
+    /// steps under way are counted in it, and nothing after it counts as issued. Drafts are not counted
     /// out before their ids have come: `step` takes both at once.
     ///
     /// What is final and computed is as true as the claim: who reads it on another stream, as a
@@ -404,7 +404,7 @@ impl PySequenceLedger {
     /// Raises:
     ///     StaleHandleError: The request is not live.
     ///     TypeError: `num_computed` is not an int.
-    ///     ValueError: It lies below what is final and computed, which takes a `rollback`, or behind what
+    ///     ValueError: It is below what is final and computed, which takes a `rollback`, or after what
     ///         was issued.
     ///
     /// Example:
@@ -448,7 +448,7 @@ impl PySequenceLedger {
     ///         steps under way, run ahead of the ids, and come down where drafts were refused.
     ///     ids: What became final since the last step, request after request, with -1 at the end of a
     ///         request's ids for those that are not known yet.
-    ///     offsets: Where each request's ids begin, with the end behind the last.
+    ///     offsets: Where each request's ids begin, with the end after the last.
     ///     num_drafts: How many of `num_scheduled`, the last ones, are unverified drafts, one a request;
     ///         None is 0 for all.
     ///
@@ -530,13 +530,13 @@ impl PySequenceLedger {
     ///
     /// Args:
     ///     request: A live request.
-    ///     blocks: Block ids for the positions behind the end of the table.
+    ///     blocks: Block ids for the positions after the end of the table.
     ///
     /// Raises:
     ///     BlockInUseError: An id is in the table already, or comes twice.
     ///     StaleHandleError: The request is not live.
     ///     TypeError: The blocks are no list of integers.
-    ///     ValueError: An id lies outside 0..2**31.
+    ///     ValueError: An id is outside 0..2**31.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -560,14 +560,14 @@ impl PySequenceLedger {
         })
     }
 
-    /// Take back what was issued or computed at or behind a position: a preemption, or refused drafts.
+    /// Take back what was issued or computed at or after a position: a preemption, or refused drafts.
     ///
     /// The ids stay: what is final is computed again.
     ///
     /// Args:
     ///     request: A live request.
-    ///     to: A position in tokens; what lies below stays as it is.
-    ///     drop_blocks: Cut blocks wholly behind `to` off the table.
+    ///     to: A position in tokens; what is below stays as it is.
+    ///     drop_blocks: Cut blocks wholly after `to` off the table.
     ///
     /// Returns:
     ///     A `RolledBack`: whose KV does not count as computed any more, and the blocks that were cut.
@@ -575,7 +575,7 @@ impl PySequenceLedger {
     /// Raises:
     ///     StaleHandleError: The request is not live.
     ///     TypeError: `to` is not an int.
-    ///     ValueError: `to` lies below what was committed, or behind what was issued.
+    ///     ValueError: `to` is below what was committed, or after what was issued.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -612,7 +612,7 @@ impl PySequenceLedger {
     /// Raises:
     ///     StaleHandleError: The request is not live.
     ///     TypeError: An argument has the wrong type.
-    ///     ValueError: A span ends behind the final ids; nothing is kept then.
+    ///     ValueError: A span ends after the final ids; nothing is kept then.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -634,7 +634,7 @@ impl PySequenceLedger {
         self.on(py, request, CALL, |ledger, id| ledger.tag(id, &spans))
     }
 
-    /// Take back the spans that no index was told of yet.
+    /// Take back the spans that no index has yet.
     ///
     /// An index has 64 kinds at most: where it refuses one, no commit of the request goes through
     /// before these are taken back.
@@ -739,7 +739,7 @@ impl PySequenceLedger {
         })
     }
 
-    /// The positions that were issued behind what is final and computed: look-ahead, drafts, a step that
+    /// The positions that were issued after what is final and computed: look-ahead, drafts, a step that
     /// is under way.
     ///
     /// Args:
@@ -831,7 +831,7 @@ impl PySequenceLedger {
     /// Raises:
     ///     StaleHandleError: The request is not live.
     ///     TypeError: A position is not an int.
-    ///     ValueError: The range is reversed, or ends behind what is final and computed.
+    ///     ValueError: The range is reversed, or ends after what is final and computed.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -865,8 +865,8 @@ impl PySequenceLedger {
 
     /// How exact the KV is that is final and computed, as an index would label its blocks.
     ///
-    /// A block is approximate as a whole: if it ends behind the plan's first approximate token, or
-    /// behind what `Imported` says is exact, or if a commit answered that what backs the sequence there
+    /// A block is approximate as a whole: if it ends after the plan's first approximate token, or
+    /// after what `Imported` says is exact, or if a commit returned that what backs the sequence there
     /// is approximate.
     ///
     /// Args:
@@ -1213,7 +1213,7 @@ fn commit_steps(
         .new_range(live.id)
         .map_or(0, |(start, end)| end - start);
     let insert = index.insert_steps(seq, new / ledger.block_size());
-    // What was committed is pinned anew.
+    // What was committed is pinned again.
     let pins = index.known_edges(seq) / 4;
     let ends = plans
         .iter()

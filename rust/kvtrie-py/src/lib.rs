@@ -1,6 +1,6 @@
 //! The compiled module `kvtrie._core`: what Python sees of `kvtrie-core`.
 //!
-//! Every class is frozen; what changes sits behind a lock. Locks are taken in one order: the ledger,
+//! Every class is frozen; what changes is under a lock. Locks are taken in one order: the ledger,
 //! then sequences (by address), then the block allocator, then the index, then the names that it has warned of.
 //! While one is held no Python runs and no Python object is made: a collection of garbage may drop a plan, which
 //! takes the index's lock. A child after `os.fork` takes no lock that it inherited: its handles raise.

@@ -22,7 +22,7 @@ pub(crate) fn ids<'py>(py: Python<'py>, ids: &[BlockId]) -> Ids<'py> {
     PyArray1::from_vec(py, ids.iter().map(|&id| raw(id)).collect()).into()
 }
 
-/// A block id as arrays hold it: it lies below 2³¹.
+/// A block id as arrays hold it: it is below 2³¹.
 pub(crate) fn raw(id: BlockId) -> i32 {
     id.0.cast_signed()
 }

@@ -18,7 +18,7 @@ use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
 
 /// How to build the KV of one prompt; until it is released, what it uses stays.
 ///
-/// `RadixIndex.plan` makes plans. Blocks used in place come first; behind them lie tokens that are
+/// `RadixIndex.plan` makes plans. Blocks used in place come first; after them come tokens that are
 /// copied and tokens that must be computed. Release every plan, or use it in a `with` statement.
 /// A plan that is collected unreleased releases itself and emits a `ResourceWarning`.
 ///
@@ -47,7 +47,7 @@ pub(crate) struct PyReusePlan {
     index: Arc<SharedIndex>,
     num_tokens: usize,
     released: AtomicBool,
-    /// Whether a caller has it, who is told if it is collected unreleased.
+    /// Whether a caller has it, which is warned if it is collected unreleased.
     is_callers: bool,
 }
 
@@ -224,7 +224,7 @@ impl PyReusePlan {
     ///
     /// Returns:
     ///     A structured array with the int64 fields `source_slot`, `dest_slot`, `num_tokens` and
-    ///     `delta` (by how many positions K is turned).
+    ///     `delta` (by how many positions K is rotated).
     ///
     /// Raises:
     ///     StaleHandleError: The plan was released.
@@ -297,7 +297,7 @@ impl PyReusePlan {
 
     /// Let go of the blocks that are copied from; a second call does nothing.
     ///
-    /// Call it once every later write to the pool is ordered behind the copies: on one CUDA stream,
+    /// Call it once every later write to the pool is ordered after the copies: on one CUDA stream,
     /// right after they were launched.
     ///
     /// Raises:
@@ -382,7 +382,7 @@ impl PyReusePlan {
 }
 
 impl PyReusePlan {
-    /// Releases the plan unless it was; answers whether it was live.
+    /// Releases the plan unless it was; returns whether it was live.
     pub(crate) fn release_once(&self, py: Python<'_>) -> PyResult<bool> {
         if self.is_released() {
             return Ok(false);
@@ -444,6 +444,6 @@ fn is_finalizing(py: Python<'_>) -> bool {
             .call_method0("is_finalizing")?
             .extract::<bool>()
     };
-    // A module that is half taken apart no longer answers.
+    // A module that is half removed no longer works.
     asked().unwrap_or(true)
 }

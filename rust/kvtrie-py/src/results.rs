@@ -94,7 +94,7 @@ impl PyInsertResult {
         ids(py, &self.core.duplicates)
     }
 
-    /// Held ids behind what was taken, in call order (int32): the last block that is not full.
+    /// Held ids after what was taken, in call order (int32): the last block that is not full.
     #[getter]
     fn surplus<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.surplus)

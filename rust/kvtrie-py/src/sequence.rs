@@ -36,7 +36,7 @@ pub(crate) const SEQUENCE: &str = "the sequence";
 ///
 /// Raises:
 ///     TypeError: The ids hold bools, floats or anything else that is no integer.
-///     ValueError: An id is negative or too large, the array is not one-dimensional, or an item lies
+///     ValueError: An id is negative or too large, the array is not one-dimensional, or an item is
 ///         elsewhere. Values are checked, never wrapped.
 ///
 /// Example:
@@ -235,7 +235,7 @@ impl PyTokenSequence {
     }
 }
 
-/// What stands between the brackets.
+/// What is between the brackets.
 enum Key<'py> {
     Position(i128),
     Slice(Bound<'py, PySlice>),

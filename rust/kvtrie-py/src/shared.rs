@@ -1,4 +1,4 @@
-//! The index behind its lock, as its classes share it.
+//! The index under its lock, as its classes share it.
 
 use kvtrie_core::{RadixIndex, ReusePolicy};
 use pyo3::exceptions::PyUserWarning;

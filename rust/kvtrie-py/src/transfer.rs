@@ -39,7 +39,7 @@ pub(crate) fn hashing(tokens: usize) -> Cost {
 ///     max_groups: Groups of blocks.
 ///     max_runs: Runs of blocks.
 ///     max_blocks: Block ids.
-///     max_tokens: Position behind the last token that a run may reach.
+///     max_tokens: Position after the last token that a run may reach.
 ///     max_block_size: Tokens of a block.
 ///
 /// Raises:
@@ -106,7 +106,7 @@ impl PyTransferLimits {
         self.core.max_blocks
     }
 
-    /// Position behind the last token that a run may reach.
+    /// Position after the last token that a run may reach.
     #[getter]
     fn max_tokens(&self) -> usize {
         self.core.max_tokens
@@ -211,7 +211,7 @@ impl PyBlockRun {
 /// and how exact that is.
 ///
 /// A manifest is made with `from_ledger` or `from_blocks`, or read with `from_bytes`. It
-/// travels beside the KV, never instead of it: which bytes of a block are whose (layers, heads,
+/// travels with the KV, never instead of it: which bytes of a block are whose (layers, heads,
 /// ranks) is the engines' business. What it says of its blocks is believed by `plan_transfer`
 /// alone, which checks it with the key.
 ///
@@ -251,7 +251,7 @@ impl PyTransferManifest {
     /// Args:
     ///     seq: The request's tokens.
     ///     blocks: Its block table from position 0: ids, or for engines with several groups of
-    ///         layers a dict from a group's number to its ids. Ids behind the last position named
+    ///         layers a dict from a group's number to its ids. Ids after the last position named
     ///         below are not looked at.
     ///     key: The deployment's key, 16 to 64 bytes.
     ///     num_computed: How many tokens of `seq` have KV: all below it. The token sampled last has
@@ -259,7 +259,7 @@ impl PyTransferManifest {
     ///     block_size: Tokens of a block, or a dict from a group's number to them.
     ///     source: Where the KV came from: `kvtrie.COMPUTED`, which None is, or a
     ///         `kvtrie.Imported`.
-    ///     num_lookahead: Positions issued behind `num_computed`. Blocks that hold nothing else are
+    ///     num_lookahead: Positions issued after `num_computed`. Blocks that hold nothing else are
     ///         named as look-ahead.
     ///     context: What the manifest is about, in the deployment's own words, up to 1,024 bytes: such as
     ///         engine, request and a count of its transfers. The reader says the same, or is refused.
@@ -337,8 +337,8 @@ impl PyTransferManifest {
     /// The manifest of a live request: what of it is final and computed, with its labels, and its
     /// look-ahead blocks.
     ///
-    /// Blocks behind a missing range are offered too. Of a range that ends inside a block, the
-    /// tokens of that block are offered only if nothing computed comes behind.
+    /// Blocks after a missing range are offered too. Of a range that ends inside a block, the
+    /// tokens of that block are offered only if nothing computed comes after.
     ///
     /// The ledger believes the engine's claims, which may count steps under way: a reader that is
     /// not on the engine's stream waits until the last claimed step has run.

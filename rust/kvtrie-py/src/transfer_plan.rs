@@ -40,9 +40,9 @@ pub(crate) struct PyTransferPlan {
 impl PyTransferPlan {
     /// What to load, a structured array by group and position: `group`, `remote` and `local` (block
     /// ids, int32), `start` and `end` (positions in the local sequence, int64), `delta` (position
-    /// here minus position there, int64: by how much K is to be turned), `class` (0 exact, 1
-    /// approximate, uint8), `hops` (as the KV will have them, uint16). Each pair lies inside one
-    /// remote and one local block; the first of its tokens stands at `(start - delta) %
+    /// here minus position there, int64: by how many positions K is rotated), `class` (0 exact, 1
+    /// approximate, uint8), `hops` (as the KV will have them, uint16). Each pair is inside one
+    /// remote and one local block; the first of its tokens is at `(start - delta) %
     /// remote_block_size` in the former.
     #[getter]
     fn pairs<'py>(&self, py: Python<'py>) -> PyResult<Records<'py>> {
@@ -89,7 +89,7 @@ impl PyTransferPlan {
 
     /// What to say to `insert` and `begin` of the sequence once this was loaded:
     /// `Imported(exact_until, hops)`, or `COMPUTED` if all that is loaded is exact, so that what is
-    /// decoded behind it counts as exact too. Both take what was cached for exact.
+    /// decoded after it counts as exact too. Both take what was cached for exact.
     #[getter]
     fn source<'py>(&self, py: Python<'py>) -> PyResult<SourceValue<'py>> {
         match self.core.first_approximate() {
@@ -128,7 +128,7 @@ impl PyTransferPlan {
 /// moved: runs of at least `policy.min_run` (16) tokens with one delta, at one hop more than
 /// they have. What is covered by neither is computed.
 ///
-/// Tokens behind a divergence inside a block are not loaded: digests are of blocks. With
+/// Tokens after a divergence inside a block are not loaded: digests are of blocks. With
 /// several groups each is planned on its own, and loaded are the tokens that all of them have;
 /// a pair has the label of its own group, `exact_until` and `hops` are those of the worst.
 /// Which heads of a block go to which rank is the engine's business, and so is moving the
