@@ -1,4 +1,4 @@
-//! The one error type of the crate and the list of its kinds.
+//! The error type of the crate and its kinds.
 
 use std::fmt;
 
@@ -6,19 +6,19 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// An argument lies outside its limits; the message names the value and the limit.
+    /// An argument is outside its limits. The message names the value and the limit.
     InvalidArgument,
-    /// A block id was offered for a place while it backs another one, or twice in one call.
+    /// A block id was given for a place while it backs another one, or twice in one call.
     BlockInUse,
-    /// Fewer blocks can be freed than were asked for.
+    /// Fewer blocks can be freed than requested.
     OutOfBlocks,
     /// A released plan was used again, or a request that its ledger does not know (any more).
     StaleHandle,
-    /// Bytes that should be a snapshot are none, are damaged, or exceed a limit.
+    /// The bytes are not a snapshot, are damaged, or exceed a limit.
     Snapshot,
-    /// A transfer manifest cannot be read, or is not meant for the one who asks; says why.
+    /// A transfer manifest cannot be read, or is not meant for this receiver; the [`Refusal`] says why.
     TransferRefused(Refusal),
-    /// An invariant of the index is broken. A bug in this crate, never in the caller.
+    /// An invariant of the index is broken: a bug in this crate, never in the caller.
     Malformed,
 }
 
@@ -26,13 +26,13 @@ pub enum ErrorKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// The bytes are no manifest, or contradict themselves.
+    /// The bytes are not a manifest, or contradict themselves.
     Malformed,
     /// The bytes are of another version of the format.
     Version,
     /// The manifest exceeds a limit of its reader.
     Limits,
-    /// A run was not written with this key, or was changed since.
+    /// A run was not written with this key, or was changed afterwards.
     Digest,
     /// The blocks belong to another namespace than the prompt.
     Namespace,
@@ -41,7 +41,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// The reason in one word, as Python's `TransferRefused.reason` has it.
+    /// The reason in one word, as in Python's `TransferRefused.reason`.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {

@@ -14,28 +14,28 @@ use crate::siblings;
 use crate::tokens::TokenSequence;
 use crate::tree::{Effort, Position, RadixIndex};
 
-/// Namespaces of one salt that are looked at beside a prompt's own.
+/// The most other namespaces of the prompt's salt that are searched.
 const MOST_OTHERS: usize = 64;
 
 /// Why an exact match ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Reason {
-    /// Nothing is missing: every whole block of the prompt is there, and exact.
+    /// Every whole block of the prompt is cached and exact.
     Complete,
-    /// Other tokens stand there.
+    /// Other tokens are cached there.
     Diverged,
-    /// What the prompt has there was cached behind this very prefix, and left: by eviction, discard or removal.
+    /// The tokens of the prompt were cached there, after this same prefix, and left: by eviction, discard or removal.
     Evicted,
-    /// Nothing is known of what the prompt has there.
+    /// Nothing is known about the tokens of the prompt there.
     NotCached,
-    /// The same tokens stand there, but their KV is approximate.
+    /// The same tokens are cached there, but their KV is approximate.
     ApproximateOnly,
     /// More of the prompt is cached under another namespace of the same salt.
     OtherNamespace,
 }
 
 impl Reason {
-    /// The name of the reason, for machines.
+    /// The name of the reason for programs.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -49,14 +49,14 @@ impl Reason {
     }
 }
 
-/// How to explain.
+/// Options of [`RadixIndex::explain`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExplainOptions {
-    /// What the plan may reuse whose savings are told.
+    /// The policy of the plan whose savings are reported.
     pub policy: ReusePolicy,
-    /// Tokens that are shown before and behind the position.
+    /// Tokens shown before and after the position.
     pub context: usize,
-    /// Tokens at the end of the prompt that the plan computes in any case.
+    /// Tokens at the end of the prompt that the plan always computes.
     pub keep_last: usize,
 }
 
@@ -73,14 +73,14 @@ impl Default for ExplainOptions {
     }
 }
 
-/// Token ids around the position at which a match ended, of both sides.
+/// Token ids around the position at which a match ended, in the prompt and in the cache.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Context {
     /// Position of the first id of both lists.
     pub start: usize,
-    /// What the prompt has.
+    /// Token ids of the prompt.
     pub ours: Vec<u32>,
-    /// What is cached; it ends where the cache does, and where it goes on in several ways.
+    /// Cached token ids. They end where the cache ends or continues in several ways.
     pub theirs: Vec<u32>,
 }
 
@@ -89,33 +89,33 @@ pub struct Context {
 pub struct NamespaceDifference {
     /// Names of the fields that differ.
     pub fields: Vec<&'static str>,
-    /// Tokens of the prompt that match there exactly.
+    /// Tokens of the prompt that match exactly in that namespace.
     pub num_tokens: usize,
 }
 
 /// What a plan would find, in tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WouldSave {
-    /// Found exactly.
+    /// Reused exactly.
     pub exact: usize,
-    /// Found in another context or position.
+    /// Reused from another context or position.
     pub approximate: usize,
-    /// Left to compute.
+    /// To be computed.
     pub compute: usize,
 }
 
-/// Why an exact match ended where it did. `to_string` says it to people.
+/// Why an exact match ended where it did. `to_string` gives the explanation in English.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
-    /// Why.
+    /// Why the match ended.
     pub reason: Reason,
-    /// The first token of the prompt that does not match: where other tokens stand that one, else the first of its block.
+    /// The first token of the prompt that does not match. Without other tokens there, the first token of its block.
     pub position: usize,
-    /// Tokens that match exactly: a whole number of blocks.
+    /// Tokens that match exactly, in whole blocks.
     pub num_exact: usize,
     /// Tokens of the prompt.
     pub num_tokens: usize,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_size: usize,
     /// Token ids around the position.
     pub context: Context,
@@ -129,8 +129,8 @@ pub struct Explanation {
     pub would_save: WouldSave,
 }
 
-/// The edge that holds the cached block beside the first block of the prompt that does not match, and how many of its tokens
-/// do.
+/// The edge with the cached block at the place of the prompt's first block without a match, and how many tokens the two
+/// share.
 #[derive(Clone, Copy)]
 struct Beside {
     node: NodeIndex,
@@ -138,19 +138,20 @@ struct Beside {
 }
 
 impl RadixIndex {
-    /// Says why the exact match of `seq` ends where it does, and what a plan would find. It is no use of anything: nothing is
-    /// stamped or pinned, and no clock ticks.
+    /// Returns why the exact match of `seq` ends where it does, and what a plan would find. This is not a use: nothing
+    /// is touched or pinned, and the clock does not advance.
     ///
-    /// [`Reason::Evicted`] is known of holes, and of the latest 4,096 departures as long as the prefix that they stood behind
-    /// has stayed; it is right but for a collision of 64-bit digests. What is forgotten, or was dropped with its namespace,
-    /// is [`Reason::NotCached`], or [`Reason::Diverged`] where other tokens stand.
+    /// [`Reason::Evicted`] is known of holes, and of the latest 4,096 departures while the prefix that they followed is
+    /// cached. It is wrong only if 64-bit digests collide. What is forgotten, or was dropped with its namespace, is
+    /// [`Reason::NotCached`], or [`Reason::Diverged`] if other tokens are there.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the policy exceeds its limits, as for [`plan`](Self::plan).
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the policy exceeds its limits, as for
+    /// [`plan`](Self::plan).
     ///
     /// # Complexity
-    /// That of a plan without its pins, plus a lookup in each of at most 64 namespaces of the same salt: those that stand next to
-    /// the prompt's own in the order of their fields, half of them before it. O(log namespaces) of all others.
+    /// That of a plan without its pins, plus a lookup in each of at most 64 namespaces of the same salt: the nearest
+    /// ones in the order of their fields, half of them before the prompt's own. O(log namespaces) for all others.
     ///
     /// # Examples
     /// ```
@@ -227,7 +228,6 @@ impl RadixIndex {
         })
     }
 
-    /// What a plan would find.
     fn would_save(&mut self, seq: &mut TokenSequence, options: &ExplainOptions) -> WouldSave {
         let plan = PlanOptions {
             keep_last: options.keep_last,
@@ -246,8 +246,8 @@ impl RadixIndex {
         }
     }
 
-    /// What stands beside the block of `seq` at the end of its exact path: of several the one that shares most tokens, exact
-    /// ones and then those whose tokens sort first before others.
+    /// The cached block at the place of the first block of `seq` after its exact path. Of several: the one that shares
+    /// most tokens; then exact before approximate; then first in token order.
     fn beside(&self, seq: &TokenSequence, at: Position) -> Option<Beside> {
         let block_size = self.block_size();
         let start = at.depth as usize * block_size;
@@ -277,7 +277,7 @@ impl RadixIndex {
         })
     }
 
-    /// The reason, where the index knows the very block that is missing.
+    /// The reason, if the index knows the very block that is missing.
     fn known_reason(
         &self,
         seq: &TokenSequence,
@@ -306,9 +306,8 @@ impl RadixIndex {
         self.gone.contains(note).then_some(Reason::Evicted)
     }
 
-    /// The namespace of the same salt in which most of `seq` is cached exactly, if that is more than `reached` blocks; of
-    /// several the one that differs in the fewest fields, then the first by its fields. Of very many, those that stand next to
-    /// its own are looked at.
+    /// The namespace of the same salt in which most of `seq` is cached exactly, if that is more than `reached` blocks.
+    /// Ties: fewest differing fields, then first by fields. Of very many, only the neighbours of its own are searched.
     fn other_namespace(&self, seq: &TokenSequence, reached: Depth) -> Option<NamespaceDifference> {
         let own = seq.namespace();
         let block_size = self.block_size();
@@ -331,7 +330,7 @@ impl RadixIndex {
         })
     }
 
-    /// `size` token ids before and behind a position that the cache has up to it.
+    /// `size` token ids before and after a position up to which the cache agrees with the prompt.
     fn context(
         &self,
         seq: &TokenSequence,

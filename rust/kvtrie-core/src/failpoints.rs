@@ -1,11 +1,11 @@
-//! Failures on demand, for tests: compiled in with the feature `failpoints` alone, and nothing at all without it.
+//! Failures on demand, for tests. Without the feature `failpoints` they compile to nothing.
 //!
-//! A *point* is a place in a call. At a point before the first change the call can fail with an error or panic: whatever
-//! fails there leaves everything as it was. Between two changes it can only panic: the index or ledger is inconsistent then,
-//! and whoever guards it must let nobody see it again, which a poisoned lock does. No call has a point between two changes
-//! that returns an error: that would be a bug.
+//! A *point* is a place in a call. At a point before the first change, the call can fail with an error or panic, and
+//! leaves everything as it was. Between two changes it can only panic: the index or ledger is then inconsistent and
+//! must not be used again, which a poisoned lock ensures. A point between two changes that returned an error would be a
+//! bug.
 //!
-//! A thread arms one failure at a time. Others are not disturbed.
+//! Each thread arms one failure at a time, for itself only.
 
 use crate::error::Result;
 
@@ -13,9 +13,9 @@ use crate::error::Result;
 #[cfg(feature = "failpoints")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// The call fails with [`Malformed`](crate::ErrorKind::Malformed): at points before the first change.
+    /// The call fails with [`Malformed`](crate::ErrorKind::Malformed). Only at points before the first change.
     Error,
-    /// The call panics: at any point.
+    /// The call panics. At any point.
     Panic,
 }
 
@@ -41,14 +41,14 @@ mod armed {
         static FIRED: Cell<Option<Fired>> = const { Cell::new(None) };
     }
 
-    /// From here on the point that this thread comes to as the `nth`, counted from 1, fails, once. Points that cannot fail
-    /// like that do not count.
+    /// Makes the `nth` point (counted from 1) that this thread reaches fail, once. Points that cannot fail in this way
+    /// do not count.
     pub fn arm(failure: Failure, nth: u64) {
         FIRED.set(None);
         ARMED.set(Some((failure, nth.max(1))));
     }
 
-    /// No point fails any more. Returns the one that did.
+    /// Disarms all points. Returns the one that failed.
     pub fn disarm() -> Option<Fired> {
         ARMED.set(None);
         FIRED.take()
@@ -102,7 +102,7 @@ pub(crate) fn before(place: &'static str) -> Result<()> {
 #[cfg_attr(not(feature = "failpoints"), inline(always))]
 pub(crate) fn within(place: &'static str) {
     #[cfg(feature = "failpoints")]
-    // It panics, or there is nothing.
+    // It panics, or has no effect.
     drop(armed::come_to(place, true));
     #[cfg(not(feature = "failpoints"))]
     let _ = place;

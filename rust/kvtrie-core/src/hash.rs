@@ -1,10 +1,10 @@
-//! The keyed hash that nominates children. It never decides: every hit is confirmed by comparing tokens.
+//! The keyed hash that nominates children.
 //!
-//! A tenant chooses what is hashed: tokens, and digests of items. foldhash xors words of the input into secret words and multiplies
-//! the results, so whoever knows the words chooses inputs that multiply by zero, and all of these have one hash whatever else
-//! they hold. It has two secrets: a seed for each hasher, and six *shared* words that are constants of the process by default. Both
-//! come from the index's seed here. Without it, a zero is a guess of 61 bits. With it, as with that of any hash of 64 bits,
-//! floods can be made: whoever takes prompts from people they do not trust keeps the seed from them.
+//! A tenant chooses what is hashed: tokens, and digests of items. foldhash XORs words of the input into secret words
+//! and multiplies the results. Whoever knows the secret words can choose inputs that multiply by zero, which all have
+//! one hash whatever else they contain. It has two secrets: a seed per hasher, and six *shared* words that are
+//! constants of the process by default. Here both come from the index's seed. Without it, a zero is a guess of 61 bits.
+//! With it, floods can be made, as for any hash of 64 bits, so untrusted authors of prompts must not know the seed.
 
 use std::fmt;
 use std::hash::Hasher;
@@ -14,7 +14,7 @@ use foldhash::quality::FoldHasher;
 
 use crate::tokens::View;
 
-/// Between the seed of the hasher and that of the shared words, which are not to be equal.
+/// Makes the seed of the hasher differ from that of the shared words.
 const APART: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Hashes the first block of an edge together with its parent.
@@ -25,7 +25,7 @@ pub(crate) struct EdgeHasher {
     mask: u64,
 }
 
-/// Without the seed, which is a secret.
+/// Does not show the seed, which is a secret.
 impl fmt::Debug for EdgeHasher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("EdgeHasher").finish_non_exhaustive()
@@ -33,7 +33,7 @@ impl fmt::Debug for EdgeHasher {
 }
 
 impl EdgeHasher {
-    /// `bits` (0 to 64) cuts every hash, so that tests can force collisions.
+    /// Cuts every hash to `bits` bits (0 to 64), so that tests can force collisions.
     pub(crate) fn new(seed: u64, bits: u32) -> Self {
         let mask = if bits >= 64 {
             u64::MAX
@@ -47,7 +47,7 @@ impl EdgeHasher {
         }
     }
 
-    /// Hash of the block `first`, as an edge below the node with index `parent`.
+    /// Hash of the block `first` as an edge below the node `parent`.
     pub(crate) fn edge(&self, parent: u32, first: View<'_>) -> u64 {
         let mut hasher = FoldHasher::with_seed(self.seed, &self.words);
         hasher.write_u32(parent);
@@ -82,7 +82,7 @@ mod tests {
         (product >> 64) as u64 ^ product as u64
     }
 
-    /// The constants that `foldhash` xors into what it hashes, for a shared seed that is known.
+    /// The constants that `foldhash` XORs into its input, for a known shared seed.
     fn constants(shared: u64) -> [u64; 6] {
         let mut last = shared;
         std::array::from_fn(|_| {
@@ -91,11 +91,11 @@ mod tests {
         })
     }
 
-    /// Shared seeds that somebody without the index's own seed may try: constants, and the seed 0.
+    /// Shared seeds that an attacker without the index's seed may try: constants, and the seed 0.
     const GUESSES: [u64; 2] = [0x6b76_7472_6965_0001, 0];
 
-    /// Blocks whose words 2 and 3 are the constant that a hash of folded products xors into them: both of its lanes end in a
-    /// product with 0, whatever the other words and the key.
+    /// Blocks whose words 2 and 3 equal the constant that a hash of folded products XORs into them. Both of its lanes
+    /// end in a product with 0, whatever the other words and the key.
     fn zeroing(shared: u64) -> impl Iterator<Item = Vec<u32>> {
         let [word, ..] = constants(shared);
         let halves = [word, word >> 32].map(|half| (half & 0xffff_ffff) as u32);
@@ -120,7 +120,7 @@ mod tests {
 
     const SEEDS: [u64; 5] = [0, 1, u64::MAX, 0x6a09_e667_f3bc_c908, 0x2545_f491_4f6c_dd1d];
 
-    /// Every seed, attacked by every guess.
+    /// Each guess against each seed.
     fn attacks() -> impl Iterator<Item = (u64, u64)> {
         SEEDS
             .into_iter()
@@ -170,7 +170,7 @@ mod tests {
         }
     }
 
-    /// The bytes of two items never are those of one.
+    /// The bytes of two items never equal those of one.
     #[test]
     fn a_digest_that_spells_another_item_does_not_collide() {
         let hasher = EdgeHasher::new(5, 64);
@@ -191,7 +191,7 @@ mod tests {
         assert_ne!(hasher.edge(3, view(&two)), hasher.edge(3, view(&one)));
     }
 
-    /// How many nodes are compared to find each of the first blocks below a root once.
+    /// How many nodes are compared when each first block below a root is looked up once.
     fn comparisons(seed: u64, blocks: impl Iterator<Item = Vec<u32>>) -> usize {
         let config = Config {
             num_blocks: SIBLINGS.into(),

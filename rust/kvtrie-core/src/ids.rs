@@ -1,10 +1,10 @@
-//! Names of things: block ids, node handles, positions in blocks.
+//! Block ids, node handles and depths.
 
 use std::fmt;
 
 /// The id of one block of the engine's KV pool.
 ///
-/// Ids lie in `0..num_blocks` of the index that holds them, and `num_blocks` is at most 2³¹.
+/// Ids are in `0..num_blocks` of the index that holds them, and `num_blocks` is at most 2³¹.
 ///
 /// # Examples
 /// ```
@@ -26,10 +26,10 @@ impl fmt::Display for BlockId {
     }
 }
 
-/// Index of a node in the arena; meaningful inside the index alone.
+/// Index of a node in the arena, valid only inside the index.
 pub(crate) type NodeIndex = u32;
 
-/// Names a node for as long as its end stays where it is; the arena tells whether it is stale.
+/// Names a node while its end stays where it is. The arena detects a stale handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NodeHandle {
     pub(crate) index: NodeIndex,
@@ -39,7 +39,7 @@ pub(crate) struct NodeHandle {
 /// "No node": the end of a link.
 pub(crate) const NO_NODE: NodeIndex = u32::MAX;
 
-/// "No block stands here": a hole.
+/// "No block here": a hole.
 pub(crate) const ABSENT: u32 = u32::MAX;
 
 /// Number of blocks from the root; the depth of a block is the number of blocks before it.
@@ -47,7 +47,7 @@ pub(crate) type Depth = u32;
 
 /// Converts a count of blocks to a depth.
 ///
-/// A path has at most 2³¹ blocks with KV; what lies beyond `u32` cannot match anything, so it is cut.
+/// A path has at most 2³¹ blocks with KV. A count beyond `u32` cannot match anything, so it is capped.
 pub(crate) fn depth(blocks: usize) -> Depth {
     Depth::try_from(blocks).unwrap_or(Depth::MAX)
 }

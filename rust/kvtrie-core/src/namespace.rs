@@ -1,4 +1,4 @@
-//! What KV depends on besides tokens: a value that walls caches off from each other.
+//! What KV depends on besides tokens.
 
 use std::fmt;
 use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
@@ -12,9 +12,9 @@ static KEY: LazyLock<RandomState> = LazyLock::new(RandomState::new);
 /// Who may share KV: one tenant, or everybody. A tenant's salt is a secret: `Debug` does not show it.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Salt {
-    /// Everybody who says so: sharing is said aloud.
+    /// Everybody who also chooses `Shared`: sharing is explicit.
     Shared,
-    /// One tenant; never empty.
+    /// One tenant; the salt is never empty.
     Tenant(String),
 }
 
@@ -29,8 +29,8 @@ impl fmt::Debug for Salt {
 
 /// Everything besides tokens that KV depends on, compared by value.
 ///
-/// No query sees across a namespace. `Debug` shows neither a tenant's salt nor a hash of it, from which a salt could be
-/// guessed.
+/// No query returns KV of another namespace. `Debug` shows neither a tenant's salt nor a hash of it, from which the
+/// salt could be guessed.
 ///
 /// # Examples
 /// ```
@@ -42,10 +42,10 @@ impl fmt::Debug for Salt {
 /// ```
 #[derive(Clone, PartialEq, Eq)]
 pub struct Namespace {
-    /// Of all fields below, under a key that is drawn once per process: clients choose adapters, and salts in some engines. A
-    /// lookup reads none of them where the namespace is the very one that was inserted with.
+    /// Hash of all fields below, under a key drawn once per process, because clients choose adapters and, in some
+    /// engines, salts. A lookup with the same `Arc` that was used for the insert reads no field.
     hash: u64,
-    /// Of the same, without a key: ranks and snapshots agree on it.
+    /// The same without a key, so that ranks and snapshots agree on it.
     digest: u64,
     model: String,
     kv_dtype: String,
@@ -105,7 +105,6 @@ impl Namespace {
         hasher.finish()
     }
 
-    /// A digest of all fields: the same in every process.
     pub(crate) fn digest(&self) -> u64 {
         self.digest
     }
@@ -122,13 +121,13 @@ impl Namespace {
         &self.kv_dtype
     }
 
-    /// How positions turn K.
+    /// How K is rotated by position.
     #[must_use]
     pub fn rope(&self) -> &str {
         &self.rope
     }
 
-    /// Content id of the adapter (`LoRA`), if there is one.
+    /// Content id of the adapter (`LoRA`), if any.
     #[must_use]
     pub fn adapter(&self) -> Option<&str> {
         self.adapter.as_deref()

@@ -5,8 +5,8 @@ use crate::payload::Label;
 
 /// What a plan may reuse.
 ///
-/// Exact KV may always be reused. The other fields limit what is reused approximately: KV of another context or position, in
-/// place or copied. What they forbid is treated as if it were not cached.
+/// Exact KV may always be reused. The other fields limit approximate reuse: KV of another context or position, in place
+/// or copied. What they forbid is treated as not cached.
 ///
 /// # Examples
 /// ```
@@ -17,29 +17,29 @@ use crate::payload::Label;
 pub struct ReusePolicy {
     /// Whether KV of another context or position may be used at all.
     pub approximate: bool,
-    /// Shortest run in tokens that is looked for, no less than the index's; the index's if none.
+    /// Shortest run to look for, in tokens, not below the index's `min_run`; `None` means the index's.
     pub min_run: Option<usize>,
-    /// Most hops of approximate KV, in place or once it is copied: a moved run has one more than its source. At most
+    /// Most hops of approximate KV in the prompt: a moved run has one more than its source. At most
     /// [`ReusePolicy::MAX_HOPS`].
     pub max_hops: u16,
-    /// Share of the prompt's tokens, 0 to 1, that may be approximate; a plan with more of them is made exact only.
+    /// Largest approximate share of the prompt's tokens, 0 to 1. A plan above it is made exact only.
     pub max_approximate_share: f64,
-    /// Tokens at the front of every moved run that are computed anyway.
+    /// Tokens at the start of every moved run that are computed anyway.
     pub recompute_first: usize,
     /// Tokens at the end of every moved run that are computed anyway.
     pub recompute_last: usize,
     /// Kinds of spans that are not reused approximately.
     pub forbid_kinds: Vec<String>,
-    /// Whether the exact tokens of the block in which the match ends are copied.
-    /// Without `approximate`, nothing at all is copied where this is false.
+    /// Whether the exact tokens of the block in which the match ends are copied. If this and `approximate` are `false`,
+    /// nothing is copied.
     pub partial_blocks: bool,
 }
 
 impl ReusePolicy {
-    /// The most hops that the index can note.
+    /// The most hops that the index can record.
     pub const MAX_HOPS: u16 = Label::MAX_HOPS;
 
-    /// Exact KV alone: the default everywhere.
+    /// Only exact KV: the default everywhere.
     pub const EXACT_ONLY: Self = Self {
         approximate: false,
         min_run: None,
@@ -51,7 +51,7 @@ impl ReusePolicy {
         partial_blocks: true,
     };
 
-    /// Checks the fields against their limits and what an index was made for.
+    /// Checks the fields against their limits and the index's `min_run`.
     pub(crate) fn check(&self, min_run: usize, call: &str) -> Result<()> {
         if let Some(asked) = self.min_run
             && asked < min_run

@@ -1,7 +1,7 @@
-//! The namespaces that hold something, by salt: those that `explain` looks at beside its own.
+//! The namespaces that hold blocks, by salt: `explain` looks at those of a prompt's own salt.
 //!
-//! Within a salt they stand in the order of their fields, so that neighbours differ in as little as can be, and which of very many
-//! are looked at depends on nothing else. Looking costs O(log namespaces); coming and going costs the same.
+//! Within a salt they are ordered by their fields, so that neighbours differ in as little as possible, and the choice
+//! among very many depends on nothing else. Looking, adding and removing cost O(log namespaces).
 
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
@@ -10,7 +10,6 @@ use std::sync::Arc;
 
 use crate::namespace::{Namespace, Salt};
 
-/// Namespaces by salt, then by their other fields.
 #[derive(Debug, Default)]
 pub(crate) struct Salts(BTreeSet<BySalt>);
 
@@ -54,7 +53,7 @@ impl Salts {
         self.0.remove(&BySalt(Arc::clone(namespace)));
     }
 
-    /// Namespaces of the salt of `own` but itself: those that stand next to it, at most `count` before and as many behind.
+    /// The other namespaces of the salt of `own`: at most `count` before it and `count` after it.
     pub(crate) fn near<'a>(
         &'a self,
         own: &'a Arc<Namespace>,
@@ -73,7 +72,7 @@ impl Salts {
         self.0.len()
     }
 
-    /// Nodes of the tree are about two thirds full.
+    /// Nodes of the `BTreeSet` are about two thirds full.
     pub(crate) fn heap_bytes(&self) -> usize {
         self.len() * size_of::<BySalt>() * 3 / 2
     }

@@ -34,7 +34,6 @@ pub const BUILT_IN_KINDS: [&str; 7] = [
 /// The most kinds that one index can have.
 pub const MAX_KINDS: usize = 64;
 
-/// Names of kinds by bit.
 #[derive(Clone, Debug)]
 pub(crate) struct Kinds(Vec<String>);
 
@@ -49,7 +48,7 @@ impl Kinds {
         &self.0
     }
 
-    /// The kinds of these names, if that is what the kinds of an index can be.
+    /// Returns the kinds with these names, if an index can have them.
     pub(crate) fn from_names(names: Vec<String>) -> Option<Self> {
         let mut sorted: Vec<&String> = names.iter().collect();
         sorted.sort_unstable();
@@ -61,7 +60,7 @@ impl Kinds {
         (distinct && named && known).then_some(Self(names))
     }
 
-    /// Checks spans over a sequence of `len` tokens, without remembering new kinds.
+    /// Checks spans over a sequence of `len` tokens, without adding new kinds.
     pub(crate) fn check(&self, spans: &[Span], len: usize, call: &str) -> Result<()> {
         let mut new: Vec<&str> = Vec::new();
         for span in spans {
@@ -89,7 +88,7 @@ impl Kinds {
         Ok(())
     }
 
-    /// The mask of a kind; a new kind takes the next bit. Call [`Self::check`] before.
+    /// The mask of a kind. A new kind takes the next bit; [`Self::check`] must have accepted it.
     pub(crate) fn intern(&mut self, kind: &str) -> u64 {
         let bit = self.bit(kind).unwrap_or_else(|| {
             self.0.push(kind.to_owned());
@@ -98,7 +97,7 @@ impl Kinds {
         1 << bit
     }
 
-    /// The mask of those of these kinds that are known.
+    /// The mask of the known ones of these kinds.
     pub(crate) fn mask<'a>(&self, kinds: impl IntoIterator<Item = &'a String>) -> u64 {
         let bits = kinds.into_iter().filter_map(|kind| self.bit(kind));
         bits.fold(0, |mask, bit| mask | 1 << bit)
@@ -109,7 +108,6 @@ impl Kinds {
     }
 }
 
-/// Tokens that share one set of kinds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TagRun {
     pub(crate) start: usize,
@@ -126,7 +124,7 @@ impl Tags {
         &self.0
     }
 
-    /// The tags of these runs, if they ascend, are disjoint, have kinds, and none goes on in the next.
+    /// Returns the tags of these runs, if they ascend, are disjoint, have kinds, and no two of them could be one run.
     pub(crate) fn from_runs(runs: Vec<TagRun>) -> Option<Self> {
         let each = runs.iter().all(|run| run.start < run.end && run.mask != 0);
         let all = runs.windows(2).all(|pair| {
@@ -136,12 +134,11 @@ impl Tags {
         (each && all).then_some(Self(runs))
     }
 
-    /// Adds kinds to the tokens `start..end`.
     pub(crate) fn add(&mut self, start: usize, end: usize, mask: u64) {
         self.rewrite(start, end, |old| old | mask);
     }
 
-    /// Adds the kinds of ascending, disjoint runs, each of which has some. O(runs of both), or O(log) for few.
+    /// Adds the kinds of ascending, disjoint runs with non-empty masks. O(runs of both), or O(log) for few.
     pub(crate) fn merge(&mut self, more: &[TagRun]) {
         if more.len() < 8 {
             for run in more {
@@ -152,7 +149,7 @@ impl Tags {
         let (mut out, mut at) = (Vec::<TagRun>::with_capacity(self.0.len() + more.len()), 0);
         let (mut own, mut new) = (&self.0[..], more);
         loop {
-            // What begins or ends next, and what holds until then.
+            // The next start or end of a run, and the kinds until there.
             let (mut end, mut mask) = (usize::MAX, 0);
             for runs in [&mut own, &mut new] {
                 while let Some((run, behind)) = runs.split_first() {
@@ -177,12 +174,11 @@ impl Tags {
         self.0 = out;
     }
 
-    /// Forgets the kinds of the tokens `start..end`.
+    /// Removes the kinds of the tokens `start..end`.
     pub(crate) fn clear(&mut self, start: usize, end: usize) {
         self.rewrite(start, end, |_| 0);
     }
 
-    /// All kinds of the tokens `start..end`.
     pub(crate) fn union(&self, start: usize, end: usize) -> u64 {
         let first = self.0.partition_point(|run| run.end <= start);
         self.0[first..]
@@ -220,7 +216,7 @@ impl Tags {
         }
         let first = self.0.partition_point(|run| run.end <= start);
         let last = first + self.0[first..].partition_point(|run| run.start < end);
-        // One neighbour on each side takes part, so that equal masks that meet become one run.
+        // One neighbour on each side is included, so that adjacent equal masks become one run.
         let (from, to) = (first.saturating_sub(1), (last + 1).min(self.0.len()));
         let mut out: Vec<TagRun> = Vec::with_capacity(to - from + 2);
         let mut push = |start: usize, end: usize, mask: u64| {

@@ -1,4 +1,4 @@
-//! What an index holds, in numbers.
+//! Counters of an index.
 
 use crate::lease::Lease;
 use crate::node::Node;
@@ -10,50 +10,51 @@ use crate::windows::Windows;
 pub struct Stats {
     /// Blocks that back an entry.
     pub indexed: u64,
-    /// Blocks that are neither indexed nor the caller's: they left while pinned and still are, or wait to be taken.
+    /// Blocks that left the index while pinned, and are still pinned or wait to be taken.
     pub condemned: u64,
-    /// Condemned blocks that are not pinned, and wait to be taken.
+    /// Condemned blocks that are no longer pinned and wait to be taken.
     pub waiting: u64,
-    /// Blocks that are out of use for good. Those that are still pinned are counted as condemned.
+    /// Blocks that are out of use permanently. Those still pinned are counted as condemned.
     pub quarantined: u64,
-    /// Blocks with a pin, indexed or condemned.
+    /// Pinned blocks, indexed or condemned.
     pub pinned: u64,
-    /// Indexed blocks that could be evicted: neither pinned nor above a pinned one, and dead ones above sources alone.
+    /// Indexed blocks that could be evicted: neither pinned nor above a pinned one. A dead block may be above pinned
+    /// source blocks.
     pub evictable: u64,
     /// Indexed blocks that are marked dead.
     pub dead: u64,
     /// Indexed blocks whose entry is approximate.
     pub approximate: u64,
-    /// Places without a block above a present one.
+    /// Holes: places without a block above a cached one.
     pub holes: u64,
     /// Edges of all trees.
     pub nodes: u64,
-    /// Windows of eight tokens that are kept to find moved runs by.
+    /// Windows of eight tokens that are kept to find moved runs.
     pub windows: u64,
     /// Namespaces that hold a block.
     pub namespaces: u64,
     /// Plans that were not released.
     pub live_plans: u64,
-    /// Ticks of the logical clock.
+    /// Time of the logical clock.
     pub clock: u64,
-    /// Ids given to `discard` or `quarantine` that did not stand in the index.
+    /// Ids given to `discard` or `quarantine` that were not in the index.
     pub unknown_discards: u64,
-    /// Edges that lookups, plans and inserts have looked at, since the index was made.
+    /// Edges that lookups, plans and inserts looked at since the index was made.
     pub nodes_visited: u64,
-    /// Bytes of token ids that they have compared.
+    /// Bytes of token ids that they compared.
     pub bytes_compared: u64,
-    /// Steps of plans' searches for moved runs, since the index was made or restored: places tried, children and cache lines of
-    /// tokens compared. What a plan takes of them at most is rule P16.
+    /// Steps of the search for moved runs since the index was made or restored: places tried, children compared and
+    /// cache lines of tokens compared. Rule P16 bounds them per plan.
     pub search_looks: u64,
-    /// Heap bytes, by capacity; the allocator's own overhead is not in it.
+    /// Heap bytes, by capacity, without the allocator's overhead.
     pub bytes: u64,
 }
 
 impl RadixIndex {
-    /// Counts what the index holds.
+    /// Returns the counters.
     ///
     /// # Complexity
-    /// O(edges), for `bytes`, and O(edges with a pin), for `pinned`; everything else is a counter.
+    /// O(edges) for `bytes`, and O(edges with a pin) for `pinned`; everything else is a counter.
     #[must_use]
     pub fn stats(&self) -> Stats {
         Stats {
@@ -88,7 +89,7 @@ impl RadixIndex {
         self.waiting.len() as u64
     }
 
-    /// Nodes but the roots.
+    /// Nodes except the roots.
     pub(crate) fn num_edges(&self) -> u64 {
         (self.nodes.len() - self.trees.len()) as u64
     }

@@ -1,7 +1,7 @@
-//! Token sequences, and how two runs of tokens compare.
+//! Token sequences, and the comparison of tokens.
 //!
-//! A token compares as its id together with the item it stands in, if any: the item's digest and the token's offset
-//! from the item's start. [`View`] is a borrowed run of such tokens; everything that confirms a match goes through it.
+//! A token is compared by its id and, if it is in an item, by the item's digest and its offset from the item's start.
+//! [`View`] is a borrowed run of such tokens. Every match is confirmed through it.
 
 use std::cmp::Ordering;
 use std::sync::atomic::{self, AtomicU64};
@@ -11,7 +11,7 @@ use crate::cursor::Cursor;
 use crate::error::{Error, Result};
 use crate::namespace::Namespace;
 
-/// A range of tokens that stands for something else, such as an image.
+/// A range of tokens that represents something else, such as an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Item {
     start: usize,
@@ -26,8 +26,8 @@ impl Item {
     /// An item over the tokens `start..end`.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is empty or reversed, or the digest has not
-    /// 1 to 64 bytes.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is empty or reversed, or the digest does not
+    /// have 1 to 64 bytes.
     pub fn new(start: usize, end: usize, digest: &[u8]) -> Result<Self> {
         if start >= end {
             return Err(Error::invalid(format!(
@@ -60,8 +60,8 @@ impl Item {
         self.end
     }
 
-    /// The items that reach into `start..end`, ended at `end`. Where an item begins is part of what its tokens are, so
-    /// that stays.
+    /// The items that overlap `start..end`, cut at `end`. Their starts stay, because a token is compared by its offset
+    /// from the start.
     pub(crate) fn within(items: &[Self], start: usize, end: usize) -> impl Iterator<Item = Self> {
         let first = items.partition_point(|item| item.end <= start);
         items[first..]
@@ -74,7 +74,7 @@ impl Item {
             })
     }
 
-    /// Ends what reaches beyond `end` there.
+    /// Removes and cuts items at `end`.
     pub(crate) fn cut(items: &mut Vec<Self>, end: usize) {
         while items.last().is_some_and(|item| item.start >= end) {
             items.pop();
@@ -84,7 +84,7 @@ impl Item {
         }
     }
 
-    /// What the range stands for.
+    /// The digest of what the range represents.
     #[must_use]
     pub fn digest(&self) -> &[u8] {
         &self.digest
@@ -93,8 +93,8 @@ impl Item {
 
 /// Token ids from position 0, in a namespace.
 ///
-/// A sequence remembers, for the index it was last used with, how far it was matched: a grown sequence costs its new
-/// tokens.
+/// A sequence remembers how far it was matched by the index that it was last used with, so a grown sequence costs only
+/// its new tokens.
 ///
 /// # Examples
 /// ```
@@ -110,18 +110,19 @@ impl Item {
 #[derive(Debug)]
 pub struct TokenSequence {
     namespace: Arc<Namespace>,
-    /// Shared with the plans made of this sequence; copied when one of the two has to change.
+    /// Shared with the plans of this sequence; copied when one of them changes.
     tokens: Arc<Vec<u32>>,
     items: Vec<Item>,
-    /// Renewed when one of the first `held_len` tokens is cut: whoever knows these tells by the lineage that they stand.
+    /// Renewed when one of the first `held_len` tokens is cut. An equal lineage proves that those tokens did not
+    /// change.
     lineage: u64,
     held_len: usize,
-    /// Lives while a ledger's request has the sequence; nobody else changes it then.
+    /// Alive while a ledger's request owns the sequence. Nobody else changes it then.
     owner: Weak<Owner>,
     pub(crate) cursor: Option<Cursor>,
 }
 
-/// What a ledger's request holds as long as a sequence is its own.
+/// Held by a ledger's request while it owns a sequence.
 #[derive(Debug)]
 pub(crate) struct Owner;
 
@@ -134,14 +135,14 @@ pub(crate) struct Snapshot {
     pub(crate) lineage: u64,
 }
 
-/// A sequence of its own, which no ledger has: it shares the tokens until one of the two changes.
+/// The clone has no owner. It shares the tokens until one of the two changes.
 impl Clone for TokenSequence {
     fn clone(&self) -> Self {
         Self {
             namespace: Arc::clone(&self.namespace),
             tokens: Arc::clone(&self.tokens),
             items: self.items.clone(),
-            // The two may go on differently.
+            // The two may continue differently.
             lineage: next_lineage(),
             held_len: 0,
             owner: Weak::new(),
@@ -159,7 +160,7 @@ impl TokenSequence {
     /// A sequence of `tokens` with `items` over some of them.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and lie inside
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and are inside
     /// the tokens.
     pub fn new(namespace: Arc<Namespace>, tokens: Vec<u32>, items: Vec<Item>) -> Result<Self> {
         check_items(&items, 0, tokens.len(), "TokenSequence")?;
@@ -174,11 +175,11 @@ impl TokenSequence {
         })
     }
 
-    /// Appends tokens, and items over the new tokens (positions count from the sequence's start).
+    /// Appends tokens, and items over them. Positions count from the start of the sequence.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and lie inside
-    /// the new tokens, or if a request of a [`SequenceLedger`](crate::SequenceLedger) has the sequence; nothing is
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and are inside
+    /// the new tokens, or if a request of a [`SequenceLedger`](crate::SequenceLedger) owns the sequence. Nothing is
     /// appended then.
     pub fn extend(&mut self, tokens: &[u32], items: Vec<Item>) -> Result<()> {
         self.check_free("TokenSequence.extend")?;
@@ -189,7 +190,7 @@ impl TokenSequence {
         Ok(())
     }
 
-    /// Appends tokens without items, whoever has the sequence.
+    /// Appends tokens without items, whoever owns the sequence.
     pub(crate) fn push(&mut self, tokens: &[u32]) {
         if let Some(own) = Arc::get_mut(&mut self.tokens) {
             own.extend_from_slice(tokens);
@@ -201,11 +202,11 @@ impl TokenSequence {
         }
     }
 
-    /// Keeps the first `len` tokens; an item that is cut ends at the cut.
+    /// Keeps the first `len` tokens. An item across the cut ends there.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `len` is beyond the sequence, or a request of a
-    /// [`SequenceLedger`](crate::SequenceLedger) has the sequence.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `len` is larger than the sequence, or a request of a
+    /// [`SequenceLedger`](crate::SequenceLedger) owns the sequence.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         self.check_free("TokenSequence.truncate")?;
         if len > self.tokens.len() {
@@ -218,7 +219,7 @@ impl TokenSequence {
         Ok(())
     }
 
-    /// Keeps the first `len` tokens of at least so many, whoever has the sequence.
+    /// Keeps the first `len` tokens, whoever owns the sequence, which has at least `len`.
     pub(crate) fn cut(&mut self, len: usize) {
         match Arc::get_mut(&mut self.tokens) {
             Some(own) => own.truncate(len),
@@ -234,19 +235,18 @@ impl TokenSequence {
         }
     }
 
-    /// Whether a request of a [`SequenceLedger`](crate::SequenceLedger) has the sequence: [`extend`](Self::extend) and
+    /// Whether a request of a [`SequenceLedger`](crate::SequenceLedger) owns the sequence. [`extend`](Self::extend) and
     /// [`truncate`](Self::truncate) are refused then.
     #[must_use]
     pub fn is_owned(&self) -> bool {
         self.owner.strong_count() > 0
     }
 
-    /// Whether this owner has the sequence.
     pub(crate) fn is_owned_by(&self, owner: &Arc<Owner>) -> bool {
         Weak::as_ptr(&self.owner) == Arc::as_ptr(owner)
     }
 
-    /// Gives the sequence to an owner, for as long as that lives.
+    /// Gives the sequence to an owner for the owner's lifetime.
     pub(crate) fn give_to(&mut self, owner: &Arc<Owner>) {
         self.owner = Arc::downgrade(owner);
     }
@@ -292,7 +292,6 @@ impl TokenSequence {
         self.tokens.is_empty()
     }
 
-    /// The whole sequence, to compare.
     pub(crate) fn view(&self) -> View<'_> {
         View {
             tokens: &self.tokens,
@@ -301,12 +300,12 @@ impl TokenSequence {
         }
     }
 
-    /// A truncation below `len` tokens renews the lineage from here on.
+    /// From now on, a truncation below `len` tokens renews the lineage.
     pub(crate) fn hold(&mut self, len: usize) {
         self.held_len = self.held_len.max(len);
     }
 
-    /// The tokens as they are, for as long as the caller wants.
+    /// The tokens at this moment.
     pub(crate) fn snapshot(&mut self) -> Snapshot {
         self.hold(self.tokens.len());
         Snapshot {
@@ -350,12 +349,11 @@ fn check_items(items: &[Item], from: usize, len: usize, call: &str) -> Result<()
 pub(crate) struct View<'a> {
     pub(crate) tokens: &'a [u32],
     pub(crate) base: usize,
-    /// Ascending, in absolute positions; may reach beyond the run on either side.
+    /// Ascending, in absolute positions; may extend beyond the run on both sides.
     pub(crate) items: &'a [Item],
 }
 
 impl<'a> View<'a> {
-    /// The tokens at the absolute positions `start..end`.
     pub(crate) fn slice(self, start: usize, end: usize) -> View<'a> {
         View {
             tokens: &self.tokens[start - self.base..end - self.base],
@@ -364,7 +362,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// How many tokens from the start are the same in both, wherever the two begin.
+    /// Number of equal tokens from the start, wherever the two runs are.
     pub(crate) fn common(self, other: View<'_>) -> usize {
         let same = common_ids(self.tokens, other.tokens);
         if self.items.is_empty() && other.items.is_empty() {
@@ -382,7 +380,7 @@ impl<'a> View<'a> {
         same
     }
 
-    /// How many tokens from the end are the same in both, wherever the two end.
+    /// Number of equal tokens from the end, wherever the two runs are.
     pub(crate) fn common_end(self, other: View<'_>) -> usize {
         let same = common_end_ids(self.tokens, other.tokens);
         if self.items.is_empty() && other.items.is_empty() {
@@ -395,7 +393,7 @@ impl<'a> View<'a> {
     }
 
     /// Orders two runs by their first differing token: by id, then no item before an item, then by digest and offset. A
-    /// run sorts behind its own beginning.
+    /// run sorts after its own prefixes.
     pub(crate) fn order(self, other: View<'_>) -> Ordering {
         let same = self.common(other);
         match (self.tokens.get(same), other.tokens.get(same)) {
@@ -406,8 +404,8 @@ impl<'a> View<'a> {
         }
     }
 
-    /// For every item that reaches into the run: which of its tokens lie where in that, as one number, and its digest. Of
-    /// blocks of the same ids, those that are equal give equal lists, and others do not.
+    /// For every item that overlaps the run: one number for its tokens (where in the run, where in the item, how many),
+    /// and its digest. Blocks of equal ids have equal lists if and only if they are equal.
     pub(crate) fn items_inside(self) -> impl Iterator<Item = (u64, &'a [u8])> {
         let end = self.base + self.tokens.len();
         let first = self.items.partition_point(|item| item.end <= self.base);
@@ -423,8 +421,8 @@ impl<'a> View<'a> {
             })
     }
 
-    /// What the token at an offset from the start compares as besides its id, the digest of its item and its offset in that;
-    /// and up to which offset the same item, or none, goes on.
+    /// The digest of the item at an offset from the start, with the token's offset in that item; and the offset up to
+    /// which the same item, or no item, continues.
     fn item_at(self, offset: usize) -> (Option<(&'a [u8], usize)>, usize) {
         let at = self.base + offset;
         let index = self.items.partition_point(|item| item.end <= at);
@@ -438,7 +436,7 @@ impl<'a> View<'a> {
     }
 }
 
-/// Length of the common beginning of two lists of ids: whole chunks as memory, then the chunk that differs.
+/// Length of the common prefix of two lists of ids. Whole chunks are compared as memory.
 fn common_ids(a: &[u32], b: &[u32]) -> usize {
     const CHUNK: usize = 256;
     let len = a.len().min(b.len());
@@ -459,7 +457,7 @@ fn common_ids(a: &[u32], b: &[u32]) -> usize {
     len
 }
 
-/// Length of the common end of two lists of ids: whole chunks as memory, then the chunk that differs.
+/// Length of the common suffix of two lists of ids. Whole chunks are compared as memory.
 fn common_end_ids(a: &[u32], b: &[u32]) -> usize {
     const CHUNK: usize = 64;
     let len = a.len().min(b.len());
@@ -510,7 +508,7 @@ mod tests {
         copy.truncate(2).unwrap();
         copy.extend(&[9], Vec::new()).unwrap();
         assert_eq!((seq.items()[0].end(), copy.items()[0].end()), (3, 2));
-        // What a plan of the one knows says nothing of the other.
+        // A plan of one says nothing about the other.
         let snapshot = seq.snapshot();
         assert!(seq.starts_with(&snapshot) && !copy.starts_with(&snapshot));
     }
@@ -560,7 +558,7 @@ mod tests {
         assert_eq!(here.common(other), 2);
         assert_eq!(here.common_end(other), 1);
         assert_eq!(view(&tokens, &a).common_end(view(&tokens, &[])), 2);
-        // Of an item that began before both runs, the same part.
+        // An item that began before both runs, at the same offset.
         assert_eq!(here.slice(3, 6).common_end(there.slice(13, 16)), 3);
         assert_eq!(here.slice(3, 6).common_end(there.slice(12, 15)), 1);
     }

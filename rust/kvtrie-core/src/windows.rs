@@ -1,35 +1,36 @@
-//! The windows of everything cached, by which a run is found wherever it moved: what is kept of them, and when.
+//! The windows of everything cached, through which moved runs are found.
 //!
-//! A window is eight consecutive tokens. One is kept for every `min_run − 7` positions, counted from the start of the
-//! sequence, so that each cached run of `min_run` tokens holds one whole. It is named after the block of its last token:
-//! blocks have one place each, and keep their name when edges are cut.
+//! A window is eight consecutive tokens. One is kept per `min_run − 7` positions, counted from the start of the
+//! sequence, so each cached run of `min_run` tokens contains a whole one. It is named by the block of its last token,
+//! because a block has one place and keeps its name when edges are cut.
 //!
-//! What blocks bring and take along is queued, and goes into the table in batches: a place in a large table is rarely in
-//! the processor's cache, and a batch waits for many at once. A block that fills the queue to [`QUEUE`] windows empties it.
+//! Windows are queued when blocks are added and removed, and applied to the table in batches: a place in a large table
+//! is rarely in the CPU cache, and a batch waits for many at once. The block that fills the queue to [`QUEUE`] windows
+//! empties it.
 
 mod order;
 
 use crate::fingerprints::{Entry, Fingerprints, WINDOW, WindowHasher};
 
-/// Windows that wait before they are applied: enough to wait for together, few enough for one call to pay.
+/// Windows that wait before they are applied: enough to overlap their cache misses, few enough for one call to pay.
 const QUEUE: usize = 512;
 
-/// Windows that one table is made for at most, however large the pool: it grows beyond, but in larger steps.
+/// The largest capacity of one table. A larger pool makes it grow beyond that, in larger steps.
 const MOST: u64 = 1 << 24;
 
-/// Names of one table.
+/// Names per table.
 const NAMES: u64 = u32::MAX as u64;
 
-/// One table of places, and what waits to go into it.
+/// One table of places, and the windows that wait to be applied to it.
 #[derive(Debug, Default)]
 struct Shelf {
-    /// Made when the first window comes.
+    /// Made when the first windows are applied.
     table: Option<Fingerprints>,
     adds: Vec<Entry>,
     removes: Vec<Entry>,
 }
 
-/// The windows of an index. One table holds them all, unless the pool has more than 2³¹ windows.
+/// The windows of an index. One table holds them all, unless the pool has more than 2³² − 1 windows.
 #[derive(Debug)]
 pub(crate) struct Windows {
     shelves: Vec<Shelf>,
@@ -43,7 +44,7 @@ pub(crate) struct Windows {
 }
 
 impl Windows {
-    /// The least `min_run`: a window.
+    /// The least `min_run`: one window.
     pub(crate) const MIN_RUN: usize = WINDOW;
 
     pub(crate) fn new(
@@ -76,7 +77,7 @@ impl Windows {
         (first..from + block_size).step_by(stride)
     }
 
-    /// A window of a block as the table has it. `which` counts the windows of the block.
+    /// Table and entry of a window of a block. `which` counts the windows of the block.
     fn place(&self, tree: u32, window: &[u32; WINDOW], id: u32, which: usize) -> (usize, Entry) {
         let name = u64::from(id) * self.per_block + which as u64;
         let local = u32::try_from(name % NAMES).unwrap_or_default();
@@ -89,38 +90,36 @@ impl Windows {
         (shelf, entry)
     }
 
-    /// A block brought a window.
+    /// Queues a window of a block that was added.
     pub(crate) fn add(&mut self, tree: u32, window: &[u32; WINDOW], id: u32, which: usize) {
         let (shelf, place) = self.place(tree, window, id, which);
         self.shelves[shelf].adds.push(place);
         self.waiting += 1;
     }
 
-    /// A block took a window along. None of that block waits to be added.
+    /// Queues the removal of a window of a block. No window of that block waits to be added.
     pub(crate) fn remove(&mut self, tree: u32, window: &[u32; WINDOW], id: u32, which: usize) {
         let (shelf, place) = self.place(tree, window, id, which);
         self.shelves[shelf].removes.push(place);
         self.waiting += 1;
     }
 
-    /// How many tokens lie between the ends of two windows.
     pub(crate) fn stride(&self) -> usize {
         self.stride
     }
 
-    /// Position of the last token of one of the windows of the block at `depth`.
+    /// Position of the last token of one window of the block at `depth`.
     pub(crate) fn end(&self, depth: u32, which: u64) -> usize {
         let first = self.ends(depth).next().unwrap_or_default();
         first + usize::try_from(which).unwrap_or_default() * self.stride
     }
 
-    /// Hashes of all windows of `tokens` in a tree, in order.
     pub(crate) fn hash_all(&self, tree: u32, tokens: &[u32], hashes: &mut Vec<u64>) {
         hashes.resize((tokens.len() + 1).saturating_sub(WINDOW), 0);
         self.hasher.hash_all(u64::from(tree), tokens, hashes);
     }
 
-    /// Appends the positions in `hashes` of those that may stand somewhere, ascending. Everything was applied.
+    /// Appends the positions in `hashes` of those that may be cached, ascending. Nothing waits to be applied.
     pub(crate) fn screen(&self, hashes: &[u64], found: &mut Vec<u32>) {
         let first = found.len();
         let mut tables = 0;
@@ -146,15 +145,15 @@ impl Windows {
         numbered.filter_map(|(number, shelf)| Some((number, shelf.table.as_ref()?)))
     }
 
-    /// The block that a name in a table stands for, and which of its windows it is.
+    /// The block that a name in a table refers to, and the number of the window in it.
     fn block(&self, table: u64, name: u32) -> (u32, u64) {
         let name = table * NAMES + u64::from(name);
         let id = u32::try_from(name / self.per_block).unwrap_or_default();
         (id, name % self.per_block)
     }
 
-    /// How many places windows of this hash have in a tree, of which `is_of_tree` tells whether a block is. Exact if there are
-    /// more than `enough`, else perhaps too many.
+    /// How many places windows of this hash have in a tree; `is_of_tree` says whether a block is in it. Exact if there
+    /// are more than `enough`, otherwise possibly too high.
     pub(crate) fn num_places(
         &self,
         hash: u64,
@@ -179,8 +178,8 @@ impl Windows {
         count - of_others.sum::<usize>()
     }
 
-    /// The blocks that windows of this hash end in, and which of each block's windows it is: in a table, most recently added
-    /// first. A few may be of other trees.
+    /// The blocks in which windows of this hash end, with the number of the window in the block; within a table, most
+    /// recently added first. A few may be of other trees.
     pub(crate) fn places(&self, hash: u64, tree: u32) -> impl Iterator<Item = (u32, u64)> {
         self.tables().flat_map(move |(number, table)| {
             let names = table.candidates(hash, tree);
@@ -188,18 +187,16 @@ impl Windows {
         })
     }
 
-    /// Whether something waits to be applied.
     pub(crate) fn is_waiting(&self) -> bool {
         self.waiting > 0
     }
 
-    /// Whether enough waits to be applied.
     pub(crate) fn is_due(&self) -> bool {
         self.waiting >= QUEUE
     }
 
-    /// Applies what waits, and answers the blocks that brought something. What left goes first: a block that came back
-    /// brings its windows anew.
+    /// Applies all waiting windows, and returns the blocks with added ones. Removals go first: a block that came back
+    /// adds its windows again.
     pub(crate) fn apply(&mut self) -> Vec<u32> {
         let mut blocks = Vec::new();
         for (number, shelf) in (0..).zip(&mut self.shelves) {
@@ -222,7 +219,7 @@ impl Windows {
         blocks
     }
 
-    /// How many windows are kept.
+    /// Windows that wait count as applied.
     pub(crate) fn len(&self) -> usize {
         let sum = |count: fn(&Shelf) -> usize| self.shelves.iter().map(count).sum::<usize>();
         let tables = sum(|shelf| shelf.table.as_ref().map_or(0, Fingerprints::len));

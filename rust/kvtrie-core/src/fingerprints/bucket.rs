@@ -1,22 +1,21 @@
-//! Entries, as many as two cache lines hold.
+//! A bucket: entries in two cache lines.
 
 use super::NO_NAME;
 use super::tag::Tag;
 
-/// Entries of a bucket: as many as fit two cache lines.
 pub(super) const SLOTS: usize = 18;
 
-/// Set beside the tag of a slot that stands for chains, and has no name.
+/// Flag next to the tag of a slot that represents chains and has no name.
 pub(super) const CHAINED: u8 = 0x80;
 
-/// Two cache lines of entries. The first line tells whether a tag is here; entries of one tag stand oldest first.
+/// Two cache lines of entries. The first line shows whether a tag is here; entries of one tag are oldest first.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(128))]
 pub(super) struct Bucket {
     low: [u16; SLOTS],
     pub(super) high: [u8; SLOTS],
     len: u8,
-    /// Marks of the entries that found no room here or before, and went on.
+    /// Marks of the entries that found this bucket full and went on.
     pub(super) passed: u8,
     pub(super) names: [u32; SLOTS],
 }
@@ -32,7 +31,7 @@ impl Bucket {
 
     #[inline]
     pub(super) fn len(&self) -> usize {
-        // The minimum is free, and spares the checks of every slot below it.
+        // `len` is at most `SLOTS` anyway; the minimum removes the bounds checks of every slot.
         usize::from(self.len).min(SLOTS)
     }
 
@@ -51,7 +50,7 @@ impl Bucket {
         self.passed & tag.mark() != 0
     }
 
-    /// Whether a slot may hold the tag: always if one does, hardly ever else. Compares all slots at once.
+    /// Whether a slot may hold the tag: true if one does, hardly ever otherwise. Compares all slots at once.
     #[inline]
     pub(super) fn may_hold(&self, tag: Tag) -> bool {
         let wanted = tag.low();
@@ -61,12 +60,12 @@ impl Bucket {
             != 0
     }
 
-    /// The slots that hold the tag, oldest first.
+    /// Oldest first.
     pub(super) fn slots_of(&self, tag: Tag) -> impl Iterator<Item = usize> {
         (0..self.len()).filter(move |&slot| self.tag(slot) == tag)
     }
 
-    /// The slot of this entry, if it has one of its own.
+    /// The slot of this entry, if it has its own.
     #[inline]
     pub(super) fn slot_of(&self, tag: Tag, name: u32) -> Option<usize> {
         let mut slot = SLOTS;
@@ -92,7 +91,7 @@ impl Bucket {
             self.high[slot] = self.high[last];
             self.names[slot] = self.names[last];
         } else {
-            // The last entry may have a twin here, and must stay behind it.
+            // Another entry of the last entry's tag may be here, and must stay before it.
             self.low.copy_within(slot + 1..=last, slot);
             self.high.copy_within(slot + 1..=last, slot);
             self.names.copy_within(slot + 1..=last, slot);

@@ -1,4 +1,4 @@
-//! The places that a window may stand at.
+//! The places where a window may be cached.
 
 use super::bucket::Bucket;
 use super::links::Links;
@@ -9,7 +9,7 @@ use super::{Fingerprints, MAX_INLINE, NO_NAME, index};
 const SCREEN: usize = 256;
 
 impl Fingerprints {
-    /// The places of a window in a tree, most recently added first, among which may be some of other windows, and up to four of
+    /// The places of a window in a tree, most recently added first. Some may be of other windows, and up to four of
     /// other trees.
     #[inline]
     pub(crate) fn candidates(&self, hash: u64, tree: u32) -> Candidates<'_> {
@@ -36,10 +36,10 @@ impl Fingerprints {
         found
     }
 
-    /// Appends the positions in `hashes` of those that have candidates, and of hardly any other.
+    /// Appends the positions in `hashes` of those that have candidates, and of hardly any others.
     ///
-    /// Much faster than asking for the candidates of each where few have any: three rounds over some hundred hashes,
-    /// each of which reads one cache line for what the last one left, and waits for none before it asks for the next.
+    /// If few have any, this is much faster than `candidates` for each: in each of three rounds over some hundred
+    /// hashes, one cache line is read per hash that is left, and none is waited for before the next is requested.
     pub(crate) fn screen(&self, hashes: &[u64], found: &mut Vec<u32>) {
         let mut kept = [0_u32; SCREEN];
         for (chunk, first) in hashes.chunks(SCREEN).zip((0_u32..).step_by(SCREEN)) {
@@ -68,20 +68,20 @@ impl Fingerprints {
     }
 }
 
-/// Places that a window may stand at, most recently added first; knows how many they are.
+/// Most recently added first.
 #[derive(Clone, Debug)]
 pub(crate) struct Candidates<'a> {
     links: &'a Links,
-    /// The next of the chain, and how many of it are left. All of them are of the tree that was asked for.
+    /// The next place of the chain, and how many are left. All are in the requested tree.
     next: u32,
     chained: usize,
-    /// Those that have a slot each, oldest first, and how many are left.
+    /// Places with a slot each, oldest first, and how many are left.
     names: [u32; MAX_INLINE],
     inline: usize,
 }
 
 impl Candidates<'_> {
-    /// Those left that may be of another tree: the last ones.
+    /// Of those left, the ones that may be of another tree: the last ones.
     pub(crate) fn of_any_tree(&self) -> &[u32] {
         &self.names[..self.inline]
     }

@@ -1,11 +1,11 @@
-//! Every invariant of the table.
+//! The invariants of the table.
 
 use super::bucket::Bucket;
 use super::segment::MOST;
 use super::{Entry, Fingerprints, NO_NAME, TAG_BITS, Tag, WORD_BITS, index};
 
 impl Fingerprints {
-    /// Verifies every invariant, and that the entries are those of `live`; says what is wrong.
+    /// Verifies every invariant, and that the entries are those of `live`.
     ///
     /// O(entries · log entries).
     pub(crate) fn check(&self, live: impl IntoIterator<Item = Entry>) -> Result<(), String> {

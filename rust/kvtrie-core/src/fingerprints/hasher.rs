@@ -2,7 +2,7 @@
 
 use super::WINDOW;
 
-/// The keyed hash of windows: a folded product of tokens for each half, and one of these two.
+/// Hashes each half by a folded product of tokens, and the two results by another.
 #[derive(Clone, Debug)]
 pub(crate) struct WindowHasher {
     keys: [u64; 4],
@@ -10,7 +10,7 @@ pub(crate) struct WindowHasher {
 }
 
 impl WindowHasher {
-    /// `bits` (0 to 64) cuts every hash, so that tests can force collisions.
+    /// Cuts every hash to `bits` bits (0 to 64), so that tests can force collisions.
     pub(crate) fn new(seed: u64, bits: u32) -> Self {
         let mut state = seed;
         Self {
@@ -21,7 +21,7 @@ impl WindowHasher {
         }
     }
 
-    /// Hash of one window. Equal windows of different spaces (a number for each namespace) are different windows.
+    /// Hash of one window. Equal windows of different spaces (one number per tree) are different windows.
     #[inline]
     pub(crate) fn hash(&self, space: u64, window: &[u32; WINDOW]) -> u64 {
         let (first, second) = window.split_at(WINDOW / 2);
@@ -31,14 +31,14 @@ impl WindowHasher {
     /// Hashes of all windows of `tokens`, in order: `hashes[i]` is that of `tokens[i..i + 8]`.
     ///
     /// # Panics
-    /// If `hashes` has not one place for each window.
+    /// If `hashes` does not have one place per window.
     pub(crate) fn hash_all(&self, space: u64, tokens: &[u32], hashes: &mut [u64]) {
         assert_eq!(hashes.len(), (tokens.len() + 1).saturating_sub(WINDOW));
         let Some(first) = tokens.first_chunk::<{ WINDOW - 1 }>() else {
             return;
         };
-        // One half a window: the other is what was computed four windows ago. In two loops, one for all halves, the
-        // compiler would vectorise what it can, and lose more by moving numbers than it gains.
+        // Each window needs one new half; the other was computed four windows ago. With all halves in a loop of their
+        // own, the compiler would vectorise what it can, and lose more by moving numbers than it gains.
         let mut held: [u64; 4] = std::array::from_fn(|at| self.half(&first[at..]));
         let halves = tokens[WINDOW / 2..].windows(WINDOW / 2);
         for (hash, half) in hashes.iter_mut().zip(halves) {
@@ -48,7 +48,7 @@ impl WindowHasher {
         }
     }
 
-    /// A window with this hash, for whoever knows the keys: a product with one is the other factor.
+    /// A window with this hash, made with the keys: a product with one is the other factor.
     #[cfg(test)]
     pub(crate) fn window_of(&self, space: u64, hash: u64) -> [u32; WINDOW] {
         let tokens = |pair: u64| {
@@ -86,7 +86,7 @@ pub(super) fn random(state: &mut u64) -> u64 {
     bits ^ (bits >> 31)
 }
 
-/// The two halves of a product, xored.
+/// The two halves of a product, XORed.
 #[inline]
 #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
 pub(super) fn fold(a: u64, b: u64) -> u64 {

@@ -1,17 +1,16 @@
-//! Chains: the places of windows that have many, linked by name, apart for each tree.
+//! Chains: linked lists of the places of windows that have many, one list per tree.
 //!
-//! What one tree holds costs another nothing: a chain holds places of one tree alone, and is found by its tree at once.
+//! A chain holds places of one tree only and is found by its tree at once, so one tree's places cost another nothing.
 
 use hashbrown::HashTable;
 
 use super::hasher::fold;
 use super::{Entry, NO_NAME, index};
 
-/// One place of a window that has many.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Link {
     name: u32,
-    /// The place added after this one; in the newest, how many there are.
+    /// The place added after this one; in the newest, the length of the chain.
     pub(super) newer: u32,
     /// The place added before this one, or [`NO_NAME`].
     pub(super) older: u32,
@@ -25,20 +24,19 @@ struct Head {
     newest: u32,
 }
 
-/// How many places of all trees are in chains at a location.
+/// The number of places of all trees in chains at a location.
 #[derive(Clone, Copy, Debug)]
 struct Count {
     location: u64,
     places: u32,
 }
 
-/// What a record is found by.
+/// A record that is found by its key.
 trait Record: Copy {
     type Key: Copy + PartialEq;
 
     fn key(&self) -> Self::Key;
 
-    /// A number for each key.
     fn number(key: Self::Key) -> u64;
 }
 
@@ -78,10 +76,10 @@ impl Record for Count {
     }
 }
 
-/// Records by key, in shards that grow by themselves.
+/// Records by key, in shards that grow one at a time.
 #[derive(Clone, Debug)]
 struct Shards<T> {
-    /// None before the first record.
+    /// Empty before the first record.
     tables: Vec<HashTable<T>>,
     shard_bits: u32,
     secret: u64,
@@ -108,7 +106,7 @@ impl<T: Record> Shards<T> {
         fold(T::number(key) ^ !secret, secret)
     }
 
-    /// The shard of a hash. A shard's table takes other bits.
+    /// The shard of a hash, by other bits than the shard's table uses.
     fn shard(&self, hash: u64) -> usize {
         index((hash << 8 >> 1) >> (63 - self.shard_bits))
     }
@@ -188,7 +186,6 @@ impl Links {
         self.places.heap_bytes() + self.heads.heap_bytes() + self.counts.heap_bytes()
     }
 
-    /// How many places are in chains.
     pub(super) fn len(&self) -> usize {
         self.places.len
     }
@@ -197,7 +194,7 @@ impl Links {
         self.places.get(name)
     }
 
-    /// The newest place of a tree at a location, and how many there are.
+    /// The newest place of a tree at a location, and how many places it has there.
     pub(super) fn newest(&self, location: u64, tree: u32) -> Option<(u32, usize)> {
         let newest = self.heads.get((location, tree))?.newest;
         let count = self.places.get(newest)?.newer;
@@ -234,7 +231,8 @@ impl Links {
         }
     }
 
-    /// Removes a place of a tree at a location. Returns how many places of all trees are left there; none if it is not there.
+    /// Removes a place of a tree at a location. Returns how many places of all trees are left there; `None` if it was
+    /// not there.
     pub(super) fn remove(&mut self, location: u64, tree: u32, name: u32) -> Option<u32> {
         let newest = self.heads.get((location, tree))?.newest;
         let link = self.places.remove(name)?;
@@ -267,25 +265,24 @@ impl Links {
         Some(left)
     }
 
-    /// The names of a chain from the newest on, which is first.
+    /// The names of a chain, the newest first.
     pub(super) fn names(&self, newest: u32) -> impl Iterator<Item = u32> {
         let next = |&name: &u32| self.get(name).map(|link| link.older);
         std::iter::successors(Some(newest), next).take_while(|&name| name != NO_NAME)
     }
 
-    /// Every chain: its location, its tree, and its newest place.
+    /// (location, tree, newest place) of every chain.
     pub(super) fn chains(&self) -> impl Iterator<Item = (u64, u32, u32)> {
         let heads = self.heads.iter();
         heads.map(|head| (head.location, head.tree, head.newest))
     }
 
-    /// How many places of all trees are in chains at a location.
     pub(super) fn count(&self, location: u64) -> usize {
         let count = self.counts.get(location);
         count.map_or(0, |count| count.places as usize)
     }
 
-    /// Whether the records and their bytes are counted right.
+    /// Whether the counts of records and bytes are right.
     pub(super) fn is_counted(&self) -> bool {
         fn is_counted<T: Record>(shards: &Shards<T>) -> bool {
             let bytes: usize = shards.tables.iter().map(HashTable::allocation_size).sum();
@@ -294,7 +291,7 @@ impl Links {
         is_counted(&self.places) && is_counted(&self.heads) && is_counted(&self.counts)
     }
 
-    /// Looks for the links of a batch, so that their cache misses overlap.
+    /// Reads the links of a batch, so that their cache misses overlap.
     pub(super) fn touch(&self, batch: &[Entry]) {
         let links = batch.iter().filter_map(|entry| self.get(entry.name));
         std::hint::black_box(links.fold(0, |any, link| any | link.older));

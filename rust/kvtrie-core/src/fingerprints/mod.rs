@@ -1,50 +1,49 @@
-//! Where were these eight tokens stored before? A table from the hash of a window to the names of its places.
+//! A table from the hash of a window to the places where the same eight tokens are cached.
 //!
-//! Moved runs are found through windows of [`WINDOW`] tokens: every few stored positions one is added, and every
-//! window of a prompt is looked up. The table nominates and never decides: it keeps a few bits of each hash, so a
-//! caller compares tokens before it believes a place. A *name* is a `u32` of the caller's choice, below `u32::MAX`; it
-//! has at most one entry at a time, and is removed with the hash that it was added with.
+//! Moved runs are found through windows of [`WINDOW`] tokens: one window per few stored positions is added, and every
+//! window of a prompt is looked up. The table keeps a few bits of each hash, so it only nominates places: the caller
+//! compares tokens. Places are *named* by a `u32` of the caller's choice, below `u32::MAX`. A name has at most one
+//! entry at a time, which is removed with the hash that it was added with.
 //!
 //! # Promises
 //!
-//! - Every place of a window in a *tree* is among its candidates there, most recently added first. Nothing is dropped: a
-//!   caller that wants the newest few takes so many, and knows the number of all.
-//! - Of other trees there are at most four candidates among them, and what these hold costs nothing, however many collide.
-//! - The same calls on a table of the same seed give the same answers in the same order. Without the candidates that
-//!   are places of other windows, answers do not depend on the seed.
-//! - A window with 10⁶ places costs what 10⁶ windows cost, within a small factor, and its neighbours nothing.
+//! - Every place of a window in a *tree* is among its candidates there, most recently added first. Nothing is dropped:
+//!   a caller that wants the newest few takes as many, and knows the total.
+//! - At most four candidates are of other trees. Other trees' entries cost nothing else, however many collide.
+//! - The same calls on a table of the same seed return the same candidates in the same order. Except for candidates
+//!   that are places of other windows, results do not depend on the seed.
+//! - A window with 10⁶ places costs what 10⁶ windows cost, within a small factor, and other windows nothing.
 //! - Nothing is rehashed as a whole: the longest pause is that of one segment, about 2,000 entries.
 //!
 //! # Costs
 //!
-//! `add` and `remove` are expected O(1), as is a candidate. A single one waits for three cache lines; a batch asks for
-//! those of [`BATCH`] entries before it uses the first. `make bench` measures what keeping the table up costs an insert and
-//! an eviction, and what it takes a token.
+//! `add`, `remove` and each candidate are expected O(1). A single `add` or `remove` waits for three cache lines; a
+//! batch requests those of [`BATCH`] entries before it uses the first. `make bench` measures the cost of maintaining
+//! the table per insert and eviction, and its bytes per token.
 //!
-//! A bucket of 18 entries takes 128 bytes, and a growing segment is 78 to 89 % full: 8 to 9 bytes an entry. Filter and
-//! segments take 1 to 2 bytes for each entry that the table was made for, from the start. A place of a window that has
-//! more than four takes a link of 12 bytes in a hash table instead, and its tree a head of 16.
+//! A bucket of 18 entries takes 128 bytes, and a growing segment is 78 to 89 % full: 8 to 9 bytes per entry. Filter and
+//! segments take 1 to 2 bytes per entry of the table's capacity, from the start. A place of a window with more than
+//! four places takes a link of 12 bytes in a hash table instead, and its tree a head of 16.
 //!
 //! # Structure
 //!
-//! The head of a hash chooses a *segment*, a small table of *buckets* of 18 entries in two cache lines, which is
-//! rebuilt a few buckets larger or smaller by itself. The next 23 bits are the *tag*, the only bits kept: the home
-//! bucket is the tag's share of the segment, so a segment of any size can be rebuilt from tags alone, and a growing
-//! one stays 78 to 89 % full. An entry that
-//! finds its home full goes to the next bucket with room, and leaves a mark where it passed.
+//! The high bits of a hash choose a *segment*: a small table of *buckets* of 18 entries in two cache lines. Segments
+//! are rebuilt one at a time, a few buckets larger or smaller. The next 23 bits are the *tag*, the only bits kept. The
+//! home bucket is proportional to the tag, so a segment of any size can be rebuilt from tags alone. An entry whose home
+//! is full goes to the next bucket with room, and marks the buckets that it passed.
 //!
-//! Entries of one tag stand in the order in which they came. From the fifth on they share one slot, which says so; they
-//! are in linked lists, one for each tree, in a hash table by name, so that any of them leaves at once. Lists of the trees
-//! have heads in another table: who looks for the places of one tree meets no other's. While there are such lists, no
-//! entry takes a slot of its own, so that those in slots are older.
+//! Entries of one tag are in the order in which they were added. From the fifth on they share one slot, which is
+//! flagged, and are in linked lists in a hash table by name, so that any of them can be removed at once. There is one
+//! list per tree, with heads in another table, so a search in one tree meets no entry of another. While such lists
+//! exist, no entry of the tag takes a slot of its own, so entries in slots are older.
 //!
-//! In front lies a *filter* of two bits an entry, in words that the head of the hash names: small enough for the
-//! second-level cache where the buckets are not. A removed entry leaves its bits until its segment is wiped, after as
+//! A *filter* of two bits per entry, in words chosen by the high bits of the hash, is read first. It fits the
+//! second-level cache where the buckets do not. A removed entry leaves its bits until its segment is wiped, after as
 //! many removals as a quarter of its entries.
 //!
-//! Tried and dropped: looking misses up in the buckets alone, which waits for memory at each window; buckets of nine in
-//! one cache line, which are no faster to write, and find twice as many homes full; a filter kept exact at each removal;
-//! a filter half as large; NH, a sum of products, as the hash, which needs wider vectors to pay.
+//! Rejected: looking misses up in the buckets alone, which waits for memory at each window; buckets of nine in one
+//! cache line, which are no faster to write and find twice as many homes full; a filter that is exact after each
+//! removal; a filter half as large; NH, a sum of products, as the hash, which needs wider vectors to pay.
 
 mod batch;
 mod bucket;
@@ -69,29 +68,28 @@ pub(crate) use hasher::WindowHasher;
 /// Tokens of a window.
 pub(crate) const WINDOW: usize = 8;
 
-/// "No place": ends a chain, and is the name of none.
+/// "No place": ends a chain, and names no place.
 const NO_NAME: u32 = u32::MAX;
 
-/// Places of one window that have a slot each; more of them share one slot, and a chain for each tree.
+/// Places of one window that have a slot each. Further places share one slot, and one chain per tree.
 const MAX_INLINE: usize = 4;
 
-/// Entries of a segment when the table holds as many as it was made for: between half of it and all.
+/// Entries of a segment when the table holds as many as its capacity: between half of this and all.
 const SEGMENT_ENTRIES: usize = 2048;
 
-/// Most segments, whatever the table is made for.
+/// Base-2 logarithm of the most segments, whatever the capacity.
 const MAX_SEGMENT_BITS: u32 = 16;
 
-/// Words of the filter for a segment.
+/// Base-2 logarithm of the filter words per segment.
 const WORD_BITS: u32 = 8;
 
-/// Steps of a batch: so many cache lines are asked for before the first is used.
+/// Entries of a batch: as many cache lines are requested before the first is used.
 const BATCH: usize = 64;
 
 /// A place of a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub(crate) hash: u64,
-    /// The tree that the place is in.
     pub(crate) tree: u32,
     pub(crate) name: u32,
 }
@@ -103,10 +101,9 @@ fn index(bits: u64) -> usize {
     bits as usize
 }
 
-/// The table.
 #[derive(Clone, Debug)]
 pub(crate) struct Fingerprints {
-    /// Two bits an entry, and those of some that are gone.
+    /// Two bits per entry, and those of some removed entries.
     filter: Vec<u64>,
     segments: Vec<Segment>,
     segment_bits: u32,
@@ -116,8 +113,8 @@ pub(crate) struct Fingerprints {
 }
 
 impl Fingerprints {
-    /// A table for `capacity` entries. It takes more, but its longest pause and its false candidates grow with them;
-    /// one that stays emptier has the filter and the segments of a full one.
+    /// A table for `capacity` entries. It takes more, but then its longest pause and its false candidates grow. With
+    /// fewer entries, filter and segments take as much memory as in a full table.
     pub(crate) fn new(seed: u64, capacity: usize) -> Self {
         let segment_bits = (capacity / SEGMENT_ENTRIES + 1)
             .next_power_of_two()
@@ -153,7 +150,7 @@ impl Fingerprints {
         (index(segment), Tag((tag & 0xffff_ffff) as u32))
     }
 
-    /// The word of the filter for a hash.
+    /// The filter word of a hash.
     #[inline]
     fn word(&self, hash: u64) -> usize {
         index(hash >> (64 - WORD_BITS - self.segment_bits))
@@ -185,7 +182,7 @@ impl Fingerprints {
                 .map(|place| segment.buckets[place.bucket].names[place.slot]);
             segment.push(tag, 0, name);
             if copies.len > 0 {
-                // Room was found behind the others or between them, but the order is that of age.
+                // Room was found after the others or between them, but the order must be that of age.
                 let now = segment.copies(tag);
                 let names = names[..copies.len].iter().chain([&name]);
                 for (place, name) in now.places.iter().zip(names) {
@@ -200,7 +197,7 @@ impl Fingerprints {
         self.links.add(Self::location(number, tag), tree, name);
     }
 
-    /// Wipes or shrinks a segment that lost entries, where it is time to.
+    /// Wipes or shrinks a segment that lost entries, if it is due.
     fn settle(&mut self, number: usize) {
         let segment = &mut self.segments[number];
         if segment.gone > segment.slots / 4 + 8 {
@@ -213,7 +210,7 @@ impl Fingerprints {
         }
     }
 
-    /// Removes a place that was added; returns whether it was there. No other hash or tree has an entry of this name.
+    /// Removes a place; returns whether it was there. No other hash or tree may have an entry of this name.
     pub(crate) fn remove(&mut self, entry: Entry) -> bool {
         let Entry { hash, tree, name } = entry;
         let (number, tag) = self.locate(hash);

@@ -1,18 +1,17 @@
-//! The order among the places of one window, and what a table is made anew from.
+//! The order of the places of one window, and whether a table can be rebuilt from given hashes.
 
 use std::collections::BTreeMap;
 
 use super::Fingerprints;
 use super::segment::FILL;
 
-/// Distinct windows that look for one bucket of their own first, at most: a hash that nobody chose the tokens for brings
-/// about [`FILL`] of them together.
+/// The most distinct windows that may have the same home bucket. Hashes that nobody chose give [`FILL`] on average.
 const CROWD: usize = 512;
 
 impl Fingerprints {
-    /// The names of the windows that share what is kept of their hash with another of their tree, group after group, the oldest
-    /// of a group first; groups stand in the order of these. Of the other windows no order is part of the table's state.
-    /// `tree_of` tells the tree of a place.
+    /// Names of the windows whose location another window of their tree shares, in groups. Each group is sorted oldest
+    /// first, and groups are sorted by their names. The order of other windows is not part of the table's state.
+    /// `tree_of` returns the tree of a place.
     pub(crate) fn grouped(&self, tree_of: impl Fn(u32) -> u32) -> Vec<u32> {
         let mut groups: BTreeMap<(u64, u32), Vec<u32>> = BTreeMap::new();
         for (number, segment) in self.segments.iter().enumerate() {
@@ -47,8 +46,8 @@ impl Fingerprints {
         groups.concat()
     }
 
-    /// Whether windows of these hashes spread over the table as hashes do that nobody chose: then none costs more than a few
-    /// steps. Sorts the hashes.
+    /// Whether windows of these hashes are spread like hashes that nobody chose: then none costs more than a few steps.
+    /// Sorts the hashes.
     pub(crate) fn spreads(&self, hashes: &mut [u64]) -> bool {
         hashes.sort_unstable();
         let mut rest = hashes.iter().map(|&hash| self.locate(hash)).peekable();

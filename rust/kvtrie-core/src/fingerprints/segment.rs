@@ -1,39 +1,37 @@
-//! The buckets for one range of hashes, which grow or shrink by themselves.
+//! The buckets for one range of hashes, resized independently of other segments.
 
 use super::MAX_INLINE;
 use super::bucket::{Bucket, CHAINED, SLOTS};
 use super::tag::Tag;
 
-/// Entries a bucket, on average over a segment, at which it grows; with which it is rebuilt; below which it shrinks.
+/// Average entries per bucket: a segment grows at `MOST`, is rebuilt with `FILL`, and shrinks below `LEAST`.
 pub(super) const MOST: usize = 16;
 pub(super) const FILL: usize = 14;
 const LEAST: usize = 9;
 
-/// Where an entry stands in its segment.
+/// A slot of a segment.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     pub(super) bucket: usize,
     pub(super) slot: usize,
 }
 
-/// The slots of a tag.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Copies {
-    /// Those of single entries, oldest first.
+    /// Slots of single entries, oldest first.
     pub(super) places: [Place; MAX_INLINE],
-    /// How many these are.
+    /// The number of these.
     pub(super) len: usize,
-    /// The one that stands for chains.
+    /// The slot that represents chains.
     pub(super) chained: Option<Place>,
 }
 
-/// The buckets for one range of hashes.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Segment {
     pub(super) buckets: Box<[Bucket]>,
     /// Slots in use.
     pub(super) slots: u32,
-    /// Slots given up since the words of the filter were last wiped.
+    /// Slots freed since the filter words were last wiped.
     pub(super) gone: u32,
 }
 
@@ -56,7 +54,7 @@ impl Segment {
         }
     }
 
-    /// Calls `visit` with each bucket that may hold the tag, until it answers.
+    /// Calls `visit` with each bucket that may hold the tag, until it returns a value.
     #[inline]
     pub(super) fn walk<T>(
         &self,
@@ -77,7 +75,6 @@ impl Segment {
         None
     }
 
-    /// The slots of a tag.
     #[inline]
     pub(super) fn copies(&self, tag: Tag) -> Copies {
         let mut copies = Copies {
@@ -102,7 +99,7 @@ impl Segment {
         copies
     }
 
-    /// Adds an entry in its home, or in the next bucket with room.
+    /// Adds an entry to its home, or to the next bucket with room.
     pub(super) fn push(&mut self, tag: Tag, flag: u8, name: u32) {
         let mut at = tag.home(self.buckets.len());
         while self.buckets[at].len() == SLOTS {
@@ -127,7 +124,7 @@ impl Segment {
         }
     }
 
-    /// The marks that a bucket needs, if those of the buckets behind it are right.
+    /// The marks that a bucket needs, if those of the buckets after it are right.
     pub(super) fn marks(&self, bucket: usize) -> u8 {
         let buckets = self.buckets.len();
         let mut marks = 0;
@@ -149,7 +146,7 @@ impl Segment {
         marks
     }
 
-    /// Whether it has buckets to spare.
+    /// Whether it has more buckets than needed.
     pub(super) fn is_sparse(&self) -> bool {
         let buckets = self.buckets.len();
         self.slots() < buckets * LEAST && self.slots().div_ceil(FILL) < buckets
@@ -163,7 +160,7 @@ impl Segment {
             slots: 0,
             gone: self.gone,
         };
-        // By home, and not as they stand: entries that went on from the last bucket stand in the first ones.
+        // Go by home bucket, not by stored order: entries that overflowed from the last bucket are in the first ones.
         for home in 0..self.buckets.len() {
             let mut at = home;
             for _ in 0..self.buckets.len() {
@@ -184,7 +181,7 @@ impl Segment {
         *self = resized;
     }
 
-    /// Writes the words of the filter anew, without the bits of entries that are gone.
+    /// Rewrites the filter words without the bits of removed entries.
     #[cold]
     pub(super) fn wipe(&mut self, words: &mut [u64]) {
         self.gone = 0;

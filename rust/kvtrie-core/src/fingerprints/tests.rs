@@ -68,13 +68,12 @@ impl Model {
     }
 }
 
-/// The hash of some window.
+/// A hash like that of a window.
 fn hash_of(number: u32) -> u64 {
     let mut state = u64::from(number);
     random(&mut state)
 }
 
-/// An entry of the first tree.
 fn of_first(hash: u64, name: u32) -> Entry {
     Entry {
         hash,
@@ -83,17 +82,17 @@ fn of_first(hash: u64, name: u32) -> Entry {
     }
 }
 
-/// How hashes of windows lie.
+/// The distribution of the hashes.
 #[derive(Clone, Copy, Debug)]
 enum Shape {
-    /// Anywhere, cut to so many bits.
+    /// Anywhere, cut to this many bits.
     Cut(u32),
     /// Nearly all in one home bucket.
     Packed,
 }
 
 impl Shape {
-    /// What differs here differs in the bits that every table keeps.
+    /// Different numbers differ in the bits that every table keeps.
     fn hash(self, number: u32) -> u64 {
         match self {
             Self::Cut(bits) => {
@@ -105,7 +104,6 @@ impl Shape {
     }
 }
 
-/// An entry of some window in one of a few trees.
 fn entry(shape: Shape, number: u32, name: u32) -> Entry {
     Entry {
         hash: shape.hash(number),
@@ -248,7 +246,7 @@ fn a_window_with_very_many_places_costs_its_neighbours_nothing() {
         let place = |n: u32| of_first(hash_of(n % period), n);
         let places: Vec<_> = (0..many).map(place).collect();
         table.add_all(&places);
-        // Four single ones, and one that stands for the others.
+        // Four in slots of their own, and one slot for the others.
         assert_eq!(
             table.segments.iter().map(Segment::slots).sum::<usize>(),
             period as usize * (MAX_INLINE + 1)
@@ -336,7 +334,7 @@ fn places_of_other_trees_are_neither_met_nor_counted_however_many_collide() {
         name,
     };
     table.add_all(&[of(0, 0), of(0, 1)]);
-    // Newer ones, and some of many trees.
+    // Newer ones, some of them in many trees.
     table.add_all(&(2..50_000).map(|name| of(1, name)).collect::<Vec<_>>());
     table.add_all(
         &(50_000..60_000)

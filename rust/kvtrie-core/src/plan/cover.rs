@@ -17,25 +17,25 @@ use crate::plan::search::{Candidate, Hit, Search};
 use crate::plan::usable::{Kinship, Usable};
 use crate::tree::{Effort, Position};
 
-/// Looks of a search that take about as long as walking to a node that is in no cache.
+/// Looks of a search that take about as long as walking to a node that is in no CPU cache.
 const LOOKS_PER_NODE: u64 = 4;
 
-/// Bytes that are compared in about the time of looking up the window that begins with a token.
+/// Bytes compared in about the time of one window lookup.
 const BYTES_PER_TOKEN: u64 = 64;
 
-/// Consecutive tokens of the prompt and where the same are cached.
+/// Consecutive tokens of the prompt and where they are cached.
 #[derive(Clone, Debug)]
 pub(super) struct Run {
     pub(super) start: usize,
     pub(super) end: usize,
     pub(super) kinship: Kinship,
     pub(super) path: Stretches,
-    /// The most hops that a token of it has once it is copied.
+    /// The most hops of any of its tokens after the copy.
     hops: u16,
 }
 
 impl Run {
-    /// Position at which the source of a token of the run stands.
+    /// Position of a token of the run in its source.
     pub(super) fn source(&self, at: usize) -> usize {
         let first = self.path.first().map_or(0, |stretch| stretch.start);
         first + at - self.start
@@ -45,7 +45,7 @@ impl Run {
         self.start.abs_diff(self.source(self.start))
     }
 
-    /// Whether the run meets its source at a place.
+    /// Whether the run contains a place: the token `at` of the prompt is at that place.
     fn meets(&self, at: usize, place: &Candidate<'_>) -> bool {
         let inside = |stretch: &Stretch| {
             stretch.node == place.node && (stretch.start..stretch.end).contains(&place.last)
@@ -55,7 +55,7 @@ impl Run {
             && self.path.iter().any(inside)
     }
 
-    /// A run over tokens that stand on the prompt's own path already.
+    /// A run over tokens on the prompt's own path.
     pub(super) fn own(start: usize, path: Stretches) -> Self {
         let len: usize = path.iter().map(|stretch| stretch.end - stretch.start).sum();
         Self {
@@ -67,14 +67,14 @@ impl Run {
         }
     }
 
-    /// Whether another run is of no use beside this one, whichever token is to be covered.
+    /// Whether this run makes another one useless, whichever token is to be covered.
     fn outdoes(&self, other: &Self) -> bool {
         let is_nearer =
             self.hops <= 1 && other.kinship == Kinship::Moved && self.distance() < other.distance();
         self.start <= other.start && (self.end > other.end || self.end == other.end && is_nearer)
     }
 
-    /// The part from position `from` of the prompt on.
+    /// The part that starts at position `from` of the prompt.
     fn tail(mut self, from: usize) -> Self {
         let source = self.source(from);
         self.path.retain(|stretch| stretch.end > source);
@@ -86,7 +86,7 @@ impl Run {
     }
 }
 
-/// The path that the prompt's own whole prefix takes, through holes and what may not be used.
+/// The path of the prompt's own whole prefix, through holes and blocks that may not be used.
 #[derive(Clone, Debug)]
 pub(super) struct OwnPath {
     /// Blocks used in place.
@@ -99,26 +99,26 @@ pub(super) struct OwnPath {
 pub(super) struct Cover<'a> {
     pub(super) follower: Follower<'a>,
     pub(super) own: OwnPath,
-    /// The edges of that path: (node, first depth, end), once somebody asks.
+    /// The edges of that path, computed on first use: (node, first depth, end).
     own_edges: OnceCell<Vec<(NodeIndex, Depth, Depth)>>,
     pub(super) search: Option<Search<'a>>,
     pub(super) min_run: usize,
-    /// Of the known runs that hold the first token that is not covered, the best.
+    /// The best known run that contains the first token not covered.
     best: Option<Run>,
-    /// Known runs behind that.
+    /// Known runs that start after that token.
     later: Vec<Run>,
-    /// As these, of the prompt's own path: ascending and disjoint, and as many as it has holes.
+    /// The same for the prompt's own path: ascending and disjoint, as many as the path has holes.
     own_later: VecDeque<Run>,
-    /// What is the same for a while, but not for as long as the policy asks: by edge and position of the token that the
-    /// prompt would begin with there, the tokens of the prompt.
+    /// Common runs that are shorter than the policy's `min_run`. Key: edge, and position there of the prompt's first
+    /// token. Value: the tokens of the prompt.
     short: HashMap<(NodeIndex, usize), Range<usize>, FixedState>,
     hits: Vec<Hit>,
     trying: Vec<(usize, Range<usize>)>,
     /// Windows that begin before this position were tried, or need not be.
     tried: usize,
-    /// Tokens before this position were covered, or are before the search.
+    /// Tokens before this position are covered, or are before the search.
     floor: usize,
-    /// What the search for moved runs may still take.
+    /// What the search for moved runs took, and what it may take.
     pub(super) budget: Budget,
     skipped: u64,
 }
@@ -149,13 +149,12 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Places that were not tried.
     pub(super) fn dropped(&self) -> u64 {
         self.skipped + self.search.as_ref().map_or(0, Search::dropped)
     }
 
-    /// Covers the prompt from `from` on: runs that follow each other, with gaps where nothing is found. None if the search takes
-    /// more than `effort`, as far as its steps go.
+    /// Covers the prompt from `from`: runs in order, with gaps where nothing is found. Returns `None` if the search
+    /// takes more than `effort`.
     pub(super) fn runs(&mut self, from: usize, effort: Effort) -> Option<Vec<Run>> {
         let most_looks = effort.nodes.saturating_mul(LOOKS_PER_NODE);
         let most_tokens = effort.bytes / BYTES_PER_TOKEN;
@@ -193,7 +192,7 @@ impl<'a> Cover<'a> {
         Some(runs)
     }
 
-    /// Makes the best of the known runs that hold the token `at`, and forgets those that end before.
+    /// Sets the best of the known runs that contain the token `at`, and forgets those that end before it.
     fn settle(&mut self, at: usize) {
         for run in std::mem::take(&mut self.later) {
             if run.start > at {
@@ -210,7 +209,7 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Takes note of a run that holds the token `at`.
+    /// The run contains the token `at`.
     fn improve(&mut self, run: Run, at: usize) {
         if self
             .best
@@ -221,35 +220,36 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Of the known runs behind the token to be covered, one that begins first.
+    /// The first of the known runs that start after the token to be covered.
     fn first_later(&self) -> Option<&Run> {
         let runs = self.later.iter().chain(self.own_later.front());
         runs.min_by_key(|run| run.start)
     }
 
-    /// The next token that a run may hold.
+    /// The next token that a run may contain.
     fn next(&mut self, at: usize) -> usize {
         let len = self.follower.prompt.tokens.len();
         let known = self.first_later().map_or(len, |run| run.start);
         let Some(search) = &mut self.search else {
             return known;
         };
-        // The first window in a run begins less than a stride behind the run's beginning.
+        // The first window in a run starts less than a stride after the start of the run.
         let window = search.first_hit(self.tried).unwrap_or(len);
         known.min((window + 1).saturating_sub(search.stride()).max(at + 1))
     }
 
-    /// Finds the best run that stands elsewhere and holds the token `at`, and perhaps later ones.
+    /// Finds the best run elsewhere that contains the token `at`, and possibly later ones.
     fn find_moved(&mut self, search: &mut Search<'a>, at: usize) {
         let stride = search.stride();
         if let Some(resumes) = self.budget.resumes(at, self.found(at)) {
             self.pass_over(at, resumes, stride);
             return;
         }
-        // Every run of min_run tokens has a whole window in any stride of them. One that goes on for that long has it here ...
+        // A run of min_run tokens has a whole window in any stride of its tokens. If it continues for a stride, that
+        // window is here ...
         let behind = at.saturating_add(stride);
         self.try_windows(search, at.max(self.tried)..behind, at);
-        // ... and one that ends before has it there; but then it does not reach further than what goes on.
+        // ... otherwise it is before `at`; but such a run does not reach further than one that continues.
         let min_run = search.min_run();
         if self
             .best
@@ -262,12 +262,12 @@ impl<'a> Cover<'a> {
         self.tried = self.tried.max(behind);
     }
 
-    /// Tokens from `at` on that the best run known covers.
+    /// Number of tokens from `at` that the best known run covers.
     fn found(&self, at: usize) -> usize {
         self.best.as_ref().map_or(0, |best| best.end - at)
     }
 
-    /// Passes over the windows before `resumes`, for which nothing is left of the budget: or, where a run is known, over those of
+    /// Skips the windows before `resumes`, for which no look is left in the budget; if a run is known, only those of
     /// one stride.
     fn pass_over(&mut self, at: usize, resumes: usize, stride: usize) {
         let until = if self.best.is_some() {
@@ -281,7 +281,6 @@ impl<'a> Cover<'a> {
         self.tried = until;
     }
 
-    /// Tries the windows that begin in a range.
     fn try_windows(&mut self, search: &mut Search<'a>, range: Range<usize>, at: usize) {
         let mut hits = std::mem::take(&mut self.hits);
         let mut tried = std::mem::take(&mut self.trying);
@@ -294,8 +293,8 @@ impl<'a> Cover<'a> {
             is_crowded
         });
         self.try_places(search, &mut tried, at);
-        // Where windows have too many places anyway, those of one do if they lead to a run; and no window is tried twice before
-        // one is found.
+        // If all windows have too many places, one that leads to a run is enough. No window is tried twice before a run
+        // is found.
         let mut is_enough = false;
         for &hit in &hits {
             if !is_enough && search.is_new(hit) {
@@ -308,7 +307,7 @@ impl<'a> Cover<'a> {
         self.trying = tried;
     }
 
-    /// The places of a window by its last token, as far as something is left of the budget.
+    /// The places of a window, by its last token, if the budget is not spent.
     fn places(
         &mut self,
         search: &mut Search<'a>,
@@ -325,14 +324,13 @@ impl<'a> Cover<'a> {
         Some((hit.start + WINDOW - 1, places))
     }
 
-    /// Tries places where tokens of the prompt may stand.
     fn try_places(
         &mut self,
         search: &Search<'a>,
         tried: &mut Vec<(usize, Range<usize>)>,
         at: usize,
     ) {
-        // Once the most promising is followed, most others need not be.
+        // After the most promising place is followed, most others need not be.
         let first = self.most_promising(search, tried);
         if let Some((last, place)) = first {
             self.try_place(search, search.place(place), last, at);
@@ -342,7 +340,7 @@ impl<'a> Cover<'a> {
                 let place = search.place(place);
                 let end = self.best.as_ref().map_or(at + 1, |best| best.end);
                 if place.room() < end.saturating_sub(last) {
-                    // Nor has any other the room to reach as far.
+                    // The rest has no room to reach as far either.
                     break;
                 }
                 if self.budget.is_spent(at, self.found(at)) {
@@ -354,7 +352,7 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Of places where tokens of the prompt may stand, one of those that may reach furthest, the nearest.
+    /// Of the places that may reach furthest, the nearest one.
     fn most_promising(
         &self,
         search: &Search<'_>,
@@ -380,8 +378,8 @@ impl<'a> Cover<'a> {
         found
     }
 
-    /// Follows the prompt from a place where its token `last` may stand, if that may be of use for the token `at`, or for a
-    /// later one.
+    /// Follows the prompt from a place where its token `last` may be cached, if that may help the token `at` or a later
+    /// one.
     fn try_place(&mut self, search: &Search<'a>, place: Candidate<'_>, last: usize, at: usize) {
         let prompt = self.follower.prompt.tokens;
         self.budget.spend(1);
@@ -400,12 +398,12 @@ impl<'a> Cover<'a> {
         let min_run = self.min_run.min(search.min_run());
         let follower = &self.follower;
         let least = || {
-            // A run of min_run tokens begins here at the earliest ...
+            // A run of min_run tokens starts here at the earliest ...
             let first = (last + 1).saturating_sub(min_run);
             let up = Kinship::Moved;
             let (node, from) = (place.node, place.last);
             let start = follower.up(up, node, from, last, first, &mut Stretches::new());
-            // ... and reaches further than what is known.
+            // ... and reaches further than the best known run.
             covered.max(start + min_run)
         };
         let done = follower.down(
@@ -438,21 +436,21 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Whether the run through a place is known to be shorter than the policy asks for.
+    /// Whether the run through a place is known to be shorter than the policy's `min_run`.
     fn is_too_short(&self, place: &Candidate<'_>, last: usize) -> bool {
         let diagonal = place.last.wrapping_sub(last);
         let known = self.short.get(&(place.node, diagonal));
         known.is_some_and(|tokens| tokens.contains(&last))
     }
 
-    /// Takes note of a run that is shorter than the policy asks for: it has many windows, and is followed once.
+    /// Remembers a run shorter than the policy's `min_run`: it has many windows, and is followed once.
     fn remember_short(&mut self, start: usize, path: &Stretches) {
         let Some(first) = path.first() else {
             return;
         };
         let diagonal = first.start.wrapping_sub(start);
         if self.short.len() >= self.short.capacity() {
-            // Those that end before all windows to come are of no use any more.
+            // Those that end before all windows to come are of no more use.
             let tried = self.tried;
             self.short.retain(|_, tokens| tokens.end > tried);
         }
@@ -462,7 +460,6 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Takes note of a run.
     fn add(&mut self, start: usize, kinship: Kinship, path: Stretches, at: usize) {
         let mut run = Run {
             kinship,
@@ -479,7 +476,7 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Whether a run behind the token to be covered is of no use beside those that are known.
+    /// Whether a known run makes a run useless that starts after the token to be covered.
     fn is_outdone(&self, run: &Run) -> bool {
         let before = self
             .own_later
@@ -489,7 +486,7 @@ impl<'a> Cover<'a> {
         known.any(|known| known.outdoes(run))
     }
 
-    /// Whether a run through `place`, where the token `last` of the prompt may stand, may be of use beside the known ones.
+    /// Whether a run through `place`, where the token `last` of the prompt may be cached, may improve on known ones.
     fn may_be_of_use(&self, place: &Candidate<'_>, last: usize, at: usize) -> bool {
         if let Some(best) = &self.best {
             return self.may_be_better(best, place, last, Some(at));
@@ -504,8 +501,8 @@ impl<'a> Cover<'a> {
         })
     }
 
-    /// Whether a run through `place`, where the token `last` of the prompt may stand, may be better than a known one: for the
-    /// token `at` which both hold, or for any that both may hold. As far as one edge tells.
+    /// Whether a run through `place`, where the token `last` of the prompt may be cached, may be better than a known
+    /// one: for the token `at`, which both contain, or for any that both may contain. Only one edge is looked at.
     fn may_be_better(
         &self,
         known: &Run,
@@ -572,7 +569,7 @@ impl<'a> Cover<'a> {
         stretch.map_or(0, |stretch| self.slot(stretch.node, source))
     }
 
-    /// The most hops that tokens of a run from `from` on have once they are copied.
+    /// The most hops of the run's tokens from `from` on, after the copy.
     fn hops(&self, run: &Run, from: usize) -> u16 {
         let index = self.follower.index;
         let block_size = index.block_size();
@@ -594,9 +591,9 @@ impl<'a> Cover<'a> {
         edges.max().unwrap_or(base)
     }
 
-    /// Whether of two runs that hold the token `at` the first is better: it reaches further; else fewer hops from there on,
-    /// the smaller distance, and the lower source slot of that token decide. Runs with that slot in common end as far in
-    /// siblings, of which the one with fewer hops is followed, then the lower one.
+    /// Whether the first of two runs that contain the token `at` is better. Criteria in order: it reaches further;
+    /// fewer hops from `at` on; smaller distance; lower source slot of `at`. Runs that share that slot end equally far
+    /// in siblings: the sibling with fewer hops wins, then the one with the lower slot.
     fn is_better(&self, first: &Run, second: &Run, at: usize) -> bool {
         let order = second
             .end
@@ -620,8 +617,8 @@ impl<'a> Cover<'a> {
         })
     }
 
-    /// Whether a place, at which the token of the same position of the prompt may stand, stands on the prompt's own path: such runs
-    /// are found without a search.
+    /// Whether a place at the same position as in the prompt is on the prompt's own path: such runs are found without a
+    /// search.
     fn is_own(&self, place: &Candidate<'_>) -> bool {
         let (index, end) = (self.follower.index, self.own.end);
         let depth = place.last / index.block_size();
@@ -630,11 +627,11 @@ impl<'a> Cover<'a> {
         edges.get(at).is_some_and(|&(own, ..)| own == place.node)
     }
 
-    /// Finds what the prompt's own path has behind the token `at`, and beside its end.
+    /// Finds the runs of the prompt's own path after the token `at`, and next to the end of the path.
     fn find_own(&mut self, at: usize) {
         let block_size = self.follower.index.block_size();
         let (in_place, end) = (self.own.in_place, self.own.end);
-        // What is in place goes on into the block where the prompt leaves it.
+        // The path in place continues into the block in which the prompt leaves it.
         let mut from = in_place.depth as usize * block_size;
         self.add_own(in_place.node, from, 0, at);
         for (node, first, to) in self.follower.index.edges_to(end, in_place.depth) {
@@ -661,8 +658,9 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Adds the run of the prompt's own path that goes on from the position `from` of an edge, if it reaches behind the token
-    /// `at`; its tokens begin at `start`, of which those before `from` are not copied. Answers where it ends.
+    /// Adds the run of the prompt's own path that continues from position `from` of an edge, if it reaches beyond the
+    /// token `at`. Its tokens begin at `start`; those before `from` count for its length but are not copied. Returns
+    /// where it ends.
     fn add_own(&mut self, node: NodeIndex, from: usize, start: usize, at: usize) -> usize {
         let mut path = Stretches::new();
         let done = self

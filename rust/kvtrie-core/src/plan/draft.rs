@@ -1,4 +1,4 @@
-//! What a plan will say, worked out without pinning or stamping anything.
+//! What a plan will say, before anything is pinned or touched.
 
 use std::sync::Arc;
 
@@ -18,14 +18,14 @@ use crate::tree::{Effort, Position, RadixIndex, SourceRun};
 /// How the KV of a prompt can be built.
 #[derive(Debug, Default)]
 pub(crate) struct Draft {
-    /// Where the path of the blocks used in place ends.
+    /// End of the path of blocks used in place.
     pub(crate) in_place: Option<Position>,
-    /// Its ids, and perhaps more behind them.
+    /// Its ids, possibly followed by more.
     pub(crate) ids: Arc<Vec<BlockId>>,
     pub(crate) segments: Vec<Segment>,
     /// What is copied, in the order of the segments.
     pub(crate) copies: Vec<Copied>,
-    /// Source blocks of the copies, one list behind the other.
+    /// Source blocks of the copies, concatenated.
     pub(crate) source_ids: Vec<BlockId>,
     pub(crate) sources: Vec<SourceRun>,
     pub(crate) candidates_dropped: u64,
@@ -33,16 +33,14 @@ pub(crate) struct Draft {
     looks: u64,
 }
 
-/// Tokens of one class.
 pub(crate) fn num_tokens(segments: &[Segment], class: Class) -> usize {
     let of_class = segments.iter().filter(|segment| segment.class == class);
     of_class.map(|segment| segment.end - segment.start).sum()
 }
 
 impl RadixIndex {
-    /// Works out how to build the KV of a prompt. Nothing is stamped or pinned.
-    ///
-    /// None if finding the exact prefix, or searching for moved runs, takes more than `effort`.
+    /// Works out how to build the KV of a prompt. Returns `None` if finding the exact prefix, or searching for moved
+    /// runs, takes more than `effort`.
     pub(crate) fn draft(
         &mut self,
         seq: &mut TokenSequence,
@@ -77,7 +75,7 @@ impl RadixIndex {
         let draft = if is_too_much {
             let usable = usable.exact_only();
             let exact = Drafting::new(self, seq, policy, usable, len).draft(end, &ids, effort)?;
-            // Had all places been tried, the share might be another.
+            // If all places had been tried, the share might be another.
             Draft {
                 candidates_dropped: draft.candidates_dropped.max(exact.candidates_dropped),
                 ..exact
@@ -89,7 +87,7 @@ impl RadixIndex {
         Some(draft)
     }
 
-    /// The present exact block at the end of a path that shares most tokens with the prompt behind it, and how many.
+    /// The cached exact block at the end of a path that shares most tokens with the rest of the prompt, and how many.
     fn nearest_block(&self, seq: &TokenSequence, end: Position, len: usize) -> Option<Stretch> {
         let block_size = self.block_size();
         let at = end.depth as usize * block_size;
@@ -114,7 +112,7 @@ impl RadixIndex {
     }
 }
 
-/// One prompt, and what of it was dealt with.
+/// One prompt, and the draft so far.
 struct Drafting<'a> {
     index: &'a RadixIndex,
     seq: &'a TokenSequence,
@@ -169,14 +167,14 @@ impl<'a> Drafting<'a> {
             self.cover(in_place, own_end, at, effort)?;
         }
         compute_until(&mut self.draft.segments, self.seq.len());
-        // In this order each is added behind those of its node that were.
+        // In this order, each run is appended to those of its node.
         let order = |run: &SourceRun| (run.node, run.to, run.from);
         self.draft.sources.sort_unstable_by_key(order);
         self.draft.in_place = (in_place.depth > 0).then_some(in_place);
         Some(self.draft)
     }
 
-    /// Where the whole blocks of the prompt leave the path that is known as far as `exact`: through holes, too.
+    /// Where the whole blocks of the prompt leave its path, which is known up to `exact`; holes are passed.
     fn own_end(&self, exact: Position) -> Position {
         if self.index.num_holes == 0 && self.index.num_approximate == 0 {
             return exact;
@@ -190,7 +188,7 @@ impl<'a> Drafting<'a> {
         walked.at
     }
 
-    /// How far the path may be used in place: beyond what is exact if the policy says so.
+    /// Where in-place use of the path ends: after the exact prefix, if the policy allows approximate blocks.
     fn in_place(&self, exact: Position, own_end: Position) -> Position {
         if !self.usable.approximate || own_end.depth == exact.depth {
             return exact;
@@ -204,7 +202,6 @@ impl<'a> Drafting<'a> {
         own_end
     }
 
-    /// The segments of what is used in place.
     fn use_in_place(&mut self, exact: Position, end: Position, exact_ids: &Arc<Vec<BlockId>>) {
         let (index, block_size) = (self.index, self.index.block_size());
         let token = |depth: Depth| depth as usize * block_size;
@@ -253,7 +250,7 @@ impl<'a> Drafting<'a> {
         }
     }
 
-    /// Covers the prompt behind `at` with runs; none if the search for them takes more than `effort`.
+    /// Covers the prompt after `at` with runs; `None` if the search for them takes more than `effort`.
     fn cover(
         &mut self,
         in_place: Position,
@@ -288,7 +285,7 @@ impl<'a> Drafting<'a> {
         Some(())
     }
 
-    /// The segments and copies of a run: a segment for each stretch of equal class and hops.
+    /// Adds the segments and copies of a run: one segment per stretch of equal class and hops.
     fn copy(&mut self, run: &Run) {
         let index = self.index;
         let is_plain = |stretch: &Stretch| index.nodes[stretch.node].num_approximate() == 0;
@@ -339,7 +336,6 @@ impl<'a> Drafting<'a> {
         }
     }
 
-    /// The segment and the copy of tokens that have one class and one number of hops.
     fn copy_part(&mut self, start: usize, end: usize, class: Class, hops: u16, path: &[Stretch]) {
         let (index, block_size) = (self.index, self.index.block_size());
         let first = self.draft.source_ids.len();
@@ -384,7 +380,7 @@ impl<'a> Drafting<'a> {
     }
 }
 
-/// What no segment says anything of yet, down to `end`, is computed.
+/// Marks the tokens up to `end` that are in no segment yet as computed.
 fn compute_until(segments: &mut Vec<Segment>, end: usize) {
     let start = segments.last().map_or(0, |segment| segment.end);
     if start < end {
@@ -399,7 +395,7 @@ fn compute_until(segments: &mut Vec<Segment>, end: usize) {
     }
 }
 
-/// A part of a run whose tokens have one class and one number of hops.
+/// A part of a run, of one class and one number of hops.
 struct Part {
     start: usize,
     end: usize,
@@ -409,7 +405,7 @@ struct Part {
 }
 
 impl Part {
-    /// Leaves out the first `count` tokens, or all there are; answers how many.
+    /// Cuts up to `count` tokens from the start; returns how many.
     fn cut_front(&mut self, count: usize) -> usize {
         let count = count.min(self.end - self.start);
         self.start += count;
@@ -423,7 +419,7 @@ impl Part {
         count
     }
 
-    /// Leaves out the last `count` tokens, or all there are; answers how many.
+    /// Cuts up to `count` tokens from the end; returns how many.
     fn cut_end(&mut self, count: usize) -> usize {
         let count = count.min(self.end - self.start);
         self.end -= count;

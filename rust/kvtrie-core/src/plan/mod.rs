@@ -1,30 +1,31 @@
-//! Plans: how to build the KV of a prompt, and the lease that keeps it true (D7, D13, D19).
+//! Plans: how to build the KV of a prompt, and the lease that keeps a plan valid (D7, D13, D19).
 //!
-//! A plan is worked out in one pass from left to right, and is a function of the prompt, the policy and what is cached:
+//! A plan is made in one pass from left to right, as a function of the prompt, the policy and the cache:
 //!
-//! 1. Whole blocks in place: the exact prefix, and behind it, where the policy says so, approximate entries of the same whole
+//! 1. In place: whole blocks of the exact prefix, then, if the policy allows it, approximate entries of the same whole
 //!    prefix.
-//! 2. The exact tokens of the block in which that path leaves the prompt, copied out of the sibling that shares most of them.
-//! 3. A cover of the rest by *runs*: maximal common runs with anything cached, of `min_run` tokens at least. At the first token
-//!    that is not covered, the run that holds it and reaches furthest is taken up to its end; so the cover is all that any run
-//!    holds, in the fewest pieces.
+//! 2. Copied: the exact tokens of the block in which that path leaves the prompt, from the sibling that shares most of
+//!    them.
+//! 3. A cover of the rest by *runs*: maximal common runs with anything cached, of at least `min_run` tokens. At the
+//!    first token that is not covered, the run that contains it and reaches furthest is taken up to its end. So the
+//!    fewest runs cover every token that any run contains.
 //!
-//! What the policy forbids counts as not cached. A run stands either under the prompt's own whole prefix, behind a hole, where
-//! exact KV stays exact; or elsewhere, and is approximate.
+//! A run under the prompt's own whole prefix, after a hole, stays exact if it is; any other run is approximate.
 //!
 //! # Structure and costs
 //!
-//! - `draft` puts the parts together, and changes nothing; a plan is a draft whose blocks are stamped and pinned.
-//! - `cover` asks about one token at a time: a run that holds it has a window of eight tokens within `2 · min_run` tokens
-//!   around it, so some two dozen windows are looked up for a run, however long that is, and those in between are passed over.
-//! - `search` looks windows up, in chunks that grow while nothing is found. A window with more than `max_candidates` places is
-//!   tried at the most recent ones.
-//! - `reach` follows the prompt along a source by comparing memory. Of several places, only such are followed as may reach
-//!   further than the best so far: the token behind its end tells most of them.
+//! - `draft` assembles the parts. A plan is a draft whose blocks are touched and pinned.
+//! - `cover` covers one token at a time. A run that contains the token has a window of eight tokens within `2 ·
+//!   min_run` tokens around it, so some two dozen windows are looked up per run, whatever its length, and those inside
+//!   are skipped.
+//! - `search` looks windows up, in chunks that grow while nothing is found. A window with more than `max_candidates`
+//!   places is tried at the most recent ones.
+//! - `reach` follows the prompt along a source by comparing memory. Of several places, it follows only those that may
+//!   reach further than the best so far; the token after the end of the best one rules out most.
 //! - `usable` says what a policy allows of an edge.
 //!
-//! So a plan costs the lookup, comparing each run once, a few cache misses a run, and looking up one window for each token that
-//! nothing covers.
+//! So a plan costs the lookup, one comparison of each run, a few cache misses per run, and the lookup of one window per
+//! token that nothing covers.
 
 mod budget;
 mod cover;
@@ -57,11 +58,11 @@ pub use moves::Move;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
-    /// Same whole prefix, same position, computed from exact KV.
+    /// The same whole prefix and position, computed from exact KV.
     Exact = 0,
-    /// Same tokens in another context or at another position.
+    /// The same tokens in another context or at another position.
     Approximate = 1,
-    /// Not there: the engine computes it.
+    /// Not cached: the engine computes it.
     Compute = 2,
 }
 
@@ -82,11 +83,11 @@ pub struct Segment {
     pub start: usize,
     /// One past the last token.
     pub end: usize,
-    /// Position at which the source's first token stands; `start` for what is computed.
+    /// Position of the source's first token; `start` for what is computed.
     pub old_start: usize,
     /// How exact it is.
     pub class: Class,
-    /// Hops of the KV as the prompt will have it: those of the source, and one more for a moved run; 0 for what is computed.
+    /// Hops of the KV in the prompt: those of the source, plus one for a moved run; 0 for what is computed.
     pub hops: u16,
     /// Kinds of spans that the source tokens are tagged with, as a bit set (see [`RadixIndex::kinds`]).
     pub kinds: u64,
@@ -104,13 +105,13 @@ impl Segment {
     }
 }
 
-/// Tokens that are copied, as one segment: where from.
+/// The source of one segment of copied tokens.
 #[derive(Clone, Debug)]
 pub(crate) struct Copied {
     start: usize,
     end: usize,
     old_start: usize,
-    /// Its blocks among the plan's source ids: the first is the one that holds `old_start`.
+    /// Its blocks among the plan's source ids. The first contains `old_start`.
     ids: Range<usize>,
 }
 
@@ -132,7 +133,7 @@ impl Default for PlanOptions {
     }
 }
 
-/// How to build the KV of one prompt. It is released by [`RadixIndex::release`]; until then what it pins stays.
+/// How to build the KV of one prompt. What it pins stays until [`RadixIndex::release`].
 #[derive(Debug)]
 pub struct ReusePlan {
     index: u64,
@@ -141,9 +142,9 @@ pub struct ReusePlan {
     num_blocks: u64,
     pinned: bool,
     snapshot: Snapshot,
-    /// Counts plans: what has left since is told by it.
+    /// The number of this plan. Departures after it are detected by this number.
     number: u64,
-    /// The ids used in place, with more behind them where the sequence knows more.
+    /// The ids used in place, followed by more if the sequence knows more.
     ids: Arc<Vec<BlockId>>,
     num_blocks_in_place: usize,
     edges: u64,
@@ -160,25 +161,25 @@ impl ReusePlan {
         &self.ids[..self.num_blocks_in_place]
     }
 
-    /// Blocks that the caller must bring for the rest of the prompt.
+    /// Number of blocks that the caller must provide for the rest of the prompt.
     #[must_use]
     pub fn num_new_blocks(&self) -> usize {
         self.snapshot.tokens.len().div_ceil(self.block_size) - self.num_blocks_in_place
     }
 
-    /// Covers every token of the prompt once, ascending.
+    /// The segments, ascending. They cover every token of the prompt once.
     #[must_use]
     pub fn segments(&self) -> &[Segment] {
         &self.segments
     }
 
-    /// Tokens of one class.
+    /// Number of tokens of one class.
     #[must_use]
     pub fn num_tokens(&self, class: Class) -> usize {
         draft::num_tokens(&self.segments, class)
     }
 
-    /// Blocks that are copied from, ascending, each once.
+    /// Blocks to copy from, ascending, each once.
     #[must_use]
     pub fn source_blocks(&self) -> Vec<BlockId> {
         let mut ids = self.source_ids.clone();
@@ -188,19 +189,20 @@ impl ReusePlan {
     }
 
     /// Places that the search for moved runs did not try, because a window of the prompt has more than
-    /// [`max_candidates`](crate::Config::max_candidates). While it is 0 the plan does not depend on the seed.
+    /// [`max_candidates`](crate::Config::max_candidates) or because its budget of steps was used up (rule P16). While
+    /// it is 0, the plan does not depend on the seed.
     #[must_use]
     pub fn candidates_dropped(&self) -> u64 {
         self.candidates_dropped
     }
 
-    /// Edges of the path in place as it was walked: a release takes a step for each that nobody else pins.
+    /// Edges of the path in place, as it was walked. A release takes one step per edge that nobody else pins.
     #[must_use]
     pub fn num_edges(&self) -> u64 {
         self.edges
     }
 
-    /// Segments, and block ids that they name: what reading the plan goes over.
+    /// Segments, and block ids that they name: the cost of reading the plan.
     #[must_use]
     pub fn num_entries(&self) -> usize {
         self.segments.len() + self.num_blocks_in_place + self.source_ids.len()
@@ -212,7 +214,6 @@ impl ReusePlan {
         self.pinned
     }
 
-    /// Token slots of a block, as the plan's index has them.
     pub(crate) fn block_size(&self) -> usize {
         self.block_size
     }
@@ -221,7 +222,7 @@ impl ReusePlan {
         &self.snapshot
     }
 
-    /// The most hops that a token of the block at a depth has.
+    /// The most hops of any token in the block at a depth.
     pub(crate) fn hops_of_block(&self, place: Depth) -> u16 {
         let start = place as usize * self.block_size;
         let first = self
@@ -233,7 +234,7 @@ impl ReusePlan {
         inside.map(|segment| segment.hops).max().unwrap_or(0)
     }
 
-    /// The first token that is approximate.
+    /// The first approximate token.
     pub(crate) fn first_approximate(&self) -> Option<usize> {
         let mut segments = self.segments.iter();
         let first = segments.find(|segment| segment.class == Class::Approximate);
@@ -265,13 +266,13 @@ impl RadixIndex {
     /// Plans the KV of a prompt, and pins what the plan uses.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a field of the policy is beyond its limits, or it asks for runs
-    /// shorter than the index's [`min_run`](crate::Config::min_run).
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a field of the policy is beyond its limits, or the
+    /// policy asks for runs shorter than the index's [`min_run`](crate::Config::min_run).
     ///
     /// # Complexity
-    /// That of [`lookup`](Self::lookup), plus expected O(log siblings) comparisons of one block. Where the policy allows
-    /// approximate reuse, plus O(tokens of the rest): a search takes a bounded number of steps for each token of the prompt and for
-    /// each that it covers, whatever is cached (rule P16).
+    /// That of [`lookup`](Self::lookup), plus expected O(log siblings) comparisons of one block. If the policy allows
+    /// approximate reuse, plus O(tokens of the rest): a search takes a bounded number of steps per token of the prompt
+    /// and per token that it covers, whatever is cached (rule P16).
     ///
     /// # Examples
     /// ```
@@ -301,7 +302,7 @@ impl RadixIndex {
         Ok(self.plan_checked(seq, policy, options))
     }
 
-    /// As [`plan`](Self::plan), by a policy that is within its limits: it cannot fail.
+    /// Like [`plan`](Self::plan), with a policy that is within its limits: it cannot fail.
     pub(crate) fn plan_checked(
         &mut self,
         seq: &mut TokenSequence,
@@ -309,13 +310,13 @@ impl RadixIndex {
         options: PlanOptions,
     ) -> ReusePlan {
         let draft = self.draft(seq, policy, options, Effort::ANY);
-        // No effort is too large.
+        // `Effort::ANY` is never exceeded.
         self.settle_on(seq, options, draft.unwrap_or_default())
     }
 
-    /// As [`plan`](Self::plan), unless following the prompt's own path, be it the exact prefix or what is behind holes, or searching
-    /// for moved runs takes more than `effort`: then nothing is planned or stamped. The sequence remembers how far it was matched,
-    /// so that the next call goes on from there; a search starts over.
+    /// Like [`plan`](Self::plan), but returns `None` and touches nothing if following the prompt's own path (the exact
+    /// prefix or what is after holes) or searching for moved runs takes more than `effort`. The sequence remembers how
+    /// far it was matched, so the next call continues from there; a search starts again.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
@@ -338,8 +339,8 @@ impl RadixIndex {
         Ok(draft.map(|draft| self.settle_on(seq, options, draft)))
     }
 
-    /// Whether the prompt's own path takes more than `effort`: goes on behind what is exact through holes and approximate blocks, each
-    /// of which a plan looks at by itself, or has many dead runs, which a plan revives.
+    /// Whether the prompt's own path takes more than `effort`: after the exact prefix it continues through holes and
+    /// approximate blocks, each of which a plan looks at by itself, or it has many dead runs, which a plan revives.
     fn is_broken_path(
         &mut self,
         seq: &mut TokenSequence,
@@ -370,7 +371,7 @@ impl RadixIndex {
         walked.gave_up || is_long
     }
 
-    /// Makes a plan of a draft: what it uses is stamped, and pinned.
+    /// Makes a plan of a draft: touches and pins what it uses.
     fn settle_on(
         &mut self,
         seq: &mut TokenSequence,
@@ -404,12 +405,11 @@ impl RadixIndex {
         plan
     }
 
-    /// Ends the plan: nothing is pinned under it any more. Condemned blocks that nobody else pins wait for
-    /// [`take_freed`](Self::take_freed).
+    /// Ends the plan and its pins. Condemned blocks that nobody else pins wait for [`take_freed`](Self::take_freed).
     ///
     /// # Errors
-    /// [`StaleHandle`](crate::ErrorKind::StaleHandle) if it was released before; [`InvalidArgument`](crate::ErrorKind::InvalidArgument)
-    /// for a plan of another index.
+    /// [`StaleHandle`](crate::ErrorKind::StaleHandle) if it was released before;
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a plan of another index.
     pub fn release(&mut self, plan: &ReusePlan) -> Result<()> {
         let lease = plan.lease_index(self, "ReusePlan.release")?;
         crate::failpoints::before("ReusePlan.release")?;
@@ -417,14 +417,14 @@ impl RadixIndex {
         Ok(())
     }
 
-    /// Ends a plan of this index, unless it was released before: it cannot fail.
+    /// Ends a plan of this index unless it was released before; it cannot fail.
     pub(crate) fn release_if_live(&mut self, plan: &ReusePlan) {
         if let Ok(lease) = plan.lease_index(self, "ReusePlan.release") {
             self.end_lease(lease);
         }
     }
 
-    /// Ends the pins of the blocks that the plan copies from. A second time it does nothing.
+    /// Ends the pins of the blocks that the plan copies from. A second call does nothing.
     ///
     /// # Errors
     /// As [`release`](Self::release).
@@ -435,7 +435,7 @@ impl RadixIndex {
         Ok(())
     }
 
-    /// How many steps ending the plan takes, each about as long as looking at an edge. O(1).
+    /// How many steps it takes to end the plan, each about as long as a look at an edge. O(1).
     #[must_use]
     pub fn release_steps(&self, plan: &ReusePlan) -> u64 {
         let lease = self.leases.get(plan.lease);
@@ -450,7 +450,7 @@ impl RadixIndex {
         plan.lease_index(self, "").is_err()
     }
 
-    /// One answer a segment: whether what it uses is there as it was planned, pinned or not gone since.
+    /// Returns for each segment whether its blocks are still there as planned: pinned, or not gone since.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a plan of another index.
@@ -478,7 +478,6 @@ impl RadixIndex {
             .collect())
     }
 
-    /// Opens the lease of a plan and pins what the plan uses.
     fn lease(&mut self, seq: &TokenSequence, pinned: bool, draft: &Draft) -> Handle {
         let namespace = Arc::clone(seq.namespace());
         let lease = self.leases.insert(Lease::new(namespace, pinned));

@@ -13,24 +13,25 @@ pub struct Move {
     pub dest_slot: u64,
     /// Tokens copied.
     pub num_tokens: u64,
-    /// By how many positions K is turned.
+    /// Number of positions by which K is rotated.
     pub delta: i64,
 }
 
 impl ReusePlan {
-    /// The copies that fill `table` between the positions `start` and `end`, as plain data: what a worker without an
-    /// index needs.
+    /// The copies that fill `table` between the positions `start` and `end`, as plain data for a worker without an
+    /// index.
     ///
-    /// The table begins with [`blocks`](Self::blocks), as far as it goes, and has no block twice. After these, the blocks that
-    /// hold the range are new ones: the engine fills all of them, by the copies and by what it computes.
+    /// The table begins with [`blocks`](Self::blocks), as far as it goes, and has no block twice. The other blocks that
+    /// hold the range are new: the engine fills all of them, by the copies and by what it computes.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is reversed or beyond the prompt, or the table is too
-    /// short for it, holds an id outside the pool or an id twice, begins with other blocks than the plan has in place, or has
-    /// a block that the plan reads where the range is filled.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is reversed or ends after the prompt, or if
+    /// the table is too short for it, holds an id outside the pool or an id twice, does not begin with the plan's
+    /// blocks in place, or has a block that the plan reads where the range is filled.
     ///
     /// # Complexity
-    /// O(blocks · log(blocks)) comparisons of ids for the table, fewer where its ids ascend in runs; then one step a copy.
+    /// O(blocks · log(blocks)) comparisons of ids for the table, fewer if its ids ascend in runs; then one step per
+    /// copy.
     pub fn moves(&self, table: &[BlockId], start: usize, end: usize) -> Result<Vec<Move>> {
         const CALL: &str = "ReusePlan.moves";
         let len = self.snapshot.tokens.len();
@@ -62,12 +63,11 @@ impl ReusePlan {
         Ok(moves)
     }
 
-    /// The slot of a position in a block.
     fn slot(&self, id: BlockId, position: usize) -> u64 {
         u64::from(id.0) * self.block_size as u64 + (position % self.block_size) as u64
     }
 
-    /// Refuses a table that an engine would harm others by: nothing of it may be written that is somebody else's.
+    /// Refuses a table that would make the engine overwrite blocks of others.
     fn check_table(&self, table: &[BlockId], start: usize, end: usize, call: &str) -> Result<()> {
         let needed = end.div_ceil(self.block_size);
         if table.len() < needed {
@@ -92,7 +92,7 @@ impl ReusePlan {
             )));
         }
         let mut sorted = table.to_vec();
-        // This sort takes one pass over what ascends already, as tables mostly do.
+        // This stable sort takes one pass over ascending runs, which most tables are.
         sorted.sort();
         let mut neighbours = sorted.iter().zip(&sorted[1.min(sorted.len())..]);
         if let Some((twice, _)) = neighbours.find(|(one, next)| one == next) {

@@ -1,4 +1,4 @@
-//! How far a prompt goes on as what is cached at one place does, forwards and backwards.
+//! How far a prompt agrees with what is cached at one place, forwards and backwards.
 
 use smallvec::SmallVec;
 
@@ -18,20 +18,20 @@ pub(super) struct Stretch {
     pub(super) end: usize,
 }
 
-/// Stretches of one path, downwards.
+/// Stretches of one path, from top to bottom.
 pub(super) type Stretches = SmallVec<[Stretch; 2]>;
 
-/// Tokens that are followed at first without asking whether they end.
+/// Tokens that are compared at first; the number doubles while they agree.
 const FEW: usize = 256;
 
-/// How far a prompt was followed, and what that took.
+/// How far a prompt was followed, and the cost.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Followed {
-    /// Where the prompt ends to be the same.
+    /// End of the common tokens.
     pub(super) end: usize,
-    /// Places that might have gone on further and were not looked at.
+    /// Places that might have continued further and were not looked at.
     pub(super) skipped: u64,
-    /// Children that were compared, and [`TOKENS_PER_LOOK`] tokens each.
+    /// Children compared, plus tokens compared divided by [`TOKENS_PER_LOOK`].
     pub(super) looks: u64,
 }
 
@@ -39,10 +39,10 @@ pub(super) struct Followed {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Follower<'a> {
     pub(super) index: &'a RadixIndex,
-    /// What may be matched: the prompt without the tokens that are computed in any case.
+    /// What may be matched: the prompt without the tokens that are always computed.
     pub(super) prompt: View<'a>,
     pub(super) usable: Usable,
-    /// Children that are compared at most where an edge ends and none goes on with a whole block.
+    /// The most children compared where an edge ends and none continues with a whole block.
     pub(super) max_children: usize,
 }
 
@@ -51,8 +51,9 @@ impl Follower<'_> {
         &self.index.nodes
     }
 
-    /// Follows the prompt from `at` down from the position `from` of an edge, and adds what is the same to `path`. A run that
-    /// ends before `least` is of no use: of children that share part of a block, none is followed that would not reach it.
+    /// Follows the prompt from `at` down from position `from` of an edge, and adds the common tokens to `path`. A run
+    /// that ends before `least` is of no use: a child that shares part of a block is followed only if it reaches
+    /// `least`.
     pub(super) fn down(
         &self,
         kinship: Kinship,
@@ -69,7 +70,7 @@ impl Follower<'_> {
         loop {
             let edge = &self.nodes()[node];
             let (start, end) = (from, edge.end() as usize * block_size);
-            // What may be used is asked a little further than what was the same, for it may end anywhere.
+            // Usability is checked only a little further than the tokens that agreed, because they may end anywhere.
             let mut ahead = FEW;
             while from < end && at < len {
                 let wanted = ahead.min(end - from).min(len - at);
@@ -103,8 +104,8 @@ impl Follower<'_> {
         }
     }
 
-    /// The child of `parent` that goes on as the prompt does from `at` on, for a whole block or the longest part of one, if that
-    /// reaches `least`; of several, the one with fewest hops, then the lowest block id.
+    /// The child of `parent` that agrees with the prompt from `at` for a whole block or the longest part of one, if
+    /// that reaches `least`. Ties: fewest hops, then lowest block id.
     fn child(
         &self,
         kinship: Kinship,
@@ -145,7 +146,7 @@ impl Follower<'_> {
                     break;
                 }
                 if looked_at >= self.max_children {
-                    // Of more that share as many tokens, those are compared that sort next to the prompt.
+                    // If more children share as many tokens, those next to the prompt in sort order are compared.
                     done.skipped += u64::from(best.is_none_or(|(most, ..)| shared > most));
                     break;
                 }
@@ -166,9 +167,8 @@ impl Follower<'_> {
         best.map(|(.., child)| child)
     }
 
-    /// Follows the prompt up from before `at`, along the path that ends before the position `from` of an edge, until
-    /// position `enough` of the prompt is reached, and puts what is the same in front of `path`. Answers where the prompt
-    /// begins to be so.
+    /// Follows the prompt up from before `at`, along the path that ends before position `from` of an edge, until
+    /// position `enough` of the prompt, and prepends the common tokens to `path`. Returns where they begin.
     pub(super) fn up(
         &self,
         kinship: Kinship,
@@ -179,7 +179,7 @@ impl Follower<'_> {
         path: &mut Stretches,
     ) -> usize {
         let block_size = self.index.block_size();
-        // What is in other edges, the last first.
+        // Stretches in other edges, the last first.
         let mut above = Stretches::new();
         while at > enough {
             let edge = &self.nodes()[node];

@@ -1,4 +1,4 @@
-//! Where the windows of a prompt stand: looked up a little ahead of where the cover is, and each window once.
+//! Where the windows of a prompt are cached: looked up a little ahead of the cover, and each window once.
 
 use std::ops::Range;
 
@@ -11,33 +11,33 @@ use crate::ids::NodeIndex;
 use crate::tree::RadixIndex;
 use crate::windows::Windows;
 
-/// Windows that are looked up at once at most. Where a run was just found only those that are asked for are, as it is followed
-/// and not looked up; while nothing is found, twice as many each time.
+/// The most windows that are looked up at once. While nothing is found, each lookup takes twice as many. After a run
+/// was found only the requested ones are looked up, because the run is followed by comparison.
 const MOST: usize = 1024;
 
-/// Places that are remembered before all are forgotten: what a search holds is bounded, whatever the prompt.
+/// Places that are remembered before all are forgotten. This bounds the memory of a search, whatever the prompt.
 const MOST_PLACES: usize = 1 << 14;
 
-/// Tokens that are compared at most to tell whether to follow a place.
+/// The most tokens compared to decide whether to follow a place.
 const MOST_TOKENS: usize = 64;
 
-/// A place where a window of the prompt may stand.
+/// A place where a window of the prompt may be cached.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate<'a> {
     pub(super) node: NodeIndex,
-    /// Position of the window's last token on the path through the node, which holds it.
+    /// Position of the window's last token on the path through the node, which contains it.
     pub(super) last: usize,
-    /// The tokens of the edge before that one, and from it on.
+    /// The tokens of the edge before that token, and from it on.
     before: &'a [u32],
     behind: &'a [u32],
-    /// Whether the path begins with the edge.
+    /// Whether the edge is the first of its path.
     is_first: bool,
-    /// Whether the path ends with the edge.
+    /// Whether the edge is the last of its path.
     is_last: bool,
 }
 
 impl Candidate<'_> {
-    /// How many tokens of the prompt may follow the source from the window's last on, at most.
+    /// The most tokens of the prompt that can agree with the source from the window's last token on.
     pub(super) fn room(&self) -> usize {
         if self.is_last {
             self.behind.len()
@@ -46,13 +46,13 @@ impl Candidate<'_> {
         }
     }
 
-    /// The token that lies `ahead` tokens behind the window's last: none if that is in another edge.
+    /// The token that is `ahead` tokens after the window's last token; `None` if it is in another edge.
     pub(super) fn ahead(&self, ahead: usize) -> Option<u32> {
         self.behind.get(ahead).copied()
     }
 
-    /// Whether a run through this place does not hold the token `back` places before the window's last, which is `token` in the
-    /// prompt, or none there: as far as the edge tells.
+    /// Whether a run through this place excludes the token `back` places before the window's last token. `token` is
+    /// that token in the prompt, or `None` if the prompt has none. Only this edge is looked at.
     pub(super) fn begins_within(&self, back: usize, token: Option<u32>) -> bool {
         match self.before.len().checked_sub(back) {
             Some(at) => token != Some(self.before[at]),
@@ -60,8 +60,8 @@ impl Candidate<'_> {
         }
     }
 
-    /// Whether a run through this place and the token `last` of the prompt may have `min_run` tokens and go beyond the token
-    /// `at`, as far as one edge and some tokens tell.
+    /// Whether a run through this place and the token `last` of the prompt may have `min_run` tokens and reach beyond
+    /// the token `at`, as far as one edge and some tokens show.
     pub(super) fn may_be_run(
         &self,
         prompt: &[u32],
@@ -69,7 +69,7 @@ impl Candidate<'_> {
         at: usize,
         min_run: usize,
     ) -> bool {
-        // A longer run is sooner followed than looked at twice.
+        // A longer run is cheaper to follow than to check first.
         let min_run = min_run.min(MOST_TOKENS);
         let pairs = self.behind.iter().zip(&prompt[last..]).take(min_run);
         let same = pairs.take_while(|(a, b)| a == b).count();
@@ -89,7 +89,7 @@ impl Candidate<'_> {
     }
 }
 
-/// A window of the prompt that may stand somewhere.
+/// A window of the prompt that may be cached.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hit {
     /// Position of its first token in the prompt.
@@ -97,17 +97,16 @@ pub(super) struct Hit {
     hash: u64,
 }
 
-/// What is known of the places of a window.
+/// The places of one window.
 #[derive(Clone, Debug)]
 struct Known {
     count: usize,
-    /// Those that are tried, once they were asked for.
+    /// The places to try, after they were first requested.
     tried: Option<Range<usize>>,
-    /// The round in which they were tried last.
+    /// The round in which they were last tried.
     round: u64,
 }
 
-/// The windows of one prompt.
 #[derive(Debug)]
 pub(super) struct Search<'a> {
     index: &'a RadixIndex,
@@ -115,18 +114,16 @@ pub(super) struct Search<'a> {
     tree: u32,
     tokens: &'a [u32],
     max_candidates: usize,
-    /// Windows that were looked up last, and those among them that may stand somewhere.
+    /// Windows looked up last, and those among them that may be cached.
     screened: Range<usize>,
     hits: Vec<Hit>,
     chunk: usize,
-    /// Where windows stand, by hash: those of repetitive prompts are asked for once.
+    /// Places of windows by hash, so that windows of repetitive prompts are looked up once.
     known: HashMap<u64, Known, FixedState>,
     places: Vec<Candidate<'a>>,
     round: u64,
     dropped: u64,
-    /// Windows that were looked up.
     num_screened: u64,
-    /// Places that windows were found to have.
     num_places: u64,
     hashes: Vec<u64>,
     found: Vec<u32>,
@@ -164,32 +161,30 @@ impl<'a> Search<'a> {
         (self.tokens.len() + 1).saturating_sub(WINDOW)
     }
 
-    /// How far apart the windows are of which one lies in every run.
+    /// Distance of the kept windows: every run contains one of as many consecutive windows.
     pub(super) fn stride(&self) -> usize {
         self.windows.stride()
     }
 
-    /// The shortest run that is found at any place: a policy may ask for longer ones.
+    /// The shortest run that is found wherever it is cached; a policy may ask for longer ones.
     pub(super) fn min_run(&self) -> usize {
         self.stride() + (WINDOW - 1)
     }
 
-    /// Windows that were looked up.
     pub(super) fn num_screened(&self) -> u64 {
         self.num_screened
     }
 
-    /// Places that windows were found to have.
     pub(super) fn num_places(&self) -> u64 {
         self.num_places
     }
 
-    /// Places that were passed over, because a window has too many.
+    /// Number of places skipped because their window has too many.
     pub(super) fn dropped(&self) -> u64 {
         self.dropped
     }
 
-    /// Writes the windows that begin in a range and may stand somewhere to `hits`.
+    /// Writes the windows that begin in a range and may be cached to `hits`.
     pub(super) fn hits(&mut self, range: Range<usize>, hits: &mut Vec<Hit>) {
         hits.clear();
         if self.places.len() > MOST_PLACES || self.known.len() > MOST_PLACES {
@@ -198,7 +193,7 @@ impl<'a> Search<'a> {
         }
         let (mut from, end) = (range.start, range.end.min(self.num_windows()));
         if end <= self.screened.start {
-            // A few, before those that were looked up ahead.
+            // A few windows, before those that were looked up ahead.
             self.screen(from..end, hits);
             return;
         }
@@ -217,7 +212,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Where the first window from `from` on begins that may stand somewhere.
+    /// Start of the first window from `from` on that may be cached.
     pub(super) fn first_hit(&mut self, from: usize) -> Option<usize> {
         let mut from = from;
         loop {
@@ -232,7 +227,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Looks up some windows from `from` on, of which `count` are wanted; answers whether there were any.
+    /// Looks up at least the `count` requested windows from `from` on; returns whether there were any.
     fn screen_ahead(&mut self, from: usize, count: usize) -> bool {
         self.chunk = if from == self.screened.end {
             (2 * self.chunk).clamp(count, MOST.max(count))
@@ -250,7 +245,6 @@ impl<'a> Search<'a> {
         !self.screened.is_empty()
     }
 
-    /// Looks up the windows that begin in a range.
     fn screen(&mut self, range: Range<usize>, hits: &mut Vec<Hit>) {
         if range.is_empty() {
             return;
@@ -283,18 +277,18 @@ impl<'a> Search<'a> {
         })
     }
 
-    /// A run was found: what was tried in vain may be tried again.
+    /// Called when a run was found: windows that were tried in vain may be tried again.
     pub(super) fn begin_round(&mut self) {
         self.round += 1;
     }
 
-    /// Whether a window is met for the first time in this round.
+    /// Whether a window is new in this round.
     pub(super) fn is_new(&mut self, hit: Hit) -> bool {
         let round = self.round;
         std::mem::replace(&mut self.known(hit).round, round) != round
     }
 
-    /// Where a window may stand, as numbers for [`Self::place`]: its most recent places, those with the most room first.
+    /// Places of a window, as numbers for [`Self::place`]: the most recent ones, those with the most room first.
     pub(super) fn places(&mut self, hit: Hit) -> Range<usize> {
         let known = self.known(hit);
         if let Some(tried) = &known.tried {
@@ -304,7 +298,7 @@ impl<'a> Search<'a> {
         let first = self.places.len();
         let (index, windows, tree) = (self.index, self.windows, self.tree);
         let block_size = index.block_size();
-        // Those of other trees are none of this window's: they are left out before the newest are taken.
+        // Places of other trees are removed before the most recent ones are taken.
         let places = windows
             .places(hit.hash, tree)
             .filter(|&(id, _)| index.tree_of_block(id) == Some(tree))
@@ -329,7 +323,7 @@ impl<'a> Search<'a> {
             })
         }));
         let places = first..self.places.len();
-        // What follows a source with room may make it needless to follow others.
+        // A source with much room, once followed, may make others needless.
         self.places[places.clone()].sort_by_key(|place| std::cmp::Reverse(place.room()));
         self.num_places += places.len() as u64;
         self.dropped += count.saturating_sub(self.max_candidates) as u64;

@@ -1,4 +1,4 @@
-//! What one tenant's windows do to another's plans.
+//! One tenant's windows do not affect another's plans.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ fn namespace(tenant: &str) -> Arc<Namespace> {
     Arc::new(Namespace::new("m", "bfloat16", "default", None, salt).unwrap())
 }
 
-/// An index, and the first id that it does not know.
+/// An index, and the first block id not yet used.
 struct Cache {
     index: RadixIndex,
     next_id: u32,
@@ -48,7 +48,7 @@ impl Cache {
         self.index.insert(&mut seq, &blocks, options).unwrap();
     }
 
-    /// Tokens that a plan moves, places that it leaves untried, and the looks that it takes.
+    /// Returns the tokens that a plan moves, the places that it does not try, and the looks that it takes.
     fn plan(&mut self, tenant: &Arc<Namespace>, text: &[u32]) -> (usize, u64, u64) {
         let policy = ReusePolicy {
             approximate: true,
@@ -73,7 +73,8 @@ impl Cache {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
-    /// A tenant who knows the seed brings windows with the hashes of another's, newer and more than are tried of each.
+    /// A tenant who knows the seed inserts newer windows with the hashes of another tenant's, more of each than are
+    /// tried.
     #[test]
     fn windows_of_one_tenant_that_collide_with_anothers_change_nothing_for_it(
         seed in prop_oneof![Just(0_u64), any::<u64>()],
@@ -87,14 +88,14 @@ proptest! {
         let alone = cache.plan(&victim, &prompt);
         prop_assert_eq!((alone.0, alone.1), (159, 0));
 
-        // The trees of an index are numbered as they come.
+        // Trees are numbered in the order in which they are created.
         let (victims, attackers) = (0, 1);
         let hasher = WindowHasher::new(seed, 64);
         let hashes: Vec<u64> = text
             .windows(WINDOW)
             .filter_map(|window| Some(hasher.hash(victims, window.first_chunk()?)))
             .collect();
-        // One window of every nine positions is kept.
+        // One window per nine positions is kept.
         let mut hostile = Vec::new();
         while hostile.len() < 10 * MAX_CANDIDATES * hashes.len() {
             for &hash in &hashes {

@@ -1,4 +1,4 @@
-//! What a policy lets a plan use: which blocks, which tokens, and with how many hops.
+//! What a policy allows a plan to use: which blocks, which tokens, and with how many hops.
 
 use crate::ids::Depth;
 use crate::node::Node;
@@ -7,16 +7,16 @@ use crate::plan::Class;
 use crate::policy::ReusePolicy;
 use crate::tree::RadixIndex;
 
-/// Whether a source stands under the whole prefix of the prompt's tokens, at their position, or elsewhere.
+/// Whether a source is under the whole prefix of the prompt's tokens, at their position, or elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kinship {
-    /// The same whole prefix: what is exact stays exact, and no hop is added.
+    /// The same whole prefix: exact KV stays exact, and no hop is added.
     Own,
     /// Another prefix or position: the copy is approximate and has one hop more.
     Moved,
 }
 
-/// A policy as far as it decides about blocks and tokens.
+/// The fields of a policy that decide about blocks and tokens.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Usable {
     pub(super) approximate: bool,
@@ -36,7 +36,7 @@ impl Usable {
         }
     }
 
-    /// As this one, without what is approximate.
+    /// The same policy without approximate KV.
     pub(super) fn exact_only(self) -> Self {
         Self {
             approximate: false,
@@ -44,12 +44,11 @@ impl Usable {
         }
     }
 
-    /// Whether anything may be moved at all.
     pub(super) fn moves(&self) -> bool {
         self.approximate && self.max_hops > 0
     }
 
-    /// What KV of a block becomes where the prompt uses it.
+    /// Class and hops of KV of a block where the prompt uses it.
     pub(super) fn becomes(kinship: Kinship, label: Label) -> (Class, u16) {
         match kinship {
             Kinship::Own if label.is_exact() => (Class::Exact, 0),
@@ -58,7 +57,7 @@ impl Usable {
         }
     }
 
-    /// Whether a block may be used, apart from the kinds of its tokens.
+    /// Whether a block may be used, if its kinds are.
     fn block(&self, kinship: Kinship, payload: Payload) -> bool {
         payload.is_present()
             && match Self::becomes(kinship, payload.label) {
@@ -67,7 +66,7 @@ impl Usable {
             }
     }
 
-    /// Whether the block at `depth` of an own path may be used in place: it is exact, or may be used as a whole.
+    /// Whether the block at `depth` of the own path may be used in place: it is exact, or all of it may be used.
     pub(super) fn in_place(&self, node: &Node, depth: Depth) -> bool {
         let payload = node.payload(depth, self.block_size);
         let (start, end) = (
@@ -83,10 +82,10 @@ impl Usable {
         self.block(Kinship::Own, payload) && (payload.is_exact() || !forbidden())
     }
 
-    /// The first position in `at..limit`, inside the edge, whose token may not be used; `limit` if all may.
+    /// The first position in `at..limit` of the edge whose token may not be used; `limit` if all may.
     pub(super) fn end(&self, kinship: Kinship, node: &Node, at: usize, limit: usize) -> usize {
         if !self.asks_blocks(kinship, node) {
-            // What is exact and the prompt's own may be used whatever it is.
+            // Exact KV of the own path may be used whatever its kinds.
             let first = (kinship == Kinship::Moved).then(|| self.tagged(node, at, limit).next());
             return first.flatten().map_or(limit, |(start, _)| start);
         }
@@ -109,8 +108,8 @@ impl Usable {
         limit
     }
 
-    /// The first position from `limit` on, inside the edge, from which on every token before `at` may be used; `at` if the last
-    /// may not.
+    /// The first position from `limit` on, in the edge, from which every token before `at` may be used; `at` if the
+    /// last may not.
     pub(super) fn start(&self, kinship: Kinship, node: &Node, at: usize, limit: usize) -> usize {
         if !self.asks_blocks(kinship, node) {
             let last =
@@ -136,12 +135,12 @@ impl Usable {
         limit
     }
 
-    /// The next position behind one that may not be used at which that may be different.
+    /// The next position after an unusable one at which usability may change.
     pub(super) fn skip(&self, kinship: Kinship, node: &Node, at: usize) -> usize {
         let depth = crate::ids::depth(at / self.block_size);
         let end = (at / self.block_size + 1) * self.block_size;
         if self.block(kinship, node.payload(depth, self.block_size)) {
-            // Then it is a token that the policy forbids.
+            // The block may be used, so the policy forbids a kind of the token.
             let tagged = self.tagged(node, at, end).next();
             tagged.map_or(at + 1, |(_, end)| end)
         } else {
@@ -149,7 +148,7 @@ impl Usable {
         }
     }
 
-    /// Whether the blocks of an edge must be asked one by one: they are not all exact, or none may be used.
+    /// Whether the blocks of an edge must be checked one by one: they are not all exact, or none may be used.
     fn asks_blocks(&self, kinship: Kinship, node: &Node) -> bool {
         let nothing_moves = kinship == Kinship::Moved && !self.moves();
         node.num_holes() > 0 || node.num_approximate() > 0 || nothing_moves

@@ -1,4 +1,5 @@
-//! The windows of an index as a snapshot keeps them: those that share a hash in their order, the rest by what is cached.
+//! The windows of an index in a snapshot: those that share a hash in their order, the rest derived from the cached
+//! blocks.
 
 use std::collections::BTreeMap;
 
@@ -7,8 +8,8 @@ use crate::fingerprints::{Entry, Fingerprints, WINDOW};
 use crate::ids::{Depth, NodeIndex};
 
 impl Windows {
-    /// For each table the names of those windows whose order matters, oldest first. `tree_of` tells the tree of a block that is
-    /// cached.
+    /// For each table, the names of the windows whose order matters, oldest first. `tree_of` returns the tree of a
+    /// cached block.
     pub(crate) fn order(&self, tree_of: impl Fn(u32) -> u32) -> impl Iterator<Item = Vec<u32>> {
         (0..).zip(&self.shelves).map(move |(number, shelf)| {
             let left = shelf.removes.iter().map(|entry| (entry.name, entry.tree));
@@ -25,13 +26,12 @@ impl Windows {
         })
     }
 
-    /// How many tables there are.
     pub(crate) fn num_tables(&self) -> usize {
         self.shelves.len()
     }
 
-    /// Fills empty tables with the windows of `blocks` (id, tree, node, depth), ascending by id: those that are named in
-    /// `order` behind all others, in that order. `window` tells the window that ends at a position of the path through a
+    /// Fills empty tables with the windows of `blocks` (id, tree, node, depth), ascending by id. Windows named in
+    /// `order` are added last, in that order. `window` returns the window that ends at a position of the path through a
     /// node.
     pub(crate) fn fill(
         &mut self,
@@ -110,7 +110,7 @@ mod tests {
             bits in prop_oneof![Just(0_u32), Just(4), Just(64)],
         ) {
             let mut windows = empty(bits);
-            // The window of each block; of one that is there already, another step takes it away.
+            // The window of each block. A second step for a block removes it.
             let mut live: BTreeMap<u32, [u32; WINDOW]> = BTreeMap::new();
             for (id, token, apply) in steps {
                 if let Some(window) = live.remove(&id) {
@@ -154,7 +154,7 @@ mod tests {
         assert!(table.spreads(&mut spread));
         let mut equal = vec![hash(5); 100_000];
         assert!(table.spreads(&mut equal));
-        // Many in one segment that look for the same place first.
+        // Many in one segment with the same home bucket.
         let mut chosen: Vec<u64> = (0..5_000)
             .map(|n| n << 36)
             .chain((0..99).map(|n| n << 50))
