@@ -54,7 +54,7 @@ impl RadixIndex {
     /// # Complexity
     /// O(edges of the path + tokens not known to be shared + blocks removed), and O(log leaves) per edge. If some
     /// blocks are pinned, once O(live plans · edges of their paths and sources in the same namespace). Above the limit
-    /// on holes, one pass over the leaves.
+    /// on holes, one pass over the nodes.
     ///
     /// # Examples
     /// ```
