@@ -113,7 +113,6 @@ impl Arena {
         self.len
     }
 
-    /// Heap bytes of the pages, without those that nodes own.
     pub(crate) fn heap_bytes(&self) -> usize {
         self.pages.capacity() * size_of::<Box<[Node; PAGE]>>()
             + self.pages.len() * PAGE * size_of::<Node>()

@@ -1,13 +1,11 @@
 //! The state of each block id: its place, and when it last left one.
 //!
-//! Pages of 1,024 ids are allocated at the first use of one of their ids, so a pool of 2³¹ blocks costs only what is
-//! used.
+//! Pages of 1,024 ids are allocated at first use, so a pool of 2³¹ blocks costs only what is used.
 
 use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex};
 
 const PAGE: usize = 1024;
 
-/// The place of a block id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     /// Free, or held by the caller.
@@ -54,12 +52,10 @@ impl Page {
     }
 }
 
-/// The table of block ids.
 #[derive(Default)]
 pub(crate) struct BlockTable {
     pages: Vec<Option<Box<Page>>>,
     num_pages: usize,
-    /// Plans made so far.
     plans: u64,
     /// Departures before this number of plans are not recorded.
     since: u64,
@@ -84,7 +80,6 @@ impl BlockTable {
         }
     }
 
-    /// The page of an id, allocated if necessary.
     #[inline]
     fn page_mut(&mut self, id: u32) -> &mut Page {
         let index = id as usize / PAGE;
@@ -119,7 +114,6 @@ impl BlockTable {
         self.page_mut(id).places[id as usize % PAGE] = (node, depth);
     }
 
-    /// Sets the places of consecutive blocks of a node, from depth `from` on.
     pub(crate) fn set_run_indexed(&mut self, ids: &[BlockId], node: NodeIndex, from: Depth) {
         let mut depth = from;
         self.each(ids, |place| {
@@ -152,12 +146,10 @@ impl BlockTable {
         at
     }
 
-    /// The block is now in another node, at the same depth.
     pub(crate) fn set_node(&mut self, id: u32, node: NodeIndex) {
         self.page_mut(id).places[id as usize % PAGE].0 = node;
     }
 
-    /// The block left its place.
     pub(crate) fn depart(&mut self, id: u32, condemned: bool) {
         let plans = self.plans - self.since;
         let [low, middle, high, ..] = plans.to_le_bytes();
@@ -252,7 +244,6 @@ impl BlockTable {
         });
     }
 
-    /// Marks a block with windows that wait to be added to their table.
     pub(crate) fn set_bringing(&mut self, id: u32) {
         self.page_mut(id).bringing[id as usize % PAGE / 64] |= 1 << (id % 64);
     }

@@ -13,7 +13,6 @@ use crate::node::{Guard, Node};
 use crate::siblings;
 use crate::tree::RadixIndex;
 
-/// Fails with a message unless `condition` is true.
 fn must(condition: bool, what: impl FnOnce() -> String) -> Result<()> {
     if condition {
         Ok(())

@@ -1,4 +1,4 @@
-//! A digest of the logical state. Ranks that made the same calls must have the same digest.
+//! A digest that ranks must agree on after the same calls.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -20,7 +20,6 @@ pub(crate) struct InnerUses {
 }
 
 impl InnerUses {
-    /// The pairs, deepest and oldest first.
     pub(crate) fn pairs(&self) -> &[(Depth, u64)] {
         &self.paths
     }
@@ -79,7 +78,6 @@ impl InnerUses {
     }
 }
 
-/// The rarely needed part of a [`Node`](crate::node::Node).
 #[derive(Debug, Default)]
 pub(crate) struct Extras {
     /// One per block, or empty while every block is exact.

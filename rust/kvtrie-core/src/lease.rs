@@ -1,4 +1,4 @@
-//! The mutable part of a plan: its pins.
+//! Leases: the mutable part of plans.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ struct Kept {
     sources: BTreeSet<u32>,
 }
 
-/// The mutable part of a plan. The index owns it until the plan is released.
+/// The pins of a plan. The index owns it until the plan is released.
 ///
 /// A pin is one entry for any number of consecutive blocks. A pinned block that leaves is cut out of its entry and kept
 /// by its id.
@@ -58,7 +58,6 @@ impl Lease {
         }
     }
 
-    /// Whether it pins copy sources.
     pub(crate) fn pins_sources(&self) -> bool {
         let kept = self.kept.as_ref();
         !self.sources.is_empty() || kept.is_some_and(|kept| !kept.sources.is_empty())

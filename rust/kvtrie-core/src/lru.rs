@@ -41,14 +41,12 @@ pub(crate) trait Leaves {
     fn moved(&mut self, node: NodeIndex, position: Option<u32>);
 }
 
-/// The heap.
 #[derive(Debug, Default)]
 pub(crate) struct EvictionOrder {
     heap: Paged<Entry>,
 }
 
 impl EvictionOrder {
-    /// The leaf to evict from first.
     pub(crate) fn first(&self) -> Option<NodeIndex> {
         (self.heap.len() > 0).then(|| self.heap[0].node)
     }
@@ -77,7 +75,6 @@ impl EvictionOrder {
         self.sink(at, leaves);
     }
 
-    /// Removes the entry at `position`.
     pub(crate) fn remove(&mut self, position: u32, leaves: &mut impl Leaves) {
         let at = position as usize;
         let gone = self.heap.swap_remove(at);

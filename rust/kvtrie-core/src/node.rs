@@ -63,7 +63,6 @@ impl Node {
     /// Set in `protection` if the node is in the table of sources. Each counted child has the end of a pinned path at
     /// or below it, so the count stays below 2³⁰.
     pub(crate) const SOURCED: u32 = 1 << 30;
-    /// The `parent` of a vacant place.
     const VACANT: NodeIndex = NO_NODE - 1;
 
     pub(crate) fn new(tree: u32, parent: NodeIndex, depth: Depth) -> Self {
@@ -108,7 +107,6 @@ impl Node {
         node
     }
 
-    /// A place of the arena without a node.
     pub(crate) fn vacant(generation: u32, next: NodeIndex) -> Self {
         Self {
             generation,
@@ -125,7 +123,6 @@ impl Node {
         self.up
     }
 
-    /// Depth of the edge's lower end.
     pub(crate) fn end(&self) -> Depth {
         self.depth + self.run.num_blocks()
     }
@@ -220,7 +217,6 @@ impl Node {
             .map_or(0, |extras| extras.num_approximate)
     }
 
-    /// Replaces a payload or fills a hole.
     pub(crate) fn set_payload(&mut self, depth: Depth, new: Payload, block_size: usize) {
         let at = (depth - self.depth) as usize;
         let len = self.run.len();
@@ -244,7 +240,6 @@ impl Node {
         self.prune();
     }
 
-    /// Turns present blocks into holes.
     pub(crate) fn vacate(&mut self, from: Depth, to: Depth, block_size: usize) {
         let (start, end) = ((from - self.depth) as usize, (to - self.depth) as usize);
         for at in start..end {
@@ -355,7 +350,6 @@ impl Node {
         front
     }
 
-    /// The tokens of the edge.
     pub(crate) fn view(&self, block_size: usize) -> View<'_> {
         View {
             tokens: self.run.tokens(block_size),
@@ -369,7 +363,6 @@ impl Node {
         self.view(block_size).slice(base, base + block_size)
     }
 
-    /// Whether the first block is present and exact.
     pub(crate) fn starts_exact(&self, block_size: usize) -> bool {
         self.extras.is_none() || self.payload(self.depth, block_size).is_exact()
     }
@@ -401,7 +394,6 @@ impl Node {
             .unwrap_or(to)
     }
 
-    /// Present blocks in `from..to`.
     pub(crate) fn num_present(&self, from: Depth, to: Depth, block_size: usize) -> u32 {
         if self.num_holes() == 0 {
             return to - from;
@@ -410,7 +402,6 @@ impl Node {
         crate::ids::depth(present.count())
     }
 
-    /// Present blocks of the edge.
     pub(crate) fn present(&self, block_size: usize) -> u32 {
         if self.extras.is_none() {
             return self.run.num_blocks();
@@ -471,14 +462,12 @@ impl Node {
         self.extras.is_none()
     }
 
-    /// Whether the edge has dead blocks.
     pub(crate) fn has_dead(&self) -> bool {
         self.extras
             .as_ref()
             .is_some_and(|extras| extras.dead.is_some())
     }
 
-    /// Tags of the edge's tokens.
     pub(crate) fn tags(&self) -> &[TagRun] {
         self.extras().map_or(&[], |extras| extras.tags.runs())
     }

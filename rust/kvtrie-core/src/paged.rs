@@ -4,7 +4,6 @@ use std::ops::{Index, IndexMut};
 
 const PAGE: usize = 512;
 
-/// A list of values that are copied in and out.
 #[derive(Debug)]
 pub(crate) struct Paged<T> {
     pages: Vec<Box<[T; PAGE]>>,

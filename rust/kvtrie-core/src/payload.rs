@@ -1,4 +1,4 @@
-//! The entry of one block of a path.
+//! Entries of blocks: payloads and labels.
 
 use crate::ids::ABSENT;
 

@@ -2,7 +2,6 @@
 
 use crate::ids::Depth;
 
-/// Consecutive depths with one number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Range {
     pub(crate) from: Depth,
@@ -33,7 +32,6 @@ impl Ranges {
         &self.0
     }
 
-    /// Number of depths with a number.
     pub(crate) fn num_depths(&self) -> u32 {
         self.0.iter().map(|range| range.to - range.from).sum()
     }
@@ -122,7 +120,6 @@ impl Ranges {
         })
     }
 
-    /// Splits off the depths before `at`.
     pub(crate) fn split_front(&mut self, at: Depth) -> Self {
         let first = self.0.partition_point(|range| range.to <= at);
         let behind = self.0.split_off(first);

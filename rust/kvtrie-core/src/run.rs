@@ -84,7 +84,6 @@ impl Run {
         self.len += crate::ids::depth(more);
     }
 
-    /// Keeps the first `len` blocks.
     pub(crate) fn truncate(&mut self, len: usize, block_size: usize) {
         self.len = crate::ids::depth(len);
         if self.capacity(block_size) > 4 * len.max(16) {

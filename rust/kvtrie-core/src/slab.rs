@@ -1,6 +1,5 @@
 //! An arena with handles that become stale when their entry is removed.
 
-/// Identifies an entry of a [`Slab`] during its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Handle {
     pub(crate) index: u32,
@@ -13,7 +12,6 @@ struct Slot<T> {
     value: Option<T>,
 }
 
-/// Entries in one vector, with a free list.
 #[derive(Debug)]
 pub(crate) struct Slab<T> {
     slots: Vec<Slot<T>>,
@@ -59,7 +57,6 @@ impl<T> Slab<T> {
         }
     }
 
-    /// The entry, unless the handle is stale.
     pub(crate) fn get(&self, handle: Handle) -> Option<&T> {
         let slot = self.slots.get(handle.index as usize)?;
         if slot.generation == handle.generation {
@@ -119,7 +116,6 @@ impl<T> Slab<T> {
         self.slots[index as usize].value = Some(value);
     }
 
-    /// Heap bytes of the slab, without those that entries own.
     pub(crate) fn heap_bytes(&self) -> usize {
         self.slots.capacity() * size_of::<Slot<T>>() + self.free.capacity() * size_of::<u32>()
     }

@@ -74,7 +74,6 @@ impl RadixIndex {
         }
     }
 
-    /// Applies the waiting changes of the table of windows.
     pub(crate) fn apply_windows(&mut self) {
         if let Some(windows) = &mut self.windows {
             let applied = windows.apply();
@@ -82,7 +81,6 @@ impl RadixIndex {
         }
     }
 
-    /// The tree that a block is cached in.
     pub(crate) fn tree_of_block(&self, id: u32) -> Option<u32> {
         match self.blocks.place(id) {
             Place::Indexed { node, .. } => Some(self.nodes[node].tree),

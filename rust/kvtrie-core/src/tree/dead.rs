@@ -1,8 +1,8 @@
 //! Dead blocks: marks, skipped while pinned, removed by a use (D8, D11).
 //!
-//! An edge stores the marks of its own blocks. Dead blocks that may be evicted are also in the order of dead runs. An
-//! edge puts its runs there again after its pins or blocks change, so an eviction looks at no pinned block. A use
-//! removes the marks of its path, edge by edge, if the tree has dead blocks.
+//! An edge stores the marks of its own blocks. Those that may be evicted are also in
+//! [`DeadOrder`](crate::dead::DeadOrder); an edge updates its runs there after its pins or blocks change, so an
+//! eviction visits no pinned block. A use removes the marks of its path, edge by edge.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,13 +19,12 @@ impl RadixIndex {
     /// evicted before all other indexed blocks: the oldest mark first, then the deepest block. A use of a block removes
     /// its mark.
     ///
-    /// Ranges are token positions, ascending and disjoint; touching ranges are merged. A block is skipped if a present
-    /// block below it is not on the path of `seq`: others may need it. Pinned blocks are marked, but leave only after
-    /// their pins have ended. A call that marks nothing does not count as a mark.
+    /// Ranges are those of [`remove_spans`](Self::remove_spans), and a block that stays there without `force` is
+    /// skipped. Pinned blocks are marked, but leave only after their pins have ended. A call that marks nothing does
+    /// not count as a mark.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a range is reversed, overlaps the one before, or ends
-    /// beyond the sequence; nothing is marked then.
+    /// As [`remove_spans`](Self::remove_spans); nothing is marked then.
     ///
     /// # Complexity
     /// O(edges of the path + tokens not known to be shared), and O(log dead runs) per run of blocks; in an edge with
@@ -126,7 +125,6 @@ impl RadixIndex {
         Some(())
     }
 
-    /// Removes the marks of the blocks down to `at`, which were used.
     #[cold]
     pub(super) fn revive_path(&mut self, at: Position) {
         let tree = self.nodes[at.node].tree;
@@ -139,7 +137,6 @@ impl RadixIndex {
         }
     }
 
-    /// Removes the marks of the blocks `from..to` of a node.
     pub(super) fn unmark(&mut self, node: NodeIndex, from: Depth, to: Depth) {
         let edge = &self.nodes[node];
         if self.num_dead == 0 || !edge.has_dead() || from >= to {

@@ -78,7 +78,6 @@ impl RadixIndex {
         siblings::insert(&mut self.nodes, self.config.block_size, node);
     }
 
-    /// Removes a node from its parent.
     pub(super) fn unlink(&mut self, node: NodeIndex) {
         let parent = self.nodes[node].parent;
         if siblings::only(&self.nodes, parent).is_none() {
@@ -90,7 +89,6 @@ impl RadixIndex {
         }
     }
 
-    /// The hash of a node that has a sibling.
     pub(crate) fn edge_hash(&self, node: NodeIndex) -> u64 {
         let edge = &self.nodes[node];
         let first = edge.first_block(self.config.block_size);
@@ -105,7 +103,6 @@ impl RadixIndex {
         });
     }
 
-    /// Removes a node with a sibling from the table of edges.
     pub(super) fn remove_edge(&mut self, node: NodeIndex) {
         self.edges.remove(self.edge_hash(node), node);
     }

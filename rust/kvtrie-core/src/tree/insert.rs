@@ -76,9 +76,9 @@ pub struct Inserted {
 /// The known path of a sequence, as far as an insert needs it.
 struct Path {
     at: Position,
-    /// First depth whose block is absent, or the path's end.
+    /// End of the present blocks.
     present: Depth,
-    /// First depth above `present` whose block is approximate, or `present`.
+    /// End of the exact blocks among them.
     exact: Depth,
 }
 
@@ -500,7 +500,6 @@ impl RadixIndex {
         Some(new)
     }
 
-    /// Puts a block into a hole.
     fn fill(&mut self, node: u32, place: Depth, new: Payload) {
         self.put(node, place, new);
         crate::failpoints::within("insert: a hole was filled");
@@ -529,7 +528,6 @@ impl RadixIndex {
     }
 }
 
-/// The outcome of an offer.
 #[derive(Clone, Copy)]
 enum Outcome {
     /// The entry stays. The offer is not returned: the caller does not hold it.
@@ -566,7 +564,6 @@ struct Offers<'a> {
     known_until: usize,
 }
 
-/// The labels of offered blocks.
 struct Labels<'a> {
     block_size: usize,
     /// A block that ends after this position is approximate.
@@ -591,7 +588,6 @@ impl<'a> Labels<'a> {
         }
     }
 
-    /// The hops of an approximate block.
     fn hops(&self, place: Depth) -> u16 {
         match self.source {
             Source::Computed => 0,

@@ -117,7 +117,6 @@ pub(crate) struct Tree {
     /// Renewed whenever a block in the middle of a path leaves or is replaced: cursors of an older version are not
     /// used. Unique within an index.
     pub(crate) version: u64,
-    /// Blocks of the tree that are marked dead.
     pub(crate) num_dead: u64,
 }
 
@@ -165,7 +164,6 @@ pub struct RadixIndex {
     pub(crate) num_protected: u64,
     pub(crate) num_approximate: u64,
     pub(crate) num_holes: u64,
-    /// Indexed blocks that are marked dead.
     pub(crate) num_dead: u64,
     /// Dead blocks that may be evicted although they are protected: they are above sources only.
     pub(crate) num_loose: u64,
@@ -184,7 +182,6 @@ impl fmt::Debug for RadixIndex {
     }
 }
 
-/// Checks that the name of a pool has 1 to 64 bytes.
 pub(crate) fn check_pool_id(id: &[u8], call: &str) -> Result<()> {
     if id.is_empty() || id.len() > Config::MAX_POOL_ID {
         return Err(Error::invalid(format!(
@@ -317,7 +314,6 @@ impl RadixIndex {
         self.kinds.names()
     }
 
-    /// Advances the logical clock by one and returns it.
     pub(crate) fn tick(&mut self) -> u64 {
         self.clock += 1;
         self.clock
@@ -339,7 +335,6 @@ impl RadixIndex {
         self.trees[tree].version = version;
     }
 
-    /// Checks that ids are inside the pool.
     pub(crate) fn check_ids(&self, ids: &[BlockId], call: &str, argument: &str) -> Result<()> {
         match ids
             .iter()
@@ -353,7 +348,6 @@ impl RadixIndex {
         }
     }
 
-    /// Checks that `start` is a block boundary inside the sequence.
     pub(crate) fn check_start(&self, start: usize, len: usize, call: &str) -> Result<()> {
         if start > len || !start.is_multiple_of(self.block_size()) {
             return Err(Error::invalid(format!(
@@ -365,7 +359,6 @@ impl RadixIndex {
         Ok(())
     }
 
-    /// The root of a namespace's tree, if it has one.
     pub(crate) fn root(&self, namespace: &Arc<Namespace>) -> Option<Position> {
         let tree = *self.tree_of.get(namespace)?;
         Some(Position {

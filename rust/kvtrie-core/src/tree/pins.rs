@@ -197,7 +197,6 @@ impl RadixIndex {
         self.anchors_changed(at, guard, before, after);
     }
 
-    /// Removes one pin of such a path.
     fn unanchor_at(&mut self, at: NodeIndex, end: Depth) {
         let Some(ends) = self.anchors.get_mut(&at) else {
             return;
@@ -255,7 +254,6 @@ impl RadixIndex {
         }
     }
 
-    /// Removes one pin of each of these sources.
     fn remove_sources(&mut self, runs: &[SourceRun]) {
         for own in runs.chunk_by(|a, b| a.node == b.node) {
             let at = own[0].node;
@@ -401,7 +399,6 @@ impl RadixIndex {
         }
     }
 
-    /// The place of an indexed block.
     pub(crate) fn anchor_place(&self, id: u32) -> Option<(NodeIndex, Depth)> {
         match self.blocks.place(id) {
             Place::Indexed { node, depth } => Some((node, depth)),
@@ -513,7 +510,6 @@ impl RadixIndex {
             let held = &mut self.leases[lease];
             held.paths.retain(|known| stays(false, known));
             held.sources.retain(|known| stays(true, known));
-            // The index of each path in the list, by its last block.
             let ends = held.paths.iter().enumerate();
             let mut ends: HashMap<u32, usize, FixedState> =
                 ends.map(|(at, path)| (path.last, at)).collect();
@@ -665,7 +661,6 @@ impl RadixIndex {
         self.add_sources(runs);
     }
 
-    /// Pins a stretch of sources of a lease.
     fn pin_stretch(&mut self, stretch: Stretch) {
         let parts: SmallVec<[SourceRun; 4]> = self.parts(stretch).collect();
         self.add_sources(&parts);
@@ -680,7 +675,6 @@ impl RadixIndex {
         self.remove_sources(&parts);
     }
 
-    /// Ends all source pins of a lease.
     pub(crate) fn unpin_sources(&mut self, lease: u32) {
         let held = &mut self.leases[lease];
         let sources = std::mem::take(&mut held.sources);
@@ -690,7 +684,6 @@ impl RadixIndex {
         self.unkeep(kept);
     }
 
-    /// Ends a lease with all its pins.
     pub(crate) fn end_lease(&mut self, lease: u32) {
         let Some(ended) = self.leases.remove(lease) else {
             return;

@@ -83,7 +83,6 @@ impl RadixIndex {
         })
     }
 
-    /// Quarantines an unpinned block.
     pub(crate) fn put_in_quarantine(&mut self, id: u32) {
         self.blocks.set_quarantined(id, true);
         self.num_quarantined += 1;

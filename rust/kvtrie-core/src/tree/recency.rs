@@ -7,7 +7,6 @@ use crate::ids::{Depth, NodeIndex};
 use crate::lru::Leaves;
 use crate::tree::{Position, RadixIndex, SourceRun};
 
-/// The leaves of the forest, for the order of eviction.
 pub(crate) struct ForestLeaves<'a> {
     pub(crate) nodes: &'a mut Arena,
     pub(crate) block_size: usize,

@@ -182,7 +182,6 @@ impl RadixIndex {
         }
     }
 
-    /// The tags of one block.
     pub(crate) fn tags_of_block(&self, node: u32, place: Depth) -> Vec<TagRun> {
         let (start, end) = self.tokens_of(place);
         let tags = self.nodes[node].tags();
@@ -207,7 +206,6 @@ impl RadixIndex {
         }
     }
 
-    /// The token range of the block at a depth.
     pub(crate) fn tokens_of(&self, place: Depth) -> (usize, usize) {
         let start = place as usize * self.block_size();
         (start, start + self.block_size())

@@ -16,7 +16,6 @@ pub(crate) struct Position {
     pub(crate) depth: Depth,
 }
 
-/// Result of a walk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Walked {
     pub(crate) at: Position,
