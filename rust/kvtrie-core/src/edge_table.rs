@@ -24,15 +24,14 @@ impl Default for EdgeTable {
     }
 }
 
-/// The shard is the highest byte. The hash is mixed again, because a shard's table uses the lowest and the highest
-/// bits.
+/// The highest byte is the shard. The hash is mixed again, because a shard's table uses its lowest and highest bits.
 fn place(hash: u64) -> (usize, u64) {
     let [.., shard] = hash.to_le_bytes();
     (shard.into(), hash.wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
 impl EdgeTable {
-    /// Adds a node that is not in the table. `hash_of` is called for nodes of the table that must move.
+    /// Adds a new node. `hash_of` is called for nodes that must move.
     pub(crate) fn add(&mut self, hash: u64, node: NodeIndex, hash_of: impl Fn(NodeIndex) -> u64) {
         let (shard, hash) = place(hash);
         self.shards[shard].insert_unique(hash, node, |&node| place(hash_of(node)).1);

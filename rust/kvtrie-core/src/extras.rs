@@ -12,10 +12,10 @@ use crate::tokens::Item;
 /// Uses of paths that end inside an edge.
 ///
 /// A use of a path touches every block above its end, so it is stored once, at the deepest node. The last use of a
-/// block is the latest use that ends after it. A node that loses a child takes over the child's latest use.
+/// block is the latest use that ends after it. A node takes over the latest use of a child that it loses.
 #[derive(Debug, Default)]
 pub(crate) struct InnerUses {
-    /// (depth at which a use ended, its time): depths descend and times ascend, so every pair is needed.
+    /// (depth at which a use ended, its time): depths descend, times ascend.
     paths: SmallVec<[(Depth, u64); 2]>,
 }
 
@@ -32,7 +32,7 @@ impl InnerUses {
         sorted.then_some(Self { paths: pairs })
     }
 
-    /// Adds a use that ends after block `end - 1` and is newer than all others.
+    /// Adds a use that ends at `end` and is newer than all others.
     pub(crate) fn touch(&mut self, end: Depth, stamp: u64) {
         while self.paths.last().is_some_and(|&(old, _)| old <= end) {
             self.paths.pop();
@@ -40,7 +40,7 @@ impl InnerUses {
         self.paths.push((end, stamp));
     }
 
-    /// A newest use of the whole edge hides all others.
+    /// A use of the whole edge, newer than all others, hides them.
     pub(crate) fn clear(&mut self) {
         self.paths.clear();
     }
@@ -61,7 +61,7 @@ impl InnerUses {
         self.paths.last().map_or(0, |&(_, stamp)| stamp)
     }
 
-    /// The edge now ends at `end`. Returns the latest use that reaches `end`, which no longer ends inside.
+    /// The edge now ends at `end`: removes the uses that reach it, and returns the latest.
     pub(crate) fn truncate(&mut self, end: Depth) -> u64 {
         let beyond = self.paths.partition_point(|&(old, _)| old >= end);
         let latest = beyond.checked_sub(1).map_or(0, |at| self.paths[at].1);
@@ -88,8 +88,7 @@ pub(crate) struct Extras {
     pub(crate) items: Vec<Item>,
     pub(crate) tags: Tags,
     pub(crate) uses: InnerUses,
-    /// Last uses of blocks as a copy source, if newer than their uses by paths. Such a use does not touch the blocks
-    /// above.
+    /// Last uses of blocks as a copy source, if newer than those by paths. They do not touch the blocks above.
     pub(crate) source_uses: Ranges,
     pub(crate) dead: Option<Box<Dead>>,
 }

@@ -1,20 +1,20 @@
-//! A bounded record of recent departures. From it, `explain` distinguishes what was evicted from what was never cached.
+//! The latest departures: `explain` uses them to distinguish evicted blocks from blocks that were never cached.
 //!
 //! Blocks leave an edge from its end, so only the first of those that leave together is noted: a later match ends
-//! there. A note identifies a place (a living node and a depth) and the tokens after it, and so one whole prefix. It is
-//! wrong only with a collision of 64 bits, and useless once the prefix itself has left, even if it comes back.
+//! there. A note names a place (a living node and a depth) and the tokens after it, and so one whole prefix. It is
+//! wrong only with a collision of 64 bits, and lost if the prefix itself leaves, even if it comes back.
 
 use crate::ids::{Depth, NO_NODE, NodeHandle, NodeIndex};
 use crate::node::Node;
 use crate::tokens::View;
 
-/// Number of departures kept, the latest; 20 bytes each.
+/// Departures kept; 20 bytes each.
 pub(crate) const MOST: usize = 4096;
 
 /// A departure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Note {
-    /// The node that contains, or contained, the block before the departed one; none for the first block of a path.
+    /// The node of the block before the departed one; none for the first block of a path.
     pub(crate) node: NodeIndex,
     pub(crate) generation: u32,
     pub(crate) depth: Depth,
@@ -66,8 +66,7 @@ impl Gone {
         }
     }
 
-    /// The digest of the block of an edge at a depth. `prefix` is a digest that represents the prefix of a path's first
-    /// block, or 0.
+    /// The digest of the block of an edge at a depth. `prefix` is the digest of what is before a first block, or 0.
     #[inline(always)]
     #[expect(
         clippy::inline_always,
@@ -104,7 +103,7 @@ impl Gone {
         (digest, rest.len())
     }
 
-    /// Digests the tokens after the last whole four, and the items.
+    /// Digests the other tokens, and the items.
     #[cold]
     fn rest(&self, mut digest: u64, block: View<'_>) -> u64 {
         let [first, second] = self.keys;

@@ -1,8 +1,8 @@
 //! The order of eviction: an addressable heap of the leaves that may be evicted.
 //!
-//! A leaf with an unpinned last block has the last use of that block as its key; among equal ones the deepest, then the
-//! lowest id comes first. An entry stores only the last use and the node, 12 bytes, to fit many into a cache line; ties
-//! are rare and are resolved by reading the nodes. Each operation costs O(log leaves in the heap).
+//! The key of a leaf is the last use of its last block, which is unpinned; ties are resolved by the deepest block, then
+//! the lowest id, and are rare. An entry is 12 bytes, without the tie, so that many fit into a cache line. Each
+//! operation costs O(log leaves in the heap).
 
 use std::cmp::{Ordering, Reverse};
 

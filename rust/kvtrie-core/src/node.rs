@@ -32,14 +32,14 @@ pub(crate) enum Guard {
     Path,
 }
 
-/// One edge of the forest with its lower end. The fields that a walk up or down reads are adjacent.
+/// One edge of the forest with its lower end. What a walk up or down reads is adjacent.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Node {
     pub(crate) run: Run,
     extras: Option<Box<Extras>>,
     pub(crate) parent: NodeIndex,
-    /// Number of children under [`Guard::Path`], with the bits [`Self::ANCHORED`] and [`Self::SOURCED`].
+    /// Children under [`Guard::Path`], [`Self::ANCHORED`] and [`Self::SOURCED`].
     pub(crate) protection: u32,
     /// Blocks above this edge.
     pub(crate) depth: Depth,
@@ -51,7 +51,7 @@ pub(crate) struct Node {
     pub(crate) left: NodeIndex,
     pub(crate) right: NodeIndex,
     pub(crate) up: NodeIndex,
-    /// First token: most siblings differ in it, so their records suffice to compare them.
+    /// First token; most siblings differ in it.
     pub(crate) first: u32,
     /// Incremented by the arena to make handles stale.
     pub(crate) generation: u32,
@@ -60,8 +60,8 @@ pub(crate) struct Node {
 impl Node {
     /// Set in `protection` if pinned paths end in this node.
     pub(crate) const ANCHORED: u32 = 1 << 31;
-    /// Set in `protection` if the node is in the table of sources. Each counted child has the end of a pinned path at
-    /// or below it, so the count stays below 2³⁰.
+    /// Set in `protection` if the node is in the table of sources. A counted child has the end of a pinned path at or
+    /// below it, so there are fewer than 2³⁰.
     pub(crate) const SOURCED: u32 = 1 << 30;
     const VACANT: NodeIndex = NO_NODE - 1;
 
@@ -148,7 +148,7 @@ impl Node {
         self.first_child() != NO_NODE
     }
 
-    /// The root of the children's treap.
+    /// Root of the children's treap.
     pub(crate) fn first_child(&self) -> NodeIndex {
         if self.below == Below::NOTHING || self.below.0 & Below::QUEUED != 0 {
             NO_NODE
@@ -157,7 +157,7 @@ impl Node {
         }
     }
 
-    /// Sets the root of the children's treap. A queued leaf must be removed from the queue before.
+    /// A queued leaf must be removed from the queue before.
     pub(crate) fn set_first_child(&mut self, child: NodeIndex) {
         debug_assert!(self.queued().is_none());
         self.below = Below(child);
@@ -257,7 +257,7 @@ impl Node {
         extras.source_uses.clear(from, to);
     }
 
-    /// Appends blocks that the caller touches. Without labels, all are exact.
+    /// Appends blocks that the caller touches; exact ones without labels.
     pub(crate) fn extend(
         &mut self,
         tokens: &[u32],
@@ -457,7 +457,7 @@ impl Node {
         self.stamp
     }
 
-    /// Whether all blocks are present, exact, without tags or items, and have the same last use.
+    /// Whether all blocks are present, exact, not dead, without tags or items, and have one last use.
     pub(crate) fn is_plain(&self) -> bool {
         self.extras.is_none()
     }

@@ -1,8 +1,8 @@
 //! Siblings in token order: finds the child that shares most tokens with a block.
 //!
-//! A treap threaded through the node records, with seeded priorities. Children whose first block is present and exact
-//! come before the others: only their first blocks may be copied as exact. Expected O(log n) comparisons, of the first
-//! token where it differs, else of a block. Removal compares nothing.
+//! A treap in the node records, with seeded priorities. Children with a present and exact first block come first: only
+//! these may be copied as exact. Expected O(log n) comparisons, of the first token where it differs, else of a block.
+//! Removal compares nothing.
 
 use std::cmp::Ordering;
 
@@ -47,7 +47,7 @@ fn set(nodes: &mut Arena, link: Link, to: NodeIndex) {
     }
 }
 
-/// The link that leads to a node of a treap.
+/// The link to a node.
 fn link_to(nodes: &Arena, node: NodeIndex) -> Link {
     let up = nodes[node].up;
     if up == NO_NODE {
@@ -68,7 +68,7 @@ fn order(nodes: &Arena, block_size: usize, a: NodeIndex, b: NodeIndex) -> Orderi
         .then_with(|| a.first_block(block_size).order(b.first_block(block_size)))
 }
 
-/// The number of tokens that a block shares with the first block of a node, and their order.
+/// The tokens that a block shares with the first of a node, and their order.
 fn compare(wanted: View<'_>, node: &Node, block_size: usize) -> (usize, Ordering) {
     if let Some(first) = wanted.tokens.first()
         && *first != node.first
@@ -107,7 +107,7 @@ pub(crate) fn insert(nodes: &mut Arena, block_size: usize, node: NodeIndex) {
     set(nodes, larger, NO_NODE);
 }
 
-/// Removes `node` from the children of its parent.
+/// Removes `node` from the treap.
 pub(crate) fn remove(nodes: &mut Arena, node: NodeIndex) {
     let mut link = link_to(nodes, node);
     let (mut left, mut right) = (nodes[node].left, nodes[node].right);
@@ -135,8 +135,8 @@ pub(crate) fn only(nodes: &Arena, parent: NodeIndex) -> Option<NodeIndex> {
         .then_some(child)
 }
 
-/// The exact child of `parent` whose first block is `wanted`, if it is among the first few of the treap. With few
-/// children, their records are read faster than a hash table.
+/// The exact child of `parent` whose first block is `wanted`, if it is near the root of the treap: a few records are
+/// read faster than a hash table.
 pub(crate) fn at_top(
     nodes: &Arena,
     block_size: usize,
@@ -204,8 +204,8 @@ pub(crate) fn nearest(
     found
 }
 
-/// The children of `parent` whose first block is exact, or those whose is not (`exact`), with the number of tokens that
-/// each shares with `wanted` (at most one block), most first; equal numbers in no useful order.
+/// The children of `parent` whose first block is exact, or is not, each with the tokens that it shares with `wanted`
+/// (at most one block), most first; ties in no useful order.
 pub(crate) fn likest<'a>(
     nodes: &'a Arena,
     block_size: usize,
@@ -243,7 +243,7 @@ pub(crate) fn likest<'a>(
     })
 }
 
-/// The next sibling of a node in token order, or the previous one.
+/// The next sibling in token order, or the previous one.
 fn beside(nodes: &Arena, node: NodeIndex, behind: bool) -> NodeIndex {
     let towards = |at: NodeIndex, behind: bool| {
         if behind {
@@ -268,7 +268,7 @@ fn beside(nodes: &Arena, node: NodeIndex, behind: bool) -> NodeIndex {
     at
 }
 
-/// All children of `parent`, sorted by index, so that a pass over many reads memory in order.
+/// All children of `parent` by index, so that a pass reads memory in order.
 pub(crate) fn all(nodes: &Arena, parent: NodeIndex) -> Vec<NodeIndex> {
     let mut found = Vec::new();
     let mut open = vec![nodes[parent].first_child()];
@@ -292,7 +292,7 @@ pub(crate) fn check(nodes: &Arena, block_size: usize, parent: NodeIndex) -> bool
         let up = nodes[node].up;
         up == NO_NODE || nodes.priority(up) >= nodes.priority(node)
     });
-    // Each node is found from the root by token order, so it is in order with all nodes on its way.
+    // A node found from the root by token order is in order with all nodes on its way.
     let ordered = all.iter().all(|&node| {
         let mut at = nodes[parent].first_child();
         while at != NO_NODE && at != node {

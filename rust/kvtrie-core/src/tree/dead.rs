@@ -45,7 +45,6 @@ impl RadixIndex {
     /// ```
     pub fn mark_dead(&mut self, seq: &TokenSequence, ranges: &[(usize, usize)]) -> Result<u64> {
         let marked = self.mark_dead_within(seq, ranges, Effort::ANY)?;
-        // `Effort::ANY` is never used up.
         Ok(marked.unwrap_or_default())
     }
 

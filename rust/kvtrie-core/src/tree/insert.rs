@@ -15,7 +15,7 @@ use crate::tree::{Effort, Position, RadixIndex, Walked, Work};
 /// KV that came from elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Imported {
-    /// A block is exact iff it ends at or before this position.
+    /// Only blocks that end at or before this position are exact.
     pub exact_until: usize,
     /// Hops of the approximate rest.
     pub hops: u16,
@@ -24,7 +24,7 @@ pub struct Imported {
 /// The source of offered KV (D14).
 #[derive(Clone, Copy, Debug)]
 pub enum Source<'a> {
-    /// Built by this plan: every block from its first approximate token on is approximate.
+    /// Built by this plan: all blocks from its first approximate token on are approximate.
     Plan(&'a ReusePlan),
     /// Computed from scratch.
     Computed,
@@ -35,13 +35,13 @@ pub enum Source<'a> {
 /// Options of an insert.
 #[derive(Clone, Copy, Debug)]
 pub struct InsertOptions<'a> {
-    /// Tokens of the sequence whose KV is computed; only blocks that end at or before this position are taken.
+    /// Number of computed tokens; only blocks that end at or before this position are taken.
     pub num_computed: usize,
     /// Position of the first id, a multiple of the block size.
     pub start: usize,
-    /// Where the KV came from.
+    /// The source of the KV.
     pub source: Source<'a>,
-    /// Tags that are added afterwards.
+    /// Tags to add.
     pub spans: &'a [Span],
 }
 
@@ -65,15 +65,15 @@ pub struct Inserted {
     pub blocks: Vec<BlockId>,
     /// Position up to which the blocks that back the sequence are exact.
     pub num_exact: usize,
-    /// Held ids that were not taken because another block already has their place.
+    /// Held ids that were not taken: other blocks have their places.
     pub duplicates: Vec<BlockId>,
     /// Held ids after the last block that was taken.
     pub surplus: Vec<BlockId>,
-    /// Ids that were replaced and are not pinned; they belong to the caller now.
+    /// Ids that were replaced and are not pinned; they now belong to the caller.
     pub freed: Vec<BlockId>,
 }
 
-/// The known path of a sequence, as far as an insert needs it.
+/// The path of a sequence, as far as an insert needs it.
 struct Path {
     at: Position,
     /// End of the present blocks.
@@ -83,7 +83,7 @@ struct Path {
 }
 
 impl RadixIndex {
-    /// Adds the blocks that end at or before `num_computed` to the tree, and returns the blocks that back the sequence.
+    /// Adds the blocks that end at or before `num_computed`, and returns the blocks that back the sequence.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): an id outside the pool, too few ids, `num_computed` or
@@ -93,7 +93,7 @@ impl RadixIndex {
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the plan was released.
     ///
     /// # Complexity
-    /// O(tokens not yet known to be shared + ids offered); where an edge is split, also expected O(log siblings)
+    /// O(tokens not known to be shared + ids offered); where an edge is split, also expected O(log siblings)
     /// comparisons of one block.
     pub fn insert(
         &mut self,
@@ -112,7 +112,7 @@ impl RadixIndex {
         if let Some(path) = &path {
             self.path_ids(path.at, depth(first), &mut existing);
         }
-        // Usually a table begins with the ids that are on the path already. These need no further check.
+        // Most tables begin with ids that are at their places already. These need no further check.
         let same = ids[..need.min(existing.len())]
             .iter()
             .zip(&existing)
@@ -155,7 +155,7 @@ impl RadixIndex {
                 };
                 let reached = self.take(seq, &offers, path, first, &labels, &mut done);
                 taken = done.blocks.len();
-                // Blocks that were taken have lost their offer marks; duplicates on the path have not.
+                // Blocks that were taken lost their offer marks; duplicates did not.
                 self.blocks
                     .clear_offers(&ids[same..taken.min(existing.len()).max(same)]);
                 reached
@@ -182,7 +182,6 @@ impl RadixIndex {
             .filter(|id| self.blocks.place(id.0) == Place::Unknown)
             .collect();
         crate::failpoints::within("insert: before the tags");
-        // `Effort::ANY` is never used up.
         let _ = self.add_tags(seq, options.spans, Effort::ANY);
         Ok(done)
     }
@@ -236,8 +235,8 @@ impl RadixIndex {
         Ok(Some(lease))
     }
 
-    /// D3: refuses ids that occur twice or that back another place than their own on the path (`existing`). Marks
-    /// unknown ids as offered. Returns the number of ids up to the last known one.
+    /// D3: refuses ids that occur twice or back a place other than theirs on the path (`existing`). Marks unknown ids
+    /// as offered. Returns the number of ids up to the last known one.
     fn check_offers(
         &mut self,
         ids: &[BlockId],
@@ -282,7 +281,7 @@ impl RadixIndex {
         }
     }
 
-    /// The path of `seq`, at most `limit` blocks, including holes and approximate blocks.
+    /// The path of `seq` with holes and approximate blocks, at most `limit` blocks.
     fn path_of(&self, seq: &TokenSequence, limit: Depth) -> (Option<Path>, Work) {
         let (from, exact_before) = match self.at_cursor(seq) {
             Some((at, exact)) if at.depth <= limit => (at, exact),
@@ -327,8 +326,8 @@ impl RadixIndex {
         (Some(path), work)
     }
 
-    /// Takes offers from depth `first` on; everything before is present. Returns the end of the blocks that back the
-    /// sequence, and the end of the exact ones.
+    /// Takes offers from depth `first` on; everything before is present. Returns the ends of the blocks that back the
+    /// sequence and of the exact ones.
     fn take(
         &mut self,
         seq: &TokenSequence,
@@ -438,8 +437,7 @@ impl RadixIndex {
         }
     }
 
-    /// The possibly pinned blocks of a path that offers will replace. They are collected so that their pins are
-    /// searched once.
+    /// The possibly pinned blocks that offers will replace: one search finds the pins of all.
     fn replaced(
         &self,
         edges: &[(NodeIndex, Depth, Depth)],
@@ -465,8 +463,8 @@ impl RadixIndex {
         leaving
     }
 
-    /// Carries out the outcome of an offer at one place of the path. A block that it replaces was already cut out of
-    /// its pins. Returns the block at the place afterwards; `None` if there is none and the offer cannot be taken.
+    /// Carries out the outcome of an offer; a block that it replaces was already cut out of its pins. Returns the block
+    /// at the place afterwards; `None` if there is none.
     fn settle_offer(
         &mut self,
         node: u32,
@@ -517,7 +515,7 @@ impl RadixIndex {
         }
     }
 
-    /// Pins the path of an insert under its plan's lease, and updates the plan's first approximate token.
+    /// Pins the inserted path under its plan's lease, and updates the plan's first approximate token.
     fn credit(&mut self, lease: u32, end: Position, exact: Depth) {
         if exact < end.depth {
             let at = exact as usize * self.block_size();
@@ -553,14 +551,14 @@ impl Outcome {
     }
 }
 
-/// The ids that an insert offers, and their relation to the path.
+/// The ids that an insert offers.
 struct Offers<'a> {
     ids: &'a [BlockId],
-    /// Number of ids whose places are on the path.
+    /// Number of ids with a place on the path.
     on_path: usize,
     /// Number of ids at the start that are at their places already.
     same: usize,
-    /// Ids from here on are unknown to the index.
+    /// Ids from here on are unknown.
     known_until: usize,
 }
 
@@ -596,7 +594,7 @@ impl<'a> Labels<'a> {
         }
     }
 
-    /// The label of the block at a depth. `behind`: an approximate block is above it.
+    /// The label of a block. `behind`: an approximate block is above it.
     fn label(&self, place: Depth, behind: bool) -> Label {
         if (place as usize + 1) * self.block_size > self.exact_until {
             Label::approximate(self.hops(place))
@@ -607,7 +605,7 @@ impl<'a> Labels<'a> {
         }
     }
 
-    /// The labels of new blocks in `from..to`; empty if all are exact. `behind`: an approximate block is above them.
+    /// The labels of new blocks; empty if all are exact. `behind`: an approximate block is above them.
     fn of_new(&self, from: Depth, to: Depth, mut behind: bool) -> Vec<Label> {
         if !behind && to as usize * self.block_size <= self.exact_until {
             return Vec::new();

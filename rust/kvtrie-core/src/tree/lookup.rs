@@ -11,9 +11,9 @@ use crate::tree::{Position, RadixIndex, Walked};
 pub struct LookupOptions {
     /// Tokens at the end that are not matched: 1 leaves an engine one token to compute.
     pub keep_last: usize,
-    /// Whether the lookup counts as a use of the blocks found.
+    /// Whether the blocks found are touched.
     pub touch: bool,
-    /// Position of the first block id to return, a multiple of the block size.
+    /// Position of the first id to return, a multiple of the block size.
     pub start: usize,
 }
 
@@ -37,13 +37,13 @@ pub struct Effort {
 }
 
 impl Effort {
-    /// No limit.
+    /// No limit: a call with it never gives up.
     pub const ANY: Self = Self {
         nodes: u64::MAX,
         bytes: u64::MAX,
     };
 
-    /// The limit in steps, each about as long as a visit of an edge.
+    /// The limit in steps. A step takes about as long as a visit of an edge.
     pub(crate) fn steps(self) -> Steps {
         Steps(self.nodes)
     }
@@ -100,13 +100,12 @@ impl RadixIndex {
         out: &mut Vec<BlockId>,
     ) -> Result<Match> {
         let found = self.lookup_within(seq, options, Effort::ANY, out)?;
-        // `Effort::ANY` is never used up.
         Ok(found.unwrap_or_default())
     }
 
     /// As [`lookup`](Self::lookup), for callers that hold a lock. `None`, without a touch, if that takes more than
-    /// `effort`; the sequence then remembers how far it was matched, and the next call continues there. Steps to revive
-    /// dead blocks of the path count too; if these alone exceed `effort`, every call returns `None`.
+    /// `effort`; the next call continues where this one ended. Reviving the dead blocks of the path counts too: if that
+    /// alone exceeds `effort`, every call returns `None`.
     ///
     /// # Errors
     /// As [`lookup`](Self::lookup).
@@ -141,7 +140,7 @@ impl RadixIndex {
         let Some(found) = self.exact_prefix(seq, options.keep_last, effort) else {
             return Ok(None);
         };
-        // Ids are read edge by edge, which takes a fraction of a step each.
+        // Reading the ids of an edge takes a fraction of a step.
         let is_deep = u64::from(found.depth) / 4 > effort.nodes;
         if is_deep && self.known_edges(seq) / 4 > effort.nodes {
             return Ok(None);

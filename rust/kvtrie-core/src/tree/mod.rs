@@ -61,7 +61,7 @@ pub struct Config {
     pub hash_bits: u32,
     /// Whether the windows of all cached tokens are kept; moved runs are found by them.
     pub moved_runs: bool,
-    /// Tokens of the shortest moved run, at least 8.
+    /// Tokens in the shortest moved run, at least 8.
     pub min_run: usize,
     /// Places at which a window of a prompt is tried, at least 1: the most recent ones.
     pub max_candidates: usize,
@@ -124,7 +124,7 @@ pub(crate) struct Tree {
 ///
 /// See the [crate's documentation](crate) for what it promises and what its calls cost.
 pub struct RadixIndex {
-    /// Identifies the index to its plans and cursors.
+    /// Identifies the index in plans and cursors.
     pub(crate) uid: u64,
     pub(crate) config: Config,
     pub(crate) nodes: Arena,
@@ -150,7 +150,7 @@ pub struct RadixIndex {
     pub(crate) pins: HashMap<u32, u32, FixedState>,
     /// Condemned blocks whose last pin ended, oldest release first.
     pub(crate) waiting: VecDeque<u32>,
-    /// Blocks that left recently, for [`explain`](Self::explain).
+    /// Recent departures, for [`explain`](Self::explain).
     pub(crate) gone: Gone,
     pub(crate) kinds: Kinds,
     /// Whether any token was ever tagged.
@@ -165,7 +165,7 @@ pub struct RadixIndex {
     pub(crate) num_approximate: u64,
     pub(crate) num_holes: u64,
     pub(crate) num_dead: u64,
-    /// Dead blocks that may be evicted although they are protected: they are above sources only.
+    /// Protected dead blocks that may be evicted: above sources only.
     pub(crate) num_loose: u64,
     pub(crate) last_mark: u64,
     pub(crate) unknown_discards: u64,

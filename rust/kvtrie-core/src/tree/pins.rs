@@ -1,13 +1,13 @@
 //! Leases: what a live plan pins, and what that protects from eviction.
 //!
-//! A lease pins stretches of paths: the blocks that back sequences, as whole paths, and the blocks that copies are made
-//! from, without the blocks above. A stretch is named by its last block. A pin *protects* the stretch and everything
-//! above it. Protection is kept per node. So `num_evictable` is a counter, a leaf knows by itself whether it may be
-//! evicted, and a pin costs one step per newly protected node and nothing per block.
+//! A lease pins stretches: whole paths that back sequences, and the source blocks of copies, without the blocks above.
+//! A stretch is named by its last block. A pin *protects* its stretch and everything above, which is stored per node.
+//! So `num_evictable` is a counter, a leaf knows by itself whether it may be evicted, and a pin costs one step per
+//! newly protected node and nothing per block.
 //!
-//! The two kinds of pins differ only for dead blocks: a dead block may be evicted from above a source, but not from a
-//! path that backs a sequence. So a node distinguishes them: its [`Guard`] is the stronger kind pinned at or below it,
-//! and its parent counts its children by guard. The counts and runs of sources are in a separate table, by node.
+//! A dead block may be evicted from above a source, but not from above a block that backs a sequence. So the [`Guard`]
+//! of a node is the stronger kind pinned at or below it, and its parent counts its children by guard. The counts and
+//! runs of sources are in a separate table.
 
 use foldhash::quality::FixedState;
 use hashbrown::HashMap;
@@ -20,10 +20,10 @@ use crate::lease::{Lease, Stretch};
 use crate::node::{Guard, Node};
 use crate::tree::{Effort, Position, RadixIndex, Steps};
 
-/// The ends of pinned paths in a node, ascending: (end, number of pins).
+/// Ends of pinned paths in a node, ascending: (end, number of pins).
 pub(crate) type Anchors = SmallVec<[(Depth, u32); 2]>;
 
-/// Consecutive present blocks of one edge, used as a copy source.
+/// Consecutive present blocks of one edge: a copy source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SourceRun {
     pub(crate) node: NodeIndex,
@@ -45,7 +45,7 @@ impl Leaving {
         self.parts.is_empty()
     }
 
-    /// Adds blocks of a node, after all blocks of it that were added before.
+    /// Adds blocks of a node, after those added before.
     pub(super) fn add(&mut self, tree: u32, node: NodeIndex, from: Depth, to: Depth) {
         let within = self.within.entry(tree).or_insert((from, to));
         *within = (within.0.min(from), within.1.max(to));
@@ -57,7 +57,7 @@ impl Leaving {
     }
 }
 
-/// A stretch that a lease pins, and the parts of it that leave, from last to first.
+/// A pinned stretch, and the parts of it that leave, last first.
 #[derive(Debug)]
 pub(super) struct Cut {
     whole: Stretch,
@@ -68,7 +68,7 @@ pub(super) struct Cut {
 /// Cuts, by lease.
 pub(super) type Cuts = Vec<(u32, Vec<Cut>)>;
 
-/// The pinned sources that protect blocks of a node.
+/// The pins of sources that protect blocks of a node.
 #[derive(Debug, Default)]
 pub(crate) struct Sources {
     /// Children under [`Guard::Source`].
@@ -135,7 +135,7 @@ impl Sources {
 }
 
 impl RadixIndex {
-    /// The blocks of a node before this depth are pinned or above a pinned block.
+    /// End of the blocks of a node that are pinned or above a pinned block.
     pub(crate) fn protected_end(&self, at: NodeIndex) -> Depth {
         let node = &self.nodes[at];
         match node.protection {
@@ -145,7 +145,7 @@ impl RadixIndex {
         }
     }
 
-    /// The blocks of a node before this depth are on a pinned path.
+    /// End of the blocks of a node that are on a pinned path.
     pub(crate) fn path_end(&self, at: NodeIndex) -> Depth {
         let node = &self.nodes[at];
         match node.protection & !Node::SOURCED {
@@ -158,7 +158,7 @@ impl RadixIndex {
         }
     }
 
-    /// The blocks of a node before this depth are pinned sources, or above a source that is on no pinned path.
+    /// End of the blocks of a node that are pinned sources, or above a source that is on no pinned path.
     fn source_end(&self, at: NodeIndex) -> Depth {
         let node = &self.nodes[at];
         match self.sources.get(&at) {
@@ -168,7 +168,7 @@ impl RadixIndex {
         }
     }
 
-    /// The end of protection in a node moves from `before` to `after`. Returns whether they differ.
+    /// Protection in a node ends at `after`, not at `before`. Returns whether they differ.
     #[inline]
     fn recount(&mut self, at: NodeIndex, before: Depth, after: Depth) -> bool {
         let (node, block_size) = (&self.nodes[at], self.config.block_size);
@@ -238,7 +238,7 @@ impl RadixIndex {
         self.protection_changed(at, guard, end(before), end(after));
     }
 
-    /// Pins blocks as sources. Adjacent runs of one node are handled together.
+    /// Pins sources; adjacent runs of one node are handled together.
     fn add_sources(&mut self, runs: &[SourceRun]) {
         for own in runs.chunk_by(|a, b| a.node == b.node) {
             let at = own[0].node;
@@ -267,7 +267,7 @@ impl RadixIndex {
         }
     }
 
-    /// Changes the entry of a node in the table of sources, and removes it once it is empty.
+    /// Changes the sources of a node, and drops their entry once it is empty.
     fn change_sources(&mut self, at: NodeIndex, change: impl FnOnce(&mut Sources)) {
         if let Some(sources) = self.sources.get_mut(&at) {
             change(sources);
@@ -278,7 +278,7 @@ impl RadixIndex {
         }
     }
 
-    /// The end of protection in a node moved from `before` to `after`, and its guard was `guard`.
+    /// Protection in a node ends at `after`, not at `before`, and its guard was `guard`.
     fn protection_changed(&mut self, at: NodeIndex, guard: Guard, before: Depth, after: Depth) {
         if self.recount(at, before, after) {
             self.requeue(at);
@@ -286,12 +286,12 @@ impl RadixIndex {
         self.tell_above(at, guard);
     }
 
-    /// The guard of a node was `before`: updates the counts of its parent and of the nodes above.
+    /// The guard of a node was `before`: updates the counts of the nodes above.
     fn tell_above(&mut self, node: NodeIndex, mut before: Guard) {
         let mut after = self.nodes[node].guard();
         let mut at = self.nodes[node].parent;
         while before != after && at != NO_NODE {
-            // The usual case: this path alone protects, or protected, the edges above.
+            // The usual case: only this path protects the edges above.
             if before == Guard::Nothing && after == Guard::Path {
                 at = self.climb_over(at, 0, 1);
             } else if before == Guard::Path && after == Guard::Nothing {
@@ -324,8 +324,8 @@ impl RadixIndex {
         }
     }
 
-    /// Changes `protection` from `from` to `to` in `at` and the nodes above, and stops at the first node with another
-    /// value or with a dead block. Returns that node.
+    /// Sets `protection` from `from` to `to` in `at` and above, until a node has another value or dead blocks. Returns
+    /// that node.
     fn climb_over(&mut self, at: NodeIndex, from: u32, to: u32) -> NodeIndex {
         let (block_size, mut present, mut next) = (self.block_size(), 0, at);
         let any_dead = self.num_dead > 0;
@@ -358,7 +358,7 @@ impl RadixIndex {
         }
     }
 
-    /// The front part of a split edge takes over the protection of its blocks.
+    /// The front of a split edge takes over its part of the protection.
     pub(super) fn split_anchors(&mut self, front: NodeIndex, tail: NodeIndex) {
         let cut = self.nodes[tail].depth;
         if self.nodes[tail].protection & Node::ANCHORED != 0
@@ -406,7 +406,7 @@ impl RadixIndex {
         }
     }
 
-    /// Whether the block at `place` of `node` is the block at `below` of `under`, or above it.
+    /// Whether one place is the other or above it.
     fn is_above(
         &self,
         (node, place): (NodeIndex, Depth),
@@ -421,7 +421,7 @@ impl RadixIndex {
         under == node
     }
 
-    /// The parts of a stretch by node, from last to first.
+    /// The parts of a stretch by node, last first.
     pub(crate) fn parts(&self, stretch: Stretch) -> impl Iterator<Item = SourceRun> {
         let mut next = self
             .anchor_place(stretch.last)
@@ -435,7 +435,7 @@ impl RadixIndex {
         })
     }
 
-    /// Whether the block at a place is pinned. May be true for an unpinned block that is above the rest of a cut path.
+    /// Whether the block at a place is pinned; may be true for an unpinned block above the rest of a cut path.
     pub(super) fn may_be_pinned(&self, node: NodeIndex, place: Depth) -> bool {
         let is_source = || {
             let sources = self.sources.get(&node);
@@ -444,10 +444,10 @@ impl RadixIndex {
         place < self.path_end(node) || place < self.protected_end(node) && is_source()
     }
 
-    /// The pinned stretches that contain blocks about to leave. `None` if this takes more steps than are left.
+    /// The pinned stretches that contain leaving blocks; `None` if this takes more steps than are left.
     ///
-    /// One step per pinned stretch. In the trees of those blocks also one step per edge of a stretch, from its end up
-    /// to the first of them, and one per block found.
+    /// One step per pinned stretch. In the trees of those blocks also one per edge of a stretch, from its end up to the
+    /// first of them, and one per block found.
     pub(super) fn find_cuts(&self, leaving: &Leaving, steps: &mut Steps) -> Option<Cuts> {
         let mut cuts = Cuts::new();
         for (lease, held) in self.leases.iter() {
@@ -495,8 +495,7 @@ impl RadixIndex {
         Some(cuts)
     }
 
-    /// Blocks are about to leave their places: every lease that pins some of them keeps those by id and still pins the
-    /// rest.
+    /// Before blocks leave: leases keep those that they pin by id, and still pin the rest.
     pub(super) fn cut_out(&mut self, cuts: Cuts) {
         for (lease, cuts) in cuts {
             let key = |is_source, stretch: &Stretch| (is_source, stretch.last, stretch.from);
@@ -519,7 +518,7 @@ impl RadixIndex {
         }
     }
 
-    /// Cuts blocks out of a stretch that a lease pins.
+    /// Cuts blocks out of a pinned stretch.
     fn cut_stretch(&mut self, lease: u32, cut: &Cut, ends: &mut HashMap<u32, usize, FixedState>) {
         let (whole, block_size) = (cut.whole, self.block_size());
         let mut rest: SmallVec<[Stretch; 2]> = SmallVec::new();
@@ -548,7 +547,7 @@ impl RadixIndex {
             let from = whole.from;
             rest.push(Stretch { last, from });
         }
-        // The rest is pinned before the whole is unpinned, so nothing is unprotected in between.
+        // The rest is pinned before the whole is unpinned: nothing is unprotected in between.
         if cut.is_source {
             self.leases[lease].sources.extend(rest.iter().copied());
             for &part in &rest {
@@ -579,7 +578,7 @@ impl RadixIndex {
         }
     }
 
-    /// A block is about to leave its place: every lease that pins it keeps it by id.
+    /// Before a block leaves: leases that pin it keep it by id.
     pub(crate) fn unpath(&mut self, node: NodeIndex, place: Depth) {
         if self.may_be_pinned(node, place) {
             let mut leaving = Leaving::default();
@@ -602,7 +601,7 @@ impl RadixIndex {
         ids
     }
 
-    /// Pins the blocks that back a sequence up to `end` under a lease. The same call has touched them.
+    /// Pins the blocks that back a sequence up to `end`. The same call has touched them.
     pub(crate) fn pin_path(&mut self, lease: u32, end: Position) {
         if !self.leases[lease].pinned || end.depth == 0 {
             return;
@@ -610,7 +609,7 @@ impl RadixIndex {
         let at = (end.node, end.depth - 1);
         let id = self.nodes[end.node].id(at.1, self.block_size());
         let mut covered = SmallVec::<[u32; 2]>::new();
-        // The pinned stretch that the new path becomes the beginning of.
+        // The pinned stretch that continues the new path.
         let mut joined = None;
         for &Stretch { last, from } in &self.leases[lease].paths {
             let Some(known) = self.anchor_place(last) else {
@@ -642,8 +641,8 @@ impl RadixIndex {
         }
     }
 
-    /// Pins copy sources, and only them; the blocks above are protected unless they are dead. The same call has touched
-    /// the sources ([`Self::stamp_sources`]). The pins last until [`Self::unpin_sources`] or [`Self::end_lease`].
+    /// Pins copy sources until [`Self::unpin_sources`] or [`Self::end_lease`]. The blocks above are protected unless
+    /// they are dead. The same call has touched the sources ([`Self::stamp_sources`]).
     ///
     /// Runs may have any order, and may overlap. To pin or unpin one costs O(log pins in its node), plus one step per
     /// edge above that nothing else protects, and nothing per block.
@@ -666,8 +665,8 @@ impl RadixIndex {
         self.add_sources(&parts);
     }
 
-    /// Removes one pin of each stretch of sources, in reverse order: those of a node are removed from its end, in
-    /// reverse order of their insertion.
+    /// Removes one pin per stretch of sources, in reverse order of insertion, so that runs are removed from the end of
+    /// a node's list.
     fn unpin_stretches(&mut self, stretches: &[Stretch]) {
         let all = stretches.iter().rev();
         let parts: SmallVec<[SourceRun; 4]> =
@@ -697,8 +696,8 @@ impl RadixIndex {
         self.unkeep(ended.kept());
     }
 
-    /// Removes one pin of each of these condemned blocks. Those without pins wait, in ascending order, for `take_freed`
-    /// and `evict`, or go to quarantine.
+    /// Removes one pin per condemned block. Blocks without pins wait, ascending, for `take_freed` and `evict`, or go to
+    /// quarantine.
     fn unkeep(&mut self, kept: impl IntoIterator<Item = u32>) {
         let mut released = Vec::new();
         for id in kept {
@@ -720,11 +719,11 @@ impl RadixIndex {
             released.sort_unstable();
             self.waiting.extend(released);
         }
-        // The released blocks may have kept holes beyond their bound.
+        // They may have kept the holes beyond their bound.
         self.bound_holes();
     }
 
-    /// Converts all pins in a tree to ids that protect nothing: the tree is being removed.
+    /// Before a tree is removed: converts its pins to ids, which protect nothing.
     pub(super) fn keep_all_of(&mut self, tree: u32) {
         let is_there = |index: &Self, stretch: &Stretch| {
             let place = index.anchor_place(stretch.last);
@@ -758,11 +757,11 @@ impl RadixIndex {
     pub(crate) fn num_pinned(&self) -> u64 {
         let is_whole = |lease: &Lease| lease.paths.iter().all(|path| path.from == 0);
         if self.sources.is_empty() && self.leases.iter().all(|(_, lease)| is_whole(lease)) {
-            // Then every protected block is on a pinned path.
+            // Every protected block is then on a pinned path.
             return self.num_protected + self.num_condemned;
         }
         let block_size = self.block_size();
-        // The end, in each node, of the paths that are pinned from the root on.
+        // By node: end of the paths that are pinned from the root on.
         let mut ends = HashMap::<NodeIndex, Depth, FixedState>::default();
         let mut pinned = self.num_condemned;
         let mut parts = Vec::new();

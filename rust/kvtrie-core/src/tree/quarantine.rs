@@ -6,10 +6,9 @@ use crate::ids::BlockId;
 use crate::tree::{Effort, RadixIndex};
 
 impl RadixIndex {
-    /// Removes ids from use permanently, wherever they are, and returns the number of newly quarantined ones. They
-    /// leave the index or the waiting list; pinned and condemned ones follow when their last pin ends. No call returns
-    /// them, and no insert takes them. An id that was unknown to the index now belongs to it: its holder must not free
-    /// it.
+    /// Removes ids from use permanently, wherever they are, and returns how many were not quarantined before. They
+    /// leave the index or stop waiting; pinned and condemned ones follow when their last pin ends. No call returns
+    /// them, and no insert takes them. An id that was unknown now belongs to the index: its holder must not free it.
     ///
     /// Ids that are not indexed are counted as by [`discard`](Self::discard).
     ///
@@ -36,7 +35,6 @@ impl RadixIndex {
         self.check_ids(ids, "RadixIndex.quarantine", "block_ids")?;
         crate::failpoints::before("RadixIndex.quarantine")?;
         let cuts = self.find_cuts(&self.pinned_of(ids), &mut Effort::ANY.steps());
-        // `Effort::ANY` is never used up.
         self.cut_out(cuts.unwrap_or_default());
         let (mut count, mut any_waited) = (0, false);
         for &BlockId(id) in ids {

@@ -17,8 +17,8 @@ use crate::tree::pins::Leaving;
 use crate::tree::{Effort, RadixIndex, Steps};
 
 impl RadixIndex {
-    /// Removes ids from the index, wherever they are, and returns the unpinned ones in call order. Pinned ones are
-    /// condemned. Ids that are not indexed are counted.
+    /// Removes ids wherever they are. Returns the unpinned ones in call order, condemns the pinned ones, and counts
+    /// those that are not indexed.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool; nothing is discarded then.
@@ -28,7 +28,6 @@ impl RadixIndex {
     /// namespaces); above the limit on holes, one pass over the nodes.
     pub fn discard(&mut self, ids: &[BlockId]) -> Result<Vec<BlockId>> {
         let freed = self.discard_within(ids, Effort::ANY)?;
-        // `Effort::ANY` is never used up.
         Ok(freed.unwrap_or_default())
     }
 
@@ -94,13 +93,13 @@ impl RadixIndex {
         leaving
     }
 
-    /// Counts the steps to remove `blocks` blocks; `None` if fewer are left.
+    /// Counts the steps of a removal; `None` if fewer are left.
     pub(super) fn count_removal(&self, blocks: u64, steps: &mut Steps) -> Option<()> {
         steps.take(blocks)?;
         steps.take(self.bound_steps(blocks))
     }
 
-    /// The most steps that bounding the holes takes after so many more: one per leaf, if the bound may be exceeded.
+    /// Most steps of [`Self::bound_holes`] after so many more: one per leaf, if the bound may be exceeded.
     pub(crate) fn bound_steps(&self, holes: u64) -> u64 {
         if self.num_holes + holes > self.config.num_blocks {
             self.order.entries().len() as u64
@@ -109,7 +108,7 @@ impl RadixIndex {
         }
     }
 
-    /// Removes a block that was already cut out of its pins; returns whether it is condemned.
+    /// Removes a block that was cut out of its pins; returns whether it is condemned.
     pub(super) fn remove_block(&mut self, node: NodeIndex, depth: Depth) -> bool {
         let edge = &self.nodes[node];
         if edge.has_children() || depth + 1 < edge.end() {
@@ -121,8 +120,8 @@ impl RadixIndex {
         condemned
     }
 
-    /// Removes and returns at most `n` blocks: first those that wait for [`take_freed`](Self::take_freed), then dead
-    /// ones ([`mark_dead`](Self::mark_dead)), then unpinned blocks without a present block below, by (last use, deepest
+    /// Removes and returns at most `n` blocks: waiting ones ([`take_freed`](Self::take_freed)), then dead ones
+    /// ([`mark_dead`](Self::mark_dead)), then unpinned blocks without a present block below, by (last use, deepest
     /// first, lowest id).
     ///
     /// # Complexity
@@ -143,7 +142,6 @@ impl RadixIndex {
     /// ```
     pub fn evict(&mut self, n: usize) -> Vec<BlockId> {
         let evicted = self.evict_within(n, Effort::ANY);
-        // `Effort::ANY` is never used up.
         evicted.unwrap_or_default()
     }
 
@@ -189,7 +187,7 @@ impl RadixIndex {
         Some(out)
     }
 
-    /// Evicts blocks from the end of the first leaf, while it is the first and `out` has fewer than `n`.
+    /// Evicts blocks from the end of the first leaf, while it is the first, until `out` has `n`.
     fn evict_from(&mut self, leaf: NodeIndex, n: usize, out: &mut Vec<BlockId>) {
         let block_size = self.block_size();
         let edge = &self.nodes[leaf];
@@ -199,7 +197,7 @@ impl RadixIndex {
             self.settle(leaf);
             return;
         }
-        // All its blocks have the same last use: it stays first unless another leaf has that last use too.
+        // All its blocks have one last use: it stays first unless another leaf has the same.
         let alone = self
             .order
             .second_stamp()
@@ -239,8 +237,8 @@ impl RadixIndex {
         taken.into_iter().map(BlockId).collect()
     }
 
-    /// Removes a namespace: returns its unpinned blocks, ascending, and condemns the pinned ones. Inserts with earlier
-    /// plans take nothing.
+    /// Removes a namespace: returns its unpinned blocks, ascending, and condemns the pinned ones. Plans made before
+    /// insert nothing.
     ///
     /// # Complexity
     /// O(blocks and live plans).
@@ -281,7 +279,7 @@ impl RadixIndex {
         while let Some(&at) = all.get(next) {
             all.extend(siblings::all(&self.nodes, at));
             next += 1;
-            // A window may include tokens of the nodes above: they must still be there.
+            // Windows may include tokens of the nodes above, which are still there.
             let node = &self.nodes[at];
             self.remove_windows_of(at, node.depth, node.end());
         }
@@ -328,14 +326,13 @@ impl RadixIndex {
         }
     }
 
-    /// Removes a block from its place, which becomes a hole; the caller settles the edge. Returns the id and whether it
-    /// is condemned.
+    /// Turns the place of a block into a hole; the caller settles the edge. Returns the id and whether it is condemned.
     pub(crate) fn leave(&mut self, node: NodeIndex, place: Depth) -> (u32, bool) {
         self.unpath(node, place);
         self.take_out(node, place)
     }
 
-    /// As [`Self::leave`], for a block that was already cut out of its pins.
+    /// As [`Self::leave`], for a block that was cut out of its pins.
     pub(super) fn take_out(&mut self, node: NodeIndex, place: Depth) -> (u32, bool) {
         let id = self.nodes[node].id(place, self.block_size());
         self.unmark(node, place, place + 1);
@@ -346,8 +343,8 @@ impl RadixIndex {
         left
     }
 
-    /// Turns present blocks of a node, without marks and cut out of their pins, into holes. Calls `tell` with each id
-    /// and whether it is condemned; the caller settles the edge.
+    /// Turns present blocks, unmarked and cut out of their pins, into holes; the caller settles the edge. Calls `tell`
+    /// with each id and whether it is condemned.
     pub(super) fn vacate(
         &mut self,
         node: NodeIndex,
@@ -385,7 +382,7 @@ impl RadixIndex {
         self.num_protected -= u64::from(protected);
     }
 
-    /// Replaces a payload; the caller updates the counters. Siblings are sorted by whether their first block is exact.
+    /// Replaces a payload; the caller counts. Siblings are sorted by whether their first block is exact.
     pub(crate) fn put(&mut self, node: NodeIndex, place: Depth, new: Payload) {
         let block_size = self.block_size();
         let edge = &mut self.nodes[node];
@@ -399,7 +396,7 @@ impl RadixIndex {
         }
     }
 
-    /// Drops trailing holes, empty edges and an empty tree. Returns the edge that is left.
+    /// Drops trailing holes, empty edges and an empty tree. Returns the remaining edge.
     pub(super) fn settle(&mut self, mut at: NodeIndex) -> Option<NodeIndex> {
         loop {
             let edge = &self.nodes[at];
@@ -422,8 +419,8 @@ impl RadixIndex {
         }
     }
 
-    /// Drops the trailing holes of an edge without children; returns whether a block is left. An edge of holes only
-    /// keeps its tokens: its removal needs them to find it.
+    /// Drops the trailing holes of an edge without children; returns whether a block is left. If none is, the tokens
+    /// stay: [`Self::detach`] needs them to find the edge.
     fn trim(&mut self, at: NodeIndex) -> bool {
         let block_size = self.config.block_size;
         let edge = &self.nodes[at];
@@ -445,8 +442,7 @@ impl RadixIndex {
         true
     }
 
-    /// D10: at most `num_blocks` holes. Above that, unpinned blocks after holes, without blocks below, leave in
-    /// eviction order and wait.
+    /// D10: at most `num_blocks` holes. Above that, unpinned blocks after holes leave in eviction order and wait.
     #[inline]
     pub(super) fn bound_holes(&mut self) {
         if self.num_holes > self.config.num_blocks {
@@ -471,7 +467,7 @@ impl RadixIndex {
             let (id, _) = self.leave(node, self.nodes[node].end() - 1);
             crate::failpoints::within("too many holes");
             freed.push(id);
-            // The edge that is left may have the next candidate at its end.
+            // The remaining edge may end in the next candidate.
             if let Some(next) = self.settle(node)
                 && let Some(key) = self.eviction_key(next)
                 && self.is_cut_off(next, &mut HashMap::with_hasher(FixedState::default()))
@@ -486,7 +482,7 @@ impl RadixIndex {
         self.waiting.extend(freed);
     }
 
-    /// Whether a hole is above the end of a node. `known` caches the answer for the nodes on the way.
+    /// Whether a hole is above the end of a node. `known` caches results.
     pub(crate) fn is_cut_off(
         &self,
         from: NodeIndex,

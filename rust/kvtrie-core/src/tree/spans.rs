@@ -7,14 +7,14 @@ use crate::tokens::TokenSequence;
 use crate::tree::pins::{Cuts, Leaving};
 use crate::tree::{Effort, Position, RadixIndex, Steps};
 
-/// The blocks inside the ranges by outcome, each list in path order.
+/// The blocks inside the ranges, each list in path order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Removed {
-    /// Ids that left the index unpinned; they belong to the caller now.
+    /// Ids that left the index unpinned; they now belong to the caller.
     pub freed: Vec<BlockId>,
     /// Ids that stay because a present block below them is not on the path.
     pub kept: Vec<BlockId>,
-    /// Ids that left the index pinned; [`RadixIndex::take_freed`] returns them later.
+    /// Ids that left the index pinned; they come later from [`RadixIndex::take_freed`].
     pub condemned: Vec<BlockId>,
 }
 
@@ -32,29 +32,29 @@ pub(super) struct Part {
 struct Removal {
     /// The blocks that leave: (node, parts), both ascending.
     gone: Vec<(NodeIndex, Vec<(Depth, Depth)>)>,
-    /// The pins of these blocks.
+    /// Their pins.
     cuts: Cuts,
-    /// The result so far: the blocks that stay.
+    /// The result so far: the kept blocks.
     removed: Removed,
 }
 
 impl RadixIndex {
-    /// Removes the blocks wholly inside `ranges` from the index. Blocks across an edge of a range stay: this frees
-    /// memory, it does not redact. The blocks after a removed one are not matched exactly until the hole is filled.
+    /// Removes the blocks wholly inside `ranges`. Blocks across an edge of a range stay: this frees memory, it does not
+    /// redact. Blocks after a removed one are not matched exactly until the hole is filled.
     ///
     /// Ranges are token positions, ascending and disjoint; touching ranges are merged. Unless `force` is set, a block
     /// stays if a present block below it is not on the path of `seq`: others may need it. Pinned blocks are condemned.
-    /// Token ids of holes are kept while a present block is below, for at most `num_blocks` holes. Above that limit,
-    /// the least recently used blocks after holes leave and wait for [`take_freed`](Self::take_freed).
+    /// At most `num_blocks` holes with blocks below are kept. Above that, the least recently used blocks after holes
+    /// leave and wait for [`take_freed`](Self::take_freed).
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a range is reversed, overlaps the one before, or ends
     /// beyond the sequence; nothing is removed then.
     ///
     /// # Complexity
-    /// O(edges of the path + tokens not known to be shared + blocks removed), and O(log leaves) per edge. If some
-    /// blocks are pinned, once O(live plans · edges of their paths and sources in the same namespace). Above the limit
-    /// on holes, one pass over the nodes.
+    /// O(edges of the path + tokens not known to be shared + blocks removed), and O(log leaves) per edge; if some are
+    /// pinned, once O(live plans · edges of their paths and sources in the same namespace); above the limit on holes,
+    /// one pass over the nodes.
     ///
     /// # Examples
     /// ```
@@ -78,7 +78,6 @@ impl RadixIndex {
         force: bool,
     ) -> Result<Removed> {
         let removed = self.remove_spans_within(seq, ranges, force, Effort::ANY)?;
-        // `Effort::ANY` is never used up.
         Ok(removed.unwrap_or_default())
     }
 
@@ -120,8 +119,7 @@ impl RadixIndex {
         Ok(Some(removed))
     }
 
-    /// Finds what ranges of blocks of the path of `seq` remove; `None` if finding or removing it takes more than
-    /// `effort`.
+    /// The removal of ranges of blocks; `None` if finding or removing them takes more than `effort`.
     fn removal(
         &self,
         seq: &TokenSequence,
@@ -159,7 +157,7 @@ impl RadixIndex {
         Some(removal)
     }
 
-    /// Removes present blocks of one path from the index. They were already cut out of their pins.
+    /// Removes present blocks of one path that were cut out of their pins.
     fn remove_parts(&mut self, gone: &[(NodeIndex, Vec<(Depth, Depth)>)], removed: &mut Removed) {
         let block_size = self.block_size();
         for (node, parts) in gone {
@@ -173,7 +171,7 @@ impl RadixIndex {
                 }
             }
         }
-        // The deepest edge first: an edge without blocks is removed together with what is left above it.
+        // The deepest edge first: an empty edge is removed with the remaining holes above it.
         for (node, parts) in gone.iter().rev() {
             for &(from, to) in parts.iter().rev() {
                 self.unmark(*node, from, to);
@@ -183,7 +181,7 @@ impl RadixIndex {
         }
     }
 
-    /// Converts token ranges to ascending ranges of the whole blocks inside them. Touching ranges are merged first.
+    /// The ranges of whole blocks inside token ranges; touching ranges are merged first.
     pub(super) fn block_ranges(
         &self,
         seq: &TokenSequence,
@@ -217,8 +215,8 @@ impl RadixIndex {
         Ok(whole.filter(|(from, to)| from < to).collect())
     }
 
-    /// The present blocks of the path of `seq` inside ranges of blocks, by edge, ascending. Extended blocks are
-    /// included only with `with_extended`. `None` if this takes more than `effort`.
+    /// The present blocks of the path of `seq` inside ranges of blocks, by edge, ascending; extended ones only if
+    /// requested. `None` if this takes more than `effort`.
     pub(super) fn parts_inside(
         &self,
         seq: &TokenSequence,
@@ -278,9 +276,9 @@ impl RadixIndex {
         Some(found)
     }
 
-    /// The blocks of a path before this depth are *extended*: a present block below them is not on the path. A block
-    /// below one block is below all blocks above it, so the extended blocks are the beginning of the path. `None` if
-    /// this takes more steps than are left.
+    /// The blocks of a path before this depth are extended: a present block below them is not on the path. These are
+    /// always the first blocks, as a block below one is below all above it. `None` if this takes more steps than are
+    /// left.
     fn extended_end(&self, end: Position, steps: &mut Steps) -> Option<Depth> {
         let edge = &self.nodes[end.node];
         // The last block of a path is present, or a block below it is.

@@ -10,16 +10,15 @@ use crate::tokens::TokenSequence;
 use crate::tree::{Effort, Position, RadixIndex};
 
 impl RadixIndex {
-    /// Tags the tokens of spans in the present blocks of the path of `seq`. Sequences with the same prefix share its
-    /// tags.
+    /// Tags the tokens of spans in the present blocks of the path of `seq`. Sequences with the same prefix share tags.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a span is reversed, ends beyond the sequence, has an
     /// empty kind, or would be a 65th kind; nothing is tagged then.
     ///
     /// # Complexity
-    /// O(edges of the path + tokens not known to be shared + spans · log spans); per edge also its tags, and its blocks
-    /// if it has holes.
+    /// O(edges of the path + tokens not known to be shared + spans · log spans), plus, per edge, its tags and, with
+    /// holes, its blocks.
     pub fn tag(&mut self, seq: &TokenSequence, spans: &[Span]) -> Result<()> {
         self.tag_within(seq, spans, Effort::ANY).map(|_| ())
     }
@@ -49,7 +48,6 @@ impl RadixIndex {
     #[must_use]
     pub fn tags(&self, seq: &TokenSequence) -> Vec<Span> {
         let found = self.tags_within(seq, Effort::ANY);
-        // `Effort::ANY` is never used up.
         found.unwrap_or_default()
     }
 
@@ -103,7 +101,7 @@ impl RadixIndex {
             return Some(());
         }
         let Some(end) = self.whole_path(seq, effort)? else {
-            // Registers the names of the kinds.
+            // Registers the kinds.
             self.flattened(spans);
             return Some(());
         };
@@ -229,8 +227,8 @@ impl RadixIndex {
         Some(found)
     }
 
-    /// The end of the path of `seq`, including holes and approximate blocks; the inner `None` if its namespace has no
-    /// tree, the outer if this takes more than `effort`.
+    /// The end of the path of `seq`, with holes and approximate blocks; the inner `None` without a tree, the outer if
+    /// this takes more than `effort`.
     #[expect(
         clippy::option_option,
         reason = "there may be no path, and finding it may take too much"

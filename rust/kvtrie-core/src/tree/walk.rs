@@ -59,8 +59,8 @@ impl RadixIndex {
         ))
     }
 
-    /// Sets the cursor: the first blocks of `seq` are the present path to `at`, and the first `exact` of them are
-    /// exact. `walked` edges are after the old cursor.
+    /// Sets the cursor: the first blocks of `seq` are the present path to `at`, the first `exact` of them exact.
+    /// `walked` edges are after the old cursor.
     pub(crate) fn set_cursor(
         &self,
         seq: &mut TokenSequence,
@@ -87,7 +87,7 @@ impl RadixIndex {
         });
     }
 
-    /// The ids of the path of `seq` to `at`. Those that its cursor remembers are not read again.
+    /// The ids of the path of `seq` to `at`; those in its cursor are not read again.
     pub(crate) fn remembered_ids(
         &self,
         seq: &mut TokenSequence,
@@ -114,7 +114,7 @@ impl RadixIndex {
         ids
     }
 
-    /// The same place, with the edge that contains the block before it.
+    /// The same place, with the edge of the block before it.
     pub(crate) fn normal(&self, mut at: Position) -> Position {
         while at.depth <= self.nodes[at.node].depth && !self.nodes[at.node].is_root() {
             at.node = self.nodes[at.node].parent;
@@ -122,9 +122,9 @@ impl RadixIndex {
         at
     }
 
-    /// Follows `tokens` from `at`, block by block, to at most `limit` or until `effort` is used up, but at least one
-    /// block and one edge. In an edge, only the blocks before `within(node, from, to)` are compared. Calls `pass(node,
-    /// from, to)` for the matching ones.
+    /// Follows `tokens` from `at` to at most `limit`, or until `effort` is used up, but at least one block and one
+    /// edge. In an edge, only the blocks before `within(node, from, to)` are compared; `pass(node, from, to)` is called
+    /// for equal ones.
     pub(crate) fn walk(
         &self,
         tokens: View<'_>,
@@ -178,8 +178,8 @@ impl RadixIndex {
         }
     }
 
-    /// Most steps to walk the sequence, each about as long as a visit of an edge: its blocks not known to be shared, or
-    /// the comparison of their tokens. O(1).
+    /// Most steps to walk the sequence, each about as long as a visit of an edge: for the blocks not known to be
+    /// shared, or for comparing their tokens. O(1).
     #[must_use]
     pub fn unknown_steps(&self, seq: &TokenSequence) -> u64 {
         let known = self.at_cursor(seq).map_or(0, |(at, _)| at.depth as usize);
@@ -187,8 +187,8 @@ impl RadixIndex {
         (tokens / self.block_size().min(TOKENS_A_STEP)) as u64
     }
 
-    /// Most steps to insert `num_ids` blocks, including the search for pins of replaced blocks and the dead blocks of
-    /// the namespace. O(1).
+    /// Most steps to insert `num_ids` blocks, with the search for pins of replaced blocks and the dead blocks of the
+    /// namespace. O(1).
     #[must_use]
     pub fn insert_steps(&self, seq: &TokenSequence, num_ids: usize) -> u64 {
         let ids = num_ids as u64;
@@ -202,13 +202,13 @@ impl RadixIndex {
         self.unknown_steps(seq) + ids / 4 + replaced * self.leases.len() as u64 + dead
     }
 
-    /// Whether a path has holes or approximate blocks, which plans check one by one. O(1).
+    /// Whether a path has holes or approximate blocks, which a plan checks one by one. O(1).
     #[must_use]
     pub fn has_broken_paths(&self) -> bool {
         self.num_holes > 0 || self.num_approximate > 0
     }
 
-    /// Edges of the path of the sequence's cursor, as far as it was walked. To plan the sequence again visits them.
+    /// Edges walked to the sequence's cursor; planning it again visits them.
     #[must_use]
     pub fn known_edges(&self, seq: &TokenSequence) -> u64 {
         let is_known = self.at_cursor(seq).is_some();
@@ -245,7 +245,6 @@ impl RadixIndex {
     /// The edges of the path to `at` with blocks from depth `from` on: (node, first depth, end).
     pub(crate) fn edges_to(&self, at: Position, from: Depth) -> Vec<(NodeIndex, Depth, Depth)> {
         let edges = self.edges_within(at, from, &mut Effort::ANY.steps());
-        // `Effort::ANY` is never used up.
         edges.unwrap_or_default()
     }
 
@@ -269,8 +268,8 @@ impl RadixIndex {
         Some(found)
     }
 
-    /// Writes the block ids of the path to `at`, from depth `from` on, to `out`; holes are
-    /// [`ABSENT`](crate::ids::ABSENT).
+    /// Writes the block ids of the path to `at`, from depth `from` on, to `out`, with [`ABSENT`](crate::ids::ABSENT)
+    /// for holes.
     pub(crate) fn path_ids(&self, at: Position, from: Depth, out: &mut Vec<BlockId>) {
         let block_size = self.block_size();
         out.clear();
