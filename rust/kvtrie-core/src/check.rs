@@ -48,7 +48,8 @@ struct Totals {
 }
 
 impl RadixIndex {
-    /// Verifies every invariant: links, depths, block ownership, counters, order of eviction, pins and anchors, tags, siblings.
+    /// Checks every invariant: links, depths, block ownership, counters, order of eviction, pins and anchors, tags,
+    /// siblings.
     ///
     /// # Errors
     /// [`Malformed`](crate::ErrorKind::Malformed) with the first broken invariant: a bug in this crate.

@@ -719,7 +719,7 @@ impl RadixIndex {
             released.sort_unstable();
             self.waiting.extend(released);
         }
-        // They may have kept the holes beyond their bound.
+        // The released blocks may have kept the holes beyond their bound.
         self.bound_holes();
     }
 

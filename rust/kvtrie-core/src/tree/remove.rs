@@ -93,7 +93,7 @@ impl RadixIndex {
         leaving
     }
 
-    /// Counts the steps of a removal; `None` if fewer are left.
+    /// Counts the steps of a removal, one per block and [`Self::bound_steps`]; `None` if fewer are left.
     pub(super) fn count_removal(&self, blocks: u64, steps: &mut Steps) -> Option<()> {
         steps.take(blocks)?;
         steps.take(self.bound_steps(blocks))

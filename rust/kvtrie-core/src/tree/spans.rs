@@ -44,8 +44,8 @@ impl RadixIndex {
     ///
     /// Ranges are token positions, ascending and disjoint; touching ranges are merged. Unless `force` is set, a block
     /// stays if a present block below it is not on the path of `seq`: others may need it. Pinned blocks are condemned.
-    /// At most `num_blocks` holes with blocks below are kept. Above that, the least recently used blocks after holes
-    /// leave and wait for [`take_freed`](Self::take_freed).
+    /// The token ids of at most `num_blocks` holes are kept while blocks are below. Above that, the least recently used
+    /// blocks after holes leave and wait for [`take_freed`](Self::take_freed).
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a range is reversed, overlaps the one before, or ends
