@@ -4,9 +4,9 @@ use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::tree::RadixIndex;
 
-/// Hands out block ids and takes them back; a block that is free cannot be freed again.
+/// Allocates block ids and takes them back; refuses to free a block twice.
 ///
-/// Ids above every id handed out so far cost no memory.
+/// Ids above all ids allocated so far cost no memory.
 ///
 /// # Examples
 /// ```
@@ -21,9 +21,9 @@ use crate::tree::RadixIndex;
 #[derive(Debug)]
 pub struct BlockAllocator {
     num_blocks: u64,
-    /// Ids freed, handed out again last in first out.
+    /// Freed ids; last in, first out.
     freed: Vec<u32>,
-    /// Ids below were handed out at least once; a bit is set while the id is held.
+    /// All ids below `fresh` were allocated before; a bit is set while the id is held.
     held: Vec<u64>,
     fresh: u32,
 }
@@ -60,13 +60,13 @@ impl BlockAllocator {
         self.num_blocks - u64::from(self.fresh) + self.freed.len() as u64
     }
 
-    /// Hands out `n` blocks: free ones, then what the index gives up. All or nothing.
+    /// Allocates `n` blocks, or none: free ones first, then blocks evicted from the index.
     ///
     /// # Errors
-    /// - [`OutOfBlocks`](crate::ErrorKind::OutOfBlocks) if free, waiting and evictable blocks together are fewer than `n`; nothing is
-    ///   evicted then.
-    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the index was made for a pool of another size, or gives up a block
-    ///   that was not handed out here.
+    /// - [`OutOfBlocks`](crate::ErrorKind::OutOfBlocks) if free, waiting and evictable blocks together are fewer than
+    ///   `n`; nothing is evicted then.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the index was made for a pool of another size, or
+    ///   evicts a block that was not allocated here.
     pub fn allocate(
         &mut self,
         n: usize,
@@ -91,8 +91,8 @@ impl BlockAllocator {
             )));
         }
         crate::failpoints::before("BlockAllocator.allocate")?;
-        // What the index gives up is checked before a fresh id is handed out: an id that it was given without asking
-        // here would come twice.
+        // Evicted ids are checked before a fresh id is taken: an id inserted without allocation could be returned
+        // twice.
         let missing = n.saturating_sub(usize::try_from(self.num_free()).unwrap_or(usize::MAX));
         let evicted = match evict_from {
             Some(index) if missing > 0 => index.evict(missing),
@@ -121,8 +121,8 @@ impl BlockAllocator {
     /// Takes blocks back.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool, free already, or given twice; nothing is
-    /// freed then.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool, already free, or repeated;
+    /// nothing is freed then.
     pub fn free(&mut self, ids: &[BlockId]) -> Result<()> {
         const CALL: &str = "BlockAllocator.free";
         crate::failpoints::before("BlockAllocator.free")?;

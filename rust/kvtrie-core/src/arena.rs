@@ -1,13 +1,13 @@
-//! The nodes of the forest in pages, named by index; a handle to a node that has gone or was cut is stale.
+//! The nodes of the forest, by index, in pages. A handle becomes stale when its node is removed or cut.
 //!
-//! A page never moves, so an index that grows copies no node, and what is not used of the last page is all the slack.
+//! A page never moves, so a growing index copies no node, and the only slack is the unused part of the last page.
 
 use crate::ids::{NO_NODE, NodeHandle, NodeIndex};
 use crate::node::Node;
 
 const PAGE: usize = 128;
 
-/// All nodes of an index, with a list of vacant places threaded through them.
+/// All nodes of an index. Vacant places form a linked list.
 #[derive(Debug)]
 pub(crate) struct Arena {
     pages: Vec<Box<[Node; PAGE]>>,
@@ -26,7 +26,7 @@ impl Arena {
         }
     }
 
-    /// A number that nobody without the seed can tell: the rank of a node among its siblings' treap.
+    /// The priority of a node in its siblings' treap, unpredictable without the seed.
     pub(crate) fn priority(&self, index: NodeIndex) -> u64 {
         let mixed = (u64::from(index) ^ self.seed).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         (mixed ^ mixed >> 29 ^ self.seed).wrapping_mul(0x94d0_49bb_1331_11eb)
@@ -48,7 +48,7 @@ impl Arena {
 
     fn add_page(&mut self) {
         let from = crate::ids::depth(self.pages.len() * PAGE);
-        // The list ends with the page's last place: lower indices are used first.
+        // In ascending order: lower indices are used first.
         self.pages.push(Box::new(std::array::from_fn(|at| {
             let next = crate::ids::depth(at + 1);
             Node::vacant(0, if at + 1 < PAGE { from + next } else { NO_NODE })
@@ -56,7 +56,7 @@ impl Arena {
         self.vacant = from;
     }
 
-    /// Removes the node; every handle to it is stale from here on.
+    /// Removes the node and makes every handle to it stale.
     pub(crate) fn remove(&mut self, index: NodeIndex) -> Node {
         let next = self.vacant;
         let place = &mut self[index];
@@ -67,7 +67,7 @@ impl Arena {
         node
     }
 
-    /// Every handle to the node is stale from here on.
+    /// Makes every handle to the node stale.
     pub(crate) fn renew(&mut self, index: NodeIndex) {
         let node = &mut self[index];
         node.generation = node.generation.wrapping_add(1);
@@ -85,8 +85,8 @@ impl Arena {
         self[handle.index].generation == handle.generation
     }
 
-    /// Calls `step` with `from` and the nodes above it, as long as it answers true. A page is found once for all its nodes
-    /// that follow each other.
+    /// Calls `step` with `from` and the nodes above it, until it returns false. A page is looked up once for
+    /// consecutive nodes in it.
     pub(crate) fn climb(&mut self, from: NodeIndex, mut step: impl FnMut(&mut Node) -> bool) {
         let mut at = from;
         while at != NO_NODE {
@@ -113,7 +113,6 @@ impl Arena {
         self.len
     }
 
-    /// Heap bytes of the pages, without what the nodes own.
     pub(crate) fn heap_bytes(&self) -> usize {
         self.pages.capacity() * size_of::<Box<[Node; PAGE]>>()
             + self.pages.len() * PAGE * size_of::<Node>()

@@ -1,44 +1,43 @@
-//! What the index knows of each block id: where it stands, who pins it, how often it has left.
+//! The state of each block id: its place, and when it last left one.
 //!
-//! Pages of 1,024 ids are made when an id of theirs is first met, so a pool of 2³¹ blocks costs what is used of it.
+//! Pages of 1,024 ids are allocated at first use, so a pool of 2³¹ blocks costs only what is used.
 
 use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex};
 
 const PAGE: usize = 1024;
 
-/// Where a block id stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// Not the index's business: free, or held by the caller.
+    /// Free, or held by the caller.
     Unknown,
     /// Backs the block at `depth` of the path through `node`.
     Indexed { node: NodeIndex, depth: Depth },
     /// Left the index while pinned.
     Condemned,
-    /// Condemned once, released since; waits for `take_freed` or `evict`.
+    /// Was condemned, and its last pin has ended; waits for `take_freed` or `evict`.
     Waiting,
-    /// Out of use for good.
+    /// Permanently out of use.
     Quarantined,
-    /// Condemned; quarantined once its last pin ends.
+    /// Condemned; in quarantine once its last pin ends.
     CondemnedForGood,
 }
 
-/// Marks in the place of a node of a block that no node holds.
+/// Values in the place of a node, for blocks in no node.
 const UNKNOWN: NodeIndex = NO_NODE;
 const WAITING: NodeIndex = NO_NODE - 1;
 const CONDEMNED: NodeIndex = NO_NODE - 2;
-/// Unknown before the call at hand, which offers it.
+/// Offered by the current call, and unknown before it.
 const OFFERED: NodeIndex = NO_NODE - 3;
 const QUARANTINED: NodeIndex = NO_NODE - 4;
 const CONDEMNED_FOR_GOOD: NodeIndex = NO_NODE - 5;
 
-/// 11 bytes a block, beside two bits.
+/// 11 bytes and two bits per block.
 struct Page {
     places: [(NodeIndex, Depth); PAGE],
-    /// How many plans had been made when the block last left its place, since `BlockTable::since`.
+    /// Number of plans made when the block last left its place, minus `BlockTable::since`.
     left: [[u8; 3]; PAGE],
     seen: [u64; PAGE / 64],
-    /// Blocks whose windows wait to be added.
+    /// Blocks with windows that wait to be added.
     bringing: [u64; PAGE / 64],
 }
 
@@ -53,14 +52,12 @@ impl Page {
     }
 }
 
-/// The table of block ids.
 #[derive(Default)]
 pub(crate) struct BlockTable {
     pages: Vec<Option<Box<Page>>>,
     num_pages: usize,
-    /// Plans made so far.
     plans: u64,
-    /// Departures are told apart since this many plans had been made.
+    /// Departures before this number of plans are not recorded.
     since: u64,
 }
 
@@ -73,7 +70,7 @@ impl std::fmt::Debug for BlockTable {
 }
 
 impl BlockTable {
-    /// Plans whose departures can be told apart: the range of three bytes.
+    /// Plans whose departures are distinguished: the range of three bytes.
     const MAX_PLANS: u64 = (1 << 24) - 1;
 
     fn place_of(&self, id: u32) -> (NodeIndex, Depth) {
@@ -83,7 +80,6 @@ impl BlockTable {
         }
     }
 
-    /// The page of an id, made if it is not there.
     #[inline]
     fn page_mut(&mut self, id: u32) -> &mut Page {
         let index = id as usize / PAGE;
@@ -118,7 +114,6 @@ impl BlockTable {
         self.page_mut(id).places[id as usize % PAGE] = (node, depth);
     }
 
-    /// Blocks that follow each other in a node, from the depth `from` on.
     pub(crate) fn set_run_indexed(&mut self, ids: &[BlockId], node: NodeIndex, from: Depth) {
         let mut depth = from;
         self.each(ids, |place| {
@@ -128,8 +123,8 @@ impl BlockTable {
         });
     }
 
-    /// Calls `change` with the place of each id, until it answers false; answers how many it took. A page is looked for
-    /// once for all ids in a row that it holds.
+    /// Calls `change` with the place of each id until it returns false; returns the number of ids before that. A page
+    /// is looked up once for consecutive ids in it.
     fn each(
         &mut self,
         ids: &[BlockId],
@@ -151,12 +146,10 @@ impl BlockTable {
         at
     }
 
-    /// The block moved to another node at the same depth.
     pub(crate) fn set_node(&mut self, id: u32, node: NodeIndex) {
         self.page_mut(id).places[id as usize % PAGE].0 = node;
     }
 
-    /// The block left its place.
     pub(crate) fn depart(&mut self, id: u32, condemned: bool) {
         let plans = self.plans - self.since;
         let [low, middle, high, ..] = plans.to_le_bytes();
@@ -173,7 +166,7 @@ impl BlockTable {
         self.page_mut(id).places[id as usize % PAGE].0 = UNKNOWN;
     }
 
-    /// The block is out of use for good: at once, or once its last pin ends.
+    /// The block is permanently out of use: at once, or when its last pin ends.
     pub(crate) fn set_quarantined(&mut self, id: u32, at_once: bool) {
         let mark = if at_once {
             QUARANTINED
@@ -183,7 +176,7 @@ impl BlockTable {
         self.page_mut(id).places[id as usize % PAGE].0 = mark;
     }
 
-    /// Numbers a plan, so that [`Self::stayed`] can be asked about it.
+    /// Returns the number of a new plan, for [`Self::stayed`].
     pub(crate) fn count_plan(&mut self) -> u64 {
         self.plans += 1;
         if self.plans - self.since > Self::MAX_PLANS {
@@ -195,8 +188,8 @@ impl BlockTable {
         self.plans
     }
 
-    /// Whether the block, indexed when the plan of this number was made, has not left its place since. Of a plan behind which
-    /// more than 16 million others were made nothing is known: then no.
+    /// Whether a block that was indexed when this plan was made has not left its place since. The record starts again
+    /// after every 16 million plans; for earlier plans, the result is `false`.
     pub(crate) fn stayed(&self, id: u32, plan: u64) -> bool {
         if plan <= self.since {
             return false;
@@ -209,7 +202,7 @@ impl BlockTable {
         self.since + left < plan
     }
 
-    /// Marks an id as seen in the call at hand; returns whether it had been. Undone by [`Self::clear_seen`].
+    /// Marks an id as seen in the current call; returns whether it was. Undone by [`Self::clear_seen`].
     pub(crate) fn see(&mut self, id: u32) -> bool {
         let word = &mut self.page_mut(id).seen[id as usize % PAGE / 64];
         let bit = 1 << (id % 64);
@@ -224,8 +217,8 @@ impl BlockTable {
         }
     }
 
-    /// Marks the ids that an insert offers as far as they are unknown and come for the first time; answers how many are.
-    /// Undone by [`Self::clear_offers`], or by what is set in their place.
+    /// Marks offered ids up to the first that is not unknown or occurs again; returns their number. Undone by
+    /// [`Self::clear_offers`], or when another place is set.
     pub(crate) fn offer(&mut self, ids: &[BlockId]) -> usize {
         self.each(ids, |(node, _)| {
             let is_new = *node == UNKNOWN;
@@ -236,7 +229,7 @@ impl BlockTable {
         })
     }
 
-    /// Where an offered id stands that [`Self::offer`] did not take, and whether the insert offers it for the first time.
+    /// The place of an offered id that [`Self::offer`] stopped at, and whether this is its first occurrence.
     pub(crate) fn offer_known(&mut self, id: u32) -> (Place, bool) {
         let is_first = self.place_of(id).0 != OFFERED && !self.see(id);
         (self.place(id), is_first)
@@ -251,7 +244,6 @@ impl BlockTable {
         });
     }
 
-    /// Windows of the block wait to be added to their table.
     pub(crate) fn set_bringing(&mut self, id: u32) {
         self.page_mut(id).bringing[id as usize % PAGE / 64] |= 1 << (id % 64);
     }
@@ -261,14 +253,14 @@ impl BlockTable {
         page.is_some_and(|page| page.bringing[id as usize % PAGE / 64] >> (id % 64) & 1 == 1)
     }
 
-    /// Windows of these blocks wait no more, nor do others of the blocks beside them.
+    /// Clears these marks by words: no other block of the words has waiting windows either.
     pub(crate) fn clear_bringing(&mut self, ids: Vec<u32>) {
         for id in ids {
             self.page_mut(id).bringing[id as usize % PAGE / 64] = 0;
         }
     }
 
-    /// Every id that is known, ascending, with where it stands.
+    /// All known ids with their places, ascending.
     pub(crate) fn known(&self) -> impl Iterator<Item = (u32, Place)> {
         self.pages
             .iter()

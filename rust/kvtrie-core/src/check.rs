@@ -1,4 +1,4 @@
-//! Every invariant of the index, for tests, fuzzers and a careful engine.
+//! Checks of every invariant of the index, for tests, fuzzers and engines.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,6 @@ use crate::node::{Guard, Node};
 use crate::siblings;
 use crate::tree::RadixIndex;
 
-/// Fails with a sentence unless `condition` holds.
 fn must(condition: bool, what: impl FnOnce() -> String) -> Result<()> {
     if condition {
         Ok(())
@@ -22,7 +21,7 @@ fn must(condition: bool, what: impl FnOnce() -> String) -> Result<()> {
     }
 }
 
-/// Where leases pin, as they say themselves: ends of paths and runs of sources, by node, ascending, and how often.
+/// The pins of all leases by node: ends of paths and runs of sources, ascending, with their counts.
 #[derive(Default)]
 struct Pins {
     ends: BTreeMap<NodeIndex, BTreeMap<Depth, u32>>,
@@ -40,22 +39,23 @@ struct Totals {
     approximate: u64,
     protected: u64,
     dead: u64,
-    /// Where the dead blocks stand that are queued, by mark and depth.
+    /// Queued dead blocks: (mark, depth) to node.
     queued: BTreeMap<(u64, Depth), NodeIndex>,
-    /// Dead blocks that may go.
+    /// Dead blocks that may be evicted.
     free: u64,
     /// Those of them that are protected.
     loose: u64,
 }
 
 impl RadixIndex {
-    /// Verifies every invariant: links, depths, block ownership, counters, order of eviction, pins and anchors, tags, siblings.
+    /// Checks every invariant: links, depths, block ownership, counters, order of eviction, pins and anchors, tags,
+    /// siblings.
     ///
     /// # Errors
     /// [`Malformed`](crate::ErrorKind::Malformed) with the first broken invariant: a bug in this crate.
     ///
     /// # Complexity
-    /// O(tokens held · log blocks + blocks pinned, once a plan).
+    /// O(tokens held · log blocks + blocks pinned, once per plan).
     pub fn check(&self) -> Result<()> {
         let pins = self.check_leases()?;
         let mut totals = Totals::default();
@@ -156,7 +156,7 @@ impl RadixIndex {
         )
     }
 
-    /// Checks what leases say that they pin, and what is condemned.
+    /// Checks the pins of leases and the condemned blocks.
     fn check_leases(&self) -> Result<Pins> {
         let mut pins = Pins::default();
         let mut kept: BTreeMap<u32, u32> = BTreeMap::new();
@@ -219,7 +219,8 @@ impl RadixIndex {
         Ok(pins)
     }
 
-    /// Checks the blocks that are not indexed: by what leases keep, and by how many pin each.
+    /// Checks the blocks that are not indexed against `kept`, the blocks that leases keep, and `counts`, the pins of
+    /// each block.
     fn check_places(&self, kept: &BTreeMap<u32, u32>, counts: &BTreeMap<u32, u32>) -> Result<()> {
         let (mut condemned, mut quarantined, mut waiting) = (0, 0, BTreeSet::new());
         for (id, place) in self.blocks.known() {
@@ -431,7 +432,7 @@ impl RadixIndex {
         Ok(())
     }
 
-    /// Checks the marks of an edge, and that just those of its dead blocks are queued that may go.
+    /// Checks the marks of an edge, and that exactly the dead blocks that may be evicted are queued.
     fn check_dead(&self, at: NodeIndex, node: &Node, totals: &mut Totals) -> Result<()> {
         let Some(dead) = node.extras().and_then(|extras| extras.dead.as_ref()) else {
             return Ok(());

@@ -1,31 +1,31 @@
-//! What a sequence remembers of the index it was last used with.
+//! What a sequence remembers of the index that it was last used with.
 
 use std::sync::Arc;
 
 use crate::ids::{BlockId, Depth, NodeHandle, depth};
 
-/// Where a sequence was last found: its first `present` blocks are a path that ends in `node` or above.
+/// The last known path of a sequence: its first `present` blocks are a path that ends in `node` or above.
 #[derive(Clone, Debug)]
 pub(crate) struct Cursor {
     pub(crate) index: u64,
     pub(crate) node: NodeHandle,
     pub(crate) version: u64,
     pub(crate) present: Depth,
-    /// Blocks from the root that are exact; at most `present`.
+    /// Exact blocks from the root; at most `present`.
     pub(crate) exact: Depth,
     pub(crate) block_size: usize,
-    /// Edges that were walked to get there, those of a truncated end too.
+    /// Number of edges walked, including those of a truncated end.
     pub(crate) edges: u64,
-    /// Ids of the first blocks, as the last plan found them; no more than `present`.
+    /// Ids of the first blocks, as read by the last plan; at most `present`.
     pub(crate) ids: Option<Arc<Vec<BlockId>>>,
 }
 
 impl Cursor {
-    /// The sequence ends at `len` tokens from here on.
+    /// The sequence now ends at `len` tokens.
     pub(crate) fn truncate(&mut self, len: usize) {
         self.present = self.present.min(depth(len / self.block_size));
         self.exact = self.exact.min(self.present);
-        // What comes to stand behind the cut is another path.
+        // The sequence may continue on another path.
         if let Some(ids) = &self.ids
             && ids.len() > self.present as usize
         {

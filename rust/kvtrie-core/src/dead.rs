@@ -1,4 +1,4 @@
-//! Blocks that are marked dead: what an edge knows of its own, and the order in which they go.
+//! Dead blocks: the marks of an edge, and the order in which they are evicted.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -11,9 +11,9 @@ use crate::ranges::Ranges;
 /// The dead blocks of an edge.
 #[derive(Debug, Default)]
 pub(crate) struct Dead {
-    /// Marks by depth: present blocks alone.
+    /// Marks by depth, of present blocks only.
     pub(crate) marks: Ranges,
-    /// So many may go although they are protected: they stand above a source.
+    /// Number of these that may be evicted although they are protected: they are above a source.
     pub(crate) loose: u32,
 }
 
@@ -32,21 +32,21 @@ pub(crate) struct DeadRun {
     pub(crate) to: Depth,
 }
 
-/// The dead blocks that may go: the oldest mark first, in a mark the deepest.
+/// The dead blocks that may be evicted: the oldest mark first, then the deepest block.
 ///
-/// The blocks of a mark stand on one path, so a mark and a depth name one block.
+/// The blocks of a mark are on one path, so a mark and a depth identify one block.
 #[derive(Debug, Default)]
 pub(crate) struct DeadOrder {
     runs: BTreeMap<(u64, Reverse<Depth>), (NodeIndex, Depth)>,
 }
 
 impl DeadOrder {
-    /// The run whose last block goes first.
+    /// The run whose last block is evicted first.
     pub(crate) fn first(&self) -> Option<DeadRun> {
         self.runs().next()
     }
 
-    /// All runs, as they go.
+    /// All runs in order of eviction.
     pub(crate) fn runs(&self) -> impl Iterator<Item = DeadRun> {
         self.runs
             .iter()
@@ -68,7 +68,7 @@ impl DeadOrder {
         self.runs.insert((mark, Reverse(to)), (node, from));
     }
 
-    /// Takes out what there is of a mark between two depths, and answers it.
+    /// Removes and returns the blocks of a mark between two depths.
     pub(crate) fn cut(&mut self, mark: u64, from: Depth, to: Depth) -> SmallVec<[DeadRun; 2]> {
         let behind = (mark, Reverse(Depth::MAX))..(mark, Reverse(from));
         let mut gone: SmallVec<[DeadRun; 2]> = SmallVec::new();

@@ -1,4 +1,4 @@
-//! One number for the logical state: two ranks that were fed the same calls must agree on it.
+//! A digest that ranks must agree on after the same calls.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -8,12 +8,12 @@ use crate::siblings;
 use crate::tree::RadixIndex;
 
 impl RadixIndex {
-    /// A digest of the logical state: every entry with its tokens, block, label, tags, mark and last use, pins, what is
-    /// condemned or waits (in order), the clock and the kinds. Seeds and the order in which
-    /// edges came to be split are not in it.
+    /// A digest of the logical state: every entry with its tokens, block, label, tags, mark and last use; pins;
+    /// condemned and waiting blocks (these in order); the clock and the kinds. It does not depend on seeds or on the
+    /// order of splits.
     ///
     /// # Complexity
-    /// O(tokens held + blocks pinned, once a plan).
+    /// O(tokens held + blocks pinned, once per plan).
     #[must_use]
     pub fn digest(&self) -> u64 {
         let mut all = DefaultHasher::new();
@@ -32,7 +32,7 @@ impl RadixIndex {
                 (id, std::mem::discriminant(&place), pins).hash(&mut all);
             }
         }
-        // Entries are summed, since no order among siblings is part of the state.
+        // Entries are summed: siblings have no order in the logical state.
         let marks = self.mark_ranks();
         let entries = self.trees.iter().fold(0u64, |sum, (_, tree)| {
             let mut namespace = DefaultHasher::new();
@@ -44,7 +44,7 @@ impl RadixIndex {
     }
 
     fn digest_tree(&self, root: u32, namespace: u64, marks: &BTreeMap<u64, usize>) -> u64 {
-        // Parents first: (node, digest of the path above it, where in the list its parent stands).
+        // Parents first: (node, digest of the path above it, index of its parent in the list).
         let mut order = vec![(root, namespace, 0)];
         let mut at = 0;
         while let Some(&(node, above, _)) = order.get(at) {
@@ -57,7 +57,7 @@ impl RadixIndex {
             order.extend(children.into_iter().map(|child| (child, path, at)));
             at += 1;
         }
-        // Children first, so that a block knows the latest use below it.
+        // Children first, so that the latest use below a block is known.
         let mut latest_below = vec![0; order.len()];
         let mut sum = 0u64;
         for (at, &(node, above, parent)) in order.iter().enumerate().rev() {
@@ -95,7 +95,7 @@ impl RadixIndex {
         sum
     }
 
-    /// How many plans pin each block.
+    /// The number of plans that pin each block.
     pub(crate) fn pin_counts(&self) -> BTreeMap<u32, u32> {
         let mut counts = BTreeMap::new();
         for (_, lease) in self.leases.iter() {
@@ -111,7 +111,7 @@ impl RadixIndex {
         counts
     }
 
-    /// The digest of a path that is one block longer.
+    /// The digest of a path extended by one block.
     fn path_digest(&self, above: u64, node: u32, depth: u32) -> u64 {
         let (start, end) = self.tokens_of(depth);
         let block = self.nodes[node].view(self.block_size()).slice(start, end);

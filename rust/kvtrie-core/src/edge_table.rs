@@ -1,6 +1,6 @@
-//! Children by hash: (parent, first block) leads to a node.
+//! A hash table of children: (parent, first block) to node.
 //!
-//! The table is cut into shards that grow on their own, so that no insert pays for moving all of it at once.
+//! Its shards grow separately, so no insert pays for moving the whole table.
 
 use hashbrown::HashTable;
 
@@ -8,7 +8,7 @@ use crate::ids::NodeIndex;
 
 const SHARDS: usize = 256;
 
-/// The table. Hashes nominate: the caller of [`Self::find`] compares.
+/// The table. Hashes only suggest candidates: the caller of [`Self::find`] compares.
 #[derive(Debug)]
 pub(crate) struct EdgeTable {
     shards: Box<[HashTable<NodeIndex>; SHARDS]>,
@@ -24,14 +24,14 @@ impl Default for EdgeTable {
     }
 }
 
-/// The shard, by the highest bits, and the hash inside it: a shard's table looks at the lowest bits and the highest.
+/// The highest byte is the shard. The hash is mixed again, because a shard's table uses its lowest and highest bits.
 fn place(hash: u64) -> (usize, u64) {
     let [.., shard] = hash.to_le_bytes();
     (shard.into(), hash.wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
 impl EdgeTable {
-    /// Adds a node that is not in the table. `hash_of` tells the hashes of those that are, should they have to move.
+    /// Adds a new node. `hash_of` is called for nodes that must move.
     pub(crate) fn add(&mut self, hash: u64, node: NodeIndex, hash_of: impl Fn(NodeIndex) -> u64) {
         let (shard, hash) = place(hash);
         self.shards[shard].insert_unique(hash, node, |&node| place(hash_of(node)).1);
@@ -46,7 +46,7 @@ impl EdgeTable {
         }
     }
 
-    /// `new` takes the place of `old`, which has the same hash.
+    /// Replaces `old` with `new`, which has the same hash.
     pub(crate) fn replace(&mut self, hash: u64, old: NodeIndex, new: NodeIndex) {
         let (shard, hash) = place(hash);
         if let Some(entry) = self.shards[shard].find_mut(hash, |&known| known == old) {

@@ -1,4 +1,4 @@
-//! What few edges have: holes, labels, tags, items, uses that end inside.
+//! What only few edges have: holes, labels, tags, items, uses that end inside.
 
 use smallvec::SmallVec;
 
@@ -11,21 +11,20 @@ use crate::tokens::Item;
 
 /// Uses of paths that end inside an edge.
 ///
-/// A use of a path stamps every block above its end, so it is kept once, at the deepest node: the stamp of a block is
-/// the latest among the uses that end behind it. A node that loses a child takes over the child's latest use.
+/// A use of a path touches every block above its end, so it is stored once, at the deepest node. The last use of a
+/// block is the latest use that ends after it. A node takes over the latest use of a child that it loses.
 #[derive(Debug, Default)]
 pub(crate) struct InnerUses {
-    /// (depth at which a use ended, stamp): ends descend, stamps ascend, so every pair says something.
+    /// (depth at which a use ended, its time): depths descend, times ascend.
     paths: SmallVec<[(Depth, u64); 2]>,
 }
 
 impl InnerUses {
-    /// (depth at which a use ended, stamp), deepest and oldest first.
     pub(crate) fn pairs(&self) -> &[(Depth, u64)] {
         &self.paths
     }
 
-    /// The uses of these pairs, if ends descend and stamps ascend.
+    /// Uses from pairs; `None` unless depths descend and times ascend.
     pub(crate) fn from_pairs(pairs: SmallVec<[(Depth, u64); 2]>) -> Option<Self> {
         let sorted = pairs
             .windows(2)
@@ -33,7 +32,7 @@ impl InnerUses {
         sorted.then_some(Self { paths: pairs })
     }
 
-    /// A use that ends behind the block `end - 1`, newer than all others.
+    /// Adds a use that ends at `end` and is newer than all others.
     pub(crate) fn touch(&mut self, end: Depth, stamp: u64) {
         while self.paths.last().is_some_and(|&(old, _)| old <= end) {
             self.paths.pop();
@@ -41,18 +40,18 @@ impl InnerUses {
         self.paths.push((end, stamp));
     }
 
-    /// A use of the whole edge that is newer than all others hides them.
+    /// A use of the whole edge, newer than all others, hides them.
     pub(crate) fn clear(&mut self) {
         self.paths.clear();
     }
 
-    /// A use of the whole edge hides what is older.
+    /// A use of the whole edge hides older ones.
     pub(crate) fn cover(&mut self, stamp: u64) {
         let hidden = self.paths.partition_point(|&(_, old)| old <= stamp);
         self.paths.drain(..hidden);
     }
 
-    /// Last use of the block at `depth` that ends inside the edge; 0 if there was none.
+    /// Last use of the block at `depth` that ends inside the edge; 0 if there is none.
     pub(crate) fn stamp(&self, depth: Depth) -> u64 {
         let behind = self.paths.partition_point(|&(end, _)| end > depth);
         behind.checked_sub(1).map_or(0, |at| self.paths[at].1)
@@ -62,7 +61,7 @@ impl InnerUses {
         self.paths.last().map_or(0, |&(_, stamp)| stamp)
     }
 
-    /// The edge ends at `end` from here on: answers the latest use that reaches there, which is inside no more.
+    /// The edge now ends at `end`: removes the uses that reach it, and returns the latest.
     pub(crate) fn truncate(&mut self, end: Depth) -> u64 {
         let beyond = self.paths.partition_point(|&(old, _)| old >= end);
         let latest = beyond.checked_sub(1).map_or(0, |at| self.paths[at].1);
@@ -79,19 +78,17 @@ impl InnerUses {
     }
 }
 
-/// What few edges have.
 #[derive(Debug, Default)]
 pub(crate) struct Extras {
-    /// Of every block, or empty while every block is exact.
+    /// One per block, or empty while every block is exact.
     pub(crate) labels: Vec<Label>,
     pub(crate) num_holes: u32,
     pub(crate) num_approximate: u32,
-    /// Items that reach into the edge, in absolute positions.
+    /// Items that overlap the edge, at absolute positions.
     pub(crate) items: Vec<Item>,
     pub(crate) tags: Tags,
     pub(crate) uses: InnerUses,
-    /// Last uses of blocks as the source of a copy, as far as they are newer than those of paths: such a use does not stamp
-    /// what lies above.
+    /// Last uses of blocks as a copy source, if newer than those by paths. They do not touch the blocks above.
     pub(crate) source_uses: Ranges,
     pub(crate) dead: Option<Box<Dead>>,
 }

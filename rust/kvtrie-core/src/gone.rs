@@ -1,20 +1,20 @@
-//! What left the index lately: a bounded record by which `explain` tells what was evicted from what never was cached.
+//! The latest departures: `explain` uses them to distinguish evicted blocks from blocks that were never cached.
 //!
-//! Blocks leave an edge from its end, so of those that leave together only the first is noted: it is the one at which a
-//! later match ends. A note says behind which place (a node that lives, at a depth) which tokens stood. So it speaks of one
-//! whole prefix: it is right but for a collision of 64 bits, and it is lost where the prefix itself leaves and comes back.
+//! Blocks leave an edge from its end, so only the first of those that leave together is noted: a later match ends
+//! there. A note names a place (a living node and a depth) and the tokens after it, and so one whole prefix. It is
+//! wrong only with a collision of 64 bits, and lost if the prefix itself leaves, even if it comes back.
 
 use crate::ids::{Depth, NO_NODE, NodeHandle, NodeIndex};
 use crate::node::Node;
 use crate::tokens::View;
 
-/// Departures that are kept, the latest: 20 bytes each.
+/// Departures kept; 20 bytes each.
 pub(crate) const MOST: usize = 4096;
 
 /// A departure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Note {
-    /// The node whose blocks end, or ended, in front of what left; none for the first block of a path.
+    /// The node of the block before the departed one; none for the first block of a path.
     pub(crate) node: NodeIndex,
     pub(crate) generation: u32,
     pub(crate) depth: Depth,
@@ -23,7 +23,7 @@ pub(crate) struct Note {
 }
 
 impl Note {
-    /// No departure: no path is as deep as that.
+    /// No departure: no path is as deep.
     const NONE: Self = Self {
         node: NO_NODE,
         generation: 0,
@@ -49,9 +49,9 @@ impl Note {
 /// The latest departures.
 #[derive(Debug)]
 pub(crate) struct Gone {
-    /// Made when something leaves for the first time; full of [`Note::NONE`].
+    /// Allocated at the first departure; filled with [`Note::NONE`].
     notes: Option<Box<[Note; MOST]>>,
-    /// Where the next goes, and the oldest stands.
+    /// Index of the next note, and of the oldest.
     next: usize,
     keys: [u64; 2],
 }
@@ -66,8 +66,7 @@ impl Gone {
         }
     }
 
-    /// The digest of the block of an edge at a depth, and of what stands for the prefix of the first block of a path: a digest
-    /// itself, or 0.
+    /// The digest of the block of an edge at a depth. `prefix` is the digest of what is before a first block, or 0.
     #[inline(always)]
     #[expect(
         clippy::inline_always,
@@ -91,7 +90,7 @@ impl Gone {
         self.rest(self.fours(prefix, block.tokens).0, block)
     }
 
-    /// Digests what is whole fours of the tokens; answers how many are left.
+    /// Digests the tokens in whole fours; returns how many are left.
     #[inline]
     fn fours(&self, prefix: u64, tokens: &[u32]) -> (u64, usize) {
         let [first, second] = self.keys;
@@ -104,7 +103,7 @@ impl Gone {
         (digest, rest.len())
     }
 
-    /// Digests what is left of the tokens, and the items.
+    /// Digests the other tokens, and the items.
     #[cold]
     fn rest(&self, mut digest: u64, block: View<'_>) -> u64 {
         let [first, second] = self.keys;
@@ -150,7 +149,7 @@ fn none() -> Box<[Note; MOST]> {
     notes.try_into().expect("there are as many notes")
 }
 
-/// The two halves of a product, xored.
+/// The XOR of the two halves of a product.
 #[inline]
 #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
 fn fold(a: u64, b: u64) -> u64 {

@@ -1,4 +1,4 @@
-//! The mutable side of a plan: what it pins.
+//! Leases: the mutable part of plans.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use crate::ids::Depth;
 use crate::namespace::Namespace;
 
-/// Consecutive present blocks of one path, named by the last: an edge that is cut between them changes nothing.
+/// Consecutive present blocks of one path, identified by the last: a split of their edge changes nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stretch {
     /// An indexed block.
@@ -24,24 +24,24 @@ struct Kept {
     sources: BTreeSet<u32>,
 }
 
-/// The mutable side of a plan, owned by the index until the plan is released.
+/// The pins of a plan. The index owns it until the plan is released.
 ///
-/// However many blocks it pins in a row, a pin is one entry. A block that leaves while it is pinned is cut out of what names
-/// it, and from then on kept by its id.
+/// A pin is one entry for any number of consecutive blocks. A pinned block that leaves is cut out of its entry and kept
+/// by its id.
 #[derive(Debug)]
 pub(crate) struct Lease {
     pub(crate) namespace: Arc<Namespace>,
-    /// Whether blocks are pinned under it at all.
+    /// Whether the lease pins blocks at all.
     pub(crate) pinned: bool,
-    /// Its namespace was dropped or the index reset: inserts take nothing.
+    /// The namespace was dropped or the index reset: inserts take nothing.
     pub(crate) over: bool,
-    /// What backs sequences: one whole path, but for forks and what is left of a path of which blocks have left.
+    /// Blocks that back sequences: usually one whole path; several after a fork, or if blocks have left.
     pub(crate) paths: SmallVec<[Stretch; 2]>,
-    /// What is copied from.
+    /// Copy sources.
     pub(crate) sources: SmallVec<[Stretch; 2]>,
-    /// What has left them, which few plans have any of.
+    /// Pinned blocks that have left; rare.
     kept: Option<Box<Kept>>,
-    /// First token of the plan that is approximate.
+    /// The plan's first approximate token.
     pub(crate) first_approximate: Option<usize>,
 }
 
@@ -58,13 +58,12 @@ impl Lease {
         }
     }
 
-    /// Whether it pins anything to copy from.
     pub(crate) fn pins_sources(&self) -> bool {
         let kept = self.kept.as_ref();
         !self.sources.is_empty() || kept.is_some_and(|kept| !kept.sources.is_empty())
     }
 
-    /// Keeps a block that has left what is pinned, as a source or not; answers whether it was not kept so before.
+    /// Keeps a block that left a pinned stretch; returns whether it is new in its set.
     pub(crate) fn keep(&mut self, id: u32, is_source: bool) -> bool {
         let kept = self.kept.get_or_insert_default();
         let own = if is_source {
@@ -75,13 +74,13 @@ impl Lease {
         own.insert(id)
     }
 
-    /// Condemned blocks that it pins, twice if they are kept as sources too.
+    /// Condemned blocks that it pins; twice if they are kept in both sets.
     pub(crate) fn kept(&self) -> impl Iterator<Item = u32> {
         let kept = self.kept.iter();
         kept.flat_map(|kept| kept.paths.iter().chain(&kept.sources).copied())
     }
 
-    /// Entries that releasing it goes through.
+    /// Entries that a release visits.
     pub(crate) fn num_entries(&self) -> usize {
         let kept = self.kept.as_ref();
         let kept = kept.map_or(0, |kept| kept.paths.len() + kept.sources.len());

@@ -1,15 +1,15 @@
-//! Which leaf is evicted from next: an addressable heap over the leaves that may go.
+//! The order of eviction: an addressable heap of the leaves that may be evicted.
 //!
-//! A leaf whose last block is unpinned stands in the heap under the last use of that block; of equal ones the deepest, then
-//! the lowest id goes first. Entries carry the stamp alone, 12 bytes, so that the entries on the way down share few cache
-//! lines; ties, which are rare, are settled by the nodes. Each operation costs O(log n) in the number of such leaves.
+//! The key of a leaf is the last use of its last block, which is unpinned; ties are resolved by the deepest block, then
+//! the lowest id, and are rare. An entry is 12 bytes, without the tie, so that many fit into a cache line. Each
+//! operation costs O(log leaves in the heap).
 
 use std::cmp::{Ordering, Reverse};
 
 use crate::ids::{Depth, NodeIndex};
 use crate::paged::Paged;
 
-/// Children of a heap entry: four of them share a cache line or two.
+/// Children of a heap entry. Four fit into one or two cache lines.
 pub(crate) const ARITY: usize = 4;
 
 #[derive(Clone, Copy, Debug)]
@@ -33,33 +33,31 @@ impl Entry {
     }
 }
 
-/// What the heap asks and tells of the leaves.
+/// The heap's access to the leaves.
 pub(crate) trait Leaves {
-    /// Among leaves of one last use, smaller goes first.
+    /// Among leaves with the same last use, the smallest is first.
     fn tie(&self, node: NodeIndex) -> (Reverse<Depth>, u32);
-    /// The leaf's entry lies at `position` from here on, or nowhere.
+    /// The leaf's entry is now at `position`, or removed.
     fn moved(&mut self, node: NodeIndex, position: Option<u32>);
 }
 
-/// The heap.
 #[derive(Debug, Default)]
 pub(crate) struct EvictionOrder {
     heap: Paged<Entry>,
 }
 
 impl EvictionOrder {
-    /// The leaf that goes first.
     pub(crate) fn first(&self) -> Option<NodeIndex> {
         (self.heap.len() > 0).then(|| self.heap[0].node)
     }
 
-    /// The earliest last use of any leaf but the first.
+    /// The earliest last use of all leaves except the first.
     pub(crate) fn second_stamp(&self) -> Option<u64> {
         let children = 1..self.heap.len().min(1 + ARITY);
         children.map(|at| self.heap[at].stamp()).min()
     }
 
-    /// Every leaf with its last use, in no particular order.
+    /// All leaves with their last uses, in no particular order.
     pub(crate) fn entries(&self) -> impl ExactSizeIterator<Item = (u64, NodeIndex)> {
         self.heap.iter().map(|entry| (entry.stamp(), entry.node))
     }
@@ -69,7 +67,7 @@ impl EvictionOrder {
         self.rise(self.heap.len() - 1, leaves);
     }
 
-    /// The leaf at `position` has a new last use, depth or id.
+    /// Updates a leaf whose last use, depth or id changed.
     pub(crate) fn update(&mut self, position: u32, stamp: u64, leaves: &mut impl Leaves) {
         let at = position as usize;
         self.heap[at] = Entry::new(stamp, self.heap[at].node);
@@ -77,7 +75,6 @@ impl EvictionOrder {
         self.sink(at, leaves);
     }
 
-    /// Takes out the entry at `position`.
     pub(crate) fn remove(&mut self, position: u32, leaves: &mut impl Leaves) {
         let at = position as usize;
         let gone = self.heap.swap_remove(at);

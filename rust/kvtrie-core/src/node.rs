@@ -1,6 +1,6 @@
-//! The node record: an edge of whole blocks with its links. 80 bytes, so that a crowd of leaves is small.
+//! The node record: an edge of whole blocks with its links. 80 bytes, to keep many leaves small.
 //!
-//! What few edges have (holes, labels, tags, items, uses that end inside) lies in [`Extras`], made when first needed.
+//! What only few edges have is in [`Extras`], allocated when first needed.
 
 use crate::dead::Dead;
 use crate::extras::Extras;
@@ -11,17 +11,18 @@ use crate::run::Run;
 use crate::span::TagRun;
 use crate::tokens::{Item, View};
 
-/// What a node has below it, in one word: an inner node its children, a leaf its place in the order of eviction.
+/// An inner node's children, or a leaf's place in the order of eviction, in one word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Below(u32);
 
 impl Below {
     const NOTHING: Self = Self(NO_NODE);
-    /// Set in the place of a queued leaf. There are fewer nodes than 2³¹: each has a block of its own, or holds up one.
+    /// Set in the place of a queued leaf. There are fewer nodes than 2³¹: each contains a present block or is above
+    /// one.
     const QUEUED: u32 = 1 << 31;
 }
 
-/// What protects blocks of a node: the strongest of what is pinned at or below it.
+/// The strongest kind of pin at or below a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Guard {
     Nothing,
@@ -31,7 +32,7 @@ pub(crate) enum Guard {
     Path,
 }
 
-/// One edge of the forest with its lower end. In this order: what a walk up or down reads lies together.
+/// One edge of the forest with its lower end. What a walk up or down reads is adjacent.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Node {
@@ -43,26 +44,25 @@ pub(crate) struct Node {
     /// Blocks above this edge.
     pub(crate) depth: Depth,
     below: Below,
-    /// Last use of the whole edge by a path that ends at its lower end; 0 if there was none.
+    /// Last use of the whole edge by a path that ends at its lower end; 0 if there is none.
     stamp: u64,
     pub(crate) tree: u32,
-    /// Siblings in token order: the node's links in a treap whose root the parent holds.
+    /// Links in the treap of siblings, in token order; the parent stores its root.
     pub(crate) left: NodeIndex,
     pub(crate) right: NodeIndex,
     pub(crate) up: NodeIndex,
-    /// First token, so that most siblings are told apart by their records alone.
+    /// First token; most siblings differ in it.
     pub(crate) first: u32,
-    /// Counts what makes handles stale; the arena's.
+    /// Incremented by the arena to make handles stale.
     pub(crate) generation: u32,
 }
 
 impl Node {
-    /// Set in `protection` if paths that are pinned end in this node.
+    /// Set in `protection` if pinned paths end in this node.
     pub(crate) const ANCHORED: u32 = 1 << 31;
-    /// Set in `protection` if the table of sources has this node. A child that is counted has an end of a path at or below
-    /// it: there are fewer than 2³⁰.
+    /// Set in `protection` if the node is in the table of sources. A counted child has the end of a pinned path at or
+    /// below it, so there are fewer than 2³⁰.
     pub(crate) const SOURCED: u32 = 1 << 30;
-    /// The `parent` of a vacant place.
     const VACANT: NodeIndex = NO_NODE - 1;
 
     pub(crate) fn new(tree: u32, parent: NodeIndex, depth: Depth) -> Self {
@@ -83,7 +83,7 @@ impl Node {
         }
     }
 
-    /// An edge of these blocks, without links. The counts in `extras` are set here.
+    /// An edge of these blocks, without links. Sets the counts in `extras`.
     pub(crate) fn of_parts(
         (tree, parent, depth): (u32, NodeIndex, Depth),
         tokens: &[u32],
@@ -107,7 +107,6 @@ impl Node {
         node
     }
 
-    /// A place of the arena that holds no node.
     pub(crate) fn vacant(generation: u32, next: NodeIndex) -> Self {
         Self {
             generation,
@@ -124,12 +123,11 @@ impl Node {
         self.up
     }
 
-    /// Depth of the edge's lower end.
     pub(crate) fn end(&self) -> Depth {
         self.depth + self.run.num_blocks()
     }
 
-    /// Whether a pinned path goes on below the edge: then all of it is protected.
+    /// Whether a pinned path continues below the edge; the whole edge is protected then.
     pub(crate) fn has_paths_below(&self) -> bool {
         self.protection & !(Self::ANCHORED | Self::SOURCED) != 0
     }
@@ -150,7 +148,7 @@ impl Node {
         self.first_child() != NO_NODE
     }
 
-    /// The root of the children's treap.
+    /// Root of the children's treap.
     pub(crate) fn first_child(&self) -> NodeIndex {
         if self.below == Below::NOTHING || self.below.0 & Below::QUEUED != 0 {
             NO_NODE
@@ -159,7 +157,7 @@ impl Node {
         }
     }
 
-    /// Sets the root of the children's treap. A leaf that is queued is taken out of the queue first.
+    /// A queued leaf must be removed from the queue before.
     pub(crate) fn set_first_child(&mut self, child: NodeIndex) {
         debug_assert!(self.queued().is_none());
         self.below = Below(child);
@@ -219,7 +217,6 @@ impl Node {
             .map_or(0, |extras| extras.num_approximate)
     }
 
-    /// Puts a payload in the place of another, a hole among them.
     pub(crate) fn set_payload(&mut self, depth: Depth, new: Payload, block_size: usize) {
         let at = (depth - self.depth) as usize;
         let len = self.run.len();
@@ -243,7 +240,6 @@ impl Node {
         self.prune();
     }
 
-    /// Puts holes in the place of present blocks.
     pub(crate) fn vacate(&mut self, from: Depth, to: Depth, block_size: usize) {
         let (start, end) = ((from - self.depth) as usize, (to - self.depth) as usize);
         for at in start..end {
@@ -261,7 +257,7 @@ impl Node {
         extras.source_uses.clear(from, to);
     }
 
-    /// Lengthens the edge by blocks that are used by whoever adds them. No labels: all are exact.
+    /// Appends blocks that the caller touches; exact ones without labels.
     pub(crate) fn extend(
         &mut self,
         tokens: &[u32],
@@ -286,7 +282,7 @@ impl Node {
         }
     }
 
-    /// Keeps the blocks above `end`, of which the last is present, and answers how many holes went.
+    /// Drops the blocks from `end` on; the block before is present. Returns the number of holes dropped.
     pub(crate) fn truncate(&mut self, end: Depth, block_size: usize) -> u32 {
         let len = (end - self.depth) as usize;
         let holes = (end..self.end())
@@ -310,7 +306,7 @@ impl Node {
         holes
     }
 
-    /// Cuts off the blocks above `at`, inside the edge, as an edge of its own without links.
+    /// Splits off the blocks above `at`, inside the edge, as an edge without links.
     pub(crate) fn split_front(&mut self, at: Depth, block_size: usize) -> Self {
         let mut front = Self::new(self.tree, self.parent, self.depth);
         let blocks = at - self.depth;
@@ -354,7 +350,6 @@ impl Node {
         front
     }
 
-    /// The tokens of the edge.
     pub(crate) fn view(&self, block_size: usize) -> View<'_> {
         View {
             tokens: self.run.tokens(block_size),
@@ -368,12 +363,11 @@ impl Node {
         self.view(block_size).slice(base, base + block_size)
     }
 
-    /// Whether the first block is present and exact.
     pub(crate) fn starts_exact(&self, block_size: usize) -> bool {
         self.extras.is_none() || self.payload(self.depth, block_size).is_exact()
     }
 
-    /// First depth in `from..to` whose block is not present and exact; `to` if there is none.
+    /// First depth in `from..to` whose block is not both present and exact; `to` if there is none.
     pub(crate) fn exact_until(&self, from: Depth, to: Depth, block_size: usize) -> Depth {
         if self.num_holes() == 0 && self.num_approximate() == 0 {
             return to;
@@ -400,7 +394,6 @@ impl Node {
             .unwrap_or(to)
     }
 
-    /// Present blocks in `from..to`.
     pub(crate) fn num_present(&self, from: Depth, to: Depth, block_size: usize) -> u32 {
         if self.num_holes() == 0 {
             return to - from;
@@ -409,7 +402,6 @@ impl Node {
         crate::ids::depth(present.count())
     }
 
-    /// Present blocks of the edge.
     pub(crate) fn present(&self, block_size: usize) -> u32 {
         if self.extras.is_none() {
             return self.run.num_blocks();
@@ -417,7 +409,7 @@ impl Node {
         self.num_present(self.depth, self.end(), block_size)
     }
 
-    /// A use newer than all others, of a path that ends at `end`.
+    /// Adds a use of a path that ends at `end`, newer than all others.
     pub(crate) fn touch(&mut self, end: Depth, stamp: u64) {
         if end < self.end() {
             let extras = self.extras_mut();
@@ -433,7 +425,7 @@ impl Node {
         }
     }
 
-    /// A use of any age, of a path through the whole edge.
+    /// Adds a use, of any age, of a path through the whole edge.
     pub(crate) fn add_use(&mut self, stamp: u64) {
         self.stamp = self.stamp.max(stamp);
         if let Some(extras) = &mut self.extras {
@@ -465,23 +457,22 @@ impl Node {
         self.stamp
     }
 
-    /// Whether every block is present, exact and without tags or items, and was last used with all others.
+    /// Whether all blocks are present, exact, not dead, without tags or items, and have one last use.
     pub(crate) fn is_plain(&self) -> bool {
         self.extras.is_none()
     }
 
-    /// Whether a block is marked dead.
     pub(crate) fn has_dead(&self) -> bool {
         self.extras
             .as_ref()
             .is_some_and(|extras| extras.dead.is_some())
     }
 
-    /// Marks of dead blocks, by depth.
     pub(crate) fn tags(&self) -> &[TagRun] {
         self.extras().map_or(&[], |extras| extras.tags.runs())
     }
 
+    /// Marks of dead blocks, by depth.
     pub(crate) fn dead_marks(&self) -> &[Range] {
         let dead = self.extras.as_ref().and_then(|extras| extras.dead.as_ref());
         dead.map_or(&[], |dead| dead.marks.as_slice())
@@ -495,12 +486,12 @@ impl Node {
         self.extras.as_deref()
     }
 
-    /// The extras, made if there are none; they go when they are empty and [`Self::prune`] is called.
+    /// The extras, allocated if necessary; [`Self::prune`] drops them once they are empty.
     pub(crate) fn extras_mut(&mut self) -> &mut Extras {
         self.extras.get_or_insert_default()
     }
 
-    /// Drops extras that say nothing.
+    /// Drops empty extras.
     pub(crate) fn prune(&mut self) {
         if self.extras.as_ref().is_some_and(|extras| extras.is_empty()) {
             self.extras = None;

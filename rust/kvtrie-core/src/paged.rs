@@ -1,10 +1,9 @@
-//! A vector in pages: it grows without moving anything, and what is not used of the last page is all the slack.
+//! A vector in pages: it grows without moving values, and the only slack is the unused part of the last page.
 
 use std::ops::{Index, IndexMut};
 
 const PAGE: usize = 512;
 
-/// A list of values that are copied in and out.
 #[derive(Debug)]
 pub(crate) struct Paged<T> {
     pages: Vec<Box<[T; PAGE]>>,
@@ -34,7 +33,7 @@ impl<T: Copy> Paged<T> {
         self[last] = value;
     }
 
-    /// Takes out the value at `at`; the last takes its place.
+    /// Removes and returns the value at `at`; the last value replaces it.
     ///
     /// # Panics
     /// If `at` is not below the length.
@@ -42,7 +41,7 @@ impl<T: Copy> Paged<T> {
         let value = self[at];
         self[at] = self[self.len - 1];
         self.len -= 1;
-        // One page is kept in reserve, so that a length that goes up and down does not allocate.
+        // One spare page is kept, so a length that goes up and down does not allocate.
         self.pages.truncate(self.len.div_ceil(PAGE) + 1);
         value
     }

@@ -1,8 +1,8 @@
-//! What backs one block of a path.
+//! Entries of blocks: payloads and labels.
 
 use crate::ids::ABSENT;
 
-/// How exact an entry is, and how often its KV was placed elsewhere: the class in one bit, the hops in fifteen.
+/// The class and the hops of an entry: one bit and fifteen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Label(u16);
 
@@ -15,7 +15,7 @@ impl Label {
         Self(1 << 15 | hops.min(Self::MAX_HOPS))
     }
 
-    /// The label of these bits, if it is one.
+    /// The label with these bits, if they are valid.
     pub(crate) fn from_bits(bits: u16) -> Option<Self> {
         (bits == 0 || bits >> 15 == 1).then_some(Self(bits))
     }
@@ -33,7 +33,8 @@ impl Label {
     }
 }
 
-/// What backs one block of a path: today one block id and its label. Layers that need several ids a position go here.
+/// The entry of one block of a path: a block id and its label. Layers that need several ids per position would add them
+/// here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Payload {
     pub(crate) id: u32,

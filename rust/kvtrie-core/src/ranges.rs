@@ -1,8 +1,7 @@
-//! Depths with a number each, kept as ranges: uses as a source, marks of the dead.
+//! A number per depth, stored as ranges: for uses as a source and for dead marks.
 
 use crate::ids::Depth;
 
-/// Consecutive depths of one number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Range {
     pub(crate) from: Depth,
@@ -10,7 +9,7 @@ pub(crate) struct Range {
     pub(crate) value: u64,
 }
 
-/// Ascending, disjoint, non-empty ranges; those that touch have different numbers.
+/// Ascending, disjoint, non-empty ranges; touching ones have different numbers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Ranges(Vec<Range>);
 
@@ -19,7 +18,7 @@ impl Ranges {
         self.0.is_empty()
     }
 
-    /// The ranges of this list, if it is what it must be.
+    /// The ranges of a list, if they have this form.
     pub(crate) fn from_vec(ranges: Vec<Range>) -> Option<Self> {
         let each = ranges.iter().all(|range| range.from < range.to);
         let all = ranges.windows(2).all(|pair| {
@@ -33,7 +32,6 @@ impl Ranges {
         &self.0
     }
 
-    /// Depths that have a number.
     pub(crate) fn num_depths(&self) -> u32 {
         self.0.iter().map(|range| range.to - range.from).sum()
     }
@@ -44,7 +42,7 @@ impl Ranges {
         (range.from <= depth).then_some(range.value)
     }
 
-    /// Gives the depths `from..to` this number, whatever they had.
+    /// Sets the number of the depths `from..to`.
     pub(crate) fn set(&mut self, from: Depth, to: Depth, value: u64) {
         match self.0.last() {
             Some(last) if last.to >= from => {
@@ -54,8 +52,8 @@ impl Ranges {
         }
     }
 
-    /// Gives those depths of ascending, disjoint ranges this number that have none; answers how many. One pass over both lists where
-    /// that are many.
+    /// Sets the number of those depths of ascending, disjoint ranges that have none; returns how many. One pass over
+    /// both lists if there are many.
     pub(crate) fn fill(
         &mut self,
         ranges: impl IntoIterator<Item = (Depth, Depth)>,
@@ -85,7 +83,7 @@ impl Ranges {
         count
     }
 
-    /// Takes the numbers of the depths `from..to` away; answers how many had one.
+    /// Removes the numbers of the depths `from..to`; returns how many had one.
     pub(crate) fn clear(&mut self, from: Depth, to: Depth) -> u32 {
         if self.0.is_empty() || from >= to {
             return 0;
@@ -93,7 +91,7 @@ impl Ranges {
         self.replace(from, to, None)
     }
 
-    /// The depths of `from..to` that have no number, as ranges.
+    /// The depths of `from..to` without a number, as ranges.
     pub(crate) fn gaps(&self, from: Depth, to: Depth) -> Vec<(Depth, Depth)> {
         let first = self.0.partition_point(|range| range.to <= from);
         let (mut found, mut at) = (Vec::new(), from);
@@ -122,7 +120,6 @@ impl Ranges {
         })
     }
 
-    /// Splits off the depths before `at`.
     pub(crate) fn split_front(&mut self, at: Depth) -> Self {
         let first = self.0.partition_point(|range| range.to <= at);
         let behind = self.0.split_off(first);
@@ -141,7 +138,7 @@ impl Ranges {
         let last = first + self.0[first..].partition_point(|range| range.from <= to);
         let (mut had, mut middle) = (0, Range { from, to, value: 0 });
         let (mut before, mut behind) = (None, None);
-        // What only touches is looked at too: equal numbers that meet become one range.
+        // Touching ranges are included: if their numbers are equal, they become one range.
         for &range in &self.0[first..last] {
             had += range.to.min(to).saturating_sub(range.from.max(from));
             let joins = Some(range.value) == value;

@@ -1,22 +1,21 @@
-//! The tokens and block ids of one edge, in one piece of memory.
+//! The tokens and block ids of one edge, in one allocation.
 //!
-//! Tokens lie together so that they compare as memory, ids behind them so that they copy as memory. The front of an edge
-//! can be cut off without moving what stays.
+//! Tokens are adjacent so that they compare as memory, and so are the ids after them. The front of an edge can be cut
+//! off without a move of the rest.
 
-/// Blocks of an edge: `block_size` tokens and an id each, at positions `0..len`.
+/// Blocks of an edge, at positions `0..len`: `block_size` tokens and one id each.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(crate) struct Run {
-    /// Tokens of all blocks there is room for, then their ids.
+    /// Tokens of all blocks up to the capacity, then their ids.
     data: Box<[u32]>,
     len: u32,
-    /// Blocks in front of the first that were cut off.
+    /// Cut-off blocks before the first.
     skipped: u32,
 }
 
 impl Run {
-    /// An edge that is full at this length or more is not lengthened: a child is hung below it, so that growing copies
-    /// little at a time.
+    /// A full edge of this length or more is not lengthened but gets a child, so that growth copies little at a time.
     pub(crate) const LONG: usize = 256;
 
     pub(crate) fn len(&self) -> usize {
@@ -61,7 +60,7 @@ impl Run {
         self.data[from + at] = id;
     }
 
-    /// Adds whole blocks at the end: room for exactly these if the edge is new, some more if it grows.
+    /// Appends whole blocks: a new edge gets exactly the room for them, a growing edge some more.
     pub(crate) fn extend(
         &mut self,
         tokens: &[u32],
@@ -85,7 +84,6 @@ impl Run {
         self.len += crate::ids::depth(more);
     }
 
-    /// Keeps the first `len` blocks.
     pub(crate) fn truncate(&mut self, len: usize, block_size: usize) {
         self.len = crate::ids::depth(len);
         if self.capacity(block_size) > 4 * len.max(16) {
@@ -93,13 +91,13 @@ impl Run {
         }
     }
 
-    /// Moves the blocks to memory for `capacity` blocks.
+    /// Copies the blocks to memory for `capacity` blocks.
     fn resize(&mut self, capacity: usize, block_size: usize) {
         self.data = self.copied(capacity, &[], std::iter::empty(), block_size);
         self.skipped = 0;
     }
 
-    /// The blocks and some more in memory for `capacity` blocks.
+    /// A copy of the blocks and some more, with memory for `capacity` blocks.
     fn copied(
         &self,
         capacity: usize,
@@ -117,7 +115,7 @@ impl Run {
         data.into_boxed_slice()
     }
 
-    /// Gives back the room behind the last block, in place where the allocator can.
+    /// Frees the room after the last block, in place if the allocator can.
     fn shrink(&mut self, block_size: usize) {
         let len = self.len();
         if self.skipped > 0 {
@@ -130,7 +128,7 @@ impl Run {
         self.data = data.into_boxed_slice();
     }
 
-    /// Cuts off the first `blocks` blocks. Copies the shorter part (amortised).
+    /// Splits off the first `blocks` blocks. Copies the shorter part (amortized).
     pub(crate) fn split_front(&mut self, blocks: usize, block_size: usize) -> Self {
         let behind = self.len() - blocks;
         let piece = |from: usize, to: usize| {

@@ -1,8 +1,8 @@
-//! Siblings in token order: the children of a node, and which of them shares most tokens with a block that none equals.
+//! Siblings in token order: finds the child that shares most tokens with a block.
 //!
-//! A treap threaded through the node records, with seeded priorities. Children whose first block is present and exact sort
-//! before the others, for only such a block may be copied as exact. Expected O(log n) comparisons, of the first token where
-//! that differs, else of a block; a child is taken out without any.
+//! A treap in the node records, with seeded priorities. Children with a present and exact first block come first: only
+//! these may be copied as exact. Expected O(log n) comparisons, of the first token where it differs, else of a block.
+//! Removal compares nothing.
 
 use std::cmp::Ordering;
 
@@ -11,7 +11,7 @@ use crate::ids::{NO_NODE, NodeIndex};
 use crate::node::Node;
 use crate::tokens::View;
 
-/// Where a link of the treap is stored.
+/// A stored link of the treap.
 #[derive(Clone, Copy)]
 enum Link {
     Root(NodeIndex),
@@ -47,7 +47,7 @@ fn set(nodes: &mut Arena, link: Link, to: NodeIndex) {
     }
 }
 
-/// The link that leads to a node of a treap.
+/// The link to a node.
 fn link_to(nodes: &Arena, node: NodeIndex) -> Link {
     let up = nodes[node].up;
     if up == NO_NODE {
@@ -59,7 +59,7 @@ fn link_to(nodes: &Arena, node: NodeIndex) -> Link {
     }
 }
 
-/// How `a` sorts against its sibling `b`.
+/// The order of `a` and its sibling `b`.
 fn order(nodes: &Arena, block_size: usize, a: NodeIndex, b: NodeIndex) -> Ordering {
     let (a, b) = (&nodes[a], &nodes[b]);
     b.starts_exact(block_size)
@@ -68,7 +68,7 @@ fn order(nodes: &Arena, block_size: usize, a: NodeIndex, b: NodeIndex) -> Orderi
         .then_with(|| a.first_block(block_size).order(b.first_block(block_size)))
 }
 
-/// How many tokens a block shares with the first of a node, and how it sorts against that.
+/// The tokens that a block shares with the first of a node, and their order.
 fn compare(wanted: View<'_>, node: &Node, block_size: usize) -> (usize, Ordering) {
     if let Some(first) = wanted.tokens.first()
         && *first != node.first
@@ -79,7 +79,7 @@ fn compare(wanted: View<'_>, node: &Node, block_size: usize) -> (usize, Ordering
     (wanted.common(first), wanted.order(first))
 }
 
-/// Adds `node` to the children of its parent, which is not queued.
+/// Adds `node` to the children of its parent, which must not be queued.
 pub(crate) fn insert(nodes: &mut Arena, block_size: usize, node: NodeIndex) {
     let mut link = Link::Root(nodes[node].parent);
     let mut at = get(nodes, link);
@@ -107,7 +107,7 @@ pub(crate) fn insert(nodes: &mut Arena, block_size: usize, node: NodeIndex) {
     set(nodes, larger, NO_NODE);
 }
 
-/// Takes `node` out of the children of its parent.
+/// Removes `node` from the treap.
 pub(crate) fn remove(nodes: &mut Arena, node: NodeIndex) {
     let mut link = link_to(nodes, node);
     let (mut left, mut right) = (nodes[node].left, nodes[node].right);
@@ -135,8 +135,8 @@ pub(crate) fn only(nodes: &Arena, parent: NodeIndex) -> Option<NodeIndex> {
         .then_some(child)
 }
 
-/// The exact child of `parent` whose first block is `wanted`, if it stands among the first few of the treap: where there are
-/// few children, their records are read sooner than a table that leads to them.
+/// The exact child of `parent` whose first block is `wanted`, if it is near the root of the treap: a few records are
+/// read faster than a hash table.
 pub(crate) fn at_top(
     nodes: &Arena,
     block_size: usize,
@@ -164,7 +164,7 @@ pub(crate) fn at_top(
 }
 
 /// The exact child of `parent` that shares most tokens with `wanted` (at most one block, at the children's depth), and
-/// how many; of several, the one whose tokens sort first.
+/// their number; of several, the first in token order.
 pub(crate) fn nearest(
     nodes: &Arena,
     block_size: usize,
@@ -204,8 +204,8 @@ pub(crate) fn nearest(
     found
 }
 
-/// The children of `parent` whose first block is exact, or those whose is not, with how many tokens each shares with
-/// `wanted` (at most one block): those that share most first; of those that share equally many, in no useful order.
+/// The children of `parent` whose first block is exact, or is not, each with the tokens that it shares with `wanted`
+/// (at most one block), most first; ties in no useful order.
 pub(crate) fn likest<'a>(
     nodes: &'a Arena,
     block_size: usize,
@@ -243,7 +243,7 @@ pub(crate) fn likest<'a>(
     })
 }
 
-/// The sibling behind a node in token order, or before it.
+/// The next sibling in token order, or the previous one.
 fn beside(nodes: &Arena, node: NodeIndex, behind: bool) -> NodeIndex {
     let towards = |at: NodeIndex, behind: bool| {
         if behind {
@@ -268,7 +268,7 @@ fn beside(nodes: &Arena, node: NodeIndex, behind: bool) -> NodeIndex {
     at
 }
 
-/// Every child of `parent`, in the order of their records: who goes over many reads memory as it lies.
+/// All children of `parent` by index, so that a pass reads memory in order.
 pub(crate) fn all(nodes: &Arena, parent: NodeIndex) -> Vec<NodeIndex> {
     let mut found = Vec::new();
     let mut open = vec![nodes[parent].first_child()];
@@ -282,7 +282,7 @@ pub(crate) fn all(nodes: &Arena, parent: NodeIndex) -> Vec<NodeIndex> {
     found
 }
 
-/// Whether the children of `parent` are linked both ways, in order, and under falling priorities.
+/// Whether the children of `parent` are linked both ways, in token order, under descending priorities.
 pub(crate) fn check(nodes: &Arena, block_size: usize, parent: NodeIndex) -> bool {
     let all = all(nodes, parent);
     let linked = all
@@ -292,7 +292,7 @@ pub(crate) fn check(nodes: &Arena, block_size: usize, parent: NodeIndex) -> bool
         let up = nodes[node].up;
         up == NO_NODE || nodes.priority(up) >= nodes.priority(node)
     });
-    // Found from the root by token order alone: so it is in order with everything on its way.
+    // A node found from the root by token order is in order with all nodes on its way.
     let ordered = all.iter().all(|&node| {
         let mut at = nodes[parent].first_child();
         while at != NO_NODE && at != node {

@@ -1,6 +1,5 @@
-//! An arena whose handles go stale: a removed entry is detected, never followed.
+//! An arena with handles that become stale when their entry is removed.
 
-/// Names an entry of a [`Slab`] for as long as it lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Handle {
     pub(crate) index: u32,
@@ -13,7 +12,6 @@ struct Slot<T> {
     value: Option<T>,
 }
 
-/// Entries in one vector, with a free list; the lowest-level structure of the index.
 #[derive(Debug)]
 pub(crate) struct Slab<T> {
     slots: Vec<Slot<T>>,
@@ -43,7 +41,7 @@ impl<T> Slab<T> {
         index
     }
 
-    /// Removes the entry; every handle to it is stale from here on.
+    /// Removes the entry and makes every handle to it stale.
     pub(crate) fn remove(&mut self, index: u32) -> Option<T> {
         let slot = self.slots.get_mut(index as usize)?;
         let value = slot.value.take()?;
@@ -59,7 +57,6 @@ impl<T> Slab<T> {
         }
     }
 
-    /// The entry, unless the handle is stale.
     pub(crate) fn get(&self, handle: Handle) -> Option<&T> {
         let slot = self.slots.get(handle.index as usize)?;
         if slot.generation == handle.generation {
@@ -92,13 +89,13 @@ impl<T> Slab<T> {
         self.slots.len()
     }
 
-    /// The vacant places in the order in which they became so: the last is filled first.
+    /// The vacant places, oldest first; the last is filled first.
     pub(crate) fn vacant(&self) -> &[u32] {
         &self.free
     }
 
-    /// A slab of so many places of which none is filled yet: all but `vacant` are to be filled by [`Self::fill`]. None if
-    /// `vacant` names a place twice, or one that there is not.
+    /// A slab of `places` empty places: [`Self::fill`] must fill all except `vacant`. `None` if `vacant` contains a
+    /// place twice or an invalid one.
     pub(crate) fn to_fill(places: usize, vacant: Vec<u32>) -> Option<Self> {
         let mut sorted = vacant.clone();
         sorted.sort_unstable();
@@ -119,7 +116,6 @@ impl<T> Slab<T> {
         self.slots[index as usize].value = Some(value);
     }
 
-    /// Heap bytes of the slab itself, without what the entries own.
     pub(crate) fn heap_bytes(&self) -> usize {
         self.slots.capacity() * size_of::<Slot<T>>() + self.free.capacity() * size_of::<u32>()
     }
@@ -129,7 +125,7 @@ impl<T> std::ops::Index<u32> for Slab<T> {
     type Output = T;
 
     /// # Panics
-    /// If the entry is gone: links inside the index never point at a removed entry.
+    /// If the entry was removed: links inside the index never point at a removed entry.
     fn index(&self, index: u32) -> &T {
         self.slots[index as usize]
             .value

@@ -1,4 +1,4 @@
-//! What the table of windows is told when blocks come and go.
+//! Updates of the table of windows when blocks enter and leave.
 
 use crate::blocks::Place;
 use crate::fingerprints::WINDOW;
@@ -8,7 +8,7 @@ use crate::tree::RadixIndex;
 use crate::windows::Windows;
 
 impl RadixIndex {
-    /// Blocks from depth `from` on came to stand on the path of `tokens`, which begin at position 0.
+    /// Blocks entered the path of `tokens`, which begin at position 0, from depth `from` on.
     pub(super) fn add_windows(&mut self, tree: u32, tokens: &[u32], from: Depth, ids: &[BlockId]) {
         let Some(windows) = &mut self.windows else {
             return;
@@ -27,7 +27,7 @@ impl RadixIndex {
         }
     }
 
-    /// A block came to stand in a hole.
+    /// A block filled a hole.
     pub(super) fn add_windows_of(&mut self, node: NodeIndex, place: Depth, id: u32) {
         let Some(windows) = &self.windows else {
             return;
@@ -43,7 +43,7 @@ impl RadixIndex {
         self.apply_due();
     }
 
-    /// The blocks of a node in `from..to` are about to leave; their tokens are still there.
+    /// The blocks `from..to` of a node are about to leave. Their tokens are still needed here.
     pub(super) fn remove_windows_of(&mut self, node: NodeIndex, from: Depth, to: Depth) {
         let (tree, block_size) = (self.nodes[node].tree, self.block_size());
         for place in from..to {
@@ -74,7 +74,6 @@ impl RadixIndex {
         }
     }
 
-    /// Applies what waits for the table of windows.
     pub(crate) fn apply_windows(&mut self) {
         if let Some(windows) = &mut self.windows {
             let applied = windows.apply();
@@ -82,7 +81,6 @@ impl RadixIndex {
         }
     }
 
-    /// The tree that a block is cached in.
     pub(crate) fn tree_of_block(&self, id: u32) -> Option<u32> {
         match self.blocks.place(id) {
             Place::Indexed { node, .. } => Some(self.nodes[node].tree),
@@ -90,7 +88,7 @@ impl RadixIndex {
         }
     }
 
-    /// The window that ends with the token at position `end` of the path through a node that holds it.
+    /// The window that ends with the token at position `end` of the path through a node that contains it.
     pub(crate) fn window(&self, node: NodeIndex, end: usize) -> [u32; WINDOW] {
         let block_size = self.block_size();
         let (mut edge, mut until) = (&self.nodes[node], end + 1);
@@ -109,7 +107,7 @@ impl RadixIndex {
         window
     }
 
-    /// Every window that must be kept: (tree, window, block, which of the block's).
+    /// All windows that the table must contain: (tree, window, block, number of the window in the block).
     pub(crate) fn live_windows(&self) -> Vec<(u32, [u32; WINDOW], u32, usize)> {
         let mut found = Vec::new();
         let Some(windows) = &self.windows else {

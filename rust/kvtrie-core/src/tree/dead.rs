@@ -1,8 +1,8 @@
-//! Blocks that are not wanted any more: marked, passed over while pinned, revived by a use (D8, D11).
+//! Dead blocks: marks, skipped while pinned, removed by a use (D8, D11).
 //!
-//! An edge knows the marks of its own blocks. Those that may go stand in the order in which they do, as runs; an edge whose
-//! blocks are pinned, or unpinned, or change otherwise, puts its runs there anew. So an eviction looks at no block that is
-//! pinned. A use revives the blocks of its path, edge by edge, where the tree has dead blocks at all.
+//! An edge stores the marks of its own blocks. Those that may be evicted are also in
+//! [`DeadOrder`](crate::dead::DeadOrder); an edge updates its runs there after its pins or blocks change, so an
+//! eviction visits no pinned block. A use removes the marks of its path, edge by edge.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,20 +15,20 @@ use crate::tree::spans::Part;
 use crate::tree::{Effort, Position, RadixIndex, Sources, Steps};
 
 impl RadixIndex {
-    /// Marks the blocks wholly inside `ranges` as dead, and answers how many of them were not: they are evicted before
-    /// anything else, the oldest mark first, in a mark from the back. A block that is used after that is dead no more.
+    /// Marks the blocks wholly inside `ranges` as dead and returns the number of newly marked blocks. Dead blocks are
+    /// evicted before all other indexed blocks: the oldest mark first, then the deepest block. A use of a block removes
+    /// its mark.
     ///
-    /// Ranges are token positions, ascending and disjoint; those that touch are one. Blocks that are extended are passed over:
-    /// a present block below them is not on the path of `seq`, so somebody else may want them. Pinned blocks are marked, and
-    /// go when their pins have ended. A call that marks nothing is no mark.
+    /// Ranges are those of [`remove_spans`](Self::remove_spans), and a block that stays there without `force` is
+    /// skipped. Pinned blocks are marked, but leave only after their pins have ended. A call that marks nothing does
+    /// not count as a mark.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a range is reversed, begins before the last one ends, or ends
-    /// beyond the sequence; nothing is marked then.
+    /// As [`remove_spans`](Self::remove_spans); nothing is marked then.
     ///
     /// # Complexity
-    /// O(edges of the path, and tokens that the sequence was not known to share) + O(log dead runs) a run of blocks; in an edge
-    /// with holes, O(its blocks inside the ranges).
+    /// O(edges of the path + tokens not known to be shared), and O(log dead runs) per run of blocks; in an edge with
+    /// holes, O(its blocks inside the ranges).
     ///
     /// # Examples
     /// ```
@@ -45,11 +45,10 @@ impl RadixIndex {
     /// ```
     pub fn mark_dead(&mut self, seq: &TokenSequence, ranges: &[(usize, usize)]) -> Result<u64> {
         let marked = self.mark_dead_within(seq, ranges, Effort::ANY)?;
-        // No effort is too large.
         Ok(marked.unwrap_or_default())
     }
 
-    /// As [`mark_dead`](Self::mark_dead), unless that takes more than `effort`: then nothing is marked.
+    /// As [`mark_dead`](Self::mark_dead); `None`, and nothing is marked, if that takes more than `effort`.
     ///
     /// # Errors
     /// As [`mark_dead`](Self::mark_dead).
@@ -93,7 +92,7 @@ impl RadixIndex {
         Ok(Some(marked))
     }
 
-    /// The blocks of the path of `seq` that a mark is for; none if finding or marking them takes more than `effort`.
+    /// The blocks of the path of `seq` to mark; `None` if finding or marking them takes more than `effort`.
     fn parts_to_mark(
         &self,
         seq: &TokenSequence,
@@ -103,15 +102,14 @@ impl RadixIndex {
         let found = self.parts_inside(seq, ranges, false, effort)?;
         let mut steps = effort.steps();
         for (node, parts) in &found {
-            // What is dead of an edge is put into order anew.
+            // All dead runs of the edge are put into the order again.
             let known = self.nodes[*node].dead_marks().len() + parts.len();
             steps.take(known as u64)?;
         }
         Some(found)
     }
 
-    /// Counts the steps of reviving the blocks down to `at`: one for each edge and each dead run of it. None if these are more than
-    /// are left.
+    /// Counts the steps to revive the blocks down to `at`: one per edge and per dead run. `None` if fewer are left.
     #[cold]
     pub(crate) fn count_revival(&self, at: Position, steps: &mut Steps) -> Option<()> {
         if self.trees[self.nodes[at.node].tree].num_dead == 0 {
@@ -126,7 +124,6 @@ impl RadixIndex {
         Some(())
     }
 
-    /// Blocks down to `at` were used: they are dead no more.
     #[cold]
     pub(super) fn revive_path(&mut self, at: Position) {
         let tree = self.nodes[at.node].tree;
@@ -139,7 +136,6 @@ impl RadixIndex {
         }
     }
 
-    /// The blocks `from..to` of a node are dead no more.
     pub(super) fn unmark(&mut self, node: NodeIndex, from: Depth, to: Depth) {
         let edge = &self.nodes[node];
         if self.num_dead == 0 || !edge.has_dead() || from >= to {
@@ -166,7 +162,7 @@ impl RadixIndex {
         self.nodes[node].prune();
     }
 
-    /// Takes the dead blocks of a node out of the order in which they go.
+    /// Removes the dead blocks of a node from their order of eviction.
     pub(super) fn unqueue_dead(&mut self, node: NodeIndex) {
         let Some(dead) = self.nodes[node].dead_mut() else {
             return;
@@ -178,8 +174,7 @@ impl RadixIndex {
         dead.loose = 0;
     }
 
-    /// Puts the dead blocks of a node where they belong in the order in which they go, after anything that decides whether
-    /// they may has changed.
+    /// Updates the dead blocks of a node in their order of eviction, after a change of what may be evicted.
     pub(crate) fn requeue_dead(&mut self, node: NodeIndex) {
         self.unqueue_dead(node);
         let protected = self.protected_end(node);
@@ -195,7 +190,7 @@ impl RadixIndex {
         }
     }
 
-    /// The dead blocks of a node that may go: those that nobody pins, and that stand above nothing but sources.
+    /// The dead blocks of a node that may be evicted: unpinned, and above nothing pinned except sources.
     pub(crate) fn free_dead(&self, node: NodeIndex) -> Vec<DeadRun> {
         let (mut free, edge) = (Vec::new(), &self.nodes[node]);
         let Some(dead) = edge.extras().and_then(|extras| extras.dead.as_ref()) else {
@@ -226,7 +221,7 @@ impl RadixIndex {
         free
     }
 
-    /// Takes dead blocks from the end of the run that goes first, as far as `out` has fewer than `n`.
+    /// Evicts dead blocks from the end of the first run, until `out` has `n` or the run is empty.
     pub(super) fn evict_dead(&mut self, run: DeadRun, n: usize, out: &mut Vec<BlockId>) {
         let count = (run.to - run.from).min(crate::ids::depth(n - out.len()));
         let from = run.to - count;
@@ -241,13 +236,13 @@ impl RadixIndex {
         self.settle(run.node);
     }
 
-    /// The tree goes: nothing is dead there any more.
+    /// Removes the marks of a node whose tree is being removed.
     pub(super) fn forget_dead(&mut self, node: NodeIndex) {
         let (start, end) = (self.nodes[node].depth, self.nodes[node].end());
         self.unmark(node, start, end);
     }
 
-    /// Where each mark stands among those that still mark something.
+    /// The rank of each mark among those that still mark a block.
     pub(crate) fn mark_ranks(&self) -> BTreeMap<u64, usize> {
         let mut marks = BTreeSet::new();
         if self.num_dead > 0 {

@@ -1,4 +1,4 @@
-//! Edges come, grow, are cut in two and go.
+//! Creation, growth, splits and removal of edges.
 
 use crate::gone::Note;
 use crate::ids::{ABSENT, BlockId, Depth, NO_NODE, NodeHandle, NodeIndex};
@@ -8,16 +8,16 @@ use crate::siblings;
 use crate::tokens::{Item, View};
 use crate::tree::RadixIndex;
 
-/// Blocks that an insert takes behind everything that stands.
+/// Blocks that an insert appends to the path.
 #[derive(Clone, Copy)]
 pub(super) struct NewBlocks<'a> {
     pub(super) ids: &'a [BlockId],
-    /// One a block, or none if all are exact.
+    /// One per block, or empty if all are exact.
     pub(super) labels: &'a [Label],
 }
 
 impl RadixIndex {
-    /// Hangs a new edge below `parent`, whose blocks are taken from `tokens` at `from` on.
+    /// Adds a new edge below `parent`, with the tokens of `tokens` from block `from` on.
     pub(super) fn attach(
         &mut self,
         parent: NodeIndex,
@@ -35,7 +35,7 @@ impl RadixIndex {
         child
     }
 
-    /// Lengthens an edge without children.
+    /// Appends blocks to an edge without children.
     pub(super) fn append(&mut self, node: NodeIndex, tokens: View<'_>, new: NewBlocks<'_>) {
         let block_size = self.config.block_size;
         let edge = &mut self.nodes[node];
@@ -50,7 +50,7 @@ impl RadixIndex {
         self.num_approximate += u64::from(edge.num_approximate() - before);
         for item in Item::within(tokens.items, start, end) {
             let items = &mut edge.extras_mut().items;
-            // An item that reaches across the old end was cut there.
+            // An item across the old end had been cut there.
             if items
                 .last()
                 .is_some_and(|last| last.start() == item.start())
@@ -66,7 +66,7 @@ impl RadixIndex {
         self.add_windows(tree, tokens.tokens, from, new.ids);
     }
 
-    /// Makes a node a child of its parent. From the second child on, hashes lead to children.
+    /// Makes a node a child of its parent. Children are hashed from the second one on.
     pub(crate) fn link(&mut self, node: NodeIndex) {
         let parent = self.nodes[node].parent;
         if self.nodes[parent].has_children() {
@@ -78,7 +78,6 @@ impl RadixIndex {
         siblings::insert(&mut self.nodes, self.config.block_size, node);
     }
 
-    /// Takes a node from its parent.
     pub(super) fn unlink(&mut self, node: NodeIndex) {
         let parent = self.nodes[node].parent;
         if siblings::only(&self.nodes, parent).is_none() {
@@ -90,7 +89,6 @@ impl RadixIndex {
         }
     }
 
-    /// Hash under which a node that has a sibling is found.
     pub(crate) fn edge_hash(&self, node: NodeIndex) -> u64 {
         let edge = &self.nodes[node];
         let first = edge.first_block(self.config.block_size);
@@ -105,13 +103,12 @@ impl RadixIndex {
         });
     }
 
-    /// Takes a node that has a sibling out of the table of edges.
     pub(super) fn remove_edge(&mut self, node: NodeIndex) {
         self.edges.remove(self.edge_hash(node), node);
     }
 
-    /// Cuts an edge in two at depth `at`, inside it. The lower part keeps the record and the children, so that cursors and
-    /// leases that name it need not be found.
+    /// Splits an edge at depth `at`, inside it. The lower part keeps the record and the children, so cursors and leases
+    /// that name it stay valid.
     pub(super) fn split(&mut self, tail: NodeIndex, at: Depth) -> NodeIndex {
         let block_size = self.config.block_size;
         let parent = self.nodes[tail].parent;
@@ -140,7 +137,7 @@ impl RadixIndex {
         front
     }
 
-    /// Keeps the blocks of an edge above `end`, which is inside it, and answers how many holes went.
+    /// Drops the blocks of an edge from `end` on, which is inside it, and returns the number of holes dropped.
     pub(super) fn cut_end(&mut self, node: NodeIndex, end: Depth) -> u32 {
         let block_size = self.config.block_size;
         let digest = self.gone.of_edge(0, &self.nodes[node], end, block_size);
@@ -151,7 +148,8 @@ impl RadixIndex {
         holes
     }
 
-    /// What a note says of the prefix: the first block of a path stands behind no place, so its namespace is told.
+    /// The part of a note's digest before its block. A first block has no place before it, so its note includes the
+    /// namespace.
     pub(crate) fn prefix_digest(&self, tree: u32, depth: Depth) -> u64 {
         if depth > 0 {
             0
@@ -160,7 +158,7 @@ impl RadixIndex {
         }
     }
 
-    /// Unlinks an edge without children whose blocks have left; its parent takes over its latest use.
+    /// Removes an edge without children, after its blocks have left. Its parent takes over its latest use.
     pub(super) fn detach(&mut self, node: NodeIndex) {
         self.unqueue(node);
         self.unlink(node);

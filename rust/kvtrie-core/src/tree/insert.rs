@@ -1,4 +1,4 @@
-//! Taking computed blocks into the tree (D1, D2, D3, D12, D14).
+//! Adds computed blocks to the tree (D1, D2, D3, D12, D14).
 
 use crate::blocks::Place;
 use crate::error::{Error, Result};
@@ -15,33 +15,33 @@ use crate::tree::{Effort, Position, RadixIndex, Walked, Work};
 /// KV that came from elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Imported {
-    /// A block is exact iff it ends at or before this position.
+    /// Only blocks that end at or before this position are exact.
     pub exact_until: usize,
     /// Hops of the approximate rest.
     pub hops: u16,
 }
 
-/// Where offered KV came from (D14).
+/// The source of offered KV (D14).
 #[derive(Clone, Copy, Debug)]
 pub enum Source<'a> {
-    /// Built by this plan: what stands at or behind its first approximate token is approximate.
+    /// Built by this plan: all blocks from its first approximate token on are approximate.
     Plan(&'a ReusePlan),
     /// Computed from scratch.
     Computed,
-    /// Brought from elsewhere.
+    /// Imported from elsewhere.
     Imported(Imported),
 }
 
-/// How to insert.
+/// Options of an insert.
 #[derive(Clone, Copy, Debug)]
 pub struct InsertOptions<'a> {
-    /// Tokens of the sequence whose KV is computed; only blocks wholly below are taken.
+    /// Number of computed tokens; only blocks that end at or before this position are taken.
     pub num_computed: usize,
-    /// Position of the first id given, a multiple of the block size.
+    /// Position of the first id, a multiple of the block size.
     pub start: usize,
-    /// Where the KV came from.
+    /// The source of the KV.
     pub source: Source<'a>,
-    /// Tags to add afterwards.
+    /// Tags to add.
     pub spans: &'a [Span],
 }
 
@@ -58,43 +58,43 @@ impl<'a> InsertOptions<'a> {
     }
 }
 
-/// What became of the ids offered.
+/// The result of an insert.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Inserted {
     /// Ids that back the sequence from `start` on.
     pub blocks: Vec<BlockId>,
-    /// Position up to which what backs the sequence is exact.
+    /// Position up to which the blocks that back the sequence are exact.
     pub num_exact: usize,
-    /// Held ids whose place another id holds; not taken.
+    /// Held ids that were not taken: other blocks have their places.
     pub duplicates: Vec<BlockId>,
-    /// Held ids behind what was taken; not taken.
+    /// Held ids after the last block that was taken.
     pub surplus: Vec<BlockId>,
-    /// Ids that were replaced and that nobody pins: the caller's from here on.
+    /// Ids that were replaced and are not pinned; they now belong to the caller.
     pub freed: Vec<BlockId>,
 }
 
-/// The path of a sequence as far as an insert needs it.
+/// The path of a sequence, as far as an insert needs it.
 struct Path {
     at: Position,
-    /// First depth whose block is absent, or the path's end.
+    /// End of the present blocks.
     present: Depth,
-    /// First depth above `present` whose block is approximate, or `present`.
+    /// End of the exact blocks among them.
     exact: Depth,
 }
 
 impl RadixIndex {
-    /// Takes the blocks that lie wholly below `num_computed` into the tree, and says what backs the sequence then.
+    /// Adds the blocks that end at or before `num_computed`, and returns the blocks that back the sequence.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): an id outside the pool, too few ids, `num_computed` or
     ///   `start` beyond the sequence, `start` inside a block, a bad span, a plan of another index, or a sequence that
     ///   does not start with the plan's tokens.
-    /// - [`BlockInUse`](crate::ErrorKind::BlockInUse): an id backs another place, or comes twice.
+    /// - [`BlockInUse`](crate::ErrorKind::BlockInUse): an id backs another place, or occurs twice.
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the plan was released.
     ///
     /// # Complexity
-    /// O(tokens that the sequence was not known to share yet + ids offered); expected O(log siblings) comparisons of one
-    /// block where an edge is cut.
+    /// O(tokens not known to be shared + ids offered); where an edge is split, also expected O(log siblings)
+    /// comparisons of one block.
     pub fn insert(
         &mut self,
         seq: &mut TokenSequence,
@@ -112,7 +112,7 @@ impl RadixIndex {
         if let Some(path) = &path {
             self.path_ids(path.at, depth(first), &mut existing);
         }
-        // What stands there already under the same ids, the usual beginning of a table, needs no second look.
+        // Most tables begin with ids that are at their places already. These need no further check.
         let same = ids[..need.min(existing.len())]
             .iter()
             .zip(&existing)
@@ -155,7 +155,7 @@ impl RadixIndex {
                 };
                 let reached = self.take(seq, &offers, path, first, &labels, &mut done);
                 taken = done.blocks.len();
-                // The marks of what was taken went with it; of the rest, those on the path are left.
+                // Blocks that were taken lost their offer marks; duplicates did not.
                 self.blocks
                     .clear_offers(&ids[same..taken.min(existing.len()).max(same)]);
                 reached
@@ -182,7 +182,6 @@ impl RadixIndex {
             .filter(|id| self.blocks.place(id.0) == Place::Unknown)
             .collect();
         crate::failpoints::within("insert: before the tags");
-        // No effort is too large.
         let _ = self.add_tags(seq, options.spans, Effort::ANY);
         Ok(done)
     }
@@ -236,8 +235,8 @@ impl RadixIndex {
         Ok(Some(lease))
     }
 
-    /// D3: refuses ids that come twice, or that back another place than their own on the path (`existing`). Answers how many
-    /// ids there are down to the last that is not unknown; the others are marked as offered from here on.
+    /// D3: refuses ids that occur twice or back a place other than theirs on the path (`existing`). Marks unknown ids
+    /// as offered. Returns the number of ids up to the last known one.
     fn check_offers(
         &mut self,
         ids: &[BlockId],
@@ -282,7 +281,7 @@ impl RadixIndex {
         }
     }
 
-    /// The path of `seq` down to at most `limit` blocks, holes and approximate blocks included.
+    /// The path of `seq` with holes and approximate blocks, at most `limit` blocks.
     fn path_of(&self, seq: &TokenSequence, limit: Depth) -> (Option<Path>, Work) {
         let (from, exact_before) = match self.at_cursor(seq) {
             Some((at, exact)) if at.depth <= limit => (at, exact),
@@ -327,8 +326,8 @@ impl RadixIndex {
         (Some(path), work)
     }
 
-    /// Takes offers from depth `first` on; everything before stands. Answers where what backs the sequence ends, and how far
-    /// it is exact.
+    /// Takes offers from depth `first` on; everything before is present. Returns the ends of the blocks that back the
+    /// sequence and of the exact ones.
     fn take(
         &mut self,
         seq: &TokenSequence,
@@ -415,7 +414,7 @@ impl RadixIndex {
         (Some(at), exact)
     }
 
-    /// What becomes of an offer at one place of the path: D2 and D12.
+    /// The outcome of an offer at one place of the path (D2, D12).
     fn outcome(&self, node: u32, place: Depth, offer: BlockId, label: Label) -> Outcome {
         let now = self.nodes[node].payload(place, self.block_size());
         let held = || self.blocks.place(offer.0) == Place::Unknown;
@@ -438,7 +437,7 @@ impl RadixIndex {
         }
     }
 
-    /// The blocks of a path that offers replace, as far as somebody may pin them: what leases pin of them is found once.
+    /// The possibly pinned blocks that offers will replace: one search finds the pins of all.
     fn replaced(
         &self,
         edges: &[(NodeIndex, Depth, Depth)],
@@ -464,8 +463,8 @@ impl RadixIndex {
         leaving
     }
 
-    /// Does what becomes of an offer at one place of the path; a block that it replaces was cut out of what pins it. Answers what
-    /// stands there then; none if nothing does and the offer cannot be taken.
+    /// Carries out the outcome of an offer; a block that it replaces was already cut out of its pins. Returns the block
+    /// at the place afterwards; `None` if there is none.
     fn settle_offer(
         &mut self,
         node: u32,
@@ -499,14 +498,13 @@ impl RadixIndex {
         Some(new)
     }
 
-    /// Puts a block into a hole.
     fn fill(&mut self, node: u32, place: Depth, new: Payload) {
         self.put(node, place, new);
         crate::failpoints::within("insert: a hole was filled");
         self.num_holes -= 1;
         self.num_approximate += u64::from(!new.label.is_exact());
         self.num_indexed += 1;
-        // The canary of the target `engine`: a filled hole counts as evictable, whoever pins it.
+        // The canary of the target `engine`: a filled hole counts as evictable even if it is pinned.
         if !cfg!(feature = "canary") {
             self.num_protected += u64::from(place < self.protected_end(node));
         }
@@ -517,7 +515,7 @@ impl RadixIndex {
         }
     }
 
-    /// Pins the path of an insert under its plan's lease, and moves the plan's first approximate token.
+    /// Pins the inserted path under its plan's lease, and updates the plan's first approximate token.
     fn credit(&mut self, lease: u32, end: Position, exact: Depth) {
         if exact < end.depth {
             let at = exact as usize * self.block_size();
@@ -528,23 +526,22 @@ impl RadixIndex {
     }
 }
 
-/// What becomes of an offer.
 #[derive(Clone, Copy)]
 enum Outcome {
-    /// The entry stays, and the offer is not the caller's.
+    /// The entry stays. The offer is not returned: the caller does not hold it.
     Stays(Payload),
-    /// The entry stays, and the offer goes back.
+    /// The entry stays, and the offer is returned.
     Duplicate(Payload),
-    /// The offer is taken where nothing stands.
+    /// The offer fills an empty place.
     Fills(Payload),
-    /// The offer is taken in the place of a worse entry.
+    /// The offer replaces a worse entry.
     Replaces(Payload),
-    /// Nothing stands there, and the offer cannot be taken.
+    /// The place is empty, and the offer cannot be taken.
     Refused,
 }
 
 impl Outcome {
-    /// What stands there then.
+    /// The block at the place afterwards.
     fn stands(self) -> Option<Payload> {
         match self {
             Self::Stays(now) | Self::Duplicate(now) => Some(now),
@@ -554,21 +551,20 @@ impl Outcome {
     }
 }
 
-/// What an insert offers, and what is known of it.
+/// The ids that an insert offers.
 struct Offers<'a> {
     ids: &'a [BlockId],
-    /// Of so many, the places are on the path.
+    /// Number of ids with a place on the path.
     on_path: usize,
-    /// So many stand there already.
+    /// Number of ids at the start that are at their places already.
     same: usize,
-    /// Those from here on are unknown.
+    /// Ids from here on are unknown.
     known_until: usize,
 }
 
-/// The labels of offered blocks.
 struct Labels<'a> {
     block_size: usize,
-    /// A block is said to be exact iff it ends at or before this position.
+    /// A block that ends after this position is approximate.
     exact_until: usize,
     source: Source<'a>,
 }
@@ -590,7 +586,6 @@ impl<'a> Labels<'a> {
         }
     }
 
-    /// The hops of an approximate block.
     fn hops(&self, place: Depth) -> u16 {
         match self.source {
             Source::Computed => 0,
@@ -599,7 +594,7 @@ impl<'a> Labels<'a> {
         }
     }
 
-    /// The label of the block at a depth, given whether an approximate block stands above it.
+    /// The label of a block. `behind`: an approximate block is above it.
     fn label(&self, place: Depth, behind: bool) -> Label {
         if (place as usize + 1) * self.block_size > self.exact_until {
             Label::approximate(self.hops(place))
@@ -610,7 +605,7 @@ impl<'a> Labels<'a> {
         }
     }
 
-    /// The labels of new blocks in `from..to`, given whether an approximate block stands above them; none if all are exact.
+    /// The labels of new blocks; empty if all are exact. `behind`: an approximate block is above them.
     fn of_new(&self, from: Depth, to: Depth, mut behind: bool) -> Vec<Label> {
         if !behind && to as usize * self.block_size <= self.exact_until {
             return Vec::new();

@@ -6,14 +6,14 @@ use crate::node::Node;
 use crate::tokens::TokenSequence;
 use crate::tree::{Position, RadixIndex, Walked};
 
-/// How to look up.
+/// Options of a lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LookupOptions {
     /// Tokens at the end that are not matched: 1 leaves an engine one token to compute.
     pub keep_last: usize,
-    /// Whether the blocks found count as used.
+    /// Whether the blocks found are touched.
     pub touch: bool,
-    /// Position of the first block id wanted, a multiple of the block size.
+    /// Position of the first id to return, a multiple of the block size.
     pub start: usize,
 }
 
@@ -27,41 +27,41 @@ impl Default for LookupOptions {
     }
 }
 
-/// What a call may cost before it gives up; it goes at least a block and an edge further.
+/// Cost limit of a call. A call always advances by at least one block and one edge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Effort {
-    /// Edges that are looked at.
+    /// Edges visited.
     pub nodes: u64,
-    /// Bytes of token ids that are compared.
+    /// Bytes of token ids compared.
     pub bytes: u64,
 }
 
 impl Effort {
-    /// However much it takes.
+    /// No limit: a call with it never gives up.
     pub const ANY: Self = Self {
         nodes: u64::MAX,
         bytes: u64::MAX,
     };
 
-    /// Steps that each take about as long as looking at an edge.
+    /// The limit in steps. A step takes about as long as a visit of an edge.
     pub(crate) fn steps(self) -> Steps {
         Steps(self.nodes)
     }
 }
 
-/// Steps that a call may still take before it gives up.
+/// Steps that a call has left.
 #[derive(Debug)]
 pub(crate) struct Steps(u64);
 
 impl Steps {
-    /// Counts so many; none if that is more than are left.
+    /// Uses up `count` steps; `None` if fewer are left.
     pub(crate) fn take(&mut self, count: u64) -> Option<()> {
         self.0 = self.0.checked_sub(count)?;
         Some(())
     }
 }
 
-/// What a lookup found; the block ids are in the caller's buffer.
+/// Result of a lookup; the block ids are in the caller's buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Match {
     /// Tokens from position 0 whose exact KV is present: a whole number of blocks.
@@ -72,13 +72,13 @@ impl RadixIndex {
     /// Finds the longest run of present exact blocks from position 0 and writes their ids, from `start` on, to `out`.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `start` is beyond the sequence or no multiple of the
-    /// block size.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `start` is beyond the sequence or not a multiple of
+    /// the block size.
     ///
     /// # Complexity
-    /// O(prompt), whatever else is cached; O(new tokens) for a sequence that has grown since it was last looked up or
-    /// inserted here, plus the ids written. Allocates nothing but room in `out`; with `touch`, a use that ends inside an
-    /// edge may begin or lengthen that edge's list of such uses.
+    /// O(prompt), whatever else is cached; O(new tokens) for a sequence that has grown since its last lookup or insert
+    /// here; plus the ids written. Allocates only room in `out`; with `touch`, a use that ends inside an edge may also
+    /// lengthen the edge's list of such uses.
     ///
     /// # Examples
     /// ```
@@ -100,14 +100,12 @@ impl RadixIndex {
         out: &mut Vec<BlockId>,
     ) -> Result<Match> {
         let found = self.lookup_within(seq, options, Effort::ANY, out)?;
-        // No effort is too large.
         Ok(found.unwrap_or_default())
     }
 
-    /// As [`lookup`](Self::lookup), unless that takes more than `effort`: then nothing is answered or stamped, and the
-    /// sequence remembers how far it was matched, so that the next call goes on from there. Reviving what is dead on the path is
-    /// counted too; that is more than a small effort at every call. For callers that hold something
-    /// others wait for.
+    /// As [`lookup`](Self::lookup), for callers that hold a lock. `None`, without a touch, if that takes more than
+    /// `effort`; the next call continues where this one ended. Reviving the dead blocks of the path counts too: if that
+    /// alone exceeds `effort`, every call returns `None`.
     ///
     /// # Errors
     /// As [`lookup`](Self::lookup).
@@ -142,7 +140,7 @@ impl RadixIndex {
         let Some(found) = self.exact_prefix(seq, options.keep_last, effort) else {
             return Ok(None);
         };
-        // Ids are read edge by edge, which takes a fraction of a look at one.
+        // Reading the ids of an edge takes a fraction of a step.
         let is_deep = u64::from(found.depth) / 4 > effort.nodes;
         if is_deep && self.known_edges(seq) / 4 > effort.nodes {
             return Ok(None);
@@ -167,8 +165,8 @@ impl RadixIndex {
         }))
     }
 
-    /// Where the exact prefix of `seq` ends when its last `keep_last` tokens are left out (depth 0 and no node if the
-    /// namespace has no tree); none if that takes more than `effort`.
+    /// The end of the exact prefix of `seq` without its last `keep_last` tokens; depth 0 and no node if the namespace
+    /// has no tree. `None` if this takes more than `effort`.
     pub(crate) fn exact_prefix(
         &mut self,
         seq: &mut TokenSequence,
@@ -189,7 +187,7 @@ impl RadixIndex {
         };
         let known: Depth = exact.min(limit);
         if at.depth > known {
-            // The answer is on the known path: behind it stands an approximate block, or the limit.
+            // The result is on the known path: an approximate block or the limit follows.
             at.depth = known;
             return Some(self.normal(at));
         }

@@ -50,22 +50,22 @@ pub(crate) use walk::{Position, Walked, Work};
 /// What an index is made for. [`Config::seeded`] has the defaults.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Config {
-    /// Blocks in the engine's pool, 1 to 2³¹; ids lie in `0..num_blocks`.
+    /// Blocks in the engine's pool, 1 to 2³¹; ids are in `0..num_blocks`.
     pub num_blocks: u64,
     /// Token slots in a block, 1 to 4,096.
     pub block_size: usize,
-    /// Seeds every internal hash. A secret where prompts come from people that are not trusted; the same on all replicas that
-    /// must agree.
+    /// Seeds every internal hash. Must be secret where prompts come from untrusted people, and the same on all replicas
+    /// that must agree.
     pub seed: u64,
-    /// Bits kept of every internal hash, 0 to 64. A testing aid: results do not depend on it.
+    /// Bits kept of every internal hash, 0 to 64. For tests: results do not depend on it.
     pub hash_bits: u32,
-    /// Whether windows of everything cached are kept, by which moved runs are found.
+    /// Whether the windows of all cached tokens are kept; moved runs are found by them.
     pub moved_runs: bool,
-    /// Tokens of the shortest run that is to be found, at least 8.
+    /// Tokens in the shortest moved run, at least 8.
     pub min_run: usize,
-    /// Places at which a window of a prompt is tried, at least 1: the most recent ones, where it has more.
+    /// Places at which a window of a prompt is tried, at least 1: the most recent ones.
     pub max_candidates: usize,
-    /// Names the pool whose blocks the index knows, 1 to 64 bytes: a snapshot is restored beside that pool alone.
+    /// Name of the engine's pool, 1 to 64 bytes: a snapshot is restored only with the pool of the same name.
     pub pool_id: Vec<u8>,
 }
 
@@ -85,8 +85,8 @@ impl fmt::Debug for Config {
 }
 
 impl Config {
-    /// 65,536 blocks of 16 tokens without moved runs, for a pool named by 16 zeroes. There is no default seed: the core draws
-    /// no random numbers, and a seed that everybody knows protects nobody.
+    /// 65,536 blocks of 16 tokens without moved runs, for a pool named by 16 zeros. There is no default seed: the core
+    /// draws no random numbers, and a publicly known seed protects nobody.
     #[must_use]
     pub fn seeded(seed: u64) -> Self {
         Self {
@@ -105,7 +105,7 @@ impl Config {
     pub const MAX_POOL_ID: usize = 64;
     /// The largest block, in token slots.
     pub const MAX_BLOCK_SIZE: usize = 4096;
-    /// The shortest run that can be looked for, in tokens.
+    /// The lower limit of `min_run`, in tokens.
     pub const MIN_RUN: usize = Windows::MIN_RUN;
 }
 
@@ -114,22 +114,21 @@ impl Config {
 pub(crate) struct Tree {
     pub(crate) namespace: Arc<Namespace>,
     pub(crate) root: NodeIndex,
-    /// Renewed whenever a block in the middle of a path leaves or is replaced: what cursors know of the
-    /// blocks above stands while this does. Never used twice in one index.
+    /// Renewed whenever a block in the middle of a path leaves or is replaced: cursors of an older version are not
+    /// used. Unique within an index.
     pub(crate) version: u64,
-    /// Its blocks that are marked dead.
     pub(crate) num_dead: u64,
 }
 
-/// A forest of radix trees, one a namespace, that maps token runs to block ids.
+/// A forest of radix trees, one per namespace, that maps tokens to block ids.
 ///
 /// See the [crate's documentation](crate) for what it promises and what its calls cost.
 pub struct RadixIndex {
-    /// Tells plans and cursors of different indexes apart.
+    /// Identifies the index in plans and cursors.
     pub(crate) uid: u64,
     pub(crate) config: Config,
     pub(crate) nodes: Arena,
-    /// Every node with a sibling, by (parent, first block): an only child is followed without hashing.
+    /// Every node with a sibling, by (parent, first block). An only child is followed without hashing.
     pub(crate) edges: EdgeTable,
     pub(crate) hasher: EdgeHasher,
     pub(crate) trees: Slab<Tree>,
@@ -138,20 +137,20 @@ pub struct RadixIndex {
     pub(crate) salts: Salts,
     pub(crate) blocks: BlockTable,
     pub(crate) order: EvictionOrder,
-    /// Dead blocks that may go, in the order in which they do.
+    /// Dead blocks that may be evicted, in their order of eviction.
     pub(crate) dead: DeadOrder,
-    /// None where moved runs are off.
+    /// `None` if moved runs are off.
     pub(crate) windows: Option<Windows>,
     pub(crate) leases: Slab<Lease>,
-    /// Where paths that leases pin end.
+    /// Nodes in which pinned paths end.
     pub(crate) anchors: HashMap<NodeIndex, Anchors, FixedState>,
-    /// What protects nodes as the source of copies.
+    /// Pins of copy sources, by node.
     pub(crate) sources: HashMap<NodeIndex, Sources, FixedState>,
-    /// Condemned blocks, and how often each is kept.
+    /// Condemned blocks, with their number of pins.
     pub(crate) pins: HashMap<u32, u32, FixedState>,
     /// Condemned blocks whose last pin ended, oldest release first.
     pub(crate) waiting: VecDeque<u32>,
-    /// What left lately, for [`explain`](Self::explain).
+    /// Recent departures, for [`explain`](Self::explain).
     pub(crate) gone: Gone,
     pub(crate) kinds: Kinds,
     /// Whether any token was ever tagged.
@@ -161,13 +160,12 @@ pub struct RadixIndex {
     pub(crate) num_indexed: u64,
     pub(crate) num_condemned: u64,
     pub(crate) num_quarantined: u64,
-    /// Indexed blocks that are pinned or lie above a pinned one.
+    /// Indexed blocks that are pinned or above a pinned block.
     pub(crate) num_protected: u64,
     pub(crate) num_approximate: u64,
     pub(crate) num_holes: u64,
-    /// Indexed blocks that are marked dead.
     pub(crate) num_dead: u64,
-    /// Dead blocks that may go although they are protected: they stand above a source.
+    /// Protected dead blocks that may be evicted: above sources only.
     pub(crate) num_loose: u64,
     pub(crate) last_mark: u64,
     pub(crate) unknown_discards: u64,
@@ -184,7 +182,6 @@ impl fmt::Debug for RadixIndex {
     }
 }
 
-/// Checks that a name of a pool has 1 to 64 bytes.
 pub(crate) fn check_pool_id(id: &[u8], call: &str) -> Result<()> {
     if id.is_empty() || id.len() > Config::MAX_POOL_ID {
         return Err(Error::invalid(format!(
@@ -200,7 +197,7 @@ impl RadixIndex {
     /// An empty index.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a field of `config` lies outside its limits.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a field of `config` is outside its limits.
     pub fn new(config: Config) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         if config.num_blocks == 0 || config.num_blocks > BlockId::MAX_BLOCKS {
@@ -277,20 +274,20 @@ impl RadixIndex {
         })
     }
 
-    /// What the index was made for.
+    /// The configuration that the index was made with.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Blocks that [`evict`](Self::evict) could take from the index: neither pinned nor above a pinned one, and dead ones
-    /// above nothing pinned but sources of copies. O(1).
+    /// Blocks that [`evict`](Self::evict) could take: those that are neither pinned nor above a pinned block, and dead
+    /// blocks above no pinned block except copy sources. O(1).
     #[must_use]
     pub fn num_evictable(&self) -> u64 {
         self.num_indexed - self.num_protected + self.num_loose
     }
 
-    /// The namespaces that hold something, sorted by their fields.
+    /// The namespaces with cached blocks, sorted by their fields.
     ///
     /// # Complexity
     /// O(namespaces · log namespaces).
@@ -317,7 +314,6 @@ impl RadixIndex {
         self.kinds.names()
     }
 
-    /// One tick of the logical clock.
     pub(crate) fn tick(&mut self) -> u64 {
         self.clock += 1;
         self.clock
@@ -332,14 +328,13 @@ impl RadixIndex {
         self.last_version
     }
 
-    /// Cursors of the namespace of `node` must look again.
+    /// Invalidates the cursors of the namespace of `node`.
     pub(crate) fn renew_version(&mut self, node: NodeIndex) {
         let version = self.next_version();
         let tree = self.nodes[node].tree;
         self.trees[tree].version = version;
     }
 
-    /// Checks that ids lie in the pool.
     pub(crate) fn check_ids(&self, ids: &[BlockId], call: &str, argument: &str) -> Result<()> {
         match ids
             .iter()
@@ -353,7 +348,6 @@ impl RadixIndex {
         }
     }
 
-    /// Checks that `start` is a block boundary inside the sequence.
     pub(crate) fn check_start(&self, start: usize, len: usize, call: &str) -> Result<()> {
         if start > len || !start.is_multiple_of(self.block_size()) {
             return Err(Error::invalid(format!(
@@ -365,7 +359,6 @@ impl RadixIndex {
         Ok(())
     }
 
-    /// The root of a namespace's tree, if it has one.
     pub(crate) fn root(&self, namespace: &Arc<Namespace>) -> Option<Position> {
         let tree = *self.tree_of.get(namespace)?;
         Some(Position {
@@ -374,7 +367,7 @@ impl RadixIndex {
         })
     }
 
-    /// The root of a namespace's tree, made if there is none.
+    /// The root of a namespace's tree, created if necessary.
     pub(crate) fn root_or_new(&mut self, namespace: &Arc<Namespace>) -> Position {
         if let Some(root) = self.root(namespace) {
             return root;

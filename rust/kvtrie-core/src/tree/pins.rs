@@ -1,13 +1,13 @@
 //! Leases: what a live plan pins, and what that protects from eviction.
 //!
-//! A lease pins stretches of paths: what backs sequences, as whole paths, and the sources of copies, as the blocks that are
-//! copied from and no others. A stretch is named by its last block, and what is pinned *protects* itself and everything
-//! above it, which is kept per node. So `num_evictable` is a counter, a leaf knows by itself whether it may go, and a pin
-//! costs a step per node that it newly protects, and none per block.
+//! A lease pins stretches: whole paths that back sequences, and the source blocks of copies, without the blocks above.
+//! A stretch is named by its last block. A pin *protects* its stretch and everything above, which is stored per node.
+//! So `num_evictable` is a counter, a leaf knows by itself whether it may be evicted, and a pin costs one step per
+//! newly protected node and nothing per block.
 //!
-//! The two kinds protect alike, but for blocks that are marked dead: such a one may go from above a source, and not from
-//! above what backs a sequence. So a node tells them apart: its [`Guard`] is the stronger of what stands at or below it, and
-//! its parent counts its children by that. Where there are sources, their counts and runs lie in a table beside the nodes.
+//! A dead block may be evicted from above a source, but not from above a block that backs a sequence. So the [`Guard`]
+//! of a node is the stronger kind pinned at or below it, and its parent counts its children by guard. The counts and
+//! runs of sources are in a separate table.
 
 use foldhash::quality::FixedState;
 use hashbrown::HashMap;
@@ -20,10 +20,10 @@ use crate::lease::{Lease, Stretch};
 use crate::node::{Guard, Node};
 use crate::tree::{Effort, Position, RadixIndex, Steps};
 
-/// Where paths that leases pin end in a node: (end of the protected blocks, how many), ends ascending.
+/// Ends of pinned paths in a node, ascending: (end, number of pins).
 pub(crate) type Anchors = SmallVec<[(Depth, u32); 2]>;
 
-/// Consecutive present blocks of one edge, to be copied from.
+/// Consecutive present blocks of one edge: a copy source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SourceRun {
     pub(crate) node: NodeIndex,
@@ -36,7 +36,7 @@ pub(crate) struct SourceRun {
 pub(super) struct Leaving {
     /// By node, as ascending, disjoint ranges.
     parts: HashMap<NodeIndex, Vec<(Depth, Depth)>, FixedState>,
-    /// By tree, from which depth to which.
+    /// By tree: the range of depths that contains them.
     within: HashMap<u32, (Depth, Depth), FixedState>,
 }
 
@@ -45,7 +45,7 @@ impl Leaving {
         self.parts.is_empty()
     }
 
-    /// Adds blocks of a node, which lie behind those of it that were added before.
+    /// Adds blocks of a node, after those added before.
     pub(super) fn add(&mut self, tree: u32, node: NodeIndex, from: Depth, to: Depth) {
         let within = self.within.entry(tree).or_insert((from, to));
         *within = (within.0.min(from), within.1.max(to));
@@ -57,7 +57,7 @@ impl Leaving {
     }
 }
 
-/// A stretch that a lease pins, and the parts of it that leave, the last first.
+/// A pinned stretch, and the parts of it that leave, last first.
 #[derive(Debug)]
 pub(super) struct Cut {
     whole: Stretch,
@@ -65,15 +65,15 @@ pub(super) struct Cut {
     parts: Vec<SourceRun>,
 }
 
-/// Those of each lease.
+/// Cuts, by lease.
 pub(super) type Cuts = Vec<(u32, Vec<Cut>)>;
 
-/// The sources that protect blocks of a node.
+/// The pins of sources that protect blocks of a node.
 #[derive(Debug, Default)]
 pub(crate) struct Sources {
     /// Children under [`Guard::Source`].
     pub(crate) children: u32,
-    /// Pinned blocks of the node itself: (end, first, how many pins), ascending.
+    /// Pinned blocks of the node itself: (end, first, number of pins), ascending.
     pub(crate) runs: SmallVec<[(Depth, Depth, u32); 1]>,
 }
 
@@ -112,7 +112,7 @@ impl Sources {
             .any(|&(_, from, _)| from <= depth)
     }
 
-    /// The pinned blocks of the node itself, as ascending ranges with something between them.
+    /// The pinned blocks of the node itself, as ascending ranges that do not touch.
     pub(crate) fn pinned(&self) -> Vec<(Depth, Depth)> {
         let mut found: Vec<(Depth, Depth)> = Vec::new();
         for &(to, from, _) in self.runs.iter().rev() {
@@ -135,7 +135,7 @@ impl Sources {
 }
 
 impl RadixIndex {
-    /// The blocks of a node before this depth are pinned, or lie above a pinned one.
+    /// End of the blocks of a node that are pinned or above a pinned block.
     pub(crate) fn protected_end(&self, at: NodeIndex) -> Depth {
         let node = &self.nodes[at];
         match node.protection {
@@ -145,7 +145,7 @@ impl RadixIndex {
         }
     }
 
-    /// The blocks of a node before this depth are pinned as part of a path, or lie above such a one.
+    /// End of the blocks of a node that are on a pinned path.
     pub(crate) fn path_end(&self, at: NodeIndex) -> Depth {
         let node = &self.nodes[at];
         match node.protection & !Node::SOURCED {
@@ -158,7 +158,7 @@ impl RadixIndex {
         }
     }
 
-    /// The blocks of a node before this depth are pinned as sources, or lie above such a one that is on no pinned path.
+    /// End of the blocks of a node that are pinned sources, or above a source that is on no pinned path.
     fn source_end(&self, at: NodeIndex) -> Depth {
         let node = &self.nodes[at];
         match self.sources.get(&at) {
@@ -168,7 +168,7 @@ impl RadixIndex {
         }
     }
 
-    /// What is protected in a node ends at `after`, not `before`; answers whether that is another place.
+    /// Protection in a node ends at `after`, not at `before`. Returns whether they differ.
     #[inline]
     fn recount(&mut self, at: NodeIndex, before: Depth, after: Depth) -> bool {
         let (node, block_size) = (&self.nodes[at], self.config.block_size);
@@ -183,7 +183,7 @@ impl RadixIndex {
         after != before
     }
 
-    /// A path that is pinned ends in the node, before `end`.
+    /// Adds a pinned path that ends in the node at `end`.
     fn anchor_at(&mut self, at: NodeIndex, end: Depth) {
         let ends = self.anchors.entry(at).or_default();
         let before = ends.last().copied();
@@ -197,7 +197,6 @@ impl RadixIndex {
         self.anchors_changed(at, guard, before, after);
     }
 
-    /// One such path is pinned no more.
     fn unanchor_at(&mut self, at: NodeIndex, end: Depth) {
         let Some(ends) = self.anchors.get_mut(&at) else {
             return;
@@ -219,7 +218,7 @@ impl RadixIndex {
         self.anchors_changed(at, guard, before, after);
     }
 
-    /// The last end of a path in a node has changed, and what else is protected there has not.
+    /// The last end of a path in a node changed; its other protection did not.
     fn anchors_changed(
         &mut self,
         at: NodeIndex,
@@ -239,7 +238,7 @@ impl RadixIndex {
         self.protection_changed(at, guard, end(before), end(after));
     }
 
-    /// Blocks are pinned as sources. What follows from that is worked out once for runs of one node that stand together.
+    /// Pins sources; adjacent runs of one node are handled together.
     fn add_sources(&mut self, runs: &[SourceRun]) {
         for own in runs.chunk_by(|a, b| a.node == b.node) {
             let at = own[0].node;
@@ -255,7 +254,6 @@ impl RadixIndex {
         }
     }
 
-    /// Pins of such blocks end.
     fn remove_sources(&mut self, runs: &[SourceRun]) {
         for own in runs.chunk_by(|a, b| a.node == b.node) {
             let at = own[0].node;
@@ -269,7 +267,7 @@ impl RadixIndex {
         }
     }
 
-    /// Changes what is known of the sources in a node, and forgets it once it is nothing.
+    /// Changes the sources of a node, and drops their entry once it is empty.
     fn change_sources(&mut self, at: NodeIndex, change: impl FnOnce(&mut Sources)) {
         if let Some(sources) = self.sources.get_mut(&at) {
             change(sources);
@@ -280,7 +278,7 @@ impl RadixIndex {
         }
     }
 
-    /// What is protected in a node ends at `after`, not `before`, and its guard was `guard`.
+    /// Protection in a node ends at `after`, not at `before`, and its guard was `guard`.
     fn protection_changed(&mut self, at: NodeIndex, guard: Guard, before: Depth, after: Depth) {
         if self.recount(at, before, after) {
             self.requeue(at);
@@ -288,12 +286,12 @@ impl RadixIndex {
         self.tell_above(at, guard);
     }
 
-    /// The guard of a node was `before`: its parent counts it by what it is now, and so on up.
+    /// The guard of a node was `before`: updates the counts of the nodes above.
     fn tell_above(&mut self, node: NodeIndex, mut before: Guard) {
         let mut after = self.nodes[node].guard();
         let mut at = self.nodes[node].parent;
         while before != after && at != NO_NODE {
-            // Most edges are protected by this path alone, or were.
+            // The usual case: only this path protects the edges above.
             if before == Guard::Nothing && after == Guard::Path {
                 at = self.climb_over(at, 0, 1);
             } else if before == Guard::Path && after == Guard::Nothing {
@@ -326,8 +324,8 @@ impl RadixIndex {
         }
     }
 
-    /// Turns the protection of `at`, and of the nodes above, from one number into the other, as far as it is that and nothing
-    /// is dead there; answers the first of which that is not so.
+    /// Sets `protection` from `from` to `to` in `at` and above, until a node has another value or dead blocks. Returns
+    /// that node.
     fn climb_over(&mut self, at: NodeIndex, from: u32, to: u32) -> NodeIndex {
         let (block_size, mut present, mut next) = (self.block_size(), 0, at);
         let any_dead = self.num_dead > 0;
@@ -360,7 +358,7 @@ impl RadixIndex {
         }
     }
 
-    /// The front part of an edge that was cut takes over what protects it.
+    /// The front of a split edge takes over its part of the protection.
     pub(super) fn split_anchors(&mut self, front: NodeIndex, tail: NodeIndex) {
         let cut = self.nodes[tail].depth;
         if self.nodes[tail].protection & Node::ANCHORED != 0
@@ -401,7 +399,6 @@ impl RadixIndex {
         }
     }
 
-    /// Where an indexed block stands.
     pub(crate) fn anchor_place(&self, id: u32) -> Option<(NodeIndex, Depth)> {
         match self.blocks.place(id) {
             Place::Indexed { node, depth } => Some((node, depth)),
@@ -409,7 +406,7 @@ impl RadixIndex {
         }
     }
 
-    /// Whether the block at `place` of `node` is the block at `below` of `under`, or lies above it.
+    /// Whether one place is the other or above it.
     fn is_above(
         &self,
         (node, place): (NodeIndex, Depth),
@@ -424,7 +421,7 @@ impl RadixIndex {
         under == node
     }
 
-    /// The parts of a stretch by node, the last first.
+    /// The parts of a stretch by node, last first.
     pub(crate) fn parts(&self, stretch: Stretch) -> impl Iterator<Item = SourceRun> {
         let mut next = self
             .anchor_place(stretch.last)
@@ -438,7 +435,7 @@ impl RadixIndex {
         })
     }
 
-    /// Whether anybody pins the block at a place, or what is left of a path that it was taken out of.
+    /// Whether the block at a place is pinned; may be true for an unpinned block above the rest of a cut path.
     pub(super) fn may_be_pinned(&self, node: NodeIndex, place: Depth) -> bool {
         let is_source = || {
             let sources = self.sources.get(&node);
@@ -447,10 +444,10 @@ impl RadixIndex {
         place < self.path_end(node) || place < self.protected_end(node) && is_source()
     }
 
-    /// What leases pin of blocks that are about to leave their places; none if finding it takes more steps than are left.
+    /// The pinned stretches that contain leaving blocks; `None` if this takes more steps than are left.
     ///
-    /// One step for each stretch that a lease pins, and in the trees of those blocks one for each edge of a stretch from its end up
-    /// to the first of them, whatever their number.
+    /// One step per pinned stretch. In the trees of those blocks also one per edge of a stretch, from its end up to the
+    /// first of them, and one per block found.
     pub(super) fn find_cuts(&self, leaving: &Leaving, steps: &mut Steps) -> Option<Cuts> {
         let mut cuts = Cuts::new();
         for (lease, held) in self.leases.iter() {
@@ -498,8 +495,7 @@ impl RadixIndex {
         Some(cuts)
     }
 
-    /// Blocks are about to leave their places: whoever pins some of them keeps those by their ids from here on, and pins what is
-    /// left.
+    /// Before blocks leave: leases keep those that they pin by id, and still pin the rest.
     pub(super) fn cut_out(&mut self, cuts: Cuts) {
         for (lease, cuts) in cuts {
             let key = |is_source, stretch: &Stretch| (is_source, stretch.last, stretch.from);
@@ -513,7 +509,6 @@ impl RadixIndex {
             let held = &mut self.leases[lease];
             held.paths.retain(|known| stays(false, known));
             held.sources.retain(|known| stays(true, known));
-            // Where each path stands in the list, by its last block.
             let ends = held.paths.iter().enumerate();
             let mut ends: HashMap<u32, usize, FixedState> =
                 ends.map(|(at, path)| (path.last, at)).collect();
@@ -523,7 +518,7 @@ impl RadixIndex {
         }
     }
 
-    /// Cuts blocks out of a stretch that a lease has pinned until then.
+    /// Cuts blocks out of a pinned stretch.
     fn cut_stretch(&mut self, lease: u32, cut: &Cut, ends: &mut HashMap<u32, usize, FixedState>) {
         let (whole, block_size) = (cut.whole, self.block_size());
         let mut rest: SmallVec<[Stretch; 2]> = SmallVec::new();
@@ -552,7 +547,7 @@ impl RadixIndex {
             let from = whole.from;
             rest.push(Stretch { last, from });
         }
-        // What is left is protected before the whole goes: nothing is unprotected in between.
+        // The rest is pinned before the whole is unpinned: nothing is unprotected in between.
         if cut.is_source {
             self.leases[lease].sources.extend(rest.iter().copied());
             for &part in &rest {
@@ -583,7 +578,7 @@ impl RadixIndex {
         }
     }
 
-    /// A block is about to leave its place: whoever pins it keeps it by its id.
+    /// Before a block leaves: leases that pin it keep it by id.
     pub(crate) fn unpath(&mut self, node: NodeIndex, place: Depth) {
         if self.may_be_pinned(node, place) {
             let mut leaving = Leaving::default();
@@ -593,7 +588,7 @@ impl RadixIndex {
         }
     }
 
-    /// The ids of the path that ends in this indexed block, from the depth `from` on.
+    /// The ids of the path that ends in this indexed block, from depth `from` on.
     pub(crate) fn path_through(&self, id: u32, from: Depth) -> Vec<BlockId> {
         let mut ids = Vec::new();
         if let Some((node, depth)) = self.anchor_place(id) {
@@ -606,7 +601,7 @@ impl RadixIndex {
         ids
     }
 
-    /// Pins under a lease the blocks that back a sequence down to `end`. They have been stamped in the same call.
+    /// Pins the blocks that back a sequence up to `end`. The same call has touched them.
     pub(crate) fn pin_path(&mut self, lease: u32, end: Position) {
         if !self.leases[lease].pinned || end.depth == 0 {
             return;
@@ -614,7 +609,7 @@ impl RadixIndex {
         let at = (end.node, end.depth - 1);
         let id = self.nodes[end.node].id(at.1, self.block_size());
         let mut covered = SmallVec::<[u32; 2]>::new();
-        // The stretch that what is pinned here comes to be the beginning of.
+        // The pinned stretch that continues the new path.
         let mut joined = None;
         for &Stretch { last, from } in &self.leases[lease].paths {
             let Some(known) = self.anchor_place(last) else {
@@ -646,12 +641,11 @@ impl RadixIndex {
         }
     }
 
-    /// Pins blocks that a plan copies from, and no others: what lies above them is protected, unless it is dead. They have
-    /// been stamped in the same call ([`Self::stamp_sources`]), and are pinned until [`Self::unpin_sources`] or
-    /// [`Self::end_lease`].
+    /// Pins copy sources until [`Self::unpin_sources`] or [`Self::end_lease`]. The blocks above are protected unless
+    /// they are dead. The same call has touched the sources ([`Self::stamp_sources`]).
     ///
-    /// Runs may come in any order, touch, and overlap. Each costs O(log pins in its node), plus one step per edge above it
-    /// that nothing protects yet, and nothing per block; so does the end of its pin.
+    /// Runs may have any order, and may overlap. To pin or unpin one costs O(log pins in its node), plus one step per
+    /// edge above that nothing else protects, and nothing per block.
     pub(crate) fn pin_sources(&mut self, lease: u32, runs: &[SourceRun]) {
         if !self.leases[lease].pinned {
             return;
@@ -666,14 +660,13 @@ impl RadixIndex {
         self.add_sources(runs);
     }
 
-    /// Pins a stretch of sources that a lease names.
     fn pin_stretch(&mut self, stretch: Stretch) {
         let parts: SmallVec<[SourceRun; 4]> = self.parts(stretch).collect();
         self.add_sources(&parts);
     }
 
-    /// Ends one pin each of stretches of sources, the last first: those of a node are taken away from their end, as they were
-    /// added to it.
+    /// Removes one pin per stretch of sources, in reverse order of insertion, so that runs are removed from the end of
+    /// a node's list.
     fn unpin_stretches(&mut self, stretches: &[Stretch]) {
         let all = stretches.iter().rev();
         let parts: SmallVec<[SourceRun; 4]> =
@@ -681,7 +674,6 @@ impl RadixIndex {
         self.remove_sources(&parts);
     }
 
-    /// Ends the pins of the sources of a lease.
     pub(crate) fn unpin_sources(&mut self, lease: u32) {
         let held = &mut self.leases[lease];
         let sources = std::mem::take(&mut held.sources);
@@ -691,13 +683,12 @@ impl RadixIndex {
         self.unkeep(kept);
     }
 
-    /// Ends a lease with all its pins.
     pub(crate) fn end_lease(&mut self, lease: u32) {
         let Some(ended) = self.leases.remove(lease) else {
             return;
         };
         crate::failpoints::within("pins without a lease");
-        // First, as long as the path protects most that is above them.
+        // Sources first, while the paths still protect most nodes above them.
         self.unpin_stretches(&ended.sources);
         for path in &ended.paths {
             self.unanchor(path.last);
@@ -705,8 +696,8 @@ impl RadixIndex {
         self.unkeep(ended.kept());
     }
 
-    /// Ends one pin each of blocks that have left; those that nobody else pins wait, ascending, for `take_freed` and `evict`, or
-    /// go to quarantine.
+    /// Removes one pin per condemned block. Blocks without pins wait, ascending, for `take_freed` and `evict`, or go to
+    /// quarantine.
     fn unkeep(&mut self, kept: impl IntoIterator<Item = u32>) {
         let mut released = Vec::new();
         for id in kept {
@@ -728,11 +719,11 @@ impl RadixIndex {
             released.sort_unstable();
             self.waiting.extend(released);
         }
-        // What is pinned no more may have been all that kept holes beyond their bound.
+        // The released blocks may have kept the holes beyond their bound.
         self.bound_holes();
     }
 
-    /// Everything that is pinned in a tree is kept by its id, without protecting anything: the tree goes.
+    /// Before a tree is removed: converts its pins to ids, which protect nothing.
     pub(super) fn keep_all_of(&mut self, tree: u32) {
         let is_there = |index: &Self, stretch: &Stretch| {
             let place = index.anchor_place(stretch.last);
@@ -762,15 +753,15 @@ impl RadixIndex {
         }
     }
 
-    /// Blocks that somebody pins, indexed or condemned.
+    /// Pinned blocks, indexed or condemned.
     pub(crate) fn num_pinned(&self) -> u64 {
         let is_whole = |lease: &Lease| lease.paths.iter().all(|path| path.from == 0);
         if self.sources.is_empty() && self.leases.iter().all(|(_, lease)| is_whole(lease)) {
-            // Then everything that is protected stands on a pinned path.
+            // Every protected block is then on a pinned path.
             return self.num_protected + self.num_condemned;
         }
         let block_size = self.block_size();
-        // How far each node is on a path that is pinned from the root on.
+        // By node: end of the paths that are pinned from the root on.
         let mut ends = HashMap::<NodeIndex, Depth, FixedState>::default();
         let mut pinned = self.num_condemned;
         let mut parts = Vec::new();

@@ -1,4 +1,4 @@
-//! Blocks that are out of use for good, since their KV is not finite (R7).
+//! Blocks that are permanently out of use because their KV is not finite (R7).
 
 use crate::blocks::Place;
 use crate::error::Result;
@@ -6,17 +6,17 @@ use crate::ids::BlockId;
 use crate::tree::{Effort, RadixIndex};
 
 impl RadixIndex {
-    /// Takes these ids out of use for good, wherever they are, and returns how many were not before. They leave the index, or
-    /// stop waiting; pinned and condemned ones are in quarantine once their last pin ends. No call hands them out again, and no
-    /// insert takes them. An id that the index does not know is the index's from here on: its holder must not free it.
+    /// Removes ids from use permanently, wherever they are, and returns how many were not quarantined before. They
+    /// leave the index or stop waiting; pinned and condemned ones follow when their last pin ends. No call returns
+    /// them, and no insert takes them. An id that was unknown now belongs to the index: its holder must not free it.
     ///
     /// Ids that are not indexed are counted as by [`discard`](Self::discard).
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id lies outside the pool; nothing is changed then.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool; nothing is changed then.
     ///
     /// # Complexity
-    /// As [`discard`](Self::discard), and O(blocks that wait) if one of them does.
+    /// As [`discard`](Self::discard), plus O(waiting blocks) if one of the ids waits.
     ///
     /// # Examples
     /// ```
@@ -35,12 +35,11 @@ impl RadixIndex {
         self.check_ids(ids, "RadixIndex.quarantine", "block_ids")?;
         crate::failpoints::before("RadixIndex.quarantine")?;
         let cuts = self.find_cuts(&self.pinned_of(ids), &mut Effort::ANY.steps());
-        // No effort is too large.
         self.cut_out(cuts.unwrap_or_default());
         let (mut count, mut any_waited) = (0, false);
         for &BlockId(id) in ids {
             let place = self.blocks.place(id);
-            // An id that comes again counts once, whatever it was the first time.
+            // A repeated id counts once.
             if self.blocks.see(id) {
                 continue;
             }
@@ -72,7 +71,7 @@ impl RadixIndex {
         Ok(count)
     }
 
-    /// The ids that are in quarantine, and those that will be once their last pin ends, ascending.
+    /// The ids in quarantine, and those that follow when their last pin ends, ascending.
     ///
     /// # Complexity
     /// O(ids that the index knows).
@@ -82,7 +81,6 @@ impl RadixIndex {
         })
     }
 
-    /// A block that nobody pins is out of use.
     pub(crate) fn put_in_quarantine(&mut self, id: u32) {
         self.blocks.set_quarantined(id, true);
         self.num_quarantined += 1;

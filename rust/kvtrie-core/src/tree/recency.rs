@@ -1,4 +1,4 @@
-//! Who was used when, and so who is evicted next (D6, D8).
+//! Last uses, and the order of eviction that follows from them (D6, D8).
 
 use std::cmp::Reverse;
 
@@ -7,7 +7,6 @@ use crate::ids::{Depth, NodeIndex};
 use crate::lru::Leaves;
 use crate::tree::{Position, RadixIndex, SourceRun};
 
-/// The leaves of the forest, as the order of eviction sees them.
 pub(crate) struct ForestLeaves<'a> {
     pub(crate) nodes: &'a mut Arena,
     pub(crate) block_size: usize,
@@ -23,7 +22,7 @@ impl Leaves for ForestLeaves<'_> {
     }
 }
 
-/// Of two leaves whose last blocks were used last at one time, the deeper goes first, then the lower id.
+/// Of two leaves with the same last use, the deeper is evicted first, then the lower id.
 fn tie(nodes: &Arena, block_size: usize, node: NodeIndex) -> (Reverse<Depth>, u32) {
     let leaf = &nodes[node];
     let last = leaf.end() - 1;
@@ -31,7 +30,7 @@ fn tie(nodes: &Arena, block_size: usize, node: NodeIndex) -> (Reverse<Depth>, u3
 }
 
 impl RadixIndex {
-    /// Stamps every block above `at`: none of them is dead from here on.
+    /// Touches every block above `at`: none of them is dead then. `stamp` is the newest.
     pub(crate) fn stamp(&mut self, at: Position, stamp: u64) {
         if at.depth == 0 {
             return;
@@ -45,8 +44,8 @@ impl RadixIndex {
         }
     }
 
-    /// Stamps the blocks of runs, and no others, as the sources of copies: none of them is dead from here on. The stamp is that of the newest tick. O(log uses as
-    /// a source in the node) a run, and nothing per block.
+    /// Touches only the blocks of copy sources: none of them is dead then. `stamp` is the newest. O(log uses as a
+    /// source in the node) per run, and nothing per block.
     pub(crate) fn stamp_sources(&mut self, runs: &[SourceRun], stamp: u64) {
         for run in runs.iter().filter(|run| run.from < run.to) {
             self.unmark(run.node, run.from, run.to);
@@ -58,7 +57,7 @@ impl RadixIndex {
         }
     }
 
-    /// Puts a node where it belongs in the order of eviction, after anything that its place there depends on has changed.
+    /// Updates a node in the order of eviction, after any change that its place there depends on.
     pub(crate) fn requeue(&mut self, node: NodeIndex) {
         let due = self.last_use_of_leaf(node);
         let queued = self.nodes[node].queued();
@@ -94,7 +93,7 @@ impl RadixIndex {
         Some(leaf.last_use(end - 1))
     }
 
-    /// Where an evictable leaf stands in the order of eviction.
+    /// The key of an evictable leaf in the order of eviction.
     pub(crate) fn eviction_key(&self, node: NodeIndex) -> Option<(u64, (Reverse<Depth>, u32))> {
         let stamp = self.last_use_of_leaf(node)?;
         Some((stamp, tie(&self.nodes, self.block_size(), node)))

@@ -1,4 +1,4 @@
-//! Blocks leave the index: discard, evict, drop, reset (D8, D9, D12, D18), and the bound on holes (D10).
+//! Removal of blocks: discard, evict, drop, reset (D8, D9, D12, D18), and the bound on holes (D10).
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -17,22 +17,21 @@ use crate::tree::pins::Leaving;
 use crate::tree::{Effort, RadixIndex, Steps};
 
 impl RadixIndex {
-    /// Takes these ids out of the index wherever they stand, and answers those that nobody pins, in call order. Pinned
-    /// ones are condemned. Ids that do not stand in the index are counted.
+    /// Removes ids wherever they are. Returns the unpinned ones in call order, condemns the pinned ones, and counts
+    /// those that are not indexed.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id lies outside the pool; nothing is discarded then.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool; nothing is discarded then.
     ///
     /// # Complexity
-    /// O(log leaves) a block; if some are pinned, once O(live plans · edges of their paths and sources in the same namespaces); past
-    /// the bound on holes, one pass over the leaves.
+    /// O(log leaves) per block; if some are pinned, once O(live plans · edges of their paths and sources in the same
+    /// namespaces); above the limit on holes, one pass over the nodes.
     pub fn discard(&mut self, ids: &[BlockId]) -> Result<Vec<BlockId>> {
         let freed = self.discard_within(ids, Effort::ANY)?;
-        // No effort is too large.
         Ok(freed.unwrap_or_default())
     }
 
-    /// As [`discard`](Self::discard), unless that takes more than `effort`: then nothing is discarded or counted.
+    /// As [`discard`](Self::discard); `None`, and nothing is discarded or counted, if that takes more than `effort`.
     ///
     /// # Errors
     /// As [`discard`](Self::discard).
@@ -58,7 +57,7 @@ impl RadixIndex {
         let mut freed = Vec::new();
         for &id in ids {
             let place = self.blocks.place(id.0);
-            // An id that comes again counts once, whatever it was the first time.
+            // A repeated id counts once.
             if self.blocks.see(id.0) {
                 continue;
             }
@@ -76,7 +75,7 @@ impl RadixIndex {
         Ok(Some(freed))
     }
 
-    /// Those of these ids that somebody may pin.
+    /// The possibly pinned blocks among these ids.
     pub(super) fn pinned_of(&self, ids: &[BlockId]) -> Leaving {
         let place = |id: &BlockId| match self.blocks.place(id.0) {
             Place::Indexed { node, depth } if self.may_be_pinned(node, depth) => {
@@ -94,14 +93,13 @@ impl RadixIndex {
         leaving
     }
 
-    /// Counts the steps of taking so many blocks out: one each, and if that may exceed the bound on holes, one a leaf. None if
-    /// these are more than are left.
+    /// Counts the steps of a removal, one per block and [`Self::bound_steps`]; `None` if fewer are left.
     pub(super) fn count_removal(&self, blocks: u64, steps: &mut Steps) -> Option<()> {
         steps.take(blocks)?;
         steps.take(self.bound_steps(blocks))
     }
 
-    /// What bounding the holes takes after so many more at most: a step for each leaf, if they may come to be too many.
+    /// Most steps of [`Self::bound_holes`] after so many more: one per leaf, if the bound may be exceeded.
     pub(crate) fn bound_steps(&self, holes: u64) -> u64 {
         if self.num_holes + holes > self.config.num_blocks {
             self.order.entries().len() as u64
@@ -110,7 +108,7 @@ impl RadixIndex {
         }
     }
 
-    /// Takes one block out of the index that was cut out of what pins it; returns whether it is condemned.
+    /// Removes a block that was cut out of its pins; returns whether it is condemned.
     pub(super) fn remove_block(&mut self, node: NodeIndex, depth: Depth) -> bool {
         let edge = &self.nodes[node];
         if edge.has_children() || depth + 1 < edge.end() {
@@ -122,12 +120,13 @@ impl RadixIndex {
         condemned
     }
 
-    /// Hands out at most `n` blocks: those that wait for [`take_freed`](Self::take_freed) first, then those that
-    /// [`mark_dead`](Self::mark_dead) marked, then unpinned blocks with no present block below, by (last use, deepest, lowest
-    /// id).
+    /// Removes and returns at most `n` blocks: waiting ones ([`take_freed`](Self::take_freed)), then dead ones
+    /// ([`mark_dead`](Self::mark_dead)), then unpinned blocks without a present block below, by (last use, deepest
+    /// first, lowest id).
     ///
     /// # Complexity
-    /// O(log leaves) a leaf or a run of dead blocks, and O(1) a block; past the bound on holes one pass over the nodes.
+    /// O(log leaves) per leaf or run of dead blocks, and O(1) per block; above the limit on holes, one pass over the
+    /// nodes.
     ///
     /// # Examples
     /// ```
@@ -143,11 +142,10 @@ impl RadixIndex {
     /// ```
     pub fn evict(&mut self, n: usize) -> Vec<BlockId> {
         let evicted = self.evict_within(n, Effort::ANY);
-        // No effort is too large.
         evicted.unwrap_or_default()
     }
 
-    /// As [`evict`](Self::evict), unless that takes more than `effort`: then nothing is evicted.
+    /// As [`evict`](Self::evict); `None`, and nothing is evicted, if that takes more than `effort`.
     ///
     /// # Complexity
     /// O(effort).
@@ -189,7 +187,7 @@ impl RadixIndex {
         Some(out)
     }
 
-    /// Takes blocks from the end of the leaf that goes first, while it does and `out` has fewer than `n`.
+    /// Evicts blocks from the end of the first leaf, while it is the first, until `out` has `n`.
     fn evict_from(&mut self, leaf: NodeIndex, n: usize, out: &mut Vec<BlockId>) {
         let block_size = self.block_size();
         let edge = &self.nodes[leaf];
@@ -199,7 +197,7 @@ impl RadixIndex {
             self.settle(leaf);
             return;
         }
-        // All its blocks were used last at one time: it stays the first unless another leaf was used just then.
+        // All its blocks have one last use: it stays first unless another leaf has the same.
         let alone = self
             .order
             .second_stamp()
@@ -226,7 +224,7 @@ impl RadixIndex {
         }
     }
 
-    /// Hands out the condemned blocks whose last pin ended, oldest release first, ascending within one release.
+    /// Returns the condemned blocks whose last pin ended: oldest release first, ascending within a release.
     ///
     /// # Complexity
     /// O([`num_waiting`](Self::num_waiting)).
@@ -239,8 +237,8 @@ impl RadixIndex {
         taken.into_iter().map(BlockId).collect()
     }
 
-    /// Forgets a namespace: answers its unpinned blocks, ascending, and condemns the pinned ones. Plans made before can
-    /// insert nothing any more.
+    /// Removes a namespace: returns its unpinned blocks, ascending, and condemns the pinned ones. Plans made before
+    /// insert nothing.
     ///
     /// # Complexity
     /// O(blocks and live plans).
@@ -256,7 +254,7 @@ impl RadixIndex {
         freed
     }
 
-    /// Forgets everything, as [`drop_namespace`](Self::drop_namespace) does for one namespace.
+    /// Removes all namespaces, as [`drop_namespace`](Self::drop_namespace) does one.
     ///
     /// # Complexity
     /// O(blocks and live plans).
@@ -281,7 +279,7 @@ impl RadixIndex {
         while let Some(&at) = all.get(next) {
             all.extend(siblings::all(&self.nodes, at));
             next += 1;
-            // While what stands above is still there.
+            // Windows may include tokens of the nodes above, which are still there.
             let node = &self.nodes[at];
             self.remove_windows_of(at, node.depth, node.end());
         }
@@ -328,14 +326,13 @@ impl RadixIndex {
         }
     }
 
-    /// A block leaves its place, which becomes a hole; the caller settles the edge. Answers the id and whether it is
-    /// condemned.
+    /// Turns the place of a block into a hole; the caller settles the edge. Returns the id and whether it is condemned.
     pub(crate) fn leave(&mut self, node: NodeIndex, place: Depth) -> (u32, bool) {
         self.unpath(node, place);
         self.take_out(node, place)
     }
 
-    /// As [`Self::leave`], of a block that was cut out of what pins it.
+    /// As [`Self::leave`], for a block that was cut out of its pins.
     pub(super) fn take_out(&mut self, node: NodeIndex, place: Depth) -> (u32, bool) {
         let id = self.nodes[node].id(place, self.block_size());
         self.unmark(node, place, place + 1);
@@ -346,8 +343,8 @@ impl RadixIndex {
         left
     }
 
-    /// Present blocks of a node leave their places, which become holes: they are marked no more, and nobody pins their places.
-    /// Tells each id, and whether it is condemned; the caller settles the edge.
+    /// Turns present blocks, unmarked and cut out of their pins, into holes; the caller settles the edge. Calls `tell`
+    /// with each id and whether it is condemned.
     pub(super) fn vacate(
         &mut self,
         node: NodeIndex,
@@ -385,7 +382,7 @@ impl RadixIndex {
         self.num_protected -= u64::from(protected);
     }
 
-    /// Puts a payload where another stood; the caller counts. Siblings are sorted by whether their first block is exact.
+    /// Replaces a payload; the caller counts. Siblings are sorted by whether their first block is exact.
     pub(crate) fn put(&mut self, node: NodeIndex, place: Depth, new: Payload) {
         let block_size = self.block_size();
         let edge = &mut self.nodes[node];
@@ -399,7 +396,7 @@ impl RadixIndex {
         }
     }
 
-    /// Drops what no present block hangs below: trailing holes, empty edges, an empty tree. Answers the edge that is left.
+    /// Drops trailing holes, empty edges and an empty tree. Returns the remaining edge.
     pub(super) fn settle(&mut self, mut at: NodeIndex) -> Option<NodeIndex> {
         loop {
             let edge = &self.nodes[at];
@@ -422,8 +419,8 @@ impl RadixIndex {
         }
     }
 
-    /// Drops the trailing holes of an edge without children; answers whether a block is left. An edge of holes alone keeps
-    /// its tokens, by which it is found once more.
+    /// Drops the trailing holes of an edge without children; returns whether a block is left. If none is, the tokens
+    /// stay: [`Self::detach`] needs them to find the edge.
     fn trim(&mut self, at: NodeIndex) -> bool {
         let block_size = self.config.block_size;
         let edge = &self.nodes[at];
@@ -445,8 +442,7 @@ impl RadixIndex {
         true
     }
 
-    /// D10: at most `num_blocks` holes. Past that, unpinned cut-off blocks with none below leave in the order of eviction,
-    /// and wait.
+    /// D10: at most `num_blocks` holes. Above that, unpinned blocks after holes leave in eviction order and wait.
     #[inline]
     pub(super) fn bound_holes(&mut self) {
         if self.num_holes > self.config.num_blocks {
@@ -471,7 +467,7 @@ impl RadixIndex {
             let (id, _) = self.leave(node, self.nodes[node].end() - 1);
             crate::failpoints::within("too many holes");
             freed.push(id);
-            // The edge that is left may end in the next candidate.
+            // The remaining edge may end in the next candidate.
             if let Some(next) = self.settle(node)
                 && let Some(key) = self.eviction_key(next)
                 && self.is_cut_off(next, &mut HashMap::with_hasher(FixedState::default()))
@@ -486,7 +482,7 @@ impl RadixIndex {
         self.waiting.extend(freed);
     }
 
-    /// Whether a hole stands above the end of a node. What is learnt of the nodes on the way is kept in `known`.
+    /// Whether a hole is above the end of a node. `known` caches results.
     pub(crate) fn is_cut_off(
         &self,
         from: NodeIndex,

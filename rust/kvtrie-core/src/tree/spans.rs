@@ -1,4 +1,4 @@
-//! Parts of a sequence that its owner wants out of the cache: which blocks they are, and their removal (D10, D11).
+//! Removal of parts of a sequence, and the search for their blocks (D10, D11).
 
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex, depth};
@@ -7,18 +7,18 @@ use crate::tokens::TokenSequence;
 use crate::tree::pins::{Cuts, Leaving};
 use crate::tree::{Effort, Position, RadixIndex, Steps};
 
-/// What became of the blocks inside the ranges, each list in path order.
+/// The blocks inside the ranges, each list in path order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Removed {
-    /// Ids that left the index and that nobody pins: the caller's from here on.
+    /// Ids that left the index unpinned; they now belong to the caller.
     pub freed: Vec<BlockId>,
     /// Ids that stay because a present block below them is not on the path.
     pub kept: Vec<BlockId>,
-    /// Ids that left the index pinned; they come back through [`RadixIndex::take_freed`].
+    /// Ids that left the index pinned; they come later from [`RadixIndex::take_freed`].
     pub condemned: Vec<BlockId>,
 }
 
-/// Consecutive present blocks of an edge that lie inside the ranges.
+/// Consecutive present blocks of an edge, inside the ranges.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
     pub(super) from: Depth,
@@ -27,34 +27,34 @@ pub(super) struct Part {
     pub(super) is_extended: bool,
 }
 
-/// What `remove_spans` is about to do.
+/// The planned work of `remove_spans`.
 #[derive(Default)]
 struct Removal {
     /// The blocks that leave: (node, parts), both ascending.
     gone: Vec<(NodeIndex, Vec<(Depth, Depth)>)>,
-    /// What leases pin of them.
+    /// Their pins.
     cuts: Cuts,
-    /// What is known of the answer: the blocks that stay.
+    /// The result so far: the kept blocks.
     removed: Removed,
 }
 
 impl RadixIndex {
-    /// Takes the blocks wholly inside `ranges` out of the index. Those that straddle an edge of a range stay: this frees
-    /// memory, it does not redact. What lies behind is cut off from exact matching until the hole is filled again.
+    /// Removes the blocks wholly inside `ranges`. Blocks across an edge of a range stay: this frees memory, it does not
+    /// redact. Blocks after a removed one are not matched exactly until the hole is filled.
     ///
-    /// Ranges are token positions, ascending and disjoint; those that touch are one. Blocks that are extended stay unless
-    /// `force`: a present block below them is not on the path of `seq`, so somebody else may want them. Pinned blocks are
-    /// condemned. Token ids of holes are kept while something hangs below them; past one for each block of the pool, the least
-    /// recently used tails behind holes leave, and wait for [`take_freed`](Self::take_freed).
+    /// Ranges are token positions, ascending and disjoint; touching ranges are merged. Unless `force` is set, a block
+    /// stays if a present block below it is not on the path of `seq`: others may need it. Pinned blocks are condemned.
+    /// The token ids of at most `num_blocks` holes are kept while blocks are below. Above that, the least recently used
+    /// blocks after holes leave and wait for [`take_freed`](Self::take_freed).
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a range is reversed, begins before the last one ends, or ends
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a range is reversed, overlaps the one before, or ends
     /// beyond the sequence; nothing is removed then.
     ///
     /// # Complexity
-    /// O(edges of the path, and tokens that the sequence was not known to share) + O(blocks removed) + O(log leaves) an edge. If
-    /// some are pinned, once O(live plans · edges of their paths and sources in the same namespace); past the bound on holes, one
-    /// pass over the leaves.
+    /// O(edges of the path + tokens not known to be shared + blocks removed), and O(log leaves) per edge; if some are
+    /// pinned, once O(live plans · edges of their paths and sources in the same namespace); above the limit on holes,
+    /// one pass over the nodes.
     ///
     /// # Examples
     /// ```
@@ -78,11 +78,10 @@ impl RadixIndex {
         force: bool,
     ) -> Result<Removed> {
         let removed = self.remove_spans_within(seq, ranges, force, Effort::ANY)?;
-        // No effort is too large.
         Ok(removed.unwrap_or_default())
     }
 
-    /// As [`remove_spans`](Self::remove_spans), unless that takes more than `effort`: then nothing is removed.
+    /// As [`remove_spans`](Self::remove_spans); `None`, and nothing is removed, if that takes more than `effort`.
     ///
     /// # Errors
     /// As [`remove_spans`](Self::remove_spans).
@@ -120,7 +119,7 @@ impl RadixIndex {
         Ok(Some(removed))
     }
 
-    /// What ranges of blocks of the path of `seq` remove; none if finding or removing it takes more than `effort`.
+    /// The removal of ranges of blocks; `None` if finding or removing them takes more than `effort`.
     fn removal(
         &self,
         seq: &TokenSequence,
@@ -158,7 +157,7 @@ impl RadixIndex {
         Some(removal)
     }
 
-    /// Takes these present blocks of one path, which were cut out of what pins them, out of the index.
+    /// Removes present blocks of one path that were cut out of their pins.
     fn remove_parts(&mut self, gone: &[(NodeIndex, Vec<(Depth, Depth)>)], removed: &mut Removed) {
         let block_size = self.block_size();
         for (node, parts) in gone {
@@ -172,7 +171,7 @@ impl RadixIndex {
                 }
             }
         }
-        // The deepest edge first: one that nothing is left of goes with what is above it.
+        // The deepest edge first: an empty edge is removed with the remaining holes above it.
         for (node, parts) in gone.iter().rev() {
             for &(from, to) in parts.iter().rev() {
                 self.unmark(*node, from, to);
@@ -182,7 +181,7 @@ impl RadixIndex {
         }
     }
 
-    /// Token ranges as ranges of the whole blocks inside them, ascending; those that touch are merged before.
+    /// The ranges of whole blocks inside token ranges; touching ranges are merged first.
     pub(super) fn block_ranges(
         &self,
         seq: &TokenSequence,
@@ -216,8 +215,8 @@ impl RadixIndex {
         Ok(whole.filter(|(from, to)| from < to).collect())
     }
 
-    /// The present blocks of the path of `seq` inside ranges of blocks, by edge, ascending; those that are extended only if
-    /// they are asked for. None if finding them takes more than `effort`.
+    /// The present blocks of the path of `seq` inside ranges of blocks, by edge, ascending; extended ones only if
+    /// requested. `None` if this takes more than `effort`.
     pub(super) fn parts_inside(
         &self,
         seq: &TokenSequence,
@@ -244,12 +243,12 @@ impl RadixIndex {
         for (node, start, end) in self.edges_within(end, from, &mut steps)? {
             let edge = &self.nodes[node];
             if edge.num_holes() > 0 {
-                // Its blocks are asked one by one.
+                // Its blocks are checked one by one.
                 steps.take(u64::from(end - start))?;
             }
             let mut parts = Vec::new();
             while let Some(&(from, to)) = ranges.peek() {
-                // All blocks before this end are extended, and none behind it.
+                // All blocks before `extended` are extended, and none after it.
                 let (low, high) = (from.max(start), to.min(end));
                 for (from, to) in [(low, high.min(extended)), (low.max(extended), high)] {
                     let mut at = from;
@@ -277,12 +276,12 @@ impl RadixIndex {
         Some(found)
     }
 
-    /// The blocks of a path before this depth have a present block below them that is not on it. A block below one is below
-    /// everything above that, so it is the beginning of the path that is extended. None if finding it takes more steps than are
+    /// The blocks of a path before this depth are extended: a present block below them is not on the path. These are
+    /// always the first blocks, as a block below one is below all above it. `None` if this takes more steps than are
     /// left.
     fn extended_end(&self, end: Position, steps: &mut Steps) -> Option<Depth> {
         let edge = &self.nodes[end.node];
-        // The end of a path is the end of a block that is there, or holds something up.
+        // The last block of a path is present, or a block below it is.
         if end.depth < edge.end() || edge.has_children() {
             return Some(end.depth);
         }

@@ -1,4 +1,4 @@
-//! Span kinds over the tokens of present blocks (D17).
+//! Tags: span kinds of the tokens of present blocks (D17).
 
 use std::collections::BTreeMap;
 
@@ -10,20 +10,20 @@ use crate::tokens::TokenSequence;
 use crate::tree::{Effort, Position, RadixIndex};
 
 impl RadixIndex {
-    /// Tags the tokens of spans where the path of `seq` has blocks. Sequences that share the prefix share the tags.
+    /// Tags the tokens of spans in the present blocks of the path of `seq`. Sequences with the same prefix share tags.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a span is reversed, ends beyond the sequence, has an empty kind, or
-    /// brings a 65th kind; nothing is tagged then.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a span is reversed, ends beyond the sequence, has an
+    /// empty kind, or would be a 65th kind; nothing is tagged then.
     ///
     /// # Complexity
-    /// O(edges of the path, and tokens that the sequence was not known to share) + O(spans · log spans) + per edge, its tags, and
-    /// its blocks if it has holes.
+    /// O(edges of the path + tokens not known to be shared + spans · log spans), plus, per edge, its tags and, with
+    /// holes, its blocks.
     pub fn tag(&mut self, seq: &TokenSequence, spans: &[Span]) -> Result<()> {
         self.tag_within(seq, spans, Effort::ANY).map(|_| ())
     }
 
-    /// As [`tag`](Self::tag), unless that takes more than `effort`: then nothing is tagged, and the answer is none.
+    /// As [`tag`](Self::tag); `None`, and nothing is tagged, if that takes more than `effort`.
     ///
     /// # Errors
     /// As [`tag`](Self::tag).
@@ -41,18 +41,17 @@ impl RadixIndex {
         Ok(self.add_tags(seq, spans, effort))
     }
 
-    /// The tags of every present block on the path of `seq`: for each kind maximal runs, sorted by (start, end, kind).
+    /// The tags of the present blocks on the path of `seq`: maximal runs of each kind, sorted by (start, end, kind).
     ///
     /// # Complexity
-    /// O(edges of the path, and tokens that the sequence was not known to share, + tags · kinds).
+    /// O(edges of the path + tokens not known to be shared + tags · kinds).
     #[must_use]
     pub fn tags(&self, seq: &TokenSequence) -> Vec<Span> {
         let found = self.tags_within(seq, Effort::ANY);
-        // No effort is too large.
         found.unwrap_or_default()
     }
 
-    /// As [`tags`](Self::tags); none if that takes more than `effort`.
+    /// As [`tags`](Self::tags); `None` if that takes more than `effort`.
     ///
     /// # Complexity
     /// O(effort).
@@ -89,7 +88,7 @@ impl RadixIndex {
         Some(found)
     }
 
-    /// As [`Self::tag_within`], for spans that were checked.
+    /// As [`Self::tag_within`], for checked spans.
     pub(crate) fn add_tags(
         &mut self,
         seq: &TokenSequence,
@@ -102,7 +101,7 @@ impl RadixIndex {
             return Some(());
         }
         let Some(end) = self.whole_path(seq, effort)? else {
-            // The names are known from here on.
+            // Registers the kinds.
             self.flattened(spans);
             return Some(());
         };
@@ -110,7 +109,7 @@ impl RadixIndex {
         for &(node, from, to) in &edges {
             steps.take(self.nodes[node].tags().len() as u64)?;
             if self.nodes[node].num_holes() > 0 {
-                // Its blocks are asked one by one.
+                // Its blocks are checked one by one.
                 steps.take(u64::from(to - from))?;
             }
         }
@@ -140,7 +139,7 @@ impl RadixIndex {
         Some(())
     }
 
-    /// The tokens of spans as ascending, disjoint runs with all their kinds, which are known from here on.
+    /// The spans as ascending, disjoint runs with all their kinds. Registers the kinds.
     fn flattened(&mut self, spans: &[Span]) -> Vec<TagRun> {
         let mut turns: Vec<(usize, bool, u32)> = Vec::with_capacity(2 * spans.len());
         for span in spans.iter().filter(|span| span.start < span.end) {
@@ -162,7 +161,7 @@ impl RadixIndex {
         found
     }
 
-    /// All kinds of the tokens `start..end` on the path down to `at`.
+    /// All kinds of the tokens `start..end` on the path to `at`.
     pub(crate) fn kinds_on_path(&self, at: Position, start: usize, end: usize) -> u64 {
         let mut mask = 0;
         if !self.is_tagged {
@@ -181,7 +180,6 @@ impl RadixIndex {
         }
     }
 
-    /// The tags of one block.
     pub(crate) fn tags_of_block(&self, node: u32, place: Depth) -> Vec<TagRun> {
         let (start, end) = self.tokens_of(place);
         let tags = self.nodes[node].tags();
@@ -206,7 +204,6 @@ impl RadixIndex {
         }
     }
 
-    /// The token range of the block at a depth.
     pub(crate) fn tokens_of(&self, place: Depth) -> (usize, usize) {
         let start = place as usize * self.block_size();
         (start, start + self.block_size())
@@ -230,8 +227,8 @@ impl RadixIndex {
         Some(found)
     }
 
-    /// The deepest place that the whole blocks of `seq` reach, through holes and approximate blocks, if its namespace has a tree;
-    /// none if finding it takes more than `effort`.
+    /// The end of the path of `seq`, with holes and approximate blocks; the inner `None` without a tree, the outer if
+    /// this takes more than `effort`.
     #[expect(
         clippy::option_option,
         reason = "there may be no path, and finding it may take too much"

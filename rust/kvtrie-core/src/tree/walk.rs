@@ -1,4 +1,4 @@
-//! How a path is found: from where its sequence remembers to stand, block by block.
+//! Finds the path of a sequence, from its cursor on, block by block.
 
 use std::sync::Arc;
 
@@ -9,36 +9,35 @@ use crate::siblings;
 use crate::tokens::{TokenSequence, View};
 use crate::tree::{Effort, RadixIndex, Steps};
 
-/// A place in a tree: `depth` blocks from the root, `node` being the edge that holds the last of them.
+/// A place in a tree, `depth` blocks from the root. `node` is the edge with the last of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Position {
     pub(crate) node: NodeIndex,
     pub(crate) depth: Depth,
 }
 
-/// How far a sequence was followed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Walked {
     pub(crate) at: Position,
     pub(crate) work: Work,
-    /// Effort was spent before the path ended.
+    /// The effort was used up before the path ended.
     pub(crate) gave_up: bool,
 }
 
-/// What finding paths has cost since the index was made.
+/// The cost of all walks and searches since the index was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Work {
     pub(crate) nodes_visited: u64,
     pub(crate) bytes_compared: u64,
-    /// Looks of the searches for moved runs.
+    /// Steps of the searches for moved runs.
     pub(crate) search_looks: u64,
 }
 
-/// Tokens that are compared in the time of looking at an edge that is not in the CPU's cache.
+/// Tokens compared in the time of a visit to an edge outside the CPU's cache.
 const TOKENS_A_STEP: usize = 256;
 
 impl RadixIndex {
-    /// Where the sequence's cursor stands, with how far the blocks above are exact.
+    /// The position of the sequence's cursor, and how far the path is exact.
     pub(crate) fn at_cursor(&self, seq: &TokenSequence) -> Option<(Position, Depth)> {
         let cursor = seq
             .cursor
@@ -60,8 +59,8 @@ impl RadixIndex {
         ))
     }
 
-    /// Remembers that the first blocks of `seq` are the present path down to `at`, exact in the first `exact` blocks.
-    /// `walked` edges lie behind where the cursor stood before.
+    /// Sets the cursor: the first blocks of `seq` are the present path to `at`, the first `exact` of them exact.
+    /// `walked` edges are after the old cursor.
     pub(crate) fn set_cursor(
         &self,
         seq: &mut TokenSequence,
@@ -70,7 +69,7 @@ impl RadixIndex {
         walked: u64,
     ) {
         let node = &self.nodes[at.node];
-        // Ids that were right when the old cursor was, and do not reach behind the new one, still are.
+        // Ids of a valid old cursor that end at or before the new one are still right.
         let known = self.at_cursor(seq).is_some();
         let old = seq.cursor.take().filter(|_| known);
         let edges = old.as_ref().map_or(0, |old| old.edges) + walked;
@@ -88,7 +87,7 @@ impl RadixIndex {
         });
     }
 
-    /// The ids of the path of `seq` down to `at`: those that its cursor remembers are not read again.
+    /// The ids of the path of `seq` to `at`; those in its cursor are not read again.
     pub(crate) fn remembered_ids(
         &self,
         seq: &mut TokenSequence,
@@ -115,7 +114,7 @@ impl RadixIndex {
         ids
     }
 
-    /// The same place, named by the edge that holds the block before it.
+    /// The same place, with the edge of the block before it.
     pub(crate) fn normal(&self, mut at: Position) -> Position {
         while at.depth <= self.nodes[at.node].depth && !self.nodes[at.node].is_root() {
             at.node = self.nodes[at.node].parent;
@@ -123,9 +122,9 @@ impl RadixIndex {
         at
     }
 
-    /// Follows `tokens` from `at` down, block by block, to at most `limit`, or until `effort` is spent: at least a block and
-    /// an edge further. Of an edge, the blocks before `within(node, from, to)` are looked at, and what is the same there is
-    /// told to `pass(node, from, to)`.
+    /// Follows `tokens` from `at` to at most `limit`, or until `effort` is used up, but at least one block and one
+    /// edge. In an edge, only the blocks before `within(node, from, to)` are compared; `pass(node, from, to)` is called
+    /// for equal ones.
     pub(crate) fn walk(
         &self,
         tokens: View<'_>,
@@ -150,7 +149,7 @@ impl RadixIndex {
                 let same = tokens
                     .slice(from, until)
                     .common(node.view(block_size).slice(from, until));
-                // The token that differs was compared as well.
+                // The first different token was compared too.
                 let compared = (same + 1).min(until - from);
                 work.bytes_compared += (compared * size_of::<u32>()) as u64;
                 let reached = at.depth + depth(same / block_size);
@@ -179,8 +178,8 @@ impl RadixIndex {
         }
     }
 
-    /// How many steps following the sequence takes at most, each about as long as looking at an edge: its blocks that it is not known
-    /// to share, or what comparing their tokens takes. O(1).
+    /// Most steps to walk the sequence, each about as long as a visit of an edge: for the blocks not known to be
+    /// shared, or for comparing their tokens. O(1).
     #[must_use]
     pub fn unknown_steps(&self, seq: &TokenSequence) -> u64 {
         let known = self.at_cursor(seq).map_or(0, |(at, _)| at.depth as usize);
@@ -188,8 +187,8 @@ impl RadixIndex {
         (tokens / self.block_size().min(TOKENS_A_STEP)) as u64
     }
 
-    /// How many steps inserting so many blocks takes at most, counting what leases pin of those that may be replaced, and what
-    /// is dead in its namespace. O(1).
+    /// Most steps to insert `num_ids` blocks, with the search for pins of replaced blocks and the dead blocks of the
+    /// namespace. O(1).
     #[must_use]
     pub fn insert_steps(&self, seq: &TokenSequence, num_ids: usize) -> u64 {
         let ids = num_ids as u64;
@@ -199,17 +198,17 @@ impl RadixIndex {
             .get(seq.namespace())
             .filter(|_| self.num_dead > 0);
         let dead = tree.map_or(0, |&tree| self.trees[tree].num_dead);
-        // Blocks that are offered take a fraction of a look at an edge.
+        // An offered block takes a fraction of a step.
         self.unknown_steps(seq) + ids / 4 + replaced * self.leases.len() as u64 + dead
     }
 
-    /// Whether some path has holes or approximate blocks, at which a plan looks one by one. O(1).
+    /// Whether a path has holes or approximate blocks, which a plan checks one by one. O(1).
     #[must_use]
     pub fn has_broken_paths(&self) -> bool {
         self.num_holes > 0 || self.num_approximate > 0
     }
 
-    /// Edges of the path that the sequence was last matched to, as far as it was walked: what planning it again goes over.
+    /// Edges walked to the sequence's cursor; planning it again visits them.
     #[must_use]
     pub fn known_edges(&self, seq: &TokenSequence) -> u64 {
         let is_known = self.at_cursor(seq).is_some();
@@ -222,7 +221,7 @@ impl RadixIndex {
         self.work.bytes_compared += work.bytes_compared;
     }
 
-    /// The child whose first block is `first`. An only child is answered unseen: the caller compares.
+    /// The child whose first block is `first`. An only child is returned unchecked: the caller compares.
     pub(crate) fn child(&self, parent: NodeIndex, first: View<'_>) -> Option<NodeIndex> {
         if !self.nodes[parent].has_children() {
             return None;
@@ -243,14 +242,13 @@ impl RadixIndex {
         })
     }
 
-    /// The edges on the way down to `at` that hold blocks from depth `from` on: (node, first depth, end).
+    /// The edges of the path to `at` with blocks from depth `from` on: (node, first depth, end).
     pub(crate) fn edges_to(&self, at: Position, from: Depth) -> Vec<(NodeIndex, Depth, Depth)> {
         let edges = self.edges_within(at, from, &mut Effort::ANY.steps());
-        // No number of steps is too large.
         edges.unwrap_or_default()
     }
 
-    /// As [`Self::edges_to`], with a step for each edge; none if these are more than are left.
+    /// As [`Self::edges_to`], one step per edge; `None` if fewer are left.
     pub(crate) fn edges_within(
         &self,
         at: Position,
@@ -270,14 +268,15 @@ impl RadixIndex {
         Some(found)
     }
 
-    /// Writes the block ids of the path down to `at`, from depth `from` on, into `out`; holes are [`ABSENT`](crate::ids::ABSENT).
+    /// Writes the block ids of the path to `at`, from depth `from` on, to `out`, with [`ABSENT`](crate::ids::ABSENT)
+    /// for holes.
     pub(crate) fn path_ids(&self, at: Position, from: Depth, out: &mut Vec<BlockId>) {
         let block_size = self.block_size();
         out.clear();
         let (mut node, mut end) = (at.node, at.depth);
         let edge = &self.nodes[node];
         if edge.depth <= from && from < end {
-            // One edge, the usual case: nothing is written twice.
+            // One edge, the usual case: no slot is written twice.
             out.extend(edge.ids(from, end, block_size));
             return;
         }

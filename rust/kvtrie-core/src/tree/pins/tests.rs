@@ -7,7 +7,7 @@ use super::*;
 use crate::tree::InsertOptions;
 use crate::{Config, Namespace, PlanOptions, ReusePlan, ReusePolicy, Salt, Source, TokenSequence};
 
-/// What one plan pins, by ids.
+/// The pins of one plan, by id.
 struct Live {
     plan: ReusePlan,
     paths: BTreeSet<u32>,
@@ -78,7 +78,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A range of at most 12 tokens, to be cut.
+/// A range of at most 12 tokens.
 fn range() -> impl Strategy<Value = (usize, usize)> {
     (0usize..12, 0usize..13).prop_map(|(a, b)| (a.min(b), a.max(b)))
 }
@@ -224,7 +224,7 @@ impl Bench {
         nodes.into_iter().collect()
     }
 
-    /// The tokens of some path down to a leaf, if there is one.
+    /// The tokens of a path to a leaf, if there is one.
     fn path_like(&self, like: usize) -> Vec<u32> {
         let mut leaves = self.nodes();
         leaves.retain(|&node| !self.index.nodes[node].has_children());
@@ -283,13 +283,13 @@ impl Bench {
 }
 
 impl RadixIndex {
-    /// Ids that an insert may bring.
+    /// Ids that an insert may offer.
     fn free_ids(&self) -> Vec<BlockId> {
         let free = (0..BLOCKS).filter(|&id| self.blocks.place(id) == Place::Unknown);
         free.map(BlockId).collect()
     }
 
-    /// The ids on the present beginning of a path.
+    /// The ids of the present beginning of a path.
     fn ids_of(&mut self, seq: &mut TokenSequence) -> Vec<BlockId> {
         let mut ids = Vec::new();
         self.lookup(seq, crate::LookupOptions::default(), &mut ids)
@@ -356,7 +356,7 @@ fn a_dead_block_above_a_pinned_source_may_go_and_no_other() {
     let evicted = index.evict(9);
     assert_eq!(evicted, [BlockId(2), BlockId(1), BlockId(5)]);
     index.check().unwrap();
-    // Behind the hole, the sources keep what is above it from the rule for leaves.
+    // The sources still protect block 0, before the hole: it is not dead.
     assert_eq!((index.num_evictable(), index.evict(9)), (0, Vec::new()));
     index.release_sources(&plan).unwrap();
     index.check().unwrap();
