@@ -1,4 +1,4 @@
-//! How a request begins: its sequence, its table, and the KV that is already computed.
+//! How a request begins.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::tokens::{Owner, TokenSequence};
 
 const CALL: &str = "SequenceLedger.begin";
 
-/// Which tokens of a sequence have KV in the table when a request begins.
+/// The tokens that have KV in the table when a request begins.
 #[derive(Clone, Copy, Debug)]
 pub enum Present<'a> {
     /// The tokens before this position.
@@ -36,7 +36,7 @@ pub struct Begin<'a> {
 }
 
 impl Default for Begin<'_> {
-    /// Nothing has KV, and all of it will be computed.
+    /// Nothing has KV; all of it will be computed.
     fn default() -> Self {
         Self {
             source: LedgerSource::Computed,
@@ -47,7 +47,7 @@ impl Default for Begin<'_> {
 }
 
 impl Begin<'_> {
-    /// A request whose KV is built as this plan describes.
+    /// A request that follows this plan.
     #[must_use]
     pub fn planned(plan: Arc<ReusePlan>) -> Self {
         Self {

@@ -27,8 +27,8 @@ impl SequenceLedger {
     /// `duplicates` and `freed` belong to the caller. Blocks that were not taken stay in the table, so `surplus` is
     /// empty.
     ///
-    /// If the source is not a plan, a plan of the blocks in place is made ([`pins`](Self::pins)): committed blocks stay
-    /// in the index while the request runs. If no block is new, the index is called only when there are spans to tag.
+    /// If the source is not a plan, [`pins`](Self::pins) keep committed blocks in the index. If no block is new, the
+    /// index is called only when there are spans to tag.
     ///
     /// # Errors
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live, or its plan was released.
@@ -76,7 +76,7 @@ impl SequenceLedger {
 
     /// Ends a request: commits a last time, returns the rest of the table in `surplus`, releases its plans, and returns
     /// the sequence to its owner. If the insert is refused, the request stays as it is. If its plan was released
-    /// before, nothing is inserted, and all blocks that were not committed are in `surplus`.
+    /// before, nothing is inserted, and `surplus` has all blocks that were not committed.
     ///
     /// # Errors
     /// As [`commit`](Self::commit).
@@ -134,7 +134,6 @@ impl SequenceLedger {
 }
 
 impl Record {
-    /// Offers the blocks at these indices of the table.
     fn insert(
         &self,
         seq: &mut TokenSequence,
@@ -158,7 +157,7 @@ impl Record {
         for plan in self.plans() {
             match plan.lease_index(index, call) {
                 Err(error) if error.kind() == ErrorKind::InvalidArgument => return Err(error),
-                // The plan was released: an insert with it is refused.
+                // Released: an insert with it is refused.
                 _ => {}
             }
         }
@@ -174,9 +173,8 @@ impl Record {
         own.into_iter().chain(&self.in_place).chain(&self.pins)
     }
 
-    /// Pins the committed blocks. Earlier pins are released, unless the index now has other blocks in place: an exact
-    /// block has replaced an approximate one that the request still uses. The index has already taken the blocks, so
-    /// nothing here may fail.
+    /// Pins the committed blocks. Earlier pins are released, unless an exact block has replaced an approximate one that
+    /// the request still uses. The index has already taken the blocks, so nothing here may fail.
     fn hold(&mut self, num_exact: usize, seq: &mut TokenSequence, index: &mut RadixIndex) {
         let policy = ReusePolicy {
             approximate: num_exact < self.committed,
@@ -202,7 +200,6 @@ impl Record {
         self.pins.push(plan);
     }
 
-    /// Notes which blocks an index took and returned.
     fn take(&mut self, done: &Inserted, block_size: usize) {
         let first = self.committed / block_size;
         self.blocks[first..first + done.blocks.len()].copy_from_slice(&done.blocks);
@@ -212,7 +209,7 @@ impl Record {
         }
     }
 
-    /// Spans with tokens below `end` that the index has not been given.
+    /// Spans with tokens below `end` that the index does not have yet.
     fn spans_to_give(&self, end: usize) -> Vec<Span> {
         self.spans
             .iter()
@@ -222,7 +219,7 @@ impl Record {
             .collect()
     }
 
-    /// Notes that the index has the tags of all tokens below `end`.
+    /// The index has the tags of all tokens below `end`.
     fn gave(&mut self, end: usize) {
         for tagged in &mut self.spans {
             tagged.given_until = tagged.given_until.max(end);

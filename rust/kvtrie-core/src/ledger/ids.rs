@@ -1,4 +1,4 @@
-//! Ids as an engine has them: final ones, then placeholders for ids that are not known yet.
+//! Ids as an engine has them: final ones, then placeholders.
 
 use crate::error::{Error, Result};
 
@@ -33,7 +33,6 @@ fn wrong(id: i64, at: usize, len: usize) -> String {
     format!("ids[{at}] is {id}; it must be in [0, {})", 1_u64 << 32)
 }
 
-/// Final ids as tokens.
 pub(super) fn tokens<T: Copy + Into<i64>>(ids: &[T], into: &mut Vec<u32>) {
     into.clear();
     // `finals` checked that all fit.

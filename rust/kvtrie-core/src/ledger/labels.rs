@@ -70,11 +70,11 @@ pub struct LabelRun {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Labels {
     block_size: usize,
-    /// End of the exact tokens according to the source and the blocks in place.
+    /// End of the exact tokens by the source and the blocks in place.
     said: usize,
     /// End of the blocks in place that are not from the source.
     in_place: usize,
-    /// End of the exact tokens according to the index: the blocks after it are approximate, whatever their source.
+    /// End of the exact tokens by the index: later blocks are approximate, whatever their source.
     answered: usize,
 }
 
@@ -87,7 +87,7 @@ impl Labels {
         let (mut said, mut end) = (source.exact_until(), 0);
         if let Some(plan) = in_place {
             end = plan.blocks().len() * block_size;
-            // The blocks in place have the labels of the index, whatever the source says about the KV after them.
+            // The blocks in place have the labels of the index, whatever the source says.
             let first = plan.first_approximate().filter(|&first| first < end);
             said = first.unwrap_or(said.max(end));
         }
@@ -105,7 +105,7 @@ impl Labels {
         exact - exact % self.block_size
     }
 
-    /// Notes that an index backs the sequence up to `end`, exactly up to `num_exact`.
+    /// An index backs the sequence up to `end`, exactly up to `num_exact`.
     pub(super) fn answer(&mut self, end: usize, num_exact: usize) {
         if num_exact < self.exact_below(end) {
             self.answered = num_exact;

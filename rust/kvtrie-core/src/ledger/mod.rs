@@ -22,8 +22,8 @@
 //!   first draft and a claim follows, from which the engine has subtracted the refused drafts. Later drafts still under
 //!   way then start right after the arrived ids.
 //! - *V* = min(*F*, *C*, first unverified draft): final and computed. Only [`rollback`] lowers it.
-//! - *Missing*: the part of `0..F` without KV. After a gap there may be cached segments, copied there by a plan. A
-//!   claim that reaches the end of the gap includes the segment.
+//! - *Missing*: the part of `0..F` without KV. After a gap there may be cached segments, copied by a plan or imported.
+//!   A claim that reaches the end of the gap includes the segment.
 //! - *Committed*: whole blocks that were handed to an index. At most *V*, and never rolled back.
 //!
 //! # Guarantees
@@ -39,9 +39,8 @@
 //!
 //! # Costs
 //!
-//! A call on one request is O(size of its arguments and result), but `begin` sorts the table and `add_blocks` scans it.
-//! [`step`] is O(requests + new ids), some tens of ns each. A request takes about 250 bytes, plus 4 per block and 56
-//! per span.
+//! A call on one request is O(size of its arguments and result), except `begin` and `add_blocks`. [`step`] takes some
+//! tens of ns per request and new id. A request takes about 250 bytes, plus 4 per block and 56 per span.
 //!
 //! # Structure
 //!
@@ -326,7 +325,7 @@ impl SequenceLedger {
         Ok(record.positions.verified())
     }
 
-    /// The tokens that are final and computed, but not committed.
+    /// The tokens that are final and computed but not committed.
     ///
     /// # Errors
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
@@ -404,7 +403,7 @@ impl SequenceLedger {
         Ok(record.labels.runs(&record.source, in_place, start, end))
     }
 
-    /// The plans that commits made to pin the blocks they committed, for a source that is not a plan. Usually one.
+    /// The plans by which commits pin their blocks, if the source is not a plan. Usually one.
     ///
     /// # Errors
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.

@@ -17,7 +17,7 @@ pub(super) struct Positions {
     drafts: Vec<usize>,
 }
 
-/// A request's positions after a step that passed the checks.
+/// Checked positions after a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Stepped {
     computed: usize,
@@ -26,7 +26,7 @@ pub(super) struct Stepped {
     draft: Option<usize>,
 }
 
-/// Why a call contradicts the positions, with both numbers.
+/// Why a call contradicts the positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Contradiction {
     /// A claim below what is final and computed.
@@ -46,7 +46,7 @@ pub(super) enum Contradiction {
 }
 
 impl Positions {
-    /// `num_final` ids, with KV for everything below `computed` and for the islands after it.
+    /// KV is present below `computed` and in the islands.
     pub(super) fn new(num_final: usize, computed: usize, islands: Islands) -> Self {
         let computed = islands.leave(computed);
         Self {
@@ -58,7 +58,7 @@ impl Positions {
         }
     }
 
-    /// The end of the positions that are final *and* computed.
+    /// The end of the final *and* computed positions.
     pub(super) fn verified(&self) -> usize {
         let first_draft = self.drafts.first().copied().unwrap_or(usize::MAX);
         self.num_final.min(self.computed).min(first_draft)
@@ -68,12 +68,12 @@ impl Positions {
         self.issued
     }
 
-    /// The ranges of final tokens without KV that is known to be theirs.
+    /// Ranges of final tokens without KV that is known to be theirs.
     pub(super) fn missing(&self) -> Vec<(usize, usize)> {
         self.islands.between(self.verified(), self.num_final)
     }
 
-    /// Issues positions, the last of them drafts. Fails with the end of the positions if it exceeds the table.
+    /// Issues positions, the last of them drafts, if the table has room.
     pub(super) fn schedule(
         &mut self,
         tokens: usize,
@@ -86,17 +86,16 @@ impl Positions {
         Ok(())
     }
 
-    /// Counts new final ids.
     pub(super) fn append(&mut self, count: usize) {
         self.num_final += count;
     }
 
-    /// Notes that KV of everything below `claimed` is written. A claim that is lower than the last one, or that
-    /// verifies drafts, is the engine's counter: positions after it no longer count as issued.
+    /// KV of everything below `claimed` is written. A claim that is lower than the last one, or that verifies drafts,
+    /// is the engine's counter: positions after it no longer count as issued.
     pub(super) fn confirm(&mut self, claimed: usize) -> Result<(), Contradiction> {
         self.check_claim(claimed)?;
-        // Drafts were subtracted, but it is not known which: ids that arrive in a later call would count together with
-        // the drafts that they replace.
+        // Drafts were subtracted, but it is not known which: ids of a later call would count together with the drafts
+        // that they replace.
         if let Some(&draft) = self.drafts.first()
             && claimed < self.computed
             && draft >= self.num_final
@@ -116,8 +115,8 @@ impl Positions {
         Ok(())
     }
 
-    /// Checks one step: `new_ids` become final, everything below `claimed` is computed or on its way, and `tokens` more
-    /// are issued after it.
+    /// Checks a step: `new_ids` become final, everything below `claimed` is computed or on its way, and `tokens` more
+    /// are issued.
     pub(super) fn check_step(
         &self,
         new_ids: usize,
@@ -137,7 +136,7 @@ impl Positions {
         })
     }
 
-    /// Applies a step that passed the checks.
+    /// Applies a checked step.
     pub(super) fn step(&mut self, stepped: Stepped) {
         self.num_final = stepped.num_final;
         self.claim(stepped.computed);
@@ -172,13 +171,13 @@ impl Positions {
         Ok(())
     }
 
-    /// Drops the drafts at or after the engine's counter: it counts all drafts that are under way.
+    /// Drops drafts at or after the counter, which counts all that are under way.
     fn give_up_drafts(&mut self, counter: usize) {
         let kept = self.drafts.partition_point(|&first| first < counter);
         self.drafts.truncate(kept);
     }
 
-    /// Notes a claim, and verifies the drafts for which ids have arrived. Returns whether there are any.
+    /// Notes a claim and verifies the drafts for which ids have arrived. Returns whether there are any.
     fn claim(&mut self, computed: usize) -> bool {
         let verified = self
             .drafts
@@ -187,8 +186,8 @@ impl Positions {
             .count();
         if verified > 0 {
             self.drafts.drain(..verified);
-            // The counter includes what is under way but not the refused drafts, so later drafts move down by the
-            // number refused. A draft that would then start before the end of the ids is not in the counter.
+            // The counter excludes refused drafts, so later drafts move down by their number. A draft that would then
+            // start among the arrived ids is not in the counter.
             let (refused, num_final) = (self.issued.saturating_sub(computed), self.num_final);
             self.drafts.retain(|&first| first >= num_final + refused);
             for first in &mut self.drafts {
@@ -200,7 +199,7 @@ impl Positions {
         verified > 0
     }
 
-    /// Returns the end of `tokens` positions that start at `from`, and the start of the last `drafts` of them.
+    /// The end of `tokens` positions from `from` on, and the start of the last `drafts` of them.
     fn issue(
         &self,
         from: usize,

@@ -2,13 +2,12 @@
 
 use crate::error::{Error, Result};
 
-/// Ranges of tokens whose KV is in the table although a token before them must still be computed. Ascending, with a gap
-/// between any two.
+/// Ranges of tokens with KV although a token before them must still be computed. Ascending, with a gap between any two.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Islands(Vec<(usize, usize)>);
 
 impl Islands {
-    /// The ranges between the missing ranges of `0..end`; everything after `end` is missing too. Returns the end of the
+    /// The complement of the missing ranges in `0..end`. Everything after `end` is missing too. Returns the end of the
     /// first range, which starts at position 0 and may be empty, and the other ranges.
     pub(super) fn around(
         missing: impl IntoIterator<Item = (usize, usize)>,
@@ -43,7 +42,7 @@ impl Islands {
         self.0.last().map_or(0, |island| island.1)
     }
 
-    /// The end of the island that contains the position, or the position itself.
+    /// The end of the island that contains the position, or the position.
     pub(super) fn leave(&self, at: usize) -> usize {
         if self.0.is_empty() {
             return at;
@@ -104,7 +103,7 @@ impl Islands {
         }
     }
 
-    /// Removes islands that are wholly below a position. No call goes back there.
+    /// Removes islands that are wholly below a position, to which no call returns.
     pub(super) fn forget_below(&mut self, at: usize) {
         if self.0.first().is_some_and(|island| island.1 <= at) {
             let past = self.0.partition_point(|island| island.1 <= at);

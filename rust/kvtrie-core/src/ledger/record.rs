@@ -10,7 +10,6 @@ use crate::plan::ReusePlan;
 use crate::span::Span;
 use crate::tokens::{Owner, TokenSequence};
 
-/// What a ledger stores per request.
 #[derive(Debug)]
 pub(super) struct Record {
     /// The sequence belongs to the request while this lives.
@@ -18,10 +17,10 @@ pub(super) struct Record {
     pub(super) positions: Positions,
     /// The table, from position 0.
     pub(super) blocks: Vec<BlockId>,
-    /// Tokens whose blocks belong to the index: a multiple of the block size, at most what is final and computed.
+    /// Tokens whose blocks belong to the index: whole blocks, at most what is final and computed.
     pub(super) committed: usize,
     pub(super) source: LedgerSource,
-    /// If the source is not a plan: pins the blocks that were in place at the beginning.
+    /// If the source is not a plan: pins the blocks in place at the beginning.
     pub(super) in_place: Option<Arc<ReusePlan>>,
     /// If the source is not a plan: pin the committed blocks.
     pub(super) pins: Vec<Arc<ReusePlan>>,
@@ -37,7 +36,7 @@ pub(super) struct Tagged {
 }
 
 impl Record {
-    /// Refuses a sequence that does not belong to this request.
+    /// Refuses any sequence but this request's.
     pub(super) fn check_owns(&self, seq: &TokenSequence, call: &str) -> Result<()> {
         if seq.is_owned_by(&self.owner) {
             return Ok(());
@@ -50,7 +49,7 @@ impl Record {
     }
 }
 
-/// Refuses ids that are twice in one table, of which `old` is already part.
+/// Refuses ids that are twice in a table, of which `old` is already part.
 pub(super) fn check_unique(old: &[BlockId], new: &[BlockId], call: &str) -> Result<()> {
     /// Up to this many ids, a linear search is used.
     const FEW: usize = 8;
@@ -77,7 +76,6 @@ pub(super) fn check_unique(old: &[BlockId], new: &[BlockId], call: &str) -> Resu
     }
 }
 
-/// Refuses ids that no pool can have.
 pub(super) fn check_ids(ids: &[BlockId], call: &str) -> Result<()> {
     match ids.iter().find(|id| u64::from(id.0) >= BlockId::MAX_BLOCKS) {
         Some(id) => Err(Error::invalid(format!(
@@ -88,7 +86,6 @@ pub(super) fn check_ids(ids: &[BlockId], call: &str) -> Result<()> {
     }
 }
 
-/// The error for a contradiction.
 #[cold]
 pub(super) fn refuse(why: Contradiction, blocks: usize, block_size: usize, call: &str) -> Error {
     Error::invalid(match why {

@@ -11,7 +11,7 @@ use crate::tokens::TokenSequence;
 
 const CALL: &str = "SequenceLedger.step";
 
-/// What an engine reports once per step. All lists but `ids` have an item per request; `offsets` has one more.
+/// What an engine reports once per step, with one item per request.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a, T> {
     /// The requests, each once.
@@ -29,7 +29,7 @@ pub struct Step<'a, T> {
     pub num_drafts: Option<&'a [usize]>,
 }
 
-/// The change that a step makes to the sequence of one request. [`to`](Self::to) applies it.
+/// The change of one request's sequence. [`to`](Self::to) applies it.
 #[derive(Debug)]
 pub struct StepIds<'a> {
     change: Change<'a>,
@@ -67,7 +67,7 @@ impl StepIds<'_> {
 /// Why a step was refused, and for which request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepError<E = Error> {
-    /// The index of the request in the step. `None` if the error concerns the whole step.
+    /// The index of the request in the step; `None` for an error of the whole step.
     pub at: Option<usize>,
     /// What is wrong.
     pub error: E,
@@ -84,7 +84,7 @@ impl<E: fmt::Display> fmt::Display for StepError<E> {
 
 impl<E: std::error::Error> std::error::Error for StepError<E> {}
 
-/// Buffers that are kept between steps to save allocations. They hold no state of a request.
+/// Buffers kept between steps to save allocations, without state of a request.
 #[derive(Default)]
 pub(super) struct Scratch {
     /// The last step that named the record at each index.
@@ -101,10 +101,10 @@ impl fmt::Debug for Scratch {
 }
 
 impl SequenceLedger {
-    /// Notes one scheduler step: new final ids, the engine's counter and the issued positions of every request. Applies
-    /// all of it, or nothing if any part is refused.
+    /// Notes one scheduler step: new final ids, the engine's counter and the issued positions of every request. All or
+    /// nothing.
     ///
-    /// `visit` gives access to the sequences: it is called for every request with new ids, and passes its second
+    /// `visit` gives access to the sequences: it is called for every request with new ids, and applies its second
     /// argument to the request's sequence. If it fails, its error is returned and nothing has changed.
     ///
     /// # Errors
@@ -220,8 +220,7 @@ impl SequenceLedger {
         Ok((id.0.index, stepped))
     }
 
-    /// Appends the ids, then updates all positions. If a sequence cannot be reached, the appended ids are cut off
-    /// again.
+    /// Appends the ids, then updates all positions. If a sequence cannot be reached, the ids are removed again.
     fn take_step<T: Copy + Into<i64>, E>(
         &mut self,
         step: &Step<'_, T>,
@@ -238,7 +237,7 @@ impl SequenceLedger {
                 for before in (0..at).rev() {
                     let record = scratch.stepped[before].0;
                     let len = self.records[record].positions.num_final;
-                    // These sequences were reached a moment ago, so they are reached again. No others were changed.
+                    // These sequences could be reached a moment ago. No others were changed.
                     drop(visit(before, self.change(record, Change::Cut(len))));
                 }
                 return Err(StepError {

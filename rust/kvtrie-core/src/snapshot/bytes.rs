@@ -4,7 +4,6 @@ use std::fmt::Display;
 
 use crate::error::{Error, Result};
 
-/// Writes little-endian numbers.
 #[derive(Debug, Default)]
 pub(super) struct Writer {
     bytes: Vec<u8>,
@@ -54,7 +53,6 @@ impl Writer {
         self.bytes.len()
     }
 
-    /// Overwrites a number that was written before.
     pub(super) fn patch<const N: usize>(&mut self, at: usize, value: [u8; N]) {
         self.bytes[at..at + N].copy_from_slice(&value);
     }
@@ -94,7 +92,7 @@ impl<'a> Reader<'a> {
         ))
     }
 
-    /// Fails with this message unless `condition` holds.
+    /// Fails with a message unless `condition` holds.
     pub(super) fn must<D: Display>(&self, condition: bool, what: impl FnOnce() -> D) -> Result<()> {
         if condition {
             Ok(())

@@ -48,7 +48,7 @@ fn nodes_of(index: &RadixIndex, root: NodeIndex) -> Vec<NodeIndex> {
     nodes
 }
 
-/// By node index, the number of the node in a snapshot: its index once restored.
+/// By node index, the node's number in a snapshot: its index once restored.
 pub(super) fn numbers(index: &RadixIndex) -> Vec<u32> {
     let mut numbers = Vec::new();
     let all = index.trees.iter();
@@ -177,7 +177,6 @@ fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
     }
 }
 
-/// Writes ranges of depths with a value each.
 fn write_ranges(ranges: &Ranges, out: &mut Writer) {
     let ranges = ranges.as_slice();
     out.len(ranges.len());
@@ -343,8 +342,8 @@ fn read_labels(from: &mut Reader<'_>, ids: &[u32]) -> Result<Vec<Label>> {
     Ok(labels)
 }
 
-/// The items of an edge that ends at depth `end`. An item that starts before the edge must be the last one of its
-/// parent, where it ends at the parent's end.
+/// The items of an edge that ends at depth `end`. An item that starts before the edge must also be the last of its
+/// parent, up to the parent's end.
 fn read_items(
     index: &RadixIndex,
     from: &mut Reader<'_>,
@@ -433,8 +432,7 @@ fn read_uses(
     uses.ok_or_else(|| from.wrong("uses that are out of order, or none"))
 }
 
-/// Ranges of present blocks of an edge that starts at depth `start`. Their values, last uses or dead marks, are at most
-/// `most`.
+/// Ranges of present blocks of an edge that starts at depth `start`, with last uses or dead marks of at most `most`.
 fn read_ranges(from: &mut Reader<'_>, ids: &[u32], start: Depth, most: u64) -> Result<Ranges> {
     let count = from.count(16)?;
     let mut ranges = Vec::with_capacity(count);

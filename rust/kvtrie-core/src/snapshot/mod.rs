@@ -12,8 +12,7 @@
 //! `nodes_visited` in [`Stats`](crate::Stats), and the [`Effort`](crate::Effort) after which a call stops. Plans of the
 //! old index, and what sequences remember of it, are not valid for the new one.
 //!
-//! A snapshot contains the prompts and salts of all tenants and the seed: it is as secret as these. The checksum
-//! detects damage. It is not a signature: whoever can write the file controls what blocks claim to hold.
+//! The checksum detects damage. It is not a signature: whoever can write the file controls what blocks claim to hold.
 //!
 //! # Format, version 2
 //!
@@ -43,10 +42,10 @@
 //!
 //! # Hostile bytes
 //!
-//! Every count is checked against the remaining bytes before memory is reserved for it. Restoring takes time O(size ·
-//! log size) and memory of a small multiple of the size, plus up to 12 bytes per block of the pool if the ids in use
-//! are spread over it, plus the initial tables of windows. [`RestoreLimits::num_blocks`] bounds the pool. At the end
-//! [`RadixIndex::check`] checks the whole index.
+//! Every count is checked against the remaining bytes before memory is reserved for it. Restoring takes memory of a
+//! small multiple of the size, plus up to 12 bytes per block of the pool if the ids in use are spread over it, plus the
+//! initial tables of windows. [`RestoreLimits::num_blocks`] bounds the pool. At the end [`RadixIndex::check`] checks
+//! the whole index.
 
 mod bytes;
 mod checks;
@@ -96,12 +95,11 @@ impl Default for RestoreLimits {
 }
 
 impl RadixIndex {
-    /// The index as bytes, for [`restore`](Self::restore): everything except plans. Their pins are dropped, and
-    /// condemned blocks wait for [`take_freed`](Self::take_freed).
+    /// The index as bytes, for [`restore`](Self::restore): everything except plans. Blocks that they condemned wait for
+    /// [`take_freed`](Self::take_freed).
     ///
-    /// The bytes contain the prompts and salts of all tenants and the seed: keep them as secret as these.
-    ///
-    /// They take 4 · (`block_size` + 1) bytes per block, 17 per edge, and little else.
+    /// The bytes contain the prompts and salts of all tenants and the seed: keep them as secret as these. They take 4 ·
+    /// (`block_size` + 1) bytes per block, 17 per edge, and little else.
     ///
     /// # Complexity
     /// O(tokens held + windows).

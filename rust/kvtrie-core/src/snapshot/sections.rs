@@ -18,7 +18,6 @@ use crate::ids::{NO_NODE, NodeHandle};
 use crate::span::{Kinds, MAX_KINDS};
 use crate::tree::{Config, RadixIndex, Work, check_pool_id};
 
-/// A section: its name, its writer and its reader.
 pub(super) struct Section {
     pub(super) name: &'static str,
     pub(super) write: fn(&RadixIndex, &mut Writer),
@@ -111,12 +110,11 @@ pub(super) fn read_config(from: &mut Reader<'_>, limits: RestoreLimits) -> Resul
     Ok(config)
 }
 
-/// The empty index of a configuration.
 pub(super) fn begin(config: Config) -> Result<RadixIndex> {
     let hash_bits = config.hash_bits;
     let mut index = RadixIndex::new(config).map_err(Error::snapshot)?;
-    // The writer of the bytes knows the seed, and can choose tokens by it. Where results do not depend on the seed, a
-    // secret one is used.
+    // The writer of the bytes knows the seed, and can choose tokens by it. A secret seed is used where results do not
+    // depend on it.
     let secret = RandomState::new().build_hasher().finish();
     index.hasher = EdgeHasher::new(secret, hash_bits);
     index.nodes = Arena::new(secret);

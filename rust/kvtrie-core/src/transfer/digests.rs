@@ -3,7 +3,7 @@
 //! The digest of a range of tokens covers, in this order: the version of the encoding; the tokens; of each item piece
 //! inside, its start and end within the range, the offset of that start in its item, the length of its digest, and the
 //! digest; the number of pieces; the number of tokens. Numbers are little-endian u32. The counts come last, so that all
-//! prefixes of a sequence are hashed in one pass; they separate the parts, read from the end. The version comes first,
+//! prefixes of a sequence are hashed in one pass; read from the end, they separate the parts. The version comes first,
 //! so that a cloned state has already compressed the key.
 
 use std::fmt;
@@ -14,10 +14,8 @@ use crate::error::{Error, Result};
 use crate::tokens::View;
 use crate::transfer::wire::Writer;
 
-/// Bytes of a digest.
 pub(super) const DIGEST: usize = 16;
 
-/// A keyed digest.
 pub(super) type Digest = [u8; DIGEST];
 
 /// The version of the encoding of tokens.
@@ -79,8 +77,8 @@ impl TransferKey {
     /// Most bytes of a context.
     pub const MAX_CONTEXT: usize = 1_024;
 
-    /// This key, restricted to manifests about one thing, for example an engine and a request, as the deployment names
-    /// them. Runs that were written with another context do not verify. An empty context changes nothing.
+    /// This key for manifests about one thing, for example an engine and a request. Runs written with another context
+    /// do not verify. An empty context changes nothing.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if it has more than 1,024 bytes.
@@ -100,7 +98,6 @@ impl TransferKey {
         Ok(self)
     }
 
-    /// The digest of the tokens of one block.
     pub(super) fn block(&self, tokens: View<'_>) -> Digest {
         let mut state = self.block.clone();
         update(&mut state, tokens.tokens);
@@ -119,12 +116,11 @@ impl TransferKey {
         starts.iter().map(digest).collect()
     }
 
-    /// The digest of a tenant's salt.
     pub(super) fn salt(&self, salt: &str) -> Digest {
         digest(self.salt.clone().update(salt.as_bytes()))
     }
 
-    /// The hasher of runs. Their common context is hashed first.
+    /// The hasher of runs with a common context.
     pub(super) fn runs(&self, common: &[u8]) -> RunHasher {
         let mut state = self.run.clone();
         state.update(common);
@@ -138,7 +134,6 @@ impl fmt::Debug for TransferKey {
     }
 }
 
-/// Hashes the runs of one group.
 pub(super) struct RunHasher(State);
 
 impl RunHasher {

@@ -16,7 +16,6 @@ use crate::transfer::wire::{Part, Writer};
 
 pub(super) const MAGIC: &str = "kvtrie.manifest";
 pub(super) const VERSION: usize = 1;
-/// The highest group number.
 pub(super) const MAX_GROUP: u32 = i32::MAX.cast_unsigned();
 
 pub(super) const EXACT: u8 = 0;
@@ -82,7 +81,6 @@ pub(super) struct GroupHead {
     pub(super) end: u32,
 }
 
-/// The offsets of the parts of a run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RunHead {
     pub(super) start: u32,
@@ -114,7 +112,6 @@ impl RunHead {
     }
 }
 
-/// Decodes block ids.
 pub(super) fn ids(raw: &[u8]) -> impl ExactSizeIterator<Item = BlockId> + Clone + use<'_> {
     let (ids, _) = raw.as_chunks();
     ids.iter().map(|id| BlockId(u32::from_le_bytes(*id)))
@@ -139,8 +136,8 @@ impl TransferManifest {
     ///
     /// A block is sent if all its tokens have KV. The last block is also sent if only its first tokens do, up to the
     /// end of the last label. A block is exact if all its tokens are, and has the highest of their hops.
-    /// `lookahead_end` is the end of the positions that the engine issued: the blocks from the end of the last label up
-    /// to there are named as look-ahead.
+    /// `lookahead_end` is the end of the issued positions: the blocks after those of the last label, up to there, are
+    /// named as look-ahead.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the labels ascend, are disjoint, not empty and
@@ -293,7 +290,6 @@ impl TransferManifest {
         computed.map(|run| run.end()).max().unwrap_or(0)
     }
 
-    /// The runs of the group at index `at`.
     pub(super) fn runs_of(&self, at: usize) -> impl ExactSizeIterator<Item = BlockRun<'_>> + Clone {
         let groups = &self.head.groups;
         let first = at.checked_sub(1).map_or(0, |before| groups[before].end);
@@ -310,7 +306,7 @@ impl TransferManifest {
     pub(super) fn verify(&self, key: &TransferKey, call: &str) -> Result<()> {
         let common = self.head.namespace.whole.of(&self.raw);
         for (at, (group, block_size)) in self.groups().enumerate() {
-            // There is nothing to check, and the context of each group may be long.
+            // Nothing to check, and the context of a group may be long.
             if self.runs_of(at).len() == 0 {
                 continue;
             }
@@ -398,11 +394,10 @@ impl fmt::Debug for TransferManifest {
     }
 }
 
-/// A name of a namespace in a message, shortened: the writer of the manifest chose it, and it may have 60 MiB.
+/// A name in a message, shortened: the writer of the manifest chose it, and it may have 60 MiB.
 struct Shown<'a>(Option<&'a str>);
 
 impl Shown<'_> {
-    /// Most characters shown.
     const MOST: usize = 80;
 }
 
@@ -501,7 +496,6 @@ impl<'a> BlockRun<'a> {
         &self.raw[at..at + DIGEST]
     }
 
-    /// The digests of its blocks.
     pub(super) fn digests(&self) -> &'a [Digest] {
         let at = self.head.digests as usize;
         let count = if self.is_lookahead() {
@@ -512,7 +506,7 @@ impl<'a> BlockRun<'a> {
         self.raw[at..at + DIGEST * count].as_chunks().0
     }
 
-    /// The fields that its digest covers.
+    /// The bytes that its digest covers.
     fn fields(&self) -> &'a [u8] {
         let end = self.head.digest as usize - usize::from(self.head.tail);
         &self.raw[self.head.fields as usize..end]
@@ -537,7 +531,7 @@ impl fmt::Debug for BlockRun<'_> {
     }
 }
 
-/// The context that is hashed before every run of a group: version, namespace, group and block size.
+/// The context hashed before every run of a group.
 fn standing_in(namespace: &[u8], group: u32, block_size: usize) -> Vec<u8> {
     let mut common = Writer::default();
     common.uint(VERSION);
@@ -565,7 +559,7 @@ fn write_namespace(out: &mut Writer, namespace: &Namespace, key: &TransferKey) {
     }
 }
 
-/// Checks the parts of a manifest. Returns the end of the last label.
+/// Checks the arguments. Returns the end of the last label.
 fn check(
     seq: &TokenSequence,
     groups: &[SentGroup<'_>],
@@ -652,7 +646,7 @@ pub(super) fn check_table(
     }
 }
 
-/// The runs of blocks of one size for labels that end at `end`.
+/// The runs for blocks of one size and labels that end at `end`.
 fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: usize) -> Runs {
     let mut runs: Runs = Vec::new();
     let mut first = 0;
@@ -669,7 +663,7 @@ fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: us
             break;
         };
         if label.start > range.start {
-            // The next block that can be complete is the first one at or after the label's start.
+            // The next block that can be complete.
             block = label.start.div_ceil(block_size);
             continue;
         }
@@ -705,7 +699,7 @@ fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: us
     runs
 }
 
-/// The label of a block that several labels cover, or `None` if one of its tokens has no label.
+/// The label of a block that several labels cover; `None` if a token has none.
 fn mixed(labels: &[LabelRun], range: &Range<usize>) -> Option<(u8, u16)> {
     let (mut at, mut flags, mut hops) = (range.start, EXACT, 0);
     for label in labels {
@@ -724,7 +718,7 @@ fn mixed(labels: &[LabelRun], range: &Range<usize>) -> Option<(u8, u16)> {
     (at >= range.end).then_some((flags, hops))
 }
 
-/// The start positions of runs that are not look-ahead, ascending.
+/// The starts of runs that are not look-ahead, ascending.
 fn starts_of(groups: &[SentGroup<'_>], runs: &[Runs]) -> Vec<usize> {
     let mut starts: Vec<usize> = groups
         .iter()

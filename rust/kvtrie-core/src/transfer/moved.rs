@@ -3,8 +3,7 @@
 //! A *match* is a maximal chain of consecutive blocks of the sender whose tokens the prompt has at one distance. The
 //! prompt is covered from left to right: at each token by the match that contains it and reaches furthest; ties: fewer
 //! hops, smaller distance, lowest slot of the sender. A match that contains a token has a block that contains it, or
-//! ends in a partial block after one, so few windows are looked up per token. Windows in between are skipped. If the
-//! sender has a window more than [`MAX_CANDIDATES`] times, the nearest are tried.
+//! ends in a partial block after one, so few windows are looked up per token.
 
 use std::ops::Range;
 
@@ -18,7 +17,7 @@ use crate::transfer::digests::{Digest, TransferKey};
 use crate::transfer::manifest::BlockRun;
 use crate::transfer::pairs::{Piece, distance};
 
-/// Most places at which one window is tried.
+/// Most places at which one window is tried: the nearest.
 pub(super) const MAX_CANDIDATES: usize = 64;
 /// The shortest moved run if the policy sets none.
 pub(super) const MIN_RUN: usize = 16;
@@ -42,7 +41,7 @@ struct Block {
     hops: u16,
 }
 
-/// A maximal chain of blocks at one distance: `blocks`, the first of which starts at `start` in the prompt.
+/// A match: `blocks`, the first of which starts at `start` in the prompt.
 #[derive(Clone)]
 struct Match {
     start: usize,
@@ -50,7 +49,7 @@ struct Match {
     blocks: Range<usize>,
 }
 
-/// The search for the blocks of one group in a prompt.
+/// The search for the blocks of one group.
 pub(super) struct Search<'a> {
     runs: &'a [BlockRun<'a>],
     prompt: View<'a>,
@@ -125,7 +124,6 @@ impl<'a> Search<'a> {
         self.blocks.push(Block { content, ..block });
     }
 
-    /// Covers the gaps.
     pub(super) fn cover(&mut self, gaps: &[Range<usize>], policy: &ReusePolicy) -> Vec<Piece> {
         let mut pieces = Vec::new();
         if self.blocks.is_empty() {
@@ -151,10 +149,10 @@ impl<'a> Search<'a> {
         pieces
     }
 
-    /// Returns the match that contains the token `at` and reaches furthest, among those with a window that starts in
-    /// `from..=at`, and its end, at most `limit`.
+    /// The match that contains `at` and reaches furthest, among those with a window that starts in `from..=at`, and its
+    /// end, at most `limit`.
     fn best(&mut self, from: usize, at: usize, limit: usize) -> Option<(Match, usize)> {
-        // The best match: its end, then its rank, lowest first.
+        // The end, the rank (lowest first) and the match.
         let mut best: Option<(usize, (u16, u64, u64), Match)> = None;
         for window in from..=at {
             for length in [1, 0] {
@@ -189,7 +187,7 @@ impl<'a> Search<'a> {
         best.map(|(end, _, found)| (found, end))
     }
 
-    /// The order of matches with the same end: most hops from the token on, distance, slot.
+    /// The order of matches with the same end: most hops from `at` on, distance, slot.
     fn rank(&self, found: &Match, at: usize, end: usize) -> (u16, u64, u64) {
         let block = |token: usize| found.blocks.start + (token - found.start) / self.block_size;
         let hops = self.blocks[block(at)..=block(end - 1)]
@@ -206,7 +204,7 @@ impl<'a> Search<'a> {
         )
     }
 
-    /// The places of a content that are nearest to a position; at equal distance the earlier first.
+    /// The places of a content nearest to a position; at equal distance the earlier first.
     fn nearest(&self, content: u32, window: usize) -> Vec<usize> {
         let places = &self.places[content as usize];
         let at = |place: u32| self.blocks[place as usize].at;
@@ -268,13 +266,12 @@ impl<'a> Search<'a> {
         found
     }
 
-    /// Whether one block directly follows the other in the sender's sequence.
+    /// Whether one block directly follows the other.
     fn adjoin(&self, before: usize, behind: usize) -> bool {
         self.blocks[before].at + self.block_size == self.blocks[behind].at
     }
 
-    /// The content of the window that starts at a position; `length` selects the partial block's length or a whole
-    /// block.
+    /// The content of the window at a position; `length` indexes `lengths`.
     fn content(&mut self, window: usize, length: usize) -> u32 {
         let len = self.lengths[length];
         let end = window + len;
@@ -292,7 +289,7 @@ impl<'a> Search<'a> {
         known[window]
     }
 
-    /// Adds the tokens of a match in a range, one piece per run that contains them.
+    /// Adds the tokens of a match in a range, one piece per run.
     fn emit(&self, found: &Match, range: Range<usize>, pieces: &mut Vec<Piece>) {
         let source = self.blocks[found.blocks.start].at;
         let mut at = range.start;

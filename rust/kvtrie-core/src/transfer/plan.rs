@@ -89,13 +89,13 @@ impl TransferPlan {
     ///
     /// - exact, if its run is exact, and the tokens before the run and those of its blocks up to here equal the
     ///   prompt's;
-    /// - approximate with the run's hops, if the same holds for an approximate run, and the policy allows that many
-    ///   hops;
+    /// - approximate with the run's hops, if the same holds for an approximate run;
     /// - approximate with one more hop, if it is in consecutive blocks whose tokens the prompt has elsewhere: at least
-    ///   [`min_run`](ReusePolicy::min_run) tokens (16) at one distance, if the policy allows that many hops. Such runs
-    ///   cover the remaining tokens from left to right.
+    ///   [`min_run`](ReusePolicy::min_run) tokens (16) at one distance. Such runs cover the remaining tokens from left
+    ///   to right.
     ///
-    /// A manifest has no kinds: if the policy forbids any, nothing approximate is loaded. The same holds if more than
+    /// Approximate tokens need a policy that allows that many hops. A manifest has no kinds: if the policy forbids any,
+    /// nothing approximate is loaded. The same holds if more than
     /// [`max_approximate_share`](ReusePolicy::max_approximate_share) of the prompt would be approximate.
     /// `partial_blocks` has no effect, since every transfer copies.
     ///
@@ -108,8 +108,8 @@ impl TransferPlan {
     ///
     /// # Complexity
     /// O(tokens) per group and O(runs · items). If the policy allows approximate KV, also O(u · (64 + `block_size`))
-    /// for the `u` uncovered tokens of each group: at each, a window of one block is hashed, with `block_size` / 32
-    /// compressions of `BLAKE2b`, at least one.
+    /// for the `u` uncovered tokens of each group, at each of which about `block_size` / 32 compressions of `BLAKE2b`
+    /// hash a window.
     pub fn new(
         manifest: &TransferManifest,
         seq: &TokenSequence,
@@ -196,7 +196,7 @@ impl TransferPlan {
         &self.compute
     }
 
-    /// The first token that is loaded and approximate. All tokens before it are exact, if the cached ones are.
+    /// The first token that is loaded and approximate. All before it are exact, if the cached ones are.
     #[must_use]
     pub fn first_approximate(&self) -> Option<usize> {
         self.first_approximate
@@ -233,7 +233,7 @@ impl TransferPlan {
     }
 }
 
-/// The ranges that may be loaded: all before `until` that are not cached.
+/// The ranges before `until` that are not cached.
 fn wanted(cached: &Range<usize>, until: usize) -> Vec<Range<usize>> {
     let around = if cached.is_empty() {
         [0..until, until..until]
@@ -257,7 +257,7 @@ struct Planning<'a> {
 }
 
 impl Planning<'_> {
-    /// The pieces that each group loads. All groups load the same tokens.
+    /// The pieces of each group, which all load the same tokens.
     fn pieces(&self, policy: &ReusePolicy) -> Vec<Vec<Piece>> {
         let num_groups = self.manifest.groups().len();
         let groups = (0..num_groups).map(|at| self.group(at, policy));
@@ -274,7 +274,7 @@ impl Planning<'_> {
         groups
     }
 
-    /// The pieces that the group at index `at` can load.
+    /// The pieces that one group can load.
     fn group(&self, at: usize, policy: &ReusePolicy) -> Vec<Piece> {
         let policy = &ReusePolicy {
             approximate: policy.approximate && policy.forbid_kinds.is_empty(),
@@ -300,7 +300,6 @@ impl Planning<'_> {
     }
 }
 
-/// Checks that sender and receiver have the same groups.
 fn check_groups(manifest: &TransferManifest, local: &[LocalGroup<'_>]) -> Result<()> {
     if let Some(pair) = local.windows(2).find(|pair| pair[0].group >= pair[1].group) {
         return Err(Error::invalid(format!(
@@ -338,7 +337,7 @@ fn num_approximate(groups: &[Vec<Piece>]) -> usize {
     count
 }
 
-/// The parts of the ranges that pieces contain. Both ascend and are disjoint.
+/// The parts of the ranges inside pieces. Both ascend and are disjoint.
 fn common_ranges(ranges: &[Range<usize>], pieces: &[Piece]) -> Vec<Range<usize>> {
     let inside = cut(pieces, ranges);
     let mut found: Vec<Range<usize>> = Vec::with_capacity(inside.len());

@@ -1,7 +1,7 @@
 //! Reads manifests from untrusted bytes, and checks everything before it is stored.
 //!
-//! No value is copied: 32 bytes per run store the offsets of its parts. Every count is checked against its limit and
-//! against the remaining bytes before memory is reserved for it.
+//! No value is copied. Every count is checked against its limit and against the remaining bytes before memory is
+//! reserved for it.
 
 use crate::error::{Error, Refusal, Result};
 use crate::ids::BlockId;
@@ -123,7 +123,6 @@ fn within(value: usize, limit: usize, what: &str, name: &str) -> Result<()> {
     ))
 }
 
-/// A manifest that is being read.
 struct Reading<'a> {
     raw: &'a [u8],
     limits: &'a TransferLimits,
@@ -241,14 +240,14 @@ impl Reading<'_> {
             digests: crate::ids::depth(digests.start),
             digest: crate::ids::depth(digest.start),
             fields: crate::ids::depth(fields),
-            // The marker and length before the digest take two bytes, as for any value of less than 256 bytes.
+            // The digest's marker and length take two bytes, as for any value of less than 256 bytes.
             hops: u16::try_from(hops).unwrap_or(ReusePolicy::MAX_HOPS),
             flags: u8::try_from(flags).unwrap_or(LOOKAHEAD),
             tail: u8::try_from(digest.start - fields_end).unwrap_or(0),
         })
     }
 
-    /// Reads a number of tokens that is a valid position.
+    /// Reads a valid position.
     fn position(&self, cursor: &mut Cursor<'_>, what: &str) -> Result<usize> {
         let value = cursor.uint(what)?;
         let value = usize::try_from(value).unwrap_or(usize::MAX);

@@ -7,7 +7,6 @@ use rmp::encode::ByteBuf;
 
 use crate::error::{Error, Refusal, Result};
 
-/// The name of the reading call in messages.
 pub(super) const READ: &str = "TransferManifest.from_bytes";
 
 /// A part of the bytes, of which there are fewer than 2³².
@@ -37,7 +36,7 @@ impl Part {
     }
 }
 
-/// Reads values from the front of bytes. Nothing is copied, and values nest only as deep as the caller asks for.
+/// Reads values from the front of bytes. Values nest only as deep as the caller asks for.
 #[derive(Debug)]
 pub(super) struct Cursor<'a> {
     raw: &'a [u8],
@@ -117,7 +116,6 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Reads an array of `len` values.
     pub(super) fn array_of(&mut self, len: u64, what: &str) -> Result<()> {
         let found = self.array(what)?;
         if found == len {
@@ -136,7 +134,6 @@ impl<'a> Cursor<'a> {
         self.take(usize::try_from(len).unwrap_or(usize::MAX), what)
     }
 
-    /// As [`Self::bin`], but of exactly `len` bytes.
     pub(super) fn bin_of(&mut self, len: usize, what: &str) -> Result<Range<usize>> {
         let range = self.bin(what)?;
         if range.len() == len {
@@ -175,7 +172,7 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// Writes values one after the other, each in its shortest form. Lengths are below 2³².
+/// Writes values in their shortest form. Lengths are below 2³².
 #[derive(Debug, Default)]
 pub(super) struct Writer(ByteBuf);
 

@@ -159,7 +159,7 @@ fn items_lie_in_the_edge_or_go_on_from_above() {
     }
     let both = |above, below| two_edges(3, &Edge::items(&[above]), &Edge::items(&[below]));
     read_back(&both((7, 8), (7, 9)));
-    // Another item, or one that ends before the edge above does.
+    // Another item, or one that ends inside the edge above.
     for above in [(6, 8), (5, 7)] {
         told(
             "an item from 7 on does not begin above the edge at 8",
