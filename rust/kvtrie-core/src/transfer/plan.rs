@@ -94,8 +94,8 @@ impl TransferPlan {
     ///   [`min_run`](ReusePolicy::min_run) tokens (16) at one distance. Such runs cover the remaining tokens from left
     ///   to right.
     ///
-    /// Approximate tokens need a policy that allows that many hops. A manifest has no kinds: if the policy forbids any,
-    /// nothing approximate is loaded. The same holds if more than
+    /// Approximate tokens need a policy that allows them and that many hops. A manifest has no kinds: if the policy
+    /// forbids any, nothing approximate is loaded. The same holds if more than
     /// [`max_approximate_share`](ReusePolicy::max_approximate_share) of the prompt would be approximate.
     /// `partial_blocks` has no effect, since every transfer copies.
     ///
@@ -108,8 +108,8 @@ impl TransferPlan {
     ///
     /// # Complexity
     /// O(tokens) per group and O(runs · items). If the policy allows approximate KV, also O(u · (64 + `block_size`))
-    /// for the `u` uncovered tokens of each group, at each of which about `block_size` / 32 compressions of `BLAKE2b`
-    /// hash a window.
+    /// for the `u` uncovered tokens of each group, at each of which about `block_size` / 32 compressions of `BLAKE2b`,
+    /// at least one, hash a window.
     pub fn new(
         manifest: &TransferManifest,
         seq: &TokenSequence,
