@@ -1,4 +1,4 @@
-//! Taking a request over: its sequence, its table, and what of it is computed already.
+//! How a request begins.
 
 use std::sync::Arc;
 
@@ -14,29 +14,29 @@ use crate::tokens::{Owner, TokenSequence};
 
 const CALL: &str = "SequenceLedger.begin";
 
-/// Which tokens of a sequence have KV in the table when a request begins.
+/// The tokens that have KV in the table when a request begins.
 #[derive(Clone, Copy, Debug)]
 pub enum Present<'a> {
-    /// Those before this position.
+    /// The tokens before this position.
     Below(usize),
-    /// All of the sequence but these ranges, ascending and disjoint.
+    /// All tokens of the sequence except these ranges, ascending and disjoint.
     AllBut(&'a [(usize, usize)]),
 }
 
 /// How a request begins.
 #[derive(Clone, Debug)]
 pub struct Begin<'a> {
-    /// Where its KV comes from.
+    /// The source of its KV.
     pub source: LedgerSource,
-    /// What is there. Without it, what the plan says; and nothing, if there is no plan.
+    /// The tokens that have KV. `None`: what the plan says, or nothing without a plan.
     pub present: Option<Present<'a>>,
-    /// Where the source is no plan: one whose blocks in place lead the table. They are the index's, and count as committed;
-    /// what the source says begins behind them.
+    /// Only for a source that is not a plan: a plan whose blocks in place are the first of the table. They belong to
+    /// the index and count as committed; the source describes the KV after them.
     pub in_place: Option<Arc<ReusePlan>>,
 }
 
 impl Default for Begin<'_> {
-    /// Nothing is there, and all will be computed.
+    /// Nothing has KV; all of it will be computed.
     fn default() -> Self {
         Self {
             source: LedgerSource::Computed,
@@ -47,7 +47,7 @@ impl Default for Begin<'_> {
 }
 
 impl Begin<'_> {
-    /// What this plan says.
+    /// A request that follows this plan.
     #[must_use]
     pub fn planned(plan: Arc<ReusePlan>) -> Self {
         Self {
@@ -59,21 +59,23 @@ impl Begin<'_> {
 }
 
 impl SequenceLedger {
-    /// Takes a request over. Until [`finish`](Self::finish) or [`forget`](Self::forget), its sequence is changed by the
-    /// ledger alone.
+    /// Starts a request. Until [`finish`](Self::finish) or [`forget`](Self::forget), only the ledger changes its
+    /// sequence.
     ///
-    /// With a plan, its gaps and what follows its tokens are missing, and its blocks in place count as committed.
+    /// With a plan as source, its gaps and all tokens after the planned ones are missing, and its blocks in place count
+    /// as committed.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): another request has the sequence; more is said to be
-    ///   there than the sequence has tokens, or than the blocks can hold; ranges that do not ascend; a plan of another
-    ///   block size, of other tokens, that pins nothing, or whose blocks in place do not lead the table; a plan beside
-    ///   [`present`](Begin::present) or beside another one; an id that no pool can have, or hops above the limit.
-    /// - [`BlockInUse`](crate::ErrorKind::BlockInUse): an id comes twice.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): another request has the sequence; more tokens are
+    ///   present than the sequence has, or than the blocks can hold; ranges that do not ascend, or that start in the
+    ///   blocks in place; a plan of another block size, of other tokens, that pins nothing, or whose blocks in place
+    ///   are not the first of the table; a plan as source together with [`present`](Begin::present) or
+    ///   [`in_place`](Begin::in_place); an id that no pool can have, or hops above the limit.
+    /// - [`BlockInUse`](crate::ErrorKind::BlockInUse): an id is given twice.
     ///
     /// # Complexity
-    /// O(blocks · log blocks + missing ranges), and comparing the plan's tokens, if the sequence is not the one that was
-    /// planned.
+    /// O(blocks · log blocks + missing ranges), plus a comparison of the plan's tokens if the sequence is not the one
+    /// that was planned.
     pub fn begin(
         &mut self,
         seq: &mut TokenSequence,

@@ -1,4 +1,4 @@
-//! Handing blocks to an index, and letting go of a request.
+//! How a request hands blocks to an index, and how it ends.
 
 use std::sync::Arc;
 
@@ -18,22 +18,22 @@ use crate::tree::{InsertOptions, Inserted, RadixIndex};
 pub struct Forgotten {
     /// The blocks of its table that it did not commit.
     pub blocks: Vec<BlockId>,
-    /// What held its blocks, which the caller releases, unless it did.
+    /// The plans that pin its blocks. The caller releases those that are still live.
     pub plans: Vec<Arc<ReusePlan>>,
 }
 
 impl SequenceLedger {
-    /// Inserts the whole blocks that are new: of `committed..verified`, exactly. The table has the ids that the index
-    /// answers from here on; those in `duplicates` and `freed` are the caller's. What was not taken stays in the table, so
-    /// `surplus` is empty.
+    /// Inserts exactly the whole blocks of `committed..verified`. The table then has the ids that the index returned;
+    /// `duplicates` and `freed` belong to the caller. Blocks that were not taken stay in the table, so `surplus` is
+    /// empty.
     ///
-    /// Without a plan, a plan of what stands in place is made ([`pins`](Self::pins)): what was committed stays while the request
-    /// runs. Where nothing is new the index is not asked, unless there are spans to tag.
+    /// If the source is not a plan, [`pins`](Self::pins) keep committed blocks in the index. If no block is new, the
+    /// index is called only when there are spans to tag.
     ///
     /// # Errors
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live, or its plan was released.
-    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): another sequence, an index of another block size, and what
-    ///   [`RadixIndex::insert`] refuses.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): another sequence, an index of another block size, and
+    ///   what [`RadixIndex::insert`] refuses.
     /// - [`BlockInUse`](crate::ErrorKind::BlockInUse): as for [`RadixIndex::insert`].
     ///
     /// # Complexity
@@ -74,9 +74,9 @@ impl SequenceLedger {
         Ok(done)
     }
 
-    /// Ends a request: a last commit, with all that is left of the table in `surplus`; then its plan is released and the
-    /// sequence is its owner's again. If the insert is refused, the request stays as it is. If its plan was released before,
-    /// nothing is inserted any more, and all that was not committed is in `surplus`.
+    /// Ends a request: commits a last time, returns the rest of the table in `surplus`, releases its plans, and returns
+    /// the sequence to its owner. If the insert is refused, the request stays as it is. If its plan was released
+    /// before, nothing is inserted, and `surplus` has all blocks that were not committed.
     ///
     /// # Errors
     /// As [`commit`](Self::commit).
@@ -113,7 +113,7 @@ impl SequenceLedger {
         Ok(done)
     }
 
-    /// Ends a request without an index. The sequence is its owner's again.
+    /// Ends a request without an index. The sequence returns to its owner.
     ///
     /// # Errors
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
@@ -134,7 +134,6 @@ impl SequenceLedger {
 }
 
 impl Record {
-    /// Offers the blocks at these places of the table.
     fn insert(
         &self,
         seq: &mut TokenSequence,
@@ -152,20 +151,20 @@ impl Record {
         index.insert(seq, &self.blocks[offered], options)
     }
 
-    /// Refuses an index of another block size, and one that its plans are not of.
+    /// Refuses an index of another block size, and one that did not make the request's plans.
     fn check_index(&self, index: &RadixIndex, block_size: usize, call: &str) -> Result<()> {
         check_block_size(index, block_size, call)?;
         for plan in self.plans() {
             match plan.lease_index(index, call) {
                 Err(error) if error.kind() == ErrorKind::InvalidArgument => return Err(error),
-                // Released, which an insert with it refuses.
+                // Released: an insert with it is refused.
                 _ => {}
             }
         }
         Ok(())
     }
 
-    /// All that holds blocks for this request.
+    /// All plans that pin blocks for this request.
     fn plans(&self) -> impl Iterator<Item = &Arc<ReusePlan>> {
         let own = match &self.source {
             LedgerSource::Plan(plan) => Some(plan),
@@ -174,14 +173,13 @@ impl Record {
         own.into_iter().chain(&self.in_place).chain(&self.pins)
     }
 
-    /// Holds what is committed. What was held before is let go, unless the index has other blocks by now where the table has
-    /// these: an exact block takes the place of an approximate one, which the request goes on using. The index has taken the
-    /// blocks by now, so nothing here may fail.
+    /// Pins the committed blocks. Earlier pins are released, unless an exact block has replaced an approximate one that
+    /// the request still uses. The index has already taken the blocks, so nothing here may fail.
     fn hold(&mut self, num_exact: usize, seq: &mut TokenSequence, index: &mut RadixIndex) {
         let policy = ReusePolicy {
             approximate: num_exact < self.committed,
             max_hops: ReusePolicy::MAX_HOPS,
-            // No run is that long: blocks in place are all that is asked for.
+            // Longer than any run: only blocks in place are wanted.
             min_run: Some(seq.len().max(index.config().min_run) + 1),
             partial_blocks: false,
             ..ReusePolicy::EXACT_ONLY
@@ -194,7 +192,7 @@ impl Record {
         let num_committed = self.committed / plan.block_size();
         // The index may have more of the sequence than the request has computed.
         if plan.blocks().starts_with(&self.blocks[..num_committed]) {
-            // Whoever asked for them may have released them.
+            // The caller of `pins` may have released them.
             for before in self.pins.drain(..) {
                 index.release_if_live(&before);
             }
@@ -202,7 +200,6 @@ impl Record {
         self.pins.push(plan);
     }
 
-    /// Notes what an index took and answered.
     fn take(&mut self, done: &Inserted, block_size: usize) {
         let first = self.committed / block_size;
         self.blocks[first..first + done.blocks.len()].copy_from_slice(&done.blocks);
@@ -212,7 +209,7 @@ impl Record {
         }
     }
 
-    /// Spans with tokens below `end` that the index has not been told of.
+    /// Spans with tokens below `end` that the index does not have yet.
     fn spans_to_give(&self, end: usize) -> Vec<Span> {
         self.spans
             .iter()

@@ -1,11 +1,11 @@
-//! Ids as an engine has them: final ones, then placeholders for those that it does not know yet.
+//! Ids as an engine has them: final ones, then placeholders.
 
 use crate::error::{Error, Result};
 
-/// Stands for a token that was sampled and whose id is not known yet.
+/// The value for a sampled token whose id is not known yet.
 pub const PLACEHOLDER: i64 = -1;
 
-/// The final ids of a list, in which placeholders come last.
+/// The final ids of a list. Placeholders may only follow them.
 pub(super) fn finals<T: Copy + Into<i64>>(ids: &[T]) -> std::result::Result<&[T], String> {
     let unknown = ids
         .iter()
@@ -33,10 +33,9 @@ fn wrong(id: i64, at: usize, len: usize) -> String {
     format!("ids[{at}] is {id}; it must be in [0, {})", 1_u64 << 32)
 }
 
-/// Final ids as tokens.
 pub(super) fn tokens<T: Copy + Into<i64>>(ids: &[T], into: &mut Vec<u32>) {
     into.clear();
-    // All were found to fit.
+    // `finals` checked that all fit.
     into.extend(ids.iter().filter_map(|&id| u32::try_from(id.into()).ok()));
 }
 

@@ -1,4 +1,4 @@
-//! How exact the blocks of a request are.
+//! Labels of the blocks of a request.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::payload::Label;
 use crate::plan::{Class, ReusePlan};
 use crate::tree::{Imported, Source};
 
-/// Where a request's KV comes from, as [`Source`] for an insert. A plan is shared with whoever made it.
+/// The source of a request's KV, as [`Source`] for an insert. A plan is shared with its creator.
 #[derive(Clone, Debug)]
 pub enum LedgerSource {
     /// Built by this plan.
@@ -30,7 +30,7 @@ impl LedgerSource {
         }
     }
 
-    /// The position at or behind which a block that ends there is approximate.
+    /// A block that ends after this position is approximate.
     fn exact_until(&self) -> usize {
         match self {
             Self::Computed => usize::MAX,
@@ -62,19 +62,19 @@ pub struct LabelRun {
     pub end: usize,
     /// [`Class::Exact`] or [`Class::Approximate`].
     pub class: Class,
-    /// The most hops that KV of its blocks has; 0 for what is exact.
+    /// The most hops in its blocks; 0 if exact.
     pub hops: u16,
 }
 
-/// What is known of the labels of a request's blocks, as an index would give them (D14).
+/// The labels of a request's blocks, as an index would give them (D14).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Labels {
     block_size: usize,
-    /// As the source says, and what was in place.
+    /// End of the exact tokens by the source and the blocks in place.
     said: usize,
-    /// Tokens that were in place without being the source's.
+    /// End of the blocks in place that are not from the source.
     in_place: usize,
-    /// As the index answered: what backs the sequence there is approximate, wherever it came from.
+    /// End of the exact tokens by the index: later blocks are approximate, whatever their source.
     answered: usize,
 }
 
@@ -87,7 +87,7 @@ impl Labels {
         let (mut said, mut end) = (source.exact_until(), 0);
         if let Some(plan) = in_place {
             end = plan.blocks().len() * block_size;
-            // What is in place is as exact as the index has it, whatever the source says of what lies behind.
+            // The blocks in place have the labels of the index, whatever the source says.
             let first = plan.first_approximate().filter(|&first| first < end);
             said = first.unwrap_or(said.max(end));
         }
@@ -99,20 +99,20 @@ impl Labels {
         }
     }
 
-    /// The end of the exact ones of the whole blocks below `end`.
+    /// The end of the exact whole blocks below `end`.
     pub(super) fn exact_below(&self, end: usize) -> usize {
         let exact = self.said.min(self.answered).min(end);
         exact - exact % self.block_size
     }
 
-    /// An index answered that it backs the sequence up to `end`, and exactly up to `num_exact`.
+    /// An index backs the sequence up to `end`, exactly up to `num_exact`.
     pub(super) fn answer(&mut self, end: usize, num_exact: usize) {
         if num_exact < self.exact_below(end) {
             self.answered = num_exact;
         }
     }
 
-    /// The labels of the tokens `start..end`, in as few runs as there are.
+    /// The labels of the tokens `start..end`, in as few runs as possible.
     pub(super) fn runs(
         &self,
         source: &LedgerSource,
@@ -139,7 +139,7 @@ impl Labels {
                 label if label.is_exact() => (label, self.exact_below(usize::MAX)),
                 label if at < self.in_place => (label, (block + 1) * size),
                 label => match source {
-                    // The rest of what this says has one label.
+                    // These sources give one label to the blocks below `said` and one to those after it.
                     LedgerSource::Imported(_) | LedgerSource::Computed => {
                         let said = self.said / size * size;
                         (label, if at < said { said } else { end })

@@ -1,9 +1,9 @@
-//! The ledger: what is known to be *computed* for every live request.
+//! The ledger: which KV is *computed* for each live request.
 //!
-//! A serving engine has many counters that almost say how much KV a request has: tokens scheduled, tokens computed, tokens
-//! sampled, blocks allocated. They run ahead of each other, and whoever saves, shares or sends KV by the wrong one hands out
-//! KV that was never computed, or of a token that was taken back. A length has one owner: here it is the ledger. It takes ids,
-//! never counts of ids, and answers which range is final *and* computed.
+//! A serving engine has many counters that almost say this: tokens scheduled, computed or sampled, blocks allocated.
+//! They run ahead of each other. Code that saves, shares or sends KV by the wrong one hands out KV that was never
+//! computed, or that belongs to a token taken back. The ledger therefore owns this length. It takes ids, never counts
+//! of ids, and returns the range that is final *and* computed.
 //!
 //! # The positions of a request
 //!
@@ -14,40 +14,40 @@
 //!                             to save      known yet  computed      empty
 //! ```
 //!
-//! - *F*, final ids: the length of the request's [`TokenSequence`], which nobody else changes while the ledger has it.
-//! - *C*, computed: the engine's last claim. KV of everything below is written, or ordered before every reader. It may run
-//!   ahead of *F* (asynchronous scheduling) and may come down again to *V* (rejected drafts).
+//! - *F*, final ids: the length of the request's [`TokenSequence`]. Only the ledger changes it.
+//! - *C*, computed: the engine's last claim. KV of everything below is written, or ordered before every reader. *C* may
+//!   run ahead of *F* (asynchronous scheduling) and may fall back to *V* (rejected drafts).
 //! - *S*, issued: what the engine has scheduled. `C <= S <= blocks · block_size`, always.
-//! - *Drafts*: the last positions of what was issued may hold unverified tokens. KV there is not known to be that of the final
-//!   id, until ids have arrived behind the first of them and a claim follows: the engine has counted the refused ones out.
-//!   Later drafts that are still under way then stand right behind the ids that have arrived.
-//! - *V* = min(*F*, *C*, first unverified draft): final and computed. It never falls but by [`rollback`].
-//! - *Missing* is what of `0..F` has no KV. Behind a gap there may be *islands* that a plan has copied there; who computes a gap
-//!   up to its end has computed the island too, and goes on behind it.
+//! - *Drafts*: the last issued positions may hold unverified tokens. They are verified once ids have arrived after the
+//!   first draft and a claim follows, from which the engine has subtracted the refused drafts. Later drafts still under
+//!   way then start right after the arrived ids.
+//! - *V* = min(*F*, *C*, first unverified draft): final and computed. Only [`rollback`] lowers it.
+//! - *Missing*: the part of `0..F` without KV. After a gap there may be cached segments, copied by a plan or imported.
+//!   A claim that reaches the end of the gap includes the segment.
 //! - *Committed*: whole blocks that were handed to an index. At most *V*, and never rolled back.
 //!
-//! # What it promises
+//! # Guarantees
 //!
-//! - [`commit`] inserts exactly the whole blocks of `committed..V`, with labels by where they came from.
-//! - A call that contradicts what is known is an error that names both numbers, and changes nothing; [`step`] is all or nothing
-//!   for all its requests.
-//! - A sequence has one request at a time. It is its owner's again when the request ends, in whatever way, or the ledger is
-//!   dropped.
+//! - [`commit`] inserts exactly the whole blocks of `committed..V`, labelled by their source.
+//! - A call that contradicts the known positions changes nothing and fails with both numbers. [`step`] is all or
+//!   nothing for all its requests.
+//! - A sequence has one request at a time. It returns to its owner when the request ends or the ledger is dropped.
+//! - Committed blocks stay in the index until the request ends: its plan, or one made by the commit, pins them.
 //!
-//! - What a request has committed stays until it ends: under its plan, or under one that the commit makes.
-//!
-//! It allocates and frees no blocks and moves no KV. Of two requests' tables, blocks may be the same: a shared prefix.
+//! The ledger allocates and frees no blocks and moves no KV. The tables of two requests may share blocks (a shared
+//! prefix).
 //!
 //! # Costs
 //!
-//! All calls on one request are O(1) in the length of its sequence and table, but for what they are given or answer; `begin`
-//! sorts the table, and `add_blocks` looks through it. [`step`] is O(requests + new ids), some tens of ns each. A request takes
-//! about 250 bytes, 4 a block, and 56 a span.
+//! A call on one request is O(size of its arguments and result), except `begin` and `add_blocks`. [`step`] takes some
+//! tens of ns per request and new id. A request takes about 250 bytes, plus 4 per block and 56 per span.
 //!
 //! # Structure
 //!
-//! - `positions`: one request's numbers, and what each call does to them; `present`: islands.
-//! - `begin`, `step`, `commit`: calls. `labels`: exactness of blocks. `ids`: placeholders. `record`: one request's state.
+//! - `positions`: one request's numbers, and what each call does to them. `present`: cached segments after a gap
+//!   (`Islands`).
+//! - `begin`, `step`, `commit`: calls. `labels`: exactness of blocks. `ids`: placeholders. `record`: one request's
+//!   state.
 //!
 //! [`rollback`]: SequenceLedger::rollback
 //! [`commit`]: SequenceLedger::commit
@@ -81,20 +81,20 @@ pub use ids::PLACEHOLDER;
 pub use labels::{LabelRun, LedgerSource};
 pub use step::{Step, StepError, StepIds};
 
-/// Names a live request of a ledger. Once it has ended, the name is stale, for good.
+/// Names a live request of a ledger. It is stale for good once the request has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestId(pub(self) Handle);
 
-/// What a rollback took back.
+/// What a rollback removed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RolledBack {
-    /// Tokens whose KV counted as computed and does not any more: ascending, disjoint ranges.
+    /// Tokens whose KV no longer counts as computed: ascending, disjoint ranges.
     pub ranges: Vec<(usize, usize)>,
-    /// Blocks that were cut off the table, the caller's from here on.
+    /// Blocks cut off the table. They belong to the caller.
     pub blocks: Vec<BlockId>,
 }
 
-/// What is known to be computed for every live request of an engine.
+/// Records what is computed for every live request of an engine.
 ///
 /// # Examples
 /// ```
@@ -140,13 +140,13 @@ impl SequenceLedger {
         })
     }
 
-    /// Token slots in a block.
+    /// Tokens per block.
     #[must_use]
     pub fn block_size(&self) -> usize {
         self.block_size
     }
 
-    /// Live requests.
+    /// Number of live requests.
     #[must_use]
     pub fn len(&self) -> usize {
         self.records.len()
@@ -164,11 +164,13 @@ impl SequenceLedger {
         self.records.get(id.0).is_some()
     }
 
-    /// The engine issues the next `num_tokens` positions, the last `num_drafts` of them drafts. Islands are passed over.
+    /// Notes that the engine issues the next `num_tokens` positions, the last `num_drafts` of them drafts. Cached
+    /// segments after a gap are skipped.
     ///
     /// # Errors
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
-    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): the table ends before that, or more drafts than tokens.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): the positions exceed the table, or there are more
+    ///   drafts than tokens.
     pub fn schedule(&mut self, id: RequestId, num_tokens: usize, num_drafts: usize) -> Result<()> {
         const CALL: &str = "SequenceLedger.schedule";
         let block_size = self.block_size;
@@ -181,12 +183,12 @@ impl SequenceLedger {
         done.map_err(|why| refuse(why, blocks, block_size, CALL))
     }
 
-    /// Appends final ids: sampled ones, or drafts that were accepted. [`PLACEHOLDER`]s at the end are left out.
+    /// Appends final ids: sampled ones, or accepted drafts. [`PLACEHOLDER`]s at the end are skipped.
     ///
     /// # Errors
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
-    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): an id that is none, or that stands behind a placeholder;
-    ///   another sequence.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): a value that is not a token id, an id after a
+    ///   placeholder, or another sequence.
     pub fn append<T: Copy + Into<i64>>(
         &mut self,
         id: RequestId,
@@ -204,12 +206,12 @@ impl SequenceLedger {
         Ok(())
     }
 
-    /// KV of all positions below `num_computed` is written, or ordered before every reader.
+    /// Notes that KV of all positions below `num_computed` is written, or ordered before every reader.
     ///
     /// # Errors
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
-    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): below what is final and computed, or behind what was
-    ///   issued.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): below what is final and computed, above what was
+    ///   issued, or lower than the last claim while no ids have arrived for the first drafts.
     pub fn confirm(&mut self, id: RequestId, num_computed: usize) -> Result<()> {
         const CALL: &str = "SequenceLedger.confirm";
         let block_size = self.block_size;
@@ -223,11 +225,11 @@ impl SequenceLedger {
     ///
     /// # Errors
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
-    /// - [`BlockInUse`](crate::ErrorKind::BlockInUse): an id is in the table already, or comes twice.
+    /// - [`BlockInUse`](crate::ErrorKind::BlockInUse): an id is in the table already, or is given twice.
     /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): an id that no pool can have.
     ///
     /// # Complexity
-    /// O(blocks of the table), for a few; O(blocks · log blocks) for more.
+    /// O(blocks of the table) for a few blocks; O(blocks · log blocks) for more.
     pub fn add_blocks(&mut self, id: RequestId, blocks: &[BlockId]) -> Result<()> {
         const CALL: &str = "SequenceLedger.add_blocks";
         let record = self.record_mut(id, CALL)?;
@@ -238,12 +240,13 @@ impl SequenceLedger {
         Ok(())
     }
 
-    /// Nothing at or behind `to` is computed or issued from here on. The ids stay; with `drop_blocks`, blocks wholly behind
-    /// `to` leave the table.
+    /// Resets what is computed and issued to the positions below `to`. The ids stay. With `drop_blocks`, blocks wholly
+    /// after `to` leave the table.
     ///
     /// # Errors
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
-    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): below what was committed, or behind what was issued.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): `to` is below what was committed or above what was
+    ///   issued.
     pub fn rollback(&mut self, id: RequestId, to: usize, drop_blocks: bool) -> Result<RolledBack> {
         const CALL: &str = "SequenceLedger.rollback";
         let block_size = self.block_size;
@@ -272,12 +275,12 @@ impl SequenceLedger {
         Ok(RolledBack { ranges, blocks })
     }
 
-    /// Keeps spans, which the index gets with commits.
+    /// Stores spans; commits give them to the index.
     ///
     /// # Errors
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
-    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): a span is reversed, ends behind the final ids, or has an
-    ///   empty kind.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): a span is reversed, ends after the final ids, or has
+    ///   an empty kind.
     pub fn tag(&mut self, id: RequestId, spans: &[Span]) -> Result<()> {
         const CALL: &str = "SequenceLedger.tag";
         let record = self.record_mut(id, CALL)?;
@@ -303,7 +306,7 @@ impl SequenceLedger {
         Ok(())
     }
 
-    /// The spans that the request was tagged with, in that order.
+    /// The spans of the request, in the order in which they were tagged.
     ///
     /// # Errors
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
@@ -313,7 +316,7 @@ impl SequenceLedger {
         Ok(spans.collect())
     }
 
-    /// The end of what is final and computed, which begins at position 0.
+    /// The end of the final and computed tokens, which start at position 0.
     ///
     /// # Errors
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
@@ -322,7 +325,7 @@ impl SequenceLedger {
         Ok(record.positions.verified())
     }
 
-    /// What is final and computed and was not committed.
+    /// The tokens that are final and computed but not committed.
     ///
     /// # Errors
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
@@ -331,7 +334,7 @@ impl SequenceLedger {
         Ok((record.committed, record.positions.verified()))
     }
 
-    /// What is issued behind what is final and computed.
+    /// The issued positions after the final and computed tokens.
     ///
     /// # Errors
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
@@ -361,7 +364,8 @@ impl SequenceLedger {
     ///
     /// # Errors
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
-    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): a reversed range, or one that ends behind that.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): a range that is reversed or not all final and
+    ///   computed.
     pub fn blocks_for(&self, id: RequestId, start: usize, end: usize) -> Result<&[BlockId]> {
         const CALL: &str = "SequenceLedger.blocks_for";
         let record = self.record(id, CALL)?;
@@ -378,12 +382,11 @@ impl SequenceLedger {
         Ok(&record.blocks[start / self.block_size..end.div_ceil(self.block_size)])
     }
 
-    /// How exact the tokens `start..end` are, as far as the table reaches, in as few runs as there are. A block is
-    /// approximate as a whole.
+    /// The labels of the tokens `start..end`, in as few runs as possible. The tokens of a block share one label.
     ///
     /// # Errors
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
-    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): a reversed range, or one that ends behind the table.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): a range that is reversed or ends after the table.
     ///
     /// # Complexity
     /// O(blocks · log segments) with a plan that copies anything approximate; else O(1).
@@ -400,7 +403,7 @@ impl SequenceLedger {
         Ok(record.labels.runs(&record.source, in_place, start, end))
     }
 
-    /// What commits without a plan have made to hold the blocks that they committed: one plan, as a rule.
+    /// The plans by which commits pin their blocks, if the source is not a plan. Usually one.
     ///
     /// # Errors
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
@@ -408,7 +411,7 @@ impl SequenceLedger {
         Ok(&self.record(id, "SequenceLedger.pins")?.pins)
     }
 
-    /// Takes back the spans that no index was told of.
+    /// Removes the spans that no index has been given.
     ///
     /// # Errors
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
@@ -420,7 +423,7 @@ impl SequenceLedger {
         Ok(())
     }
 
-    /// Where the request's KV comes from.
+    /// The source of the request's KV.
     ///
     /// # Errors
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
@@ -428,7 +431,7 @@ impl SequenceLedger {
         Ok(&self.record(id, "SequenceLedger.source")?.source)
     }
 
-    /// Tokens whose blocks are the index's.
+    /// Number of tokens whose blocks belong to the index.
     ///
     /// # Errors
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.

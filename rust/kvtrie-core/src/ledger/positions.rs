@@ -1,23 +1,23 @@
-//! The positions of one request: what is final, what is computed, what is issued.
+//! The positions of one request: which are final, computed and issued.
 
 use super::present::Islands;
 
-/// Where one request stands. Nobody else counts its tokens.
+/// The counters of one request, in tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Positions {
     /// Final ids: the length of the sequence.
     pub(super) num_final: usize,
     /// KV of everything below was claimed to be written, drafts included; never inside an island.
     computed: usize,
-    /// The engine has issued everything below; at least `computed`, and never inside an island.
+    /// The engine has issued everything below. At least `computed`, and never inside an island.
     issued: usize,
-    /// What has KV already and lies at or behind the computed prefix.
+    /// Cached segments at or after `computed`.
     islands: Islands,
-    /// First positions of the drafts that were issued and not verified, ascending, one for each time they were issued.
+    /// First positions of the issued drafts that are not verified, ascending: one per call that issued drafts.
     drafts: Vec<usize>,
 }
 
-/// A request's positions after a step that was found to contradict nothing.
+/// Checked positions after a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Stepped {
     computed: usize,
@@ -26,16 +26,16 @@ pub(super) struct Stepped {
     draft: Option<usize>,
 }
 
-/// What a call says that cannot be, with both numbers.
+/// Why a call contradicts the positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Contradiction {
     /// A claim below what is final and computed.
     Below { claimed: usize, verified: usize },
-    /// A claim behind what was issued.
+    /// A claim above what was issued.
     Behind { claimed: usize, issued: usize },
-    /// Positions behind the end of the table.
+    /// Positions after the end of the table.
     NoRoom { end: usize, capacity: usize },
-    /// A claim that comes down from another one while no ids have arrived for the first drafts.
+    /// A claim lower than the last one while no ids have arrived for the first drafts.
     Refused {
         claimed: usize,
         computed: usize,
@@ -46,7 +46,7 @@ pub(super) enum Contradiction {
 }
 
 impl Positions {
-    /// `num_final` ids, and KV for what lies below `computed` and for the islands behind it.
+    /// KV is present below `computed` and in the islands.
     pub(super) fn new(num_final: usize, computed: usize, islands: Islands) -> Self {
         let computed = islands.leave(computed);
         Self {
@@ -58,7 +58,7 @@ impl Positions {
         }
     }
 
-    /// The end of what is final *and* computed.
+    /// The end of the final *and* computed positions.
     pub(super) fn verified(&self) -> usize {
         let first_draft = self.drafts.first().copied().unwrap_or(usize::MAX);
         self.num_final.min(self.computed).min(first_draft)
@@ -68,12 +68,12 @@ impl Positions {
         self.issued
     }
 
-    /// The ranges of final tokens that have no KV, or none that is known to be theirs.
+    /// Ranges of final tokens without KV that is known to be theirs.
     pub(super) fn missing(&self) -> Vec<(usize, usize)> {
         self.islands.between(self.verified(), self.num_final)
     }
 
-    /// Issues positions, the last of them drafts; answers where they end if the table ends before that.
+    /// Issues positions, the last of them drafts, if the table has room.
     pub(super) fn schedule(
         &mut self,
         tokens: usize,
@@ -86,16 +86,16 @@ impl Positions {
         Ok(())
     }
 
-    /// More ids are final.
     pub(super) fn append(&mut self, count: usize) {
         self.num_final += count;
     }
 
-    /// KV of everything below `claimed` is written. A claim that comes down, or that verifies drafts, says where the engine
-    /// stands: nothing behind it counts as issued any more.
+    /// KV of everything below `claimed` is written. A claim that is lower than the last one, or that verifies drafts,
+    /// is the engine's counter: positions after it no longer count as issued.
     pub(super) fn confirm(&mut self, claimed: usize) -> Result<(), Contradiction> {
         self.check_claim(claimed)?;
-        // Drafts were counted out, and nobody says whose: ids that come alone would count with what they replace.
+        // Drafts were subtracted, but it is not known which: ids of a later call would count together with the drafts
+        // that they replace.
         if let Some(&draft) = self.drafts.first()
             && claimed < self.computed
             && draft >= self.num_final
@@ -115,8 +115,8 @@ impl Positions {
         Ok(())
     }
 
-    /// One step at once: `new_ids` are final, everything below `claimed` is computed or on its way, and so many tokens
-    /// more are issued from there on.
+    /// Checks a step: `new_ids` become final, everything below `claimed` is computed or on its way, and `tokens` more
+    /// are issued.
     pub(super) fn check_step(
         &self,
         new_ids: usize,
@@ -136,7 +136,7 @@ impl Positions {
         })
     }
 
-    /// Takes a step that was checked.
+    /// Applies a checked step.
     pub(super) fn step(&mut self, stepped: Stepped) {
         self.num_final = stepped.num_final;
         self.claim(stepped.computed);
@@ -145,7 +145,7 @@ impl Positions {
         self.drafts.extend(stepped.draft);
     }
 
-    /// Nothing at or behind `to`, which is issued, is computed or issued from here on. Answers the ranges that were.
+    /// Resets computed and issued to `to`, which is issued. Returns the computed ranges that were removed.
     pub(super) fn rollback(&mut self, to: usize) -> Vec<(usize, usize)> {
         let verified = self.verified();
         let mut gone = Vec::new();
@@ -171,13 +171,13 @@ impl Positions {
         Ok(())
     }
 
-    /// The engine counts what is under way: drafts at or behind its counter were given up.
+    /// Drops drafts at or after the counter, which counts all that are under way.
     fn give_up_drafts(&mut self, counter: usize) {
         let kept = self.drafts.partition_point(|&first| first < counter);
         self.drafts.truncate(kept);
     }
 
-    /// Notes a claim, and verifies the drafts that ids have arrived for; answers whether there are such.
+    /// Notes a claim and verifies the drafts for which ids have arrived. Returns whether there are any.
     fn claim(&mut self, computed: usize) -> bool {
         let verified = self
             .drafts
@@ -186,8 +186,8 @@ impl Positions {
             .count();
         if verified > 0 {
             self.drafts.drain(..verified);
-            // The counter has what is under way without what was refused, so all that is stands so much further in front.
-            // What would stand among the ids is not in it.
+            // The counter excludes refused drafts, so later drafts move down by their number. A draft that would then
+            // start among the arrived ids is not in the counter.
             let (refused, num_final) = (self.issued.saturating_sub(computed), self.num_final);
             self.drafts.retain(|&first| first >= num_final + refused);
             for first in &mut self.drafts {
@@ -199,7 +199,7 @@ impl Positions {
         verified > 0
     }
 
-    /// Where so many tokens from `from` on end, and where the last `drafts` of them begin.
+    /// The end of `tokens` positions from `from` on, and the start of the last `drafts` of them.
     fn issue(
         &self,
         from: usize,

@@ -1,15 +1,14 @@
-//! KV that a request has behind its computed prefix.
+//! Cached segments of a request after a gap.
 
 use crate::error::{Error, Result};
 
-/// Ranges of tokens whose KV is in the table although something before them is still to be computed: ascending, with
-/// something between any two.
+/// Ranges of tokens with KV although a token before them must still be computed. Ascending, with a gap between any two.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Islands(Vec<(usize, usize)>);
 
 impl Islands {
-    /// What lies between the missing ranges of `0..end`; what follows `end` is missing too. Answers the end of the first
-    /// run, which begins at position 0 and may be empty, and the others.
+    /// The complement of the missing ranges in `0..end`. Everything after `end` is missing too. Returns the end of the
+    /// first range, which starts at position 0 and may be empty, and the other ranges.
     pub(super) fn around(
         missing: impl IntoIterator<Item = (usize, usize)>,
         end: usize,
@@ -43,7 +42,7 @@ impl Islands {
         self.0.last().map_or(0, |island| island.1)
     }
 
-    /// The end of the island that a position lies in, or the position.
+    /// The end of the island that contains the position, or the position.
     pub(super) fn leave(&self, at: usize) -> usize {
         if self.0.is_empty() {
             return at;
@@ -54,7 +53,7 @@ impl Islands {
         }
     }
 
-    /// The position behind so many tokens from `from` on, islands not counted.
+    /// The position after `tokens` tokens from `from` on, not counting islands.
     pub(super) fn advance(&self, from: usize, tokens: usize) -> usize {
         let mut at = self.leave(from);
         let mut left = tokens;
@@ -72,7 +71,7 @@ impl Islands {
         at.saturating_add(left)
     }
 
-    /// What is not an island between two positions.
+    /// The ranges between two positions that are not islands.
     pub(super) fn between(&self, from: usize, to: usize) -> Vec<(usize, usize)> {
         let (mut found, mut at) = (Vec::new(), from);
         for &(start, end) in &self.0 {
@@ -87,7 +86,7 @@ impl Islands {
         found
     }
 
-    /// The parts that lie at or behind a position.
+    /// The parts at or after a position.
     pub(super) fn behind(&self, from: usize) -> impl Iterator<Item = (usize, usize)> {
         let first = self.0.partition_point(|island| island.1 <= from);
         self.0[first..]
@@ -95,7 +94,7 @@ impl Islands {
             .map(move |&(start, end)| (start.max(from), end))
     }
 
-    /// Keeps what lies before a position.
+    /// Removes the parts at or after a position.
     pub(super) fn cut(&mut self, to: usize) {
         let keep = self.0.partition_point(|island| island.0 < to);
         self.0.truncate(keep);
@@ -104,7 +103,7 @@ impl Islands {
         }
     }
 
-    /// Forgets what lies wholly below a position, where nobody goes back to.
+    /// Removes islands that are wholly below a position, to which no call returns.
     pub(super) fn forget_below(&mut self, at: usize) {
         if self.0.first().is_some_and(|island| island.1 <= at) {
             let past = self.0.partition_point(|island| island.1 <= at);
@@ -113,7 +112,7 @@ impl Islands {
     }
 }
 
-/// Refuses ranges that do not ascend, overlap, or end behind `len` tokens.
+/// Refuses ranges that are reversed, do not ascend, overlap, or end after `len` tokens.
 pub(super) fn check_ranges(ranges: &[(usize, usize)], len: usize, call: &str) -> Result<()> {
     let mut behind = 0;
     for &(start, end) in ranges {

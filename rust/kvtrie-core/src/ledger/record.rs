@@ -1,4 +1,4 @@
-//! One live request.
+//! The state of one live request.
 
 use std::sync::Arc;
 
@@ -10,26 +10,25 @@ use crate::plan::ReusePlan;
 use crate::span::Span;
 use crate::tokens::{Owner, TokenSequence};
 
-/// What a ledger knows of a request.
 #[derive(Debug)]
 pub(super) struct Record {
-    /// The sequence is the request's as long as this lives.
+    /// The sequence belongs to the request while this lives.
     pub(super) owner: Arc<Owner>,
     pub(super) positions: Positions,
     /// The table, from position 0.
     pub(super) blocks: Vec<BlockId>,
-    /// Tokens whose blocks are the index's: a multiple of the block size, at most what is final and computed.
+    /// Tokens whose blocks belong to the index: whole blocks, at most what is final and computed.
     pub(super) committed: usize,
     pub(super) source: LedgerSource,
-    /// Where the source is no plan: what holds the blocks that were in place at the beginning.
+    /// If the source is not a plan: pins the blocks in place at the beginning.
     pub(super) in_place: Option<Arc<ReusePlan>>,
-    /// Where the source is no plan: what holds the blocks that were committed.
+    /// If the source is not a plan: pin the committed blocks.
     pub(super) pins: Vec<Arc<ReusePlan>>,
     pub(super) labels: Labels,
     pub(super) spans: Vec<Tagged>,
 }
 
-/// A span, and up to where the index has it.
+/// A span, and the end of the part that the index has.
 #[derive(Clone, Debug)]
 pub(super) struct Tagged {
     pub(super) span: Span,
@@ -37,7 +36,7 @@ pub(super) struct Tagged {
 }
 
 impl Record {
-    /// Refuses a sequence that is another request's, or nobody's.
+    /// Refuses any sequence but this request's.
     pub(super) fn check_owns(&self, seq: &TokenSequence, call: &str) -> Result<()> {
         if seq.is_owned_by(&self.owner) {
             return Ok(());
@@ -50,9 +49,9 @@ impl Record {
     }
 }
 
-/// Refuses ids that come twice in one table, `old` being in it already.
+/// Refuses ids that are twice in a table, of which `old` is already part.
 pub(super) fn check_unique(old: &[BlockId], new: &[BlockId], call: &str) -> Result<()> {
-    /// So few are looked for one by one.
+    /// Up to this many ids, a linear search is used.
     const FEW: usize = 8;
     let twice = if new.len() <= FEW {
         let mut known = (0..new.len()).filter(|&at| {
@@ -77,7 +76,6 @@ pub(super) fn check_unique(old: &[BlockId], new: &[BlockId], call: &str) -> Resu
     }
 }
 
-/// Refuses ids that no pool can have.
 pub(super) fn check_ids(ids: &[BlockId], call: &str) -> Result<()> {
     match ids.iter().find(|id| u64::from(id.0) >= BlockId::MAX_BLOCKS) {
         Some(id) => Err(Error::invalid(format!(
@@ -88,7 +86,6 @@ pub(super) fn check_ids(ids: &[BlockId], call: &str) -> Result<()> {
     }
 }
 
-/// The error for what cannot be.
 #[cold]
 pub(super) fn refuse(why: Contradiction, blocks: usize, block_size: usize, call: &str) -> Error {
     Error::invalid(match why {

@@ -1,4 +1,4 @@
-//! One scheduler step of many requests, in one call.
+//! One scheduler step of many requests in one call.
 
 use std::fmt;
 
@@ -11,28 +11,25 @@ use crate::tokens::TokenSequence;
 
 const CALL: &str = "SequenceLedger.step";
 
-/// What an engine says once a step, an item a request.
-///
-/// # Examples
-/// See [`SequenceLedger::step`].
+/// What an engine reports once per step, with one item per request.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a, T> {
-    /// Which requests, each once.
+    /// The requests, each once.
     pub requests: &'a [RequestId],
-    /// Positions that the step issues, from `num_computed` on.
+    /// Number of positions that the step issues, from `num_computed` on.
     pub num_scheduled: &'a [usize],
-    /// The engine's counters before the step; steps under way may be counted.
+    /// The engine's counters before the step. They may count steps under way.
     pub num_computed: &'a [usize],
-    /// What became final since the last step: `ids[offsets[i]..offsets[i + 1]]` for the request at `i`. What ends it may be
-    /// [`PLACEHOLDER`](super::PLACEHOLDER)s.
+    /// The ids that became final since the last step: `ids[offsets[i]..offsets[i + 1]]` for request `i`. They may end
+    /// in [`PLACEHOLDER`](super::PLACEHOLDER)s.
     pub ids: &'a [T],
     /// Ascending, one more than there are requests.
     pub offsets: &'a [usize],
-    /// How many of `num_scheduled`, the last ones, are drafts; none if not given.
+    /// How many of the last `num_scheduled` positions are drafts. `None`: no drafts.
     pub num_drafts: Option<&'a [usize]>,
 }
 
-/// What a step does to the sequence of one request: [`to`](Self::to) does it.
+/// The change of one request's sequence. [`to`](Self::to) applies it.
 #[derive(Debug)]
 pub struct StepIds<'a> {
     change: Change<'a>,
@@ -47,10 +44,10 @@ enum Change<'a> {
 }
 
 impl StepIds<'_> {
-    /// Does it, if this is the request's sequence.
+    /// Applies the change, if `seq` is the request's sequence.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if it is another one, which is left as it is.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if it is another sequence, which is left unchanged.
     pub fn to(self, seq: &mut TokenSequence) -> Result<()> {
         if !seq.is_owned_by(self.owner) {
             return Err(Error::invalid(format!(
@@ -70,7 +67,7 @@ impl StepIds<'_> {
 /// Why a step was refused, and for which request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepError<E = Error> {
-    /// The place of the request in the step; none if it is about the step as a whole.
+    /// The index of the request in the step; `None` for an error of the whole step.
     pub at: Option<usize>,
     /// What is wrong.
     pub error: E,
@@ -87,10 +84,10 @@ impl<E: fmt::Display> fmt::Display for StepError<E> {
 
 impl<E: std::error::Error> std::error::Error for StepError<E> {}
 
-/// What is kept from step to step to save allocations; it says nothing about any request.
+/// Buffers kept between steps to save allocations, without state of a request.
 #[derive(Default)]
 pub(super) struct Scratch {
-    /// The last step that named a request, by its place among all.
+    /// The last step that named the record at each index.
     seen_in: Vec<u64>,
     steps: u64,
     stepped: Vec<(u32, Stepped)>,
@@ -104,17 +101,17 @@ impl fmt::Debug for Scratch {
 }
 
 impl SequenceLedger {
-    /// Notes one scheduler step: for every request its new final ids, the engine's counter, and what it issues. All of it,
-    /// or nothing if anything in it cannot be.
+    /// Notes one scheduler step: new final ids, the engine's counter and the issued positions of every request. All or
+    /// nothing.
     ///
-    /// `visit` reaches the sequences: it is called for every request with new ids, and hands what it is given to the
-    /// request's sequence. What it fails with is answered, and everything is as before.
+    /// `visit` gives access to the sequences: it is called for every request with new ids, and applies its second
+    /// argument to the request's sequence. If it fails, its error is returned and nothing has changed.
     ///
     /// # Errors
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): a request is not live.
-    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): lists of different lengths, offsets that do not ascend, a
-    ///   request that comes twice, an id that is none, and what [`append`](Self::append), [`confirm`](Self::confirm) and
-    ///   [`schedule`](Self::schedule) refuse.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): lists of different lengths, offsets that do not
+    ///   ascend, a request that is given twice, a value that is not a token id, and what [`append`](Self::append),
+    ///   [`confirm`](Self::confirm) and [`schedule`](Self::schedule) refuse.
     ///
     /// # Complexity
     /// O(requests + new ids).
@@ -223,7 +220,7 @@ impl SequenceLedger {
         Ok((id.0.index, stepped))
     }
 
-    /// Appends the ids, then takes all positions. What was appended is cut off again if a sequence cannot be reached.
+    /// Appends the ids, then updates all positions. If a sequence cannot be reached, the ids are removed again.
     fn take_step<T: Copy + Into<i64>, E>(
         &mut self,
         step: &Step<'_, T>,
@@ -240,7 +237,7 @@ impl SequenceLedger {
                 for before in (0..at).rev() {
                     let record = scratch.stepped[before].0;
                     let len = self.records[record].positions.num_final;
-                    // Whoever could be reached a moment ago is reached again; nobody else was changed.
+                    // These sequences could be reached a moment ago. No others were changed.
                     drop(visit(before, self.change(record, Change::Cut(len))));
                 }
                 return Err(StepError {

@@ -1,10 +1,9 @@
-//! Numbers, names and lists to and from bytes; what is read is checked against what is left.
+//! Reads and writes numbers, names and lists. Reading checks every length against the remaining bytes.
 
 use std::fmt::Display;
 
 use crate::error::{Error, Result};
 
-/// Writes little-endian numbers.
 #[derive(Debug, Default)]
 pub(super) struct Writer {
     bytes: Vec<u8>,
@@ -49,12 +48,11 @@ impl Writer {
         }
     }
 
-    /// How many bytes there are.
+    /// Number of bytes written.
     pub(super) fn end(&self) -> usize {
         self.bytes.len()
     }
 
-    /// Writes over a number that was written before.
     pub(super) fn patch<const N: usize>(&mut self, at: usize, value: [u8; N]) {
         self.bytes[at..at + N].copy_from_slice(&value);
     }
@@ -68,12 +66,12 @@ impl Writer {
     }
 }
 
-/// Reads what a [`Writer`] wrote, and trusts nothing of it.
+/// Reads the output of a [`Writer`] without trusting it.
 #[derive(Debug)]
 pub(super) struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// What is read, for messages.
+    /// Name of the section, for messages.
     section: &'static str,
 }
 
@@ -86,7 +84,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// An error at this place.
+    /// An error at the current byte.
     pub(super) fn wrong(&self, what: impl Display) -> Error {
         Error::snapshot(format_args!(
             "{what} (section {}, byte {})",
@@ -94,7 +92,7 @@ impl<'a> Reader<'a> {
         ))
     }
 
-    /// Fails with a sentence unless `condition` holds.
+    /// Fails with a message unless `condition` holds.
     pub(super) fn must<D: Display>(&self, condition: bool, what: impl FnOnce() -> D) -> Result<()> {
         if condition {
             Ok(())
@@ -144,7 +142,7 @@ impl<'a> Reader<'a> {
             .map_err(|_| self.wrong(format_args!("{size} is more than an address")))
     }
 
-    /// A count of things that take at least `bytes` each in what is left.
+    /// Reads a count of entries that take at least `bytes` bytes each.
     pub(super) fn count(&mut self, bytes: usize) -> Result<usize> {
         let count = self.size()?;
         self.must(count <= self.left() / bytes, || {
@@ -174,7 +172,7 @@ impl<'a> Reader<'a> {
             .collect())
     }
 
-    /// Whether all was read.
+    /// Fails unless all bytes were read.
     pub(super) fn finish(&self) -> Result<()> {
         self.must(self.left() == 0, || {
             format!("{} bytes too many", self.left())

@@ -1,11 +1,11 @@
-//! Numbers of a snapshot that mean something in the index that they are read into.
+//! Checks of numbers in a snapshot against the index into which they are read.
 
 use super::bytes::Reader;
 use crate::blocks::Place;
 use crate::error::Result;
 use crate::tree::RadixIndex;
 
-/// Checks that an id lies in the pool and was not met before.
+/// Checks that an id is in the pool and was not read before.
 pub(super) fn new_id(index: &RadixIndex, from: &Reader<'_>, id: u32) -> Result<()> {
     from.must(u64::from(id) < index.config.num_blocks, || {
         format!(
@@ -18,7 +18,7 @@ pub(super) fn new_id(index: &RadixIndex, from: &Reader<'_>, id: u32) -> Result<(
     })
 }
 
-/// Reads a stamp: of a tick that the clock has come to.
+/// Reads a last use, which must not be after the clock.
 pub(super) fn read_stamp(index: &RadixIndex, from: &mut Reader<'_>) -> Result<u64> {
     let stamp = from.u64()?;
     from.must(stamp <= index.clock, || {

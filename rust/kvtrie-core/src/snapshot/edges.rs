@@ -1,4 +1,4 @@
-//! The trees of a snapshot: namespaces, and edges with everything that hangs on them.
+//! The trees of a snapshot: namespaces, and edges with all their data.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use crate::span::{TagRun, Tags};
 use crate::tokens::Item;
 use crate::tree::{RadixIndex, Tree};
 
-/// What an edge has besides tokens, ids and a stamp.
+/// Parts that an edge may have besides tokens, ids and a last use.
 const LABELS: u8 = 1;
 const ITEMS: u8 = 1 << 1;
 const TAGS: u8 = 1 << 2;
@@ -28,13 +28,13 @@ const USES: u8 = 1 << 3;
 const SOURCES: u8 = 1 << 4;
 const DEAD: u8 = 1 << 5;
 
-/// Bytes of an edge beside its blocks, at least.
+/// Fewest bytes of an edge without its blocks.
 const EDGE: usize = 17;
-/// Bytes of a tree beside its edges, at least: three fields of a letter, two marks, a count.
+/// Fewest bytes of a tree without its edges: three fields of a letter, two flags, a count.
 const TREE: usize = 3 * 9 + 2 + 8;
-/// Edges of an index whose hashes are cut, at most: their children collide, which makes finding one O(edges).
+/// Most edges of an index with shortened hashes: children collide, so finding one is O(edges).
 const MOST_CUT: usize = 1 << 14;
-/// Bits from which on hashes do not count as cut.
+/// Hashes of at least this many bits do not count as shortened.
 const WHOLE_HASH: u32 = 32;
 
 /// The nodes of a tree, parents first, children in the order of their records.
@@ -48,7 +48,7 @@ fn nodes_of(index: &RadixIndex, root: NodeIndex) -> Vec<NodeIndex> {
     nodes
 }
 
-/// By the index of a node the number that it has in a snapshot: its index in the index that is restored.
+/// By node index, the node's number in a snapshot: its index once restored.
 pub(super) fn numbers(index: &RadixIndex) -> Vec<u32> {
     let mut numbers = Vec::new();
     let all = index.trees.iter();
@@ -177,7 +177,6 @@ fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
     }
 }
 
-/// Depths with a number each.
 fn write_ranges(ranges: &Ranges, out: &mut Writer) {
     let ranges = ranges.as_slice();
     out.len(ranges.len());
@@ -238,7 +237,7 @@ fn read_tree(index: &mut RadixIndex, from: &mut Reader<'_>, tree: u32) -> Result
     let block = size_of::<u32>() * (index.block_size() + 1);
     let count = from.count(EDGE + block)?;
     let all = index.nodes.len() + count;
-    // The places of leaves in the order of eviction take 31 bits.
+    // Positions in the eviction order have 31 bits.
     from.must(all < 1 << 31, || format!("{all} edges"))?;
     let is_cut = index.config.hash_bits < WHOLE_HASH;
     from.must(!is_cut || all <= MOST_CUT, || {
@@ -343,7 +342,8 @@ fn read_labels(from: &mut Reader<'_>, ids: &[u32]) -> Result<Vec<Label>> {
     Ok(labels)
 }
 
-/// The items of an edge that ends at depth `end`: what reaches into it from above reaches down to its beginning there.
+/// The items of an edge that ends at depth `end`. An item that starts before the edge must also be the last of its
+/// parent, up to the parent's end.
 fn read_items(
     index: &RadixIndex,
     from: &mut Reader<'_>,
@@ -432,7 +432,7 @@ fn read_uses(
     uses.ok_or_else(|| from.wrong("uses that are out of order, or none"))
 }
 
-/// Numbers of present blocks of an edge that begins at depth `start`, of which none is above `most`: ticks, or marks.
+/// Ranges of present blocks of an edge that starts at depth `start`, with last uses or dead marks of at most `most`.
 fn read_ranges(from: &mut Reader<'_>, ids: &[u32], start: Depth, most: u64) -> Result<Ranges> {
     let count = from.count(16)?;
     let mut ranges = Vec::with_capacity(count);

@@ -1,48 +1,51 @@
 //! An index as bytes, and back: versioned, bounded, checked.
 //!
-//! # What is in it
+//! # Contents
 //!
-//! Everything but plans: the configuration, the clock, namespaces by value, every edge with its tokens, ids, holes, labels,
-//! items, tags, uses and marks of the dead, the kinds, what waits for `take_freed`, what is in quarantine, the order of windows, what left lately, and the counters.
-//! Pins are gone; what was condemned waits behind what did already, ascending. The restored index gives the same answers to
-//! all later calls, and has the digest of an index whose plans were all released at that moment. Only what depends on where
-//! things lie in memory may differ: `bytes`, `nodes` and `nodes_visited` in [`Stats`](crate::Stats), and after how much
-//! [`Effort`](crate::Effort) a call gives up. Plans and what sequences remember of the old index mean nothing to the new one.
+//! Everything except plans: the configuration, the clock, namespaces by value, every edge with its tokens, ids, holes,
+//! labels, items, tags, last uses and dead marks, the kinds, waiting and quarantined blocks, the order of windows,
+//! recent departures, and the counters. Pins are dropped; condemned blocks wait after those that waited already,
+//! ascending.
 //!
-//! A snapshot holds the prompts of all tenants, their salts and the seed: it is as secret as these. The checksum finds
-//! damage; it is no signature, and whoever can write the file can say what blocks hold.
+//! The restored index gives the same results for all later calls, and has the digest of an index whose plans were all
+//! released at that moment. Only values that depend on the memory layout may differ: `bytes`, `nodes` and
+//! `nodes_visited` in [`Stats`](crate::Stats), and the [`Effort`](crate::Effort) after which a call stops. Plans of the
+//! old index, and what sequences remember of it, are not valid for the new one.
+//!
+//! The checksum detects damage. It is not a signature: whoever can write the file controls what blocks claim to hold.
 //!
 //! # Format, version 2
 //!
-//! Little-endian numbers. A header of 24 bytes: `KVTRIE\x1a\n`, the version (4), a checksum of all other bytes (CRC-32, 4),
-//! the length of all (8). Then sections, each of a name (4), its length (8) and its content, once each and in this order:
+//! Little-endian numbers. A header of 24 bytes: `KVTRIE\x1a\n`, the version (4), a checksum of all other bytes (CRC-32,
+//! 4), the total length (8). Then sections, each once and in this order; a section is its name (4), its length (8) and
+//! its content:
 //!
 //! | section | content |
 //! |---|---|
 //! | `CONF` | the configuration, the name of the pool last |
-//! | `COUN` | clock, last mark of the dead, unknown discards, nodes visited, bytes compared |
+//! | `COUN` | clock, last dead mark, unknown discards, nodes visited, bytes compared |
 //! | `KIND` | names of the kinds |
-//! | `TREE` | places of the trees; for each its namespace and its edges, parents first |
-//! | `WAIT` | blocks that wait, oldest release first |
-//! | `QUAR` | blocks in quarantine, ascending |
+//! | `TREE` | indices of the trees; for each its namespace and its edges, parents first |
+//! | `WAIT` | waiting blocks, oldest release first |
+//! | `QUAR` | quarantined blocks, ascending |
 //! | `WIND` | windows whose order matters, oldest first, for each table of windows |
-//! | `GONE` | what left lately, oldest first |
+//! | `GONE` | recent departures, oldest first |
 //!
-//! A reader refuses sections that it does not know: a writer that has something to add takes the next version.
+//! A reader refuses unknown sections, so a writer that adds anything must increase the version.
 //!
 //! # Size
 //!
-//! An edge takes 17 bytes and, for each block or hole, 4 · (`block_size` + 1). In an edge that has such: labels take 2 bytes a
-//! block, a run of tags 24, an item 17 and its digest, a use that ends inside 12, a range of sources or of dead blocks 16. A
-//! window that looks like another takes 4, what waits or is in quarantine 4 a block, what left lately 16 and at most 4,096 times that. A namespace takes 34 to 50
-//! bytes and its fields.
+//! An edge takes 17 bytes, plus 4 · (`block_size` + 1) per block or hole. Where present: labels take 2 bytes per block,
+//! a run of tags 24, an item 17 plus its digest, a last use that ends inside the edge 12, a range of sources or dead
+//! blocks 16. A window that looks like another takes 4 bytes, a waiting or quarantined block 4, a departure 16 (at most
+//! 4,096 of them). A namespace takes 34 to 50 bytes plus its fields.
 //!
 //! # Hostile bytes
 //!
-//! Every count is checked against the bytes that are left before anything is reserved for it. Restoring takes time
-//! O(size · log size) and memory of a small multiple of the size, plus 12 bytes for each block of the pool as far as the
-//! snapshot uses ids all over it, plus what the tables of windows are made for. The pool is bounded by
-//! [`RestoreLimits::num_blocks`]. At the end [`RadixIndex::check`] looks at everything.
+//! Every count is checked against the remaining bytes before memory is reserved for it. Restoring takes memory of a
+//! small multiple of the size, plus up to 12 bytes per block of the pool if the ids in use are spread over it, plus the
+//! initial tables of windows. [`RestoreLimits::num_blocks`] bounds the pool. At the end [`RadixIndex::check`] checks
+//! the whole index.
 
 mod bytes;
 mod checks;
@@ -62,24 +65,24 @@ use sections::SECTIONS;
 
 const MAGIC: [u8; 8] = *b"KVTRIE\x1a\n";
 const VERSION: u32 = 2;
-/// Where the checksum stands in the header.
+/// Offset of the checksum in the header.
 const CHECKSUM: std::ops::Range<usize> = 12..16;
 const HEADER: usize = 24;
 const WHOLE: &str = "header";
 
-/// What became of the pool that a snapshot speaks of.
+/// The state of the pool whose blocks a snapshot names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RestoredPool<'a> {
-    /// The pool of this name is there, and its blocks hold what they held when the snapshot was made.
+    /// The pool of this name, whose blocks hold what they held when the snapshot was made.
     Kept(&'a [u8]),
-    /// Its KV is gone. Another pool takes its place, and has this name: by the old one, an older snapshot would be believed.
+    /// The KV is gone. A new pool with this name replaces it: under the old name, an older snapshot would be accepted.
     Lost(&'a [u8]),
 }
 
-/// What a snapshot may ask for.
+/// Limits for what a snapshot may ask for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RestoreLimits {
-    /// The largest pool that an index is restored for, in blocks.
+    /// The largest pool for which an index is restored, in blocks.
     pub num_blocks: u64,
 }
 
@@ -92,12 +95,11 @@ impl Default for RestoreLimits {
 }
 
 impl RadixIndex {
-    /// The index as bytes, for [`restore`](Self::restore): everything but plans. What they pin is not pinned there, and what
-    /// is condemned waits for [`take_freed`](Self::take_freed).
+    /// The index as bytes, for [`restore`](Self::restore): everything except plans. Blocks that they condemned wait for
+    /// [`take_freed`](Self::take_freed).
     ///
-    /// The bytes contain the prompts and salts of all tenants and the seed: keep them as secret as these.
-    ///
-    /// They take 4 · (`block_size` + 1) bytes a block and 17 an edge, and little else.
+    /// The bytes contain the prompts and salts of all tenants and the seed: keep them as secret as these. They take 4 ·
+    /// (`block_size` + 1) bytes per block, 17 per edge, and little else.
     ///
     /// # Complexity
     /// O(tokens held + windows).
@@ -135,13 +137,13 @@ impl RadixIndex {
         out.into_bytes()
     }
 
-    /// The index that [`snapshot`](Self::snapshot) was called on, without its plans, for a pool of at most 2²⁴ blocks. If the
-    /// pool's KV is lost, an empty index of the same configuration but for the name of the pool.
+    /// The index on which [`snapshot`](Self::snapshot) was called, without its plans, for a pool of at most 2²⁴ blocks.
+    /// If the pool's KV is lost: an empty index with the same configuration except the name of the pool.
     ///
     /// # Errors
-    /// - [`Snapshot`](crate::ErrorKind::Snapshot) if the bytes are no snapshot, are damaged, are of another version, contradict
-    ///   themselves, exceed a limit, or speak of another pool than the one that is kept.
-    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the name of the pool has not 1 to 64 bytes.
+    /// - [`Snapshot`](crate::ErrorKind::Snapshot) if the bytes are not a snapshot, are damaged, are of another version,
+    ///   contradict themselves, exceed a limit, or name another pool than the one that is kept.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the name of the pool does not have 1 to 64 bytes.
     ///
     /// # Complexity
     /// O(bytes · log bytes).
@@ -195,11 +197,12 @@ impl RadixIndex {
         }
     }
 
-    /// The name of the pool that a snapshot speaks of, for those who have several, and for tools that look at a snapshot without
+    /// The name of the pool in a snapshot, for users with several pools, and for tools that inspect a snapshot without
     /// any KV.
     ///
     /// # Errors
-    /// [`Snapshot`](crate::ErrorKind::Snapshot) if the bytes are no snapshot, are damaged, or are of another version.
+    /// [`Snapshot`](crate::ErrorKind::Snapshot) if the bytes are not a snapshot, are damaged, or are of another
+    /// version.
     ///
     /// # Complexity
     /// O(bytes), for their checksum.
@@ -211,7 +214,7 @@ impl RadixIndex {
     }
 }
 
-/// The configuration, and what the sections behind it hold.
+/// Returns the configuration and the contents of the sections after it.
 fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(Config, Vec<Reader<'_>>)> {
     let mut header = Reader::new(bytes, WHOLE);
     let magic = header.raw(MAGIC.len().min(bytes.len()))?;
@@ -253,7 +256,7 @@ impl fmt::Display for Hex<'_> {
     }
 }
 
-/// The checksum of everything but itself.
+/// The checksum of everything except itself.
 fn checksum(bytes: &[u8]) -> u32 {
     let mut sum = crc32fast::Hasher::new();
     sum.update(&bytes[..CHECKSUM.start.min(bytes.len())]);

@@ -1,4 +1,4 @@
-//! What each section of a snapshot holds, but for the trees.
+//! The sections of a snapshot, except the trees.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
@@ -18,14 +18,13 @@ use crate::ids::{NO_NODE, NodeHandle};
 use crate::span::{Kinds, MAX_KINDS};
 use crate::tree::{Config, RadixIndex, Work, check_pool_id};
 
-/// A section: its name, and how it is written and read.
 pub(super) struct Section {
     pub(super) name: &'static str,
     pub(super) write: fn(&RadixIndex, &mut Writer),
     pub(super) read: fn(&mut RadixIndex, &mut Reader<'_>) -> Result<()>,
 }
 
-/// All sections in their order. The first makes the index that the others are read into.
+/// All sections in order. The first makes the index into which the others are read.
 pub(super) const SECTIONS: [Section; 8] = [
     Section {
         name: "CONF",
@@ -69,7 +68,7 @@ pub(super) const SECTIONS: [Section; 8] = [
     },
 ];
 
-/// The highest clock and counter that is believed: no index gets there, and what is added later does not overflow.
+/// The highest clock and counter that is accepted. No index reaches it, and later additions do not overflow.
 const MOST_TICKS: u64 = 1 << 62;
 
 fn write_config(index: &RadixIndex, out: &mut Writer) {
@@ -85,7 +84,6 @@ fn write_config(index: &RadixIndex, out: &mut Writer) {
     out.raw(&config.pool_id);
 }
 
-/// The configuration.
 pub(super) fn read_config(from: &mut Reader<'_>, limits: RestoreLimits) -> Result<Config> {
     let num_blocks = from.u64()?;
     from.must(num_blocks <= limits.num_blocks, || {
@@ -112,12 +110,11 @@ pub(super) fn read_config(from: &mut Reader<'_>, limits: RestoreLimits) -> Resul
     Ok(config)
 }
 
-/// The empty index of a configuration.
 pub(super) fn begin(config: Config) -> Result<RadixIndex> {
     let hash_bits = config.hash_bits;
     let mut index = RadixIndex::new(config).map_err(Error::snapshot)?;
-    // Who wrote the bytes knows the seed, and can choose tokens by it. Where results do not depend on a seed, another one is
-    // taken, which nobody knows.
+    // The writer of the bytes knows the seed, and can choose tokens by it. A secret seed is used where results do not
+    // depend on it.
     let secret = RandomState::new().build_hasher().finish();
     index.hasher = EdgeHasher::new(secret, hash_bits);
     index.nodes = Arena::new(secret);
@@ -142,7 +139,7 @@ fn write_counters(index: &RadixIndex, out: &mut Writer) {
 fn read_counters(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
     let mut counter = || {
         let count = from.u64()?;
-        // The canary of the target `restore`: a clock may stand where it overflows.
+        // The canary of the target `restore`: it accepts a clock that overflows.
         from.must(count <= MOST_TICKS || cfg!(feature = "canary"), || {
             format!("{count} is no count of anything")
         })?;
@@ -219,7 +216,7 @@ fn read_quarantined(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()>
 }
 
 fn write_windows(index: &RadixIndex, out: &mut Writer) {
-    // Every block whose windows are kept is cached.
+    // Every block with stored windows is cached.
     let tree_of = |id| index.tree_of_block(id).unwrap_or(u32::MAX);
     for names in index
         .windows
@@ -252,7 +249,7 @@ fn read_windows(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Notes of places that are no more say nothing any more, and are left out.
+/// Skips departures after nodes that no longer exist: these notes have no use.
 fn write_gone(index: &RadixIndex, out: &mut Writer) {
     let numbers = edges::numbers(index);
     let mut kept: Vec<(u32, Note)> = Vec::new();

@@ -32,7 +32,7 @@ fn add(index: &mut RadixIndex, seq: &mut TokenSequence, ids: &[u32], source: Sou
     index.insert(seq, &ids, options).unwrap();
 }
 
-/// An index that has something of everything.
+/// An index with every kind of content.
 fn full() -> RadixIndex {
     let mut index = RadixIndex::new(Config {
         num_blocks: 64,
@@ -53,7 +53,7 @@ fn full() -> RadixIndex {
         &(0..12).collect::<Vec<u32>>(),
         computed,
     );
-    // A branch inside the item, an approximate one, and one that is gone.
+    // A branch inside the item, partly approximate; another sequence; and one that is gone.
     let mut branch = long.clone();
     branch[6..].fill(6);
     let mut branch = sequence("x", &branch, items);
@@ -68,7 +68,8 @@ fn full() -> RadixIndex {
     let mut lost = sequence("z", &[1, 2], Vec::new());
     add(&mut index, &mut lost, &[50], computed);
     index.discard(&[BlockId(50), BlockId(63)]).unwrap();
-    // Kinds, a use that ends inside an edge, a source, a hole, something that waits and something condemned.
+    // Kinds, a use that ends inside an edge, a source, a hole, dead blocks, and condemned blocks, which wait once
+    // restored.
     let spans = ["reasoning", "mine"].map(|kind| Span {
         start: 1,
         end: 7,
@@ -101,7 +102,7 @@ fn full() -> RadixIndex {
     index
 }
 
-/// The error of bytes that must not be restored.
+/// The error for bytes that must not be restored.
 fn refused(bytes: &[u8]) -> String {
     let error = RadixIndex::restore(bytes, POOL).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Snapshot, "{error}");
@@ -109,7 +110,7 @@ fn refused(bytes: &[u8]) -> String {
     error.to_string()
 }
 
-/// Bytes with a length and a checksum that fit.
+/// Bytes with the right length and checksum.
 fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     let length = bytes.len() as u64;
     bytes[16..24].copy_from_slice(&length.to_le_bytes());
@@ -118,7 +119,7 @@ fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// What somebody else sealed is refused, or is an index in order that is the same again.
+/// Bytes of another writer are refused, or restore a valid index whose snapshot restores the same.
 fn check_foreign(bytes: &[u8]) -> bool {
     match RadixIndex::restore(bytes, POOL) {
         Err(error) => {
@@ -255,7 +256,7 @@ fn bytes_that_somebody_else_sealed_are_refused_or_in_order() {
             }
         }
     }
-    // Other tokens, names and ids make other indexes.
+    // Other tokens, names and ids are valid: they make other indexes.
     assert!(restored > 1000, "{restored}");
 }
 
@@ -312,14 +313,14 @@ fn a_restored_index_has_secrets_of_its_own() {
     }
 }
 
-/// A snapshot of an index that `spoil` was done to.
+/// The refusal of a snapshot of an index that `spoil` changed.
 fn spoilt(spoil: impl FnOnce(&mut RadixIndex)) -> String {
     let mut index = full();
     spoil(&mut index);
     refused(&index.snapshot())
 }
 
-/// An edge of the full index with extras, of which no block is dead any more.
+/// An edge of the full index with extras. Its blocks are no longer dead.
 fn edge_with_extras(index: &mut RadixIndex) -> u32 {
     let all = edges::numbers(index);
     let mut nodes = (0..).zip(all).filter(|&(_, number)| number != NO_NODE);
@@ -510,14 +511,14 @@ fn a_lost_pool_gives_the_empty_index_of_the_configuration() {
     let fresh = RadixIndex::new(config).unwrap();
     assert_eq!(empty.digest(), fresh.digest());
     assert_eq!(empty.snapshot(), fresh.snapshot());
-    // Its bytes are checked all the same.
+    // Its bytes are checked nevertheless.
     let mut damaged = index.snapshot();
     *damaged.last_mut().unwrap() ^= 1;
     let error = RadixIndex::restore(&damaged, RestoredPool::Lost(b"new")).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Snapshot);
 }
 
-/// The snapshot of an index with another content of one section.
+/// The snapshot of an index with other content in one section.
 fn with_section(index: &RadixIndex, name: &str, other: &Writer) -> Vec<u8> {
     let mut out = Writer::default();
     out.raw(&index.snapshot()[..HEADER]);
@@ -535,7 +536,7 @@ fn with_section(index: &RadixIndex, name: &str, other: &Writer) -> Vec<u8> {
     sealed(out.into_bytes())
 }
 
-/// The index of bytes that are its snapshot.
+/// Restores bytes that must equal the snapshot of their index.
 fn read_back(bytes: &[u8]) -> RadixIndex {
     let index = RadixIndex::restore(bytes, POOL).unwrap();
     assert_eq!(index.snapshot(), bytes);

@@ -1,10 +1,10 @@
-//! Keyed digests of tokens, salts and runs: `BLAKE2b` with 16 bytes of output, a `person` for each purpose.
+//! Keyed digests of tokens, salts and runs: `BLAKE2b` with 16 bytes of output, and one `person` per purpose.
 //!
-//! What is hashed of a range of tokens: the version of the encoding (u32), the tokens (u32 each), of each item piece inside its
-//! start and end within the range, the offset of that start in its item, the length of its digest (u32 each) and the digest, then
-//! the number of pieces and the number of tokens (u32). Numbers are little-endian. The counts come last, so that the prefixes of
-//! one sequence are hashed in one pass over it; they tell the parts apart from behind. The version comes first, so that a cloned
-//! state has compressed the key already.
+//! The digest of a range of tokens covers, in this order: the version of the encoding; the tokens; of each item piece
+//! inside, its start and end within the range, the offset of that start in its item, the length of its digest, and the
+//! digest; the number of pieces; the number of tokens. Numbers are little-endian u32. The counts come last, so that all
+//! prefixes of a sequence are hashed in one pass; read from the end, they separate the parts. The version comes first,
+//! so that a cloned state has already compressed the key.
 
 use std::fmt;
 
@@ -14,16 +14,14 @@ use crate::error::{Error, Result};
 use crate::tokens::View;
 use crate::transfer::wire::Writer;
 
-/// Bytes of a digest.
 pub(super) const DIGEST: usize = 16;
 
-/// A keyed digest.
 pub(super) type Digest = [u8; DIGEST];
 
-/// The version of what is hashed of tokens.
+/// The version of the encoding of tokens.
 const ENCODING: u32 = 1;
 
-/// The key of a deployment: whoever has it can say what blocks hold.
+/// The key of a deployment. Its owner can state what blocks hold.
 ///
 /// # Examples
 /// ```
@@ -48,7 +46,7 @@ impl TransferKey {
     /// A key.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if it has not 16 to 64 bytes.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if it does not have 16 to 64 bytes.
     pub fn new(key: &[u8]) -> Result<Self> {
         if !(Self::MIN_LEN..=Self::MAX_LEN).contains(&key.len()) {
             return Err(Error::invalid(format!(
@@ -76,11 +74,11 @@ impl TransferKey {
         })
     }
 
-    /// The most bytes of a context.
+    /// Most bytes of a context.
     pub const MAX_CONTEXT: usize = 1_024;
 
-    /// This key for manifests about one thing: an engine and a request, say, in the deployment's own words. Runs that were
-    /// written for another one do not verify. An empty context is none.
+    /// This key for manifests about one thing, for example an engine and a request. Runs written with another context
+    /// do not verify. An empty context changes nothing.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if it has more than 1,024 bytes.
@@ -100,14 +98,13 @@ impl TransferKey {
         Ok(self)
     }
 
-    /// The digest of the tokens of one block.
     pub(super) fn block(&self, tokens: View<'_>) -> Digest {
         let mut state = self.block.clone();
         update(&mut state, tokens.tokens);
         finish(state, tokens)
     }
 
-    /// The digests of the tokens before each of some positions, which ascend and lie in the sequence.
+    /// The digests of the tokens before each of `starts`, which ascend and are in the sequence.
     pub(super) fn prefixes(&self, sequence: View<'_>, starts: &[usize]) -> Vec<Digest> {
         let mut state = self.prefix.clone();
         let mut at = 0;
@@ -119,12 +116,11 @@ impl TransferKey {
         starts.iter().map(digest).collect()
     }
 
-    /// The digest of a tenant's salt.
     pub(super) fn salt(&self, salt: &str) -> Digest {
         digest(self.salt.clone().update(salt.as_bytes()))
     }
 
-    /// What runs are hashed with, behind what all of them stand in.
+    /// The hasher of runs with a common context.
     pub(super) fn runs(&self, common: &[u8]) -> RunHasher {
         let mut state = self.run.clone();
         state.update(common);
@@ -138,16 +134,15 @@ impl fmt::Debug for TransferKey {
     }
 }
 
-/// Hashes the runs of one group.
 pub(super) struct RunHasher(State);
 
 impl RunHasher {
-    /// The digest of a run: of the fields before it, as they are written.
+    /// The digest of a run: of its encoded fields before the digest.
     pub(super) fn digest(&self, fields: &[u8]) -> Digest {
         digest(self.0.clone().update(fields))
     }
 
-    /// Whether a digest is that of these fields, in time that does not depend on where they differ.
+    /// Whether a digest is that of these fields. The time does not depend on where they differ.
     pub(super) fn verifies(&self, fields: &[u8], expected: &[u8]) -> bool {
         self.0.clone().update(fields).finalize() == *expected
     }
@@ -169,7 +164,7 @@ fn update(state: &mut State, tokens: &[u32]) {
     }
 }
 
-/// Hashes the items in a range whose tokens were hashed already, and the counts.
+/// Hashes the items of a range whose tokens are already hashed, then the counts.
 fn finish(mut state: State, range: View<'_>) -> Digest {
     let end = range.base + range.tokens.len();
     let first = range.items.partition_point(|item| item.end() <= range.base);
@@ -197,7 +192,7 @@ fn finish(mut state: State, range: View<'_>) -> Digest {
     digest(state.update(&counts))
 }
 
-/// A number that lies below 2³², as positions in manifests do.
+/// A number below 2³², as all positions in manifests are.
 fn short(number: usize) -> [u8; 4] {
     u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes()
 }
@@ -272,7 +267,7 @@ mod tests {
         assert_ne!(block(&whole), block(&[]));
         assert_ne!(key().block(view(&tokens[..3], &[])), block(&[]));
         assert_ne!(key().prefixes(view(&tokens, &[]), &[4])[0], block(&[]));
-        // The same part of an item at two places of a sequence.
+        // The same part of an item at two positions of a sequence.
         let later = [Item::new(1, 5, b"x").unwrap()];
         let shifted = [0, 1, 1, 1, 1];
         let part = view(&shifted, &later).slice(2, 4);

@@ -1,6 +1,6 @@
-//! What a reader of manifests accepts.
+//! Limits for the reader of manifests.
 
-/// The largest manifest that is read. Counts are those of all groups together.
+/// The largest manifest that is read. Counts are totals over all groups.
 ///
 /// # Examples
 /// ```
@@ -17,14 +17,14 @@ pub struct TransferLimits {
     pub max_runs: usize,
     /// Block ids.
     pub max_blocks: usize,
-    /// Position behind the last token that a run may reach.
+    /// End position of a run.
     pub max_tokens: usize,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub max_block_size: usize,
 }
 
 impl TransferLimits {
-    /// No limits but those of the format.
+    /// No limits except those of the format.
     pub const NONE: Self = Self {
         max_bytes: usize::MAX,
         max_groups: usize::MAX,

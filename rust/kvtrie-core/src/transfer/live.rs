@@ -1,4 +1,4 @@
-//! What a ledger knows of a live request, as a manifest says it.
+//! The manifest of a live request, from its ledger.
 
 use crate::error::Result;
 use crate::ids::BlockId;
@@ -7,21 +7,21 @@ use crate::tokens::TokenSequence;
 use crate::transfer::digests::TransferKey;
 use crate::transfer::manifest::{SentGroup, TransferManifest};
 
-/// What a live request has that others may load.
+/// The KV of a live request that others may load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_size: usize,
     /// The block table, from position 0.
     pub blocks: Vec<BlockId>,
-    /// Final tokens with KV, ascending and disjoint.
+    /// Labels of the final tokens with KV, ascending and disjoint.
     pub labels: Vec<LabelRun>,
-    /// Where what was issued ends.
+    /// The end of the issued positions.
     pub lookahead_end: usize,
 }
 
 impl Offer {
-    /// What a request has; `seq` is the sequence that it began with.
+    /// The offer of a request; `seq` is the sequence that it began with.
     ///
     /// # Errors
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the request is not live.
@@ -45,7 +45,7 @@ impl Offer {
         })
     }
 
-    /// The manifest of it, as one group of blocks.
+    /// The manifest of the offer, with one group of blocks.
     ///
     /// # Errors
     /// As [`TransferManifest::new`].

@@ -1,4 +1,4 @@
-//! Runs of blocks with where they stand, what they hold, and how exact that is.
+//! Manifests: runs of blocks with their positions, digests and labels.
 
 use std::fmt;
 use std::ops::Range;
@@ -16,7 +16,6 @@ use crate::transfer::wire::{Part, Writer};
 
 pub(super) const MAGIC: &str = "kvtrie.manifest";
 pub(super) const VERSION: usize = 1;
-/// The highest number that a group can have.
 pub(super) const MAX_GROUP: u32 = i32::MAX.cast_unsigned();
 
 pub(super) const EXACT: u8 = 0;
@@ -25,10 +24,10 @@ pub(super) const LOOKAHEAD: u8 = 2;
 
 const WRITE: &str = "TransferManifest";
 
-/// What a sender offers of one request: runs of blocks with where they stand, what they hold, and how exact that is.
+/// What a sender offers of one request: runs of blocks with their positions, digests and labels.
 ///
-/// It is its own bytes ([`to_bytes`](Self::to_bytes)), and beside them where the parts stand. Nothing in it is to be believed
-/// before [`plan_transfer`](crate::TransferPlan::new) has checked the digests of its runs with the deployment's key.
+/// It consists of its own bytes ([`to_bytes`](Self::to_bytes)) and the offsets of their parts. Do not trust its content
+/// before [`TransferPlan::new`] has checked the digests of its runs with the deployment's key.
 ///
 /// [`TransferPlan::new`]: crate::TransferPlan::new
 ///
@@ -54,12 +53,12 @@ pub struct TransferManifest {
     head: Head,
 }
 
-/// Where the parts of a manifest stand in its bytes.
+/// The offsets of the parts of a manifest in its bytes.
 #[derive(Clone, Debug)]
 pub(super) struct Head {
     pub(super) namespace: NamespaceHead,
     pub(super) groups: Vec<GroupHead>,
-    /// Of all groups, one behind the other.
+    /// The runs of all groups, one group after the other.
     pub(super) runs: Vec<RunHead>,
 }
 
@@ -82,7 +81,6 @@ pub(super) struct GroupHead {
     pub(super) end: u32,
 }
 
-/// Where the parts of a run stand.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RunHead {
     pub(super) start: u32,
@@ -91,11 +89,11 @@ pub(super) struct RunHead {
     pub(super) prefix: u32,
     pub(super) digests: u32,
     pub(super) digest: u32,
-    /// The first of what its digest is of.
+    /// Start of the fields that the run's digest covers.
     pub(super) fields: u32,
     pub(super) hops: u16,
     pub(super) flags: u8,
-    /// Bytes between what its digest is of and that.
+    /// Bytes between these fields and the digest.
     pub(super) tail: u8,
 }
 
@@ -114,7 +112,6 @@ impl RunHead {
     }
 }
 
-/// Block ids as they are written.
 pub(super) fn ids(raw: &[u8]) -> impl ExactSizeIterator<Item = BlockId> + Clone + use<'_> {
     let (ids, _) = raw.as_chunks();
     ids.iter().map(|id| BlockId(u32::from_le_bytes(*id)))
@@ -123,9 +120,9 @@ pub(super) fn ids(raw: &[u8]) -> impl ExactSizeIterator<Item = BlockId> + Clone 
 /// The blocks of one group that a sender has, in the order of their tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct SentGroup<'a> {
-    /// Which group: the engine's number for layers that share a block table.
+    /// The engine's number for layers that share a block table.
     pub group: u32,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_size: usize,
     /// The block table, from position 0.
     pub blocks: &'a [BlockId],
@@ -135,19 +132,20 @@ pub struct SentGroup<'a> {
 type Runs = Vec<(usize, usize, u8, u16)>;
 
 impl TransferManifest {
-    /// What a sender has of a sequence.
+    /// The manifest of a sender's sequence.
     ///
-    /// A block is sent if all its tokens have KV, and the last one also if it has KV of its first tokens alone, up to where the last
-    /// label ends. It is exact if all of them are, and has the highest of their hops. `lookahead_end` is the position up to which
-    /// the engine issued tokens: the blocks behind those of the last label, down to there, are named as look-ahead.
+    /// A block is sent if all its tokens have KV. The last block is also sent if only its first tokens do, up to the
+    /// end of the last label. A block is exact if all its tokens are, and has the highest of their hops.
+    /// `lookahead_end` is the end of the issued positions: the blocks after those of the last label, up to there, are
+    /// named as look-ahead.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the labels ascend, are disjoint, not empty and lie in the
-    /// sequence, `lookahead_end` is not before the last, groups ascend, block sizes are not 0, and each group has blocks for
-    /// all, each of them once; or if a position is 2³² or more.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the labels ascend, are disjoint, not empty and
+    /// within the sequence, `lookahead_end` is not before the last, groups ascend, block sizes are not 0, and each
+    /// group has blocks for all positions, each id once; or if a position is 2³² or more.
     ///
     /// # Complexity
-    /// O(tokens + runs · items): tokens are hashed once a group, and once more if a run does not begin at position 0.
+    /// O(tokens + runs · items): tokens are hashed once per group, and once more if a run starts after position 0.
     pub fn new(
         seq: &TokenSequence,
         groups: &[SentGroup<'_>],
@@ -197,7 +195,7 @@ impl TransferManifest {
                     out.bin(&[]);
                     out.bin(&[]);
                 } else {
-                    // Every start of a run is among them.
+                    // `starts` contains the start of every run.
                     let prefix = starts.binary_search(&start).map(|at| prefixes[at]);
                     out.bin(&prefix.unwrap_or_default());
                     let digests = (first..last).map(|block| {
@@ -219,13 +217,13 @@ impl TransferManifest {
         Ok(Self { raw, head })
     }
 
-    /// The manifest that these bytes are.
+    /// Reads a manifest.
     ///
-    /// It is read, not believed: who wrote it shows when its digests are checked.
+    /// The content is not trusted: only its digests, checked later, prove who wrote it.
     ///
     /// # Errors
-    /// [`TransferRefused`](crate::ErrorKind::TransferRefused), [`Malformed`](Refusal::Malformed), [`Version`](Refusal::Version) or
-    /// [`Limits`](Refusal::Limits).
+    /// [`TransferRefused`](crate::ErrorKind::TransferRefused), [`Malformed`](Refusal::Malformed),
+    /// [`Version`](Refusal::Version) or [`Limits`](Refusal::Limits).
     ///
     /// # Complexity
     /// O(bytes + blocks · log blocks), and memory of three times the bytes.
@@ -237,7 +235,7 @@ impl TransferManifest {
         })
     }
 
-    /// The manifest as bytes. Two manifests are equal if and only if these are.
+    /// The manifest as bytes. Two manifests are equal if and only if their bytes are.
     #[must_use]
     pub fn to_bytes(&self) -> &[u8] {
         &self.raw
@@ -255,7 +253,7 @@ impl TransferManifest {
         self.head.namespace.kv_dtype.text(&self.raw)
     }
 
-    /// How positions turn K.
+    /// How positions rotate K.
     #[must_use]
     pub fn rope(&self) -> &str {
         self.head.namespace.rope.text(&self.raw)
@@ -268,13 +266,13 @@ impl TransferManifest {
         Some(adapter.text(&self.raw))
     }
 
-    /// Whether the KV is shared with everybody; a tenant's salt is not in a manifest, only its digest.
+    /// Whether the KV is shared with everybody. A manifest has no salt of a tenant, only its digest.
     #[must_use]
     pub fn is_shared(&self) -> bool {
         self.head.namespace.salt.is_none()
     }
 
-    /// The groups, ascending, with the tokens of a block.
+    /// The groups, ascending, with their tokens per block.
     pub fn groups(&self) -> impl ExactSizeIterator<Item = (u32, usize)> {
         let groups = self.head.groups.iter();
         groups.map(|group| (group.group, group.block_size as usize))
@@ -285,14 +283,13 @@ impl TransferManifest {
         (0..self.head.groups.len()).flat_map(|at| self.runs_of(at))
     }
 
-    /// One past the last position that a run has KV of.
+    /// The highest end of a run with KV.
     #[must_use]
     pub fn num_tokens(&self) -> usize {
         let computed = self.runs().filter(|run| !run.is_lookahead());
         computed.map(|run| run.end()).max().unwrap_or(0)
     }
 
-    /// The runs of the group at a place.
     pub(super) fn runs_of(&self, at: usize) -> impl ExactSizeIterator<Item = BlockRun<'_>> + Clone {
         let groups = &self.head.groups;
         let first = at.checked_sub(1).map_or(0, |before| groups[before].end);
@@ -305,17 +302,17 @@ impl TransferManifest {
         })
     }
 
-    /// Checks with the key that nobody without it has written or changed a run.
+    /// Checks with the key that no run was written or changed without it.
     pub(super) fn verify(&self, key: &TransferKey, call: &str) -> Result<()> {
         let common = self.head.namespace.whole.of(&self.raw);
         for (at, (group, block_size)) in self.groups().enumerate() {
-            // Nothing to check, and what each group stands in may be long.
+            // Nothing to check, and the context of a group may be long.
             if self.runs_of(at).len() == 0 {
                 continue;
             }
             let hasher = key.runs(&standing_in(common, group, block_size));
             for run in self.runs_of(at) {
-                // The canary of the target `transfer`: what a run says is believed.
+                // The canary of the target `transfer`: the digest is not checked.
                 let is_believed = cfg!(feature = "canary");
                 if !is_believed && !hasher.verifies(run.fields(), run.digest()) {
                     return Err(Error::refused(
@@ -332,7 +329,7 @@ impl TransferManifest {
         Ok(())
     }
 
-    /// Checks that this is the namespace that the blocks belong to.
+    /// Checks that the blocks belong to this namespace.
     pub(super) fn is_of(&self, namespace: &Namespace, key: &TransferKey, call: &str) -> Result<()> {
         let refused = |field: &str, mine: &str, theirs: &str, more: &str| {
             Err(Error::refused(
@@ -397,11 +394,10 @@ impl fmt::Debug for TransferManifest {
     }
 }
 
-/// A name of a namespace in a message. Whoever wrote the manifest chose it, and what has 60 MiB there would have more in quotes.
+/// A name in a message, shortened: the writer of the manifest chose it, and it may have 60 MiB.
 struct Shown<'a>(Option<&'a str>);
 
 impl Shown<'_> {
-    /// Characters that are shown.
     const MOST: usize = 80;
 }
 
@@ -422,7 +418,7 @@ impl fmt::Display for Shown<'_> {
     }
 }
 
-/// Consecutive blocks of one label, as a manifest names them.
+/// Consecutive blocks of one label in a manifest.
 #[derive(Clone, Copy)]
 pub struct BlockRun<'a> {
     raw: &'a [u8],
@@ -437,7 +433,7 @@ impl<'a> BlockRun<'a> {
         self.group.group
     }
 
-    /// Tokens of a block.
+    /// Tokens per block.
     #[must_use]
     pub fn block_size(&self) -> usize {
         self.group.block_size as usize
@@ -449,7 +445,7 @@ impl<'a> BlockRun<'a> {
         self.head.start as usize
     }
 
-    /// Tokens; the last block holds fewer than `block_size` where this is no multiple of it.
+    /// Number of tokens. The last block has fewer than `block_size` if this is not a multiple of it.
     #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.head.num_tokens as usize
@@ -461,7 +457,7 @@ impl<'a> BlockRun<'a> {
         self.start() + self.num_tokens()
     }
 
-    /// How exact its KV is; [`Class::Compute`] for look-ahead blocks, which hold nothing final.
+    /// The label of its KV; [`Class::Compute`] for look-ahead blocks, which hold nothing final.
     #[must_use]
     pub fn class(&self) -> Class {
         match self.head.flags {
@@ -477,7 +473,7 @@ impl<'a> BlockRun<'a> {
         self.head.hops
     }
 
-    /// Whether its blocks hold nothing but what was issued ahead of the final tokens.
+    /// Whether its blocks hold only positions issued ahead of the final tokens.
     #[must_use]
     pub fn is_lookahead(&self) -> bool {
         self.head.flags == LOOKAHEAD
@@ -500,7 +496,6 @@ impl<'a> BlockRun<'a> {
         &self.raw[at..at + DIGEST]
     }
 
-    /// The digests of its blocks.
     pub(super) fn digests(&self) -> &'a [Digest] {
         let at = self.head.digests as usize;
         let count = if self.is_lookahead() {
@@ -511,7 +506,7 @@ impl<'a> BlockRun<'a> {
         self.raw[at..at + DIGEST * count].as_chunks().0
     }
 
-    /// What its digest is of.
+    /// The bytes that its digest covers.
     fn fields(&self) -> &'a [u8] {
         let end = self.head.digest as usize - usize::from(self.head.tail);
         &self.raw[self.head.fields as usize..end]
@@ -536,7 +531,7 @@ impl fmt::Debug for BlockRun<'_> {
     }
 }
 
-/// What every run of a group is hashed behind: the version, the namespace, the group and its block size.
+/// The context hashed before every run of a group.
 fn standing_in(namespace: &[u8], group: u32, block_size: usize) -> Vec<u8> {
     let mut common = Writer::default();
     common.uint(VERSION);
@@ -564,7 +559,7 @@ fn write_namespace(out: &mut Writer, namespace: &Namespace, key: &TransferKey) {
     }
 }
 
-/// Checks what a manifest is to be made of; answers where its last label ends.
+/// Checks the arguments. Returns the end of the last label.
 fn check(
     seq: &TokenSequence,
     groups: &[SentGroup<'_>],
@@ -613,7 +608,7 @@ fn check(
     Ok(end)
 }
 
-/// Checks that a block table has blocks for so many tokens, each once.
+/// Checks that a block table has blocks for `num_tokens` tokens, each id once.
 pub(super) fn check_table(
     call: &str,
     group: u32,
@@ -651,7 +646,7 @@ pub(super) fn check_table(
     }
 }
 
-/// The runs that blocks of a size make of labels, which end at `end`.
+/// The runs for blocks of one size and labels that end at `end`.
 fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: usize) -> Runs {
     let mut runs: Runs = Vec::new();
     let mut first = 0;
@@ -668,11 +663,11 @@ fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: us
             break;
         };
         if label.start > range.start {
-            // Nothing before the block that holds the label's first token, or the next one.
+            // The next block that can be complete.
             block = label.start.div_ceil(block_size);
             continue;
         }
-        // All blocks that lie within the label, or the one that reaches behind it.
+        // All blocks within the label; `end` may be inside the last one.
         let whole = if label.end >= end {
             end.div_ceil(block_size)
         } else {
@@ -704,7 +699,7 @@ fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: us
     runs
 }
 
-/// The label of a block over which several reach, if they leave no token of it out.
+/// The label of a block that several labels cover; `None` if a token has none.
 fn mixed(labels: &[LabelRun], range: &Range<usize>) -> Option<(u8, u16)> {
     let (mut at, mut flags, mut hops) = (range.start, EXACT, 0);
     for label in labels {
@@ -723,7 +718,7 @@ fn mixed(labels: &[LabelRun], range: &Range<usize>) -> Option<(u8, u16)> {
     (at >= range.end).then_some((flags, hops))
 }
 
-/// The positions at which runs begin that are no look-ahead, ascending.
+/// The starts of runs that are not look-ahead, ascending.
 fn starts_of(groups: &[SentGroup<'_>], runs: &[Runs]) -> Vec<usize> {
     let mut starts: Vec<usize> = groups
         .iter()

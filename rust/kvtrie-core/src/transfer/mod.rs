@@ -1,29 +1,30 @@
-//! Transfers between engines: manifests of blocks, and plans of what to load of them.
+//! Transfers between engines: manifests of blocks, and plans of what to load from them.
 //!
-//! A list of block ids says nothing about what the blocks hold: whoever trims it by a length that another engine counted loads the
-//! wrong ones without noticing. So a sender names its blocks in runs, each with the position of its first token, the number of its
-//! tokens and digests of them (`manifest`); and a receiver loads a token if, and only if, a digest says that it is the one that its
-//! own prompt has there (`plan`). Nothing is counted from the end of a list, and no length of the sender's is believed.
+//! A list of block ids does not say what the blocks hold: a receiver that trims it by a length from another engine
+//! loads wrong blocks unnoticed. So a sender names its blocks in runs, each with its start position, its number of
+//! tokens and digests of them (`manifest`). A receiver loads a token only if a digest proves that its own prompt has
+//! this token there (`plan`). Nothing is counted from the end of a list, and no length of the sender is trusted.
 //!
 //! # Structure
 //!
-//! - `digests`: keyed `BLAKE2b` of blocks, of the tokens before a run, of runs and of salts. The key is the deployment's.
-//! - `wire`: `MessagePack` values in their shortest form. `reader`: what bytes of unknown origin must be to become a manifest.
-//!   `limits`: how large they may be. `manifest` keeps the bytes as they are, and beside them 32 bytes a run that say where its parts
-//!   stand: reading takes little more memory than the bytes, and writing them again is a copy.
-//!   `live` asks a ledger what a running request has.
-//! - `plan` puts together: `own` finds what stands behind the same whole prefix, block by block from each run's prefix digest on;
-//!   `moved` looks for blocks anywhere else in the prompt, where the policy allows that; `pairs` cuts what was found at block edges
-//!   of both engines.
+//! - `digests`: keyed `BLAKE2b` of blocks, of the tokens before a run, of runs and of salts. The key is the
+//!   deployment's.
+//! - `wire`: `MessagePack` values in their shortest form. `reader`: checks on untrusted bytes before they become a
+//!   manifest. `limits`: the sizes it accepts. `manifest`: the bytes, and 32 bytes per run for the offsets of its
+//!   parts. `live`: the KV of a running request, from a ledger.
+//! - `plan` combines: `own` finds blocks after the same whole prefix, block by block from each run's prefix digest on;
+//!   `moved` finds blocks anywhere else in the prompt, if the policy allows it; `pairs` cuts the result at the block
+//!   edges of both engines.
 //!
-//! # What is hashed, and how often
+//! # Cost of hashing
 //!
-//! The prompt is hashed once for each group, as blocks, and once as prefixes if a run does not begin at position 0. A compression
-//! takes 128 bytes, so that a block of 16 tokens is one of them, and a larger one is one for each 32 tokens begun.
+//! The prompt is hashed once per group as blocks, and once as prefixes if a run starts after position 0. One
+//! compression takes 128 bytes, and a block of n tokens without items has 4n + 12: one compression for 16 tokens, two
+//! for 32.
 //!
-//! A search for moved blocks hashes a window of one block at every position that nothing covers, and one of the partial block if
-//! that is long enough to be moved alone, each at most once. Keyed digests do not roll, so each window is hashed whole:
-//! `block_size / 32` compressions a position, and so time that grows with uncovered tokens times block size. What is found is
+//! A search for moved blocks hashes, at every uncovered position, a window of one block, and one of the partial block
+//! if that is long enough to be moved alone, each at most once. Keyed digests do not roll, so each window is hashed
+//! whole, in about `block_size / 32` compressions: the time grows with uncovered tokens times block size. Hits are
 //! followed block by block.
 
 mod digests;

@@ -1,10 +1,9 @@
-//! Where else in the prompt the blocks of a sender stand: moved runs, each one hop further.
+//! Moved runs: blocks of a sender elsewhere in the prompt, with one more hop.
 //!
-//! A *match* is a maximal chain of consecutive blocks of the sender's, whose tokens the prompt has with one and the same distance.
-//! What is to be covered is covered from left to right, at each token by the match that holds it and reaches furthest; ties: fewer
-//! hops, smaller distance, lowest slot of the sender's. A match that holds a token has a block that holds it, or ends in a partial
-//! block behind one, so few windows are looked up for it; windows in between are passed over. Of a window that the sender has more
-//! often than [`MAX_CANDIDATES`] times, the nearest are tried.
+//! A *match* is a maximal chain of consecutive blocks of the sender whose tokens the prompt has at one distance. The
+//! prompt is covered from left to right: at each token by the match that contains it and reaches furthest; ties: fewer
+//! hops, smaller distance, lowest slot of the sender. A match that contains a token has a block that contains it, or
+//! ends in a partial block after one, so few windows are looked up per token.
 
 use std::ops::Range;
 
@@ -18,16 +17,16 @@ use crate::transfer::digests::{Digest, TransferKey};
 use crate::transfer::manifest::BlockRun;
 use crate::transfer::pairs::{Piece, distance};
 
-/// Places that one window is tried at: the nearest ones.
+/// Most places at which one window is tried: the nearest.
 pub(super) const MAX_CANDIDATES: usize = 64;
-/// The shortest run that is moved, where the policy asks for none.
+/// The shortest moved run if the policy sets none.
 pub(super) const MIN_RUN: usize = 16;
 
-/// A window that was not hashed yet, and one that the sender does not have.
+/// Contents of a window: not hashed yet, and not known to the sender.
 const UNKNOWN: u32 = u32::MAX;
 const NOWHERE: u32 = u32::MAX - 1;
 
-/// A block of the sender's that may be moved.
+/// A block of the sender that may be moved.
 #[derive(Clone, Copy)]
 struct Block {
     /// Position of its first token in the sender's sequence.
@@ -36,13 +35,13 @@ struct Block {
     /// Equal for blocks of equal tokens.
     content: u32,
     run: usize,
-    /// The block in its run.
+    /// Its index in the run.
     place: usize,
-    /// Hops once it is moved.
+    /// Hops after the move.
     hops: u16,
 }
 
-/// A maximal chain of blocks at one distance: those of `blocks`, the first of which begins at `start` in the prompt.
+/// A match: `blocks`, the first of which starts at `start` in the prompt.
 #[derive(Clone)]
 struct Match {
     start: usize,
@@ -50,7 +49,7 @@ struct Match {
     blocks: Range<usize>,
 }
 
-/// Looks for the blocks of one group in a prompt.
+/// The search for the blocks of one group.
 pub(super) struct Search<'a> {
     runs: &'a [BlockRun<'a>],
     prompt: View<'a>,
@@ -63,7 +62,7 @@ pub(super) struct Search<'a> {
     contents: HashMap<Digest, u32, FixedState>,
     /// The blocks of each content, ascending.
     places: Vec<Vec<u32>>,
-    /// By position, the content of the window of each length.
+    /// By window length and position, the content of the window.
     windows: [Vec<u32>; 2],
     /// By distance, the match that was found last.
     known: HashMap<i64, Match, FixedState>,
@@ -125,7 +124,6 @@ impl<'a> Search<'a> {
         self.blocks.push(Block { content, ..block });
     }
 
-    /// Covers what nothing covers yet.
     pub(super) fn cover(&mut self, gaps: &[Range<usize>], policy: &ReusePolicy) -> Vec<Piece> {
         let mut pieces = Vec::new();
         if self.blocks.is_empty() {
@@ -133,7 +131,7 @@ impl<'a> Search<'a> {
         }
         for gap in gaps {
             let mut at = gap.start;
-            // Windows that begin before this position hold no match of use at `at`.
+            // A match that contains `at` has no window of use before this position.
             let mut from = (at + 1).saturating_sub(self.block_size + self.lengths[0]);
             while at < gap.end {
                 let Some((found, end)) = self.best(from, at, gap.end) else {
@@ -151,10 +149,10 @@ impl<'a> Search<'a> {
         pieces
     }
 
-    /// The match that holds the token `at` and reaches furthest, of those that have a window that begins at `from..=at`; and where
-    /// it ends, at `limit` at the latest.
+    /// The match that contains `at` and reaches furthest, among those with a window that starts in `from..=at`, and its
+    /// end, at most `limit`.
     fn best(&mut self, from: usize, at: usize, limit: usize) -> Option<(Match, usize)> {
-        // Of the best: how far it reaches, then what is to be small.
+        // The end, the rank (lowest first) and the match.
         let mut best: Option<(usize, (u16, u64, u64), Match)> = None;
         for window in from..=at {
             for length in [1, 0] {
@@ -189,7 +187,7 @@ impl<'a> Search<'a> {
         best.map(|(end, _, found)| (found, end))
     }
 
-    /// What decides among matches that reach equally far: the most hops from the token on, the distance, the slot.
+    /// The order of matches with the same end: most hops from `at` on, distance, slot.
     fn rank(&self, found: &Match, at: usize, end: usize) -> (u16, u64, u64) {
         let block = |token: usize| found.blocks.start + (token - found.start) / self.block_size;
         let hops = self.blocks[block(at)..=block(end - 1)]
@@ -206,7 +204,7 @@ impl<'a> Search<'a> {
         )
     }
 
-    /// The places of a content that are nearest to a position; of two as near, the earlier first.
+    /// The places of a content nearest to a position; at equal distance the earlier first.
     fn nearest(&self, content: u32, window: usize) -> Vec<usize> {
         let places = &self.places[content as usize];
         let at = |place: u32| self.blocks[place as usize].at;
@@ -268,12 +266,12 @@ impl<'a> Search<'a> {
         found
     }
 
-    /// Whether the sender has one block directly behind the other.
+    /// Whether one block directly follows the other.
     fn adjoin(&self, before: usize, behind: usize) -> bool {
         self.blocks[before].at + self.block_size == self.blocks[behind].at
     }
 
-    /// The content of the window that begins at a position, of the partial block's length or of a whole one.
+    /// The content of the window at a position; `length` indexes `lengths`.
     fn content(&mut self, window: usize, length: usize) -> u32 {
         let len = self.lengths[length];
         let end = window + len;
@@ -291,7 +289,7 @@ impl<'a> Search<'a> {
         known[window]
     }
 
-    /// Adds the tokens of a match in a range, a piece for each run that they lie in.
+    /// Adds the tokens of a match in a range, one piece per run.
     fn emit(&self, found: &Match, range: Range<usize>, pieces: &mut Vec<Piece>) {
         let source = self.blocks[found.blocks.start].at;
         let mut at = range.start;

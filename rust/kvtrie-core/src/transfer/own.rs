@@ -1,4 +1,4 @@
-//! What a sender has behind the same whole prefix, at the same positions.
+//! Blocks of a sender after the same whole prefix, at the same positions.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::transfer::digests::{Digest, TransferKey};
 use crate::transfer::manifest::{BlockRun, TransferManifest};
 use crate::transfer::pairs::Piece;
 
-/// The digests of what stands in the prompt before each run that begins inside of it.
+/// The digests of the prompt before the start of each run inside it.
 pub(super) fn prefixes(
     manifest: &TransferManifest,
     seq: &TokenSequence,
@@ -26,8 +26,8 @@ pub(super) fn prefixes(
     starts.into_iter().zip(digests).collect()
 }
 
-/// The tokens of the prompt that runs of one group have in place, as far as the policy allows: a run whose prefix is the prompt's,
-/// up to its first block that differs.
+/// The tokens that the runs of one group have in place and the policy allows: of each run with the prompt's prefix, the
+/// blocks before the first that differs.
 pub(super) fn in_place(
     runs: &[BlockRun<'_>],
     prompt: View<'_>,

@@ -1,4 +1,4 @@
-//! Pieces of the prompt that are loaded, and the pairs of blocks that they are made of.
+//! Pieces of the prompt that are loaded, and their pairs of blocks.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use crate::ids::BlockId;
 use crate::plan::Class;
 use crate::transfer::manifest::BlockRun;
 
-/// Tokens to load: they lie inside one block of the sender and inside one of the receiver.
+/// Tokens to load, inside one block of the sender and one of the receiver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pair {
     /// The group that both blocks belong to.
@@ -19,11 +19,11 @@ pub struct Pair {
     pub start: usize,
     /// One past the last position.
     pub end: usize,
-    /// By how many positions K is to be turned.
+    /// By how many positions K must be rotated.
     pub delta: i64,
-    /// How exact the KV is here.
+    /// The label of the KV in the prompt.
     pub class: Class,
-    /// Hops of the KV as the prompt will have it.
+    /// Hops of the KV in the prompt.
     pub hops: u16,
 }
 
@@ -36,12 +36,12 @@ pub(super) struct Piece {
     pub(super) source: usize,
     pub(super) class: Class,
     pub(super) hops: u16,
-    /// The run among those of its group.
+    /// Index of the run in its group.
     pub(super) run: usize,
 }
 
 impl Piece {
-    /// The part inside a range, if there is one.
+    /// The part inside a range, if any.
     pub(super) fn inside(mut self, range: &Range<usize>) -> Option<Self> {
         let start = self.start.max(range.start);
         self.source += start - self.start;
@@ -51,7 +51,7 @@ impl Piece {
     }
 }
 
-/// The parts of ascending, disjoint pieces that lie inside of ascending, disjoint ranges.
+/// The parts of ascending, disjoint pieces inside ascending, disjoint ranges.
 pub(super) fn cut(pieces: &[Piece], ranges: &[Range<usize>]) -> Vec<Piece> {
     let mut found = Vec::with_capacity(pieces.len());
     let mut first = 0;
@@ -70,7 +70,7 @@ pub(super) fn cut(pieces: &[Piece], ranges: &[Range<usize>]) -> Vec<Piece> {
     found
 }
 
-/// What of a range no ascending, disjoint pieces hold.
+/// The parts of a range that ascending, disjoint pieces do not contain.
 pub(super) fn gaps(range: Range<usize>, pieces: &[Piece]) -> Vec<Range<usize>> {
     let (mut found, mut at) = (Vec::new(), range.start);
     for piece in pieces.iter().filter(|piece| piece.end > range.start) {

@@ -1,4 +1,4 @@
-//! What a receiver loads of a manifest, and what it computes.
+//! Which tokens of a manifest a receiver loads, and which it computes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -21,9 +21,9 @@ const LEAST_RUN: usize = 8;
 /// The blocks of one group that a receiver has for a prompt.
 #[derive(Clone, Copy, Debug)]
 pub struct LocalGroup<'a> {
-    /// Which group.
+    /// The number of the group.
     pub group: u32,
-    /// Tokens of a block; the manifest's if none.
+    /// Tokens per block. `None`: as in the manifest.
     pub block_size: Option<usize>,
     /// The block table, from position 0.
     pub blocks: &'a [BlockId],
@@ -32,9 +32,9 @@ pub struct LocalGroup<'a> {
 /// How to plan a transfer.
 #[derive(Clone, Debug)]
 pub struct TransferOptions<'a> {
-    /// Tokens that the receiver has the KV of already.
+    /// Tokens whose KV the receiver already has.
     pub cached: Range<usize>,
-    /// Tokens at the end of the prompt that are computed in any case.
+    /// Tokens at the end of the prompt that are always computed.
     pub keep_last: usize,
     /// What may be loaded.
     pub policy: &'a ReusePolicy,
@@ -51,7 +51,7 @@ impl Default for TransferOptions<'_> {
     }
 }
 
-/// What to load of a manifest, and what to compute.
+/// Which tokens to load from a manifest, and which to compute.
 ///
 /// # Examples
 /// ```
@@ -85,27 +85,31 @@ pub struct TransferPlan {
 impl TransferPlan {
     /// Plans what to load.
     ///
-    /// Every group is planned on its own; loaded are the tokens that all groups have. A token is
+    /// Every group is planned on its own; only tokens that all groups have are loaded. A token is
     ///
-    /// - exact, if its run is, and the tokens before the run and those of its blocks up to here are the prompt's own;
-    /// - approximate with the run's hops, if all of this is so but the run approximate, and the policy allows that many hops;
-    /// - approximate with one hop more, if it lies in consecutive blocks whose tokens the prompt has elsewhere: at least
-    ///   [`min_run`](ReusePolicy::min_run) tokens (16) with one distance, where the policy allows that many hops. Of these, the tokens
-    ///   that nothing above covers are covered from left to right.
+    /// - exact, if its run is exact, and the tokens before the run and those of its blocks up to here equal the
+    ///   prompt's;
+    /// - approximate with the run's hops, if the same holds for an approximate run;
+    /// - approximate with one more hop, if it is in consecutive blocks whose tokens the prompt has elsewhere: at least
+    ///   [`min_run`](ReusePolicy::min_run) tokens (16) at one distance. Such runs cover the remaining tokens from left
+    ///   to right.
     ///
-    /// A manifest says nothing of kinds: if the policy forbids any, nothing approximate is loaded. If more than
-    /// [`max_approximate_share`](ReusePolicy::max_approximate_share) of the prompt would be approximate, nothing is.
-    /// `partial_blocks` means nothing here, since every transfer copies.
+    /// Approximate tokens need a policy that allows them and that many hops. A manifest has no kinds: if the policy
+    /// forbids any, nothing approximate is loaded. The same holds if more than
+    /// [`max_approximate_share`](ReusePolicy::max_approximate_share) of the prompt would be approximate.
+    /// `partial_blocks` has no effect, since every transfer copies.
     ///
     /// # Errors
-    /// [`TransferRefused`](crate::ErrorKind::TransferRefused): [`Digest`](Refusal::Digest), then [`Namespace`](Refusal::Namespace), then
-    /// [`Groups`](Refusal::Groups). [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a policy beyond its limits, a cached range
-    /// beyond the prompt, groups that do not ascend, and a table that is too short for the prompt or has an id twice.
+    /// - [`TransferRefused`](crate::ErrorKind::TransferRefused): [`Digest`](Refusal::Digest), then
+    ///   [`Namespace`](Refusal::Namespace), then [`Groups`](Refusal::Groups).
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): a policy beyond its limits, a cached range beyond the
+    ///   prompt, a prompt of 2³² tokens or more, groups that do not ascend, or a table that is too short for the prompt
+    ///   or has an id twice.
     ///
     /// # Complexity
-    /// O(tokens) for each group and O(runs · items). Where the policy allows approximate KV, also O(u · (64 + `block_size`)) for
-    /// the `u` tokens of each group that nothing covers: a window of one block is hashed at each of them, which are
-    /// `block_size` / 32 compressions of `BLAKE2b`, one at least.
+    /// O(tokens) per group and O(runs · items). If the policy allows approximate KV, also O(u · (64 + `block_size`))
+    /// for the `u` uncovered tokens of each group, at each of which about `block_size` / 32 compressions of `BLAKE2b`,
+    /// at least one, hash a window.
     pub fn new(
         manifest: &TransferManifest,
         seq: &TokenSequence,
@@ -180,25 +184,25 @@ impl TransferPlan {
         })
     }
 
-    /// What to load, by group and position.
+    /// The pairs to load, by group and position.
     #[must_use]
     pub fn pairs(&self) -> &[Pair] {
         &self.pairs
     }
 
-    /// What to compute: neither cached nor loaded, and what `keep_last` keeps.
+    /// The ranges to compute: neither cached nor loaded, and the last `keep_last` tokens.
     #[must_use]
     pub fn compute(&self) -> &[(usize, usize)] {
         &self.compute
     }
 
-    /// The first token that is loaded and approximate. All before it is exact, if what was cached is.
+    /// The first token that is loaded and approximate. All before it are exact, if the cached ones are.
     #[must_use]
     pub fn first_approximate(&self) -> Option<usize> {
         self.first_approximate
     }
 
-    /// The most hops of what is loaded.
+    /// The most hops of the loaded KV.
     #[must_use]
     pub fn hops(&self) -> u16 {
         self.hops
@@ -216,20 +220,20 @@ impl TransferPlan {
         self.len == 0
     }
 
-    /// Tokens that are loaded and exact in every group.
+    /// Number of tokens that are loaded and exact in every group.
     #[must_use]
     pub fn num_exact(&self) -> usize {
         self.num_exact
     }
 
-    /// Tokens that are loaded and approximate in some group.
+    /// Number of tokens that are loaded and approximate in some group.
     #[must_use]
     pub fn num_approximate(&self) -> usize {
         self.num_approximate
     }
 }
 
-/// What may be loaded: all before `until` but what is cached.
+/// The ranges before `until` that are not cached.
 fn wanted(cached: &Range<usize>, until: usize) -> Vec<Range<usize>> {
     let around = if cached.is_empty() {
         [0..until, until..until]
@@ -242,18 +246,18 @@ fn wanted(cached: &Range<usize>, until: usize) -> Vec<Range<usize>> {
         .collect()
 }
 
-/// What does not change with the policy.
+/// The inputs that do not depend on the policy.
 struct Planning<'a> {
     manifest: &'a TransferManifest,
     seq: &'a TokenSequence,
     key: &'a TransferKey,
     prefixes: BTreeMap<usize, Digest>,
-    /// What may be loaded: ascending, disjoint, not empty.
+    /// The ranges that may be loaded: ascending, disjoint, not empty.
     wanted: Vec<Range<usize>>,
 }
 
 impl Planning<'_> {
-    /// What each group loads. All load the same tokens.
+    /// The pieces of each group, which all load the same tokens.
     fn pieces(&self, policy: &ReusePolicy) -> Vec<Vec<Piece>> {
         let num_groups = self.manifest.groups().len();
         let groups = (0..num_groups).map(|at| self.group(at, policy));
@@ -270,7 +274,7 @@ impl Planning<'_> {
         groups
     }
 
-    /// What the group at a place can load.
+    /// The pieces that one group can load.
     fn group(&self, at: usize, policy: &ReusePolicy) -> Vec<Piece> {
         let policy = &ReusePolicy {
             approximate: policy.approximate && policy.forbid_kinds.is_empty(),
@@ -296,7 +300,6 @@ impl Planning<'_> {
     }
 }
 
-/// Checks that sender and receiver have the same groups.
 fn check_groups(manifest: &TransferManifest, local: &[LocalGroup<'_>]) -> Result<()> {
     if let Some(pair) = local.windows(2).find(|pair| pair[0].group >= pair[1].group) {
         return Err(Error::invalid(format!(
@@ -315,7 +318,7 @@ fn check_groups(manifest: &TransferManifest, local: &[LocalGroup<'_>]) -> Result
     ))
 }
 
-/// Tokens that are approximate in some group.
+/// Number of tokens that are approximate in some group.
 fn num_approximate(groups: &[Vec<Piece>]) -> usize {
     let approximate = |piece: &&Piece| piece.class == Class::Approximate;
     let mut ranges: Vec<(usize, usize)> = groups
@@ -334,7 +337,7 @@ fn num_approximate(groups: &[Vec<Piece>]) -> usize {
     count
 }
 
-/// The parts of ranges that pieces hold; both ascend and are disjoint.
+/// The parts of the ranges inside pieces. Both ascend and are disjoint.
 fn common_ranges(ranges: &[Range<usize>], pieces: &[Piece]) -> Vec<Range<usize>> {
     let inside = cut(pieces, ranges);
     let mut found: Vec<Range<usize>> = Vec::with_capacity(inside.len());
@@ -347,7 +350,7 @@ fn common_ranges(ranges: &[Range<usize>], pieces: &[Piece]) -> Vec<Range<usize>>
     found
 }
 
-/// What is neither cached nor loaded, and what is kept.
+/// The ranges that are neither cached nor loaded, and those after `until`.
 fn compute(
     len: usize,
     cached: &Range<usize>,

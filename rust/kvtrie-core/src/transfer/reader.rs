@@ -1,7 +1,7 @@
-//! What bytes that may come from an enemy say, checked before anything is kept of them.
+//! Reads manifests from untrusted bytes, and checks everything before it is stored.
 //!
-//! No value is copied while it is read: what is kept of a run are 32 bytes that say where its parts stand. Every count is checked
-//! against its limit and against the bytes that are left before anything is reserved for it.
+//! No value is copied. Every count is checked against its limit and against the remaining bytes before memory is
+//! reserved for it.
 
 use crate::error::{Error, Refusal, Result};
 use crate::ids::BlockId;
@@ -13,13 +13,13 @@ use crate::transfer::manifest::{
 };
 use crate::transfer::wire::{Cursor, Part, READ};
 
-/// The fewest bytes that a group takes, and a run.
+/// Fewest bytes of a group and of a run.
 const LEAST_GROUP: usize = 4;
 const LEAST_RUN: usize = 33;
 
-/// Reads a manifest; what is answered says where its parts stand in the bytes.
+/// Reads a manifest. Returns the offsets of its parts.
 pub(super) fn read(raw: &[u8], limits: &TransferLimits) -> Result<Head> {
-    // Places in the bytes are u32.
+    // Offsets are u32.
     let max_bytes = limits.max_bytes.min(u32::MAX as usize);
     within(raw.len(), max_bytes, "bytes", "max_bytes")?;
     let mut cursor = Cursor::new(raw);
@@ -93,7 +93,7 @@ fn read_namespace(cursor: &mut Cursor<'_>) -> Result<NamespaceHead> {
     })
 }
 
-/// The length of an array whose entries take so many bytes each at least.
+/// The length of an array whose entries take at least `least` bytes each.
 fn count(
     cursor: &mut Cursor<'_>,
     what: &str,
@@ -123,7 +123,6 @@ fn within(value: usize, limit: usize, what: &str, name: &str) -> Result<()> {
     ))
 }
 
-/// A manifest that is being read.
 struct Reading<'a> {
     raw: &'a [u8],
     limits: &'a TransferLimits,
@@ -241,14 +240,14 @@ impl Reading<'_> {
             digests: crate::ids::depth(digests.start),
             digest: crate::ids::depth(digest.start),
             fields: crate::ids::depth(fields),
-            // The digest's own marker and length take two bytes, as any of less than 256 bytes.
+            // The digest's marker and length take two bytes, as for any value of less than 256 bytes.
             hops: u16::try_from(hops).unwrap_or(ReusePolicy::MAX_HOPS),
             flags: u8::try_from(flags).unwrap_or(LOOKAHEAD),
             tail: u8::try_from(digest.start - fields_end).unwrap_or(0),
         })
     }
 
-    /// A number of tokens that a position can be.
+    /// Reads a valid position.
     fn position(&self, cursor: &mut Cursor<'_>, what: &str) -> Result<usize> {
         let value = cursor.uint(what)?;
         let value = usize::try_from(value).unwrap_or(usize::MAX);
@@ -262,7 +261,7 @@ impl Reading<'_> {
         within(end, limit, "tokens", "max_tokens")
     }
 
-    /// Checks that no block comes twice among the runs of a group, the first of which is `first`.
+    /// Checks that no block is twice in the last group, whose first run is `first`.
     fn unique(&self, cursor: &Cursor<'_>, first: usize) -> Result<()> {
         let runs = self.head.runs[first..].iter();
         match first_twice(runs.flat_map(|run| run.ids(self.raw, self.block_size()))) {
@@ -271,24 +270,24 @@ impl Reading<'_> {
         }
     }
 
-    /// Tokens of a block of the last group.
+    /// Tokens per block of the last group.
     fn block_size(&self) -> u32 {
         self.head.groups.last().map_or(1, |group| group.block_size)
     }
 }
 
-/// What stands before a run in its group.
+/// What precedes a run in its group.
 #[derive(Default)]
 struct Before {
     end: usize,
-    /// A run that ended inside a block.
+    /// Whether a run ended inside a block.
     partial: bool,
     lookahead: bool,
 }
 
-/// An id that comes twice.
+/// An id that is given twice.
 pub(super) fn first_twice(ids: impl Iterator<Item = BlockId> + Clone) -> Option<BlockId> {
-    // Most tables ascend, and need no copy.
+    // Most tables ascend: no copy needed.
     if ids.clone().is_sorted_by(|a, b| a < b) {
         return None;
     }

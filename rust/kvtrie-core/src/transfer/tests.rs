@@ -1,4 +1,4 @@
-//! Plans against the sender's real tokens, one by one; what else a manifest and a plan promise.
+//! Compares plans with the sender's tokens, one by one, and tests other guarantees of manifests and plans.
 
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ fn refusal(error: &Error) -> Option<Refusal> {
     }
 }
 
-/// A sender: its tokens, what it has of them, and one group of blocks.
+/// A sender: its tokens, their labels, and one group of blocks.
 #[derive(Clone, Debug)]
 struct Sender {
     tokens: Vec<u32>,
@@ -88,7 +88,7 @@ impl Sender {
         TransferManifest::new(&sequence(&self.tokens), &[group], &labels, end, &key())
     }
 
-    /// The label of the block of a position: that of its worst token, none if it lacks one.
+    /// The label of the block at a position: that of its worst token, or `None` if a token has no KV.
     fn label(&self, at: usize) -> Option<(Class, u16)> {
         let end = self.labels.iter().rposition(Option::is_some)? + 1;
         if at >= end {
@@ -104,7 +104,7 @@ impl Sender {
         Some(worst)
     }
 
-    /// Whether the receiver may find the exact token at a position: the same tokens up to the end of its block.
+    /// Whether the receiver may find the exact token at a position: the tokens are the same up to the end of its block.
     fn offers(&self, mine: &[u32], at: usize) -> bool {
         let last = self
             .labels
@@ -119,7 +119,7 @@ impl Sender {
     }
 }
 
-/// Tokens of a small alphabet: other lists are cut from them.
+/// Tokens of a small alphabet, from which `edit` cuts other lists.
 fn tokens() -> impl Strategy<Value = Vec<u32>> {
     prop::collection::vec(0u32..3, 0..90)
 }
@@ -211,7 +211,7 @@ proptest! {
                 }
             }
         }
-        // Each token has one fate, and nothing that could be had exactly is computed or worse.
+        // Each token has exactly one fate, and every token that can be exact is.
         prop_assert!(fate.iter().all(|&fate| fate == 1));
         for (at, exact) in exact.into_iter().enumerate() {
             let is_wanted = at < kept && !(from..until).contains(&at);
@@ -452,7 +452,7 @@ fn a_live_request_offers_what_it_has() {
     let error = Offer::of(&ledger, id, &sequence(&[1])).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
 
-    // All that it has been given, to the end.
+    // All tokens of the sequence have KV.
     let mut seq = sequence(&(0..8).collect::<Vec<_>>());
     let begin = Begin {
         present: Some(Present::Below(8)),
@@ -470,7 +470,7 @@ fn a_live_request_offers_what_it_has() {
 
 #[test]
 fn a_pair_is_as_long_as_both_blocks_allow() {
-    // In blocks of four tokens there are two runs, in blocks of eight there is one.
+    // Blocks of four tokens make two runs, blocks of eight one.
     let label = |start, end, class, hops| LabelRun {
         start,
         end,

@@ -1,4 +1,4 @@
-//! `MessagePack` values, read and written in their shortest form alone.
+//! `MessagePack` values, read and written only in their shortest form.
 
 use std::ops::Range;
 
@@ -7,10 +7,9 @@ use rmp::encode::ByteBuf;
 
 use crate::error::{Error, Refusal, Result};
 
-/// The call that reads, for messages.
 pub(super) const READ: &str = "TransferManifest.from_bytes";
 
-/// A part of the bytes, which are fewer than 2³².
+/// A part of the bytes, of which there are fewer than 2³².
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Part {
     at: u32,
@@ -32,12 +31,12 @@ impl Part {
     }
 
     pub(super) fn text(self, raw: &[u8]) -> &str {
-        // It was read as UTF-8.
+        // The reader checked that it is UTF-8.
         std::str::from_utf8(self.of(raw)).unwrap_or_default()
     }
 }
 
-/// Reads values from the front of bytes. Nothing is copied, and nothing nests deeper than what asks for it.
+/// Reads values from the front of bytes. Values nest only as deep as the caller asks for.
 #[derive(Debug)]
 pub(super) struct Cursor<'a> {
     raw: &'a [u8],
@@ -57,7 +56,7 @@ impl<'a> Cursor<'a> {
         self.raw.len() - self.at
     }
 
-    /// A refusal of what stands here.
+    /// A refusal at the current byte.
     pub(super) fn wrong(&self, message: impl AsRef<str>) -> Error {
         Error::refused(
             Refusal::Malformed,
@@ -82,7 +81,7 @@ impl<'a> Cursor<'a> {
         Ok(Marker::from_u8(self.raw[range.start]))
     }
 
-    /// A big-endian number of some bytes that would not have fitted into fewer.
+    /// A big-endian number of `bytes` bytes, at least `least`: a lower one has a shorter form.
     fn number(&mut self, bytes: usize, least: u64, what: &str) -> Result<u64> {
         let range = self.take(bytes, what)?;
         let digits = self.raw[range].iter();
@@ -117,7 +116,6 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// An array of so many values.
     pub(super) fn array_of(&mut self, len: u64, what: &str) -> Result<()> {
         let found = self.array(what)?;
         if found == len {
@@ -136,7 +134,6 @@ impl<'a> Cursor<'a> {
         self.take(usize::try_from(len).unwrap_or(usize::MAX), what)
     }
 
-    /// As [`Self::bin`], of so many bytes.
     pub(super) fn bin_of(&mut self, len: usize, what: &str) -> Result<Range<usize>> {
         let range = self.bin(what)?;
         if range.len() == len {
@@ -167,7 +164,7 @@ impl<'a> Cursor<'a> {
         Ok(range)
     }
 
-    /// Whether nil stands here; passes over it.
+    /// Whether the next value is nil. Skips it if so.
     pub(super) fn nil(&mut self) -> bool {
         let is_nil = self.raw.get(self.at).copied().map(Marker::from_u8) == Some(Marker::Null);
         self.at += usize::from(is_nil);
@@ -175,7 +172,7 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// Writes values one behind the other, each in its shortest form. Lengths lie below 2³².
+/// Writes values in their shortest form. Lengths are below 2³².
 #[derive(Debug, Default)]
 pub(super) struct Writer(ByteBuf);
 
@@ -204,7 +201,7 @@ impl Writer {
         let Ok(()) = rmp::encode::write_bin(&mut self.0, bytes);
     }
 
-    /// Bytes whose pieces come from elsewhere, and how many these are.
+    /// Bytes given in pieces, `len` in total.
     pub(super) fn bin_of<const N: usize>(
         &mut self,
         len: usize,

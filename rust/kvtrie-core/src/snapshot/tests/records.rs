@@ -1,8 +1,8 @@
-//! The records of edges: what is read and comes back, and what is refused, one step on either side of each limit.
+//! Tests the records of edges: what is restored, and what is refused, one step on either side of each limit.
 
 use super::*;
 
-/// What an edge is said to have.
+/// The parts that an edge claims to have.
 const LABELS: u8 = 1;
 const ITEMS: u8 = 1 << 1;
 const TAGS: u8 = 1 << 2;
@@ -10,7 +10,7 @@ const USES: u8 = 1 << 3;
 const SOURCES: u8 = 1 << 4;
 const DEAD: u8 = 1 << 5;
 
-/// An edge as it is written, right or wrong: what it is said to have, and what follows its ids.
+/// An edge as it is encoded, valid or not: the parts that it claims, and the bytes after its ids.
 #[derive(Default)]
 struct Edge {
     has: u8,
@@ -65,8 +65,8 @@ fn tokens() -> Vec<u32> {
     (100..120).collect()
 }
 
-/// The snapshot of an index in which a path of blocks of four tokens has two edges, over the depths [0, 2) and [2, 5). Both
-/// were used last as a whole at tick 3, and the clock stands at 9. The middle block of the lower edge may be a hole.
+/// The snapshot of an index in which a path of blocks of four tokens has two edges, over the depths [0, 2) and [2, 5).
+/// Both were last used as a whole at tick 3, and the clock is at 9. The middle block of the lower edge may be a hole.
 fn two_edges(middle: u32, above: &Edge, below: &Edge) -> Vec<u8> {
     let mut index = RadixIndex::new(Config {
         num_blocks: 8,
@@ -76,7 +76,7 @@ fn two_edges(middle: u32, above: &Edge, below: &Edge) -> Vec<u8> {
     .unwrap();
     index.clock = 9;
     let mut out = Writer::default();
-    // One tree, no vacant place; its namespace, and two edges.
+    // One tree, no vacant index; its namespace, and two edges.
     out.len(1);
     out.len(0);
     for name in ["m", "bfloat16", "default"] {
@@ -107,12 +107,12 @@ fn two_edges(middle: u32, above: &Edge, below: &Edge) -> Vec<u8> {
     with_section(&index, "TREE", &out)
 }
 
-/// The index of a path whose lower edge is this one, without holes.
+/// The index of a path with this lower edge, without holes.
 fn read_below(edge: &Edge) -> RadixIndex {
     read_back(&two_edges(3, &Edge::default(), edge))
 }
 
-/// Why a path whose lower edge is this one is refused.
+/// The refusal of a path with this lower edge.
 fn refused_below(edge: &Edge) -> String {
     refused(&two_edges(3, &Edge::default(), edge))
 }
@@ -159,7 +159,7 @@ fn items_lie_in_the_edge_or_go_on_from_above() {
     }
     let both = |above, below| two_edges(3, &Edge::items(&[above]), &Edge::items(&[below]));
     read_back(&both((7, 8), (7, 9)));
-    // Another item, or one that ends above.
+    // Another item, or one that ends inside the edge above.
     for above in [(6, 8), (5, 7)] {
         told(
             "an item from 7 on does not begin above the edge at 8",
@@ -186,7 +186,7 @@ fn tags_lie_in_the_edge_and_in_no_hole() {
         let what = format!("tags 0x1 on the tokens [{start}, {end}) of an edge over [8, 20)");
         told(&what, &refused_below(&Edge::tags(&[(start, end)])));
     }
-    // The block at the tokens [12, 16) is a hole.
+    // The block of the tokens [12, 16) is a hole.
     let holed = |tags: &[(usize, usize)]| two_edges(ABSENT, &Edge::default(), &Edge::tags(tags));
     read_back(&holed(&[(8, 12), (16, 20)]));
     for tags in [(11, 13), (15, 17)] {
@@ -240,9 +240,9 @@ fn labels_of_blocks_that_left_are_not_written() {
 fn an_edge_ends_above_the_greatest_number_of_a_depth() {
     let bytes = two_edges(3, &Edge::default(), &Edge::default());
     let tree = bytes.windows(4).position(|name| name == b"TREE").unwrap();
-    // Behind the name and the length of the section: two counts, the namespace, how many edges.
+    // After the name and the length of the section: two counts, the namespace, the number of edges.
     let first = tree + 12 + 16 + (9 + 16 + 15) + 2 * 10 + 8;
-    // Each has 17 bytes, and 20 a block.
+    // Each edge has 17 bytes, plus 20 per block.
     let second = first + 17 + 2 * 20;
     let with = |edge: usize, blocks: u32| {
         let mut other = bytes.clone();
@@ -256,7 +256,7 @@ fn an_edge_ends_above_the_greatest_number_of_a_depth() {
             let what = format!("an edge of {blocks} blocks at depth {depth}");
             told(&what, &with(edge, blocks));
         }
-        // Fewer are an edge, whose tokens are not there.
+        // One block fewer is a valid edge, but its tokens are missing.
         let most = u32::MAX - depth - 1;
         let what = format!("{} bytes announced", u64::from(most) * 16);
         told(&what, &with(edge, most));
@@ -279,7 +279,7 @@ fn so_many_edges_are_read_under_short_hashes() {
             Source::Computed,
         );
     };
-    // With the two roots, as many as there may be.
+    // With the two roots, as many edges as allowed.
     for id in 0..(1 << 14) - 2 {
         add(&mut index, if id % 2 == 0 { "x" } else { "y" }, id);
     }
@@ -290,7 +290,7 @@ fn so_many_edges_are_read_under_short_hashes() {
         "16385 edges under hashes cut short, a testing aid; the limit is 16384",
         &refused(&index.snapshot()),
     );
-    // These are whole.
+    // These hashes are not shortened.
     index.config.hash_bits = 32;
     assert!(check_foreign(&index.snapshot()));
 }
@@ -305,7 +305,7 @@ fn what_has_no_adapter_and_no_salt_comes_back() {
     .unwrap();
     let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
     let mut seq = TokenSequence::new(Arc::new(namespace), vec![1, 2, 3, 4], Vec::new()).unwrap();
-    // One edge, which has labels and nothing else.
+    // One edge, which has only labels.
     let imported = Source::Imported(Imported {
         exact_until: 2,
         hops: 3,
@@ -316,7 +316,7 @@ fn what_has_no_adapter_and_no_salt_comes_back() {
     assert_eq!(again.digest(), index.digest());
     assert_eq!(again.snapshot(), bytes);
     assert_eq!(again.stats().approximate, 1);
-    // Nothing has tags, so no call looks for any.
+    // Without tags, no call looks for any.
     assert!(!again.is_tagged);
     assert_eq!(again.namespaces(), [Arc::clone(seq.namespace())]);
     assert_eq!(RadixIndex::pool_of_snapshot(&bytes).unwrap(), [0; 16]);
@@ -398,7 +398,7 @@ fn contradictions_of_one_edge_are_refused() {
         "an item over the tokens [3, 6) of an edge over [6, 22)",
         &spoilt(|index| {
             let edge = edge_with_extras(index);
-            // The edge above ends with that very item, so nothing else is wrong with it.
+            // The edge above ends with this item, so nothing else is wrong with it.
             let item = Item::new(3, 6, b"cat").unwrap();
             index.nodes[edge].extras_mut().items = vec![item];
         }),
@@ -431,7 +431,7 @@ fn contradictions_of_one_edge_are_refused() {
 fn counts_are_checked_against_the_bytes_that_are_left() {
     let bytes = full().snapshot();
     let name = bytes.windows(4).position(|name| name == b"TREE").unwrap();
-    // Behind the name and the length: places of trees, how many are vacant, and which.
+    // After the name and the length: number of tree indices, number of vacant ones, and these.
     let trees = name + 4 + 8;
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     let number = |at: usize| usize::try_from(word(at)).unwrap();
@@ -442,7 +442,7 @@ fn counts_are_checked_against_the_bytes_that_are_left() {
         other[at..at + len].copy_from_slice(&(number as u64).to_le_bytes()[..len]);
         refused(&sealed(other))
     };
-    // A tree takes 37 bytes at least: three names of a letter, two marks, and how many edges it has.
+    // A tree takes at least 37 bytes: three names of a letter, two flags, and its number of edges.
     let most = left / 37 + 1;
     let announced = format!("{} trees announced, 1 of them vacant", most + 1);
     told(&announced, &with(trees, most + 1, 8));
@@ -462,6 +462,6 @@ fn counts_are_checked_against_the_bytes_that_are_left() {
     told(&announced, &message);
     let message = with(edges, most, 8);
     assert!(!message.contains("announced"), "{message}");
-    // An edge hangs below the root, or below one before it.
+    // The parent of an edge is the root or an earlier edge.
     told("edge 1 hangs below edge 1", &with(edges + 8, 1, 4));
 }

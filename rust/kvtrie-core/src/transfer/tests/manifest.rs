@@ -1,4 +1,4 @@
-//! What a manifest is made of, what its digests are of, and that it has one form.
+//! Tests the parts of a manifest, what its digests cover, and that it has only one form.
 
 use super::refusals::{label, made};
 use super::*;
@@ -46,7 +46,7 @@ fn consecutive_blocks_of_one_label_are_one_run() {
     for labels in [
         vec![label(0, 4, Exact), label(4, 10, Exact)],
         vec![label(0, 5, Exact), label(5, 10, Exact)],
-        // The second block is approximate, as one of its tokens is.
+        // The second block is approximate because one of its tokens is.
         vec![
             label(0, 6, Approximate),
             label(6, 8, Exact),
@@ -85,7 +85,7 @@ fn a_table_may_end_before_the_sequence() {
     assert_eq!(offer.manifest(&seq, 0, &key()).unwrap().num_tokens(), 4);
 }
 
-/// The forms of a value that are not its shortest.
+/// The longer forms of a value.
 type Longer = &'static [&'static [u8]];
 
 #[test]
@@ -93,7 +93,7 @@ fn a_value_in_a_longer_form_is_refused() {
     let exact = [label(0, 10, Class::Exact)];
     let raw = made(&[(0, 4)], &ids(3, 0), &exact, 10).unwrap();
     let raw = raw.to_bytes();
-    // By its place: the version, the array and the first text of the namespace, and the digest of the salt.
+    // By offset: the version, the array and the first text of the namespace, and the digest of the salt.
     let cases: [(usize, &[u8], Longer); 4] = [
         (17, &[1], &[&[0xcc, 1], &[0xcd, 0, 1], &[0xce, 0, 0, 0, 1]]),
         (18, &[0x95], &[&[0xdc, 0, 5], &[0xdd, 0, 0, 0, 5]]),

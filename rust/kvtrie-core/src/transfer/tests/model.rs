@@ -1,4 +1,4 @@
-//! Plans against the rules, token by token: which of several places a token is to be loaded from.
+//! Compares plans with the rules, token by token: from which of several places a token must be loaded.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Two texts of a few pieces, so that what one has stands in many places of the other.
+/// Two texts of a few pieces, so that many places of one equal parts of the other.
 fn pieced() -> impl Strategy<Value = (Vec<u32>, Vec<u32>)> {
     let piece = prop::collection::vec(0u32..3, 2..13);
     let order = || prop::collection::vec(0usize..4, 1..11);
@@ -25,7 +25,7 @@ fn pieced() -> impl Strategy<Value = (Vec<u32>, Vec<u32>)> {
     )
 }
 
-/// A block of the sender's, as a manifest names it.
+/// A block of the sender, as in a manifest.
 #[derive(Clone)]
 struct Named {
     range: Range<usize>,
@@ -34,10 +34,10 @@ struct Named {
     id: BlockId,
 }
 
-/// Where a token of the prompt comes from: its class, its position at the sender's, and its hops.
+/// The origin of a token of the prompt: its class, its position in the sender's sequence, and its hops.
 type Origin = (Class, usize, u16);
 
-/// What a plan should be, token by token.
+/// The rules for a plan, token by token.
 struct Model<'a> {
     sender: &'a Sender,
     mine: &'a [u32],
@@ -46,7 +46,7 @@ struct Model<'a> {
 }
 
 impl Model<'_> {
-    /// The sender's blocks without look-ahead, by the labels of their tokens.
+    /// The sender's blocks without look-ahead, with the labels of their tokens.
     fn blocks(&self) -> Vec<Named> {
         let end = self.sender.runs().last().map_or(0, |run| run.end);
         let (size, ids) = (self.sender.block_size, self.sender.blocks());
@@ -119,7 +119,7 @@ impl Model<'_> {
             .iter()
             .filter(|block| block.hops < self.policy.max_hops)
             .collect();
-        // Each chain of blocks whose tokens the prompt has with one distance: where it begins here, and its blocks.
+        // Each chain of blocks whose tokens the prompt has at one distance: its start in the prompt, and its blocks.
         let mut chains: Vec<(usize, &[&Named])> = Vec::new();
         for first in 0..blocks.len() {
             for start in 0..self.mine.len() {
@@ -191,7 +191,7 @@ impl Model<'_> {
     }
 }
 
-/// Whether a block goes on with the run of the one before it.
+/// Whether a block continues the run of the one before it.
 fn follows(blocks: &[Named], block: &Named) -> bool {
     blocks.iter().any(|before| {
         before.range.end == block.range.start
@@ -250,7 +250,7 @@ proptest! {
         let wanted: Vec<bool> = (0..mine.len()).map(|at| at < kept && !(from..until).contains(&at)).collect();
         let models = |policy: &ReusePolicy| -> Vec<Vec<Option<Origin>>> {
             let of_group = |sender: &Sender| {
-                // The share is of what is loaded at last, of all groups.
+                // The share counts what is finally loaded, over all groups.
                 let policy = &ReusePolicy { max_approximate_share: 1.0, ..policy.clone() };
                 Model { sender, mine: &mine, policy, wanted: wanted.clone() }.origins()
             };
@@ -303,7 +303,7 @@ proptest! {
     }
 }
 
-/// Up to where some block has KV of all its tokens, or of the first ones of the last.
+/// The highest end of a complete block, or of the KV in the last block.
 fn manifest_end(senders: &[Sender]) -> usize {
     let last = |sender: &Sender| {
         let end = sender

@@ -1,4 +1,4 @@
-//! Moved runs where a block stands in many places, and where two places are as near.
+//! Tests moved runs where a block is at many places, and where two places are equally near.
 
 use std::ops::Range;
 
@@ -20,7 +20,7 @@ fn all_exact(tokens: &[u32], block_size: usize, blocks: &[BlockId]) -> TransferM
     TransferManifest::new(&sequence(tokens), &[group], &[label], tokens.len(), &key()).unwrap()
 }
 
-/// What may be loaded, and the shortest run that is moved.
+/// The tokens that may be loaded, and the shortest moved run.
 struct Asked {
     cached: Range<usize>,
     keep_last: usize,
@@ -65,7 +65,7 @@ fn sources(manifest: &TransferManifest, mine: &[u32], asked: &Asked) -> Vec<Opti
     sources
 }
 
-/// So many tokens that stand in no sender's text.
+/// `count` tokens that no sender has.
 fn noise(count: usize) -> Vec<u32> {
     vec![999; count]
 }
@@ -79,11 +79,11 @@ fn from(start: usize, count: usize) -> Vec<Option<usize>> {
     (start..start + count).map(Some).collect()
 }
 
-/// A block that stands in 130 places, and the first of the blocks behind these, each of which stands in one.
+/// A block at 130 places, and the first of the blocks after it, each of which is at one place.
 const CROWD: u32 = 1;
 const BEHIND: u32 = 100;
 
-/// A block that stands nowhere else, then the crowd, and some more.
+/// A block at one place, then the crowd, then `more`.
 fn crowd(more: &[u32]) -> TransferManifest {
     let mut names = vec![50];
     names.extend((0..130).flat_map(|place| [CROWD, BEHIND + place]));
@@ -96,16 +96,16 @@ fn crowd(more: &[u32]) -> TransferManifest {
 fn of_a_block_in_many_places_the_64_nearest_are_tried() {
     let manifest = crowd(&[]);
     let places: Vec<usize> = (0..130).map(|place| 4 + 8 * place).collect();
-    // Before all, at one place, beside it, between two, and behind all.
+    // Before all places, at one, next to it, between two, and after all.
     for window in [0, 500, 501, 504, 1100] {
         let mut nearest = places.clone();
-        // A stable sort: of two as near, the earlier first.
+        // A stable sort: at equal distance, the earlier place comes first.
         nearest.sort_by_key(|place| place.abs_diff(window));
         for (behind, place) in (BEHIND..).zip(&places) {
             let mut mine = noise(window);
             mine.extend(blocks_of_four(&[CROWD, behind]));
             let found = sources(&manifest, &mine, &Asked::runs_of(8));
-            // The block behind stands in one place, where it is always found.
+            // The block after it is at one place, and is always found.
             let mut expected = vec![None; window];
             expected.extend(if nearest[..64].contains(place) {
                 from(*place, 4)
@@ -120,7 +120,7 @@ fn of_a_block_in_many_places_the_64_nearest_are_tried() {
 
 #[test]
 fn a_token_is_found_through_windows_that_hold_it() {
-    // Far from the prompt, a block of the crowd stands behind a block that is found, and before one that is.
+    // Far from the prompt, a block of the crowd is between two blocks that are found.
     let (before, after) = (60, 61);
     let manifest = crowd(&[70, 71, before, 72, before, CROWD, after]);
     let far = 4 * (1 + 260 + 4);
@@ -130,7 +130,7 @@ fn a_token_is_found_through_windows_that_hold_it() {
     let mut whole = vec![None; 5];
     whole.extend(from(far, 12));
     assert_eq!(sources(&manifest, &mine, &asked), whole);
-    // The block before is not to be loaded, or another run has it.
+    // The block before it is not wanted, or another run has it.
     let cached = Asked {
         cached: 0..9,
         ..asked
@@ -171,7 +171,7 @@ fn a_part_of_a_block_that_is_no_run_alone_is_found_through_the_block_before_it()
 
 #[test]
 fn of_two_places_as_near_the_lowest_slot_is_taken() {
-    // The text comes again every 40 tokens, and the prompt has it 20 further on: 20 before and 20 behind, as far as is wanted.
+    // The text repeats every 40 tokens, and the prompt has it 20 tokens shifted in either direction.
     let tokens: Vec<u32> = (0..112).map(|at| at % 40).collect();
     let mine: Vec<u32> = (20..120).map(|at| at % 40).collect();
     let asked = Asked {
@@ -184,7 +184,7 @@ fn of_two_places_as_near_the_lowest_slot_is_taken() {
         let found = sources(&all_exact(&tokens, 16, &table), &mine, &asked);
         assert_eq!(found[60..80], from(source, 20));
     }
-    // Both in one block: the lower of its slots.
+    // Both are in one block: the lower slot wins.
     let tokens: Vec<u32> = (0..64).map(|at| at % 4).collect();
     let mine: Vec<u32> = (2..68).map(|at| at % 4).collect();
     let asked = Asked {
@@ -199,7 +199,7 @@ fn of_two_places_as_near_the_lowest_slot_is_taken() {
 
 #[test]
 fn what_the_sender_lacks_in_place_is_moved_before_what_it_has() {
-    // The first block again as the third; the KV of the first is gone.
+    // The third block equals the first, whose KV is gone.
     let tokens: Vec<u32> = (0..32).chain(0..16).collect();
     let mut labels = vec![Some((Class::Exact, 0)); 48];
     labels[..16].fill(None);

@@ -1,4 +1,4 @@
-//! What manifests, plans and their makers refuse, one step on either side of each limit.
+//! Tests what manifests, plans and their constructors refuse, one step on either side of each limit.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,14 +7,14 @@ use super::super::manifest::MAX_GROUP;
 use super::super::wire::Writer;
 use super::*;
 
-/// A run as it is written, right or wrong.
+/// A run as it is encoded, valid or not.
 #[derive(Clone)]
 struct Run {
     entries: usize,
-    /// First token, tokens, flags and hops.
+    /// First token, number of tokens, flags and hops.
     numbers: [usize; 4],
     ids: Vec<u32>,
-    /// Bytes of the digests: of what stands before it, of its blocks, of itself.
+    /// Bytes of the digests: of the prefix, of the blocks, of the run.
     prefix: usize,
     blocks: usize,
     digest: usize,
@@ -26,14 +26,14 @@ struct Group {
     number: usize,
     block_size: usize,
     runs: Vec<Run>,
-    /// How many runs it says it has.
+    /// The encoded number of runs.
     announced: usize,
 }
 
-/// What is wrong.
+/// Makes one part wrong.
 type Change<'a, T> = &'a dyn Fn(&mut T);
 
-/// A right run of blocks of four tokens, whose ids begin at `first`.
+/// A valid run of blocks of four tokens, whose ids start at `first`.
 fn run(start: usize, num_tokens: usize, flags: usize, hops: usize, first: u32) -> Run {
     let blocks = num_tokens.div_ceil(4);
     let digests = usize::from(flags != 2);
@@ -57,7 +57,7 @@ fn group(number: usize, runs: Vec<Run>) -> Group {
     }
 }
 
-/// Reads what is written of these groups.
+/// Encodes these groups and reads them.
 fn read(groups: &[Group], limits: &TransferLimits) -> Result<TransferManifest> {
     let mut out = Writer::default();
     out.array(4);
@@ -180,7 +180,7 @@ fn runs_that_nobody_would_write() {
     for (change, words) in cases {
         assert_malformed(wrong(change), words);
     }
-    // Look-ahead blocks are whole, have no digests and no hops, and come last; a part of a block comes last but for them.
+    // Look-ahead blocks are whole, have no digests and no hops, and come last. Only they may follow a partial block.
     let ahead = || run(8, 8, 2, 0, 10);
     read_runs(vec![ahead()]).unwrap();
     read_runs(vec![run(0, 7, 0, 0, 0), ahead()]).unwrap();
@@ -297,7 +297,7 @@ pub(super) fn label(start: usize, end: usize, class: Class) -> LabelRun {
     }
 }
 
-/// A manifest of ten tokens in groups of (number, tokens of a block), whose tables are the same.
+/// A manifest of ten tokens in groups of (number, tokens per block) with one common table.
 pub(super) fn made(
     groups: &[(u32, usize)],
     table: &[BlockId],
@@ -369,7 +369,7 @@ fn groups_that_no_manifest_is_made_of() {
         let table = [0, 5, last, 9].map(BlockId);
         assert_invalid(made(&[(2, 4)], &table, &exact, 10), words);
     }
-    // What no token needs may be anything.
+    // Entries that no token needs are not checked.
     let table = [0, 5, most - 1, 5].map(BlockId);
     made(&[(2, 4)], &table, &exact, 12).unwrap();
 }
@@ -388,7 +388,7 @@ fn namespace(
     Arc::new(Namespace::new(model, kv_dtype, rope, adapter, salt).unwrap())
 }
 
-/// A manifest of nothing in one namespace.
+/// A manifest without blocks in one namespace.
 fn manifest_of(namespace: &Arc<Namespace>) -> TransferManifest {
     let seq = TokenSequence::new(Arc::clone(namespace), vec![1, 2], vec![]).unwrap();
     let group = SentGroup {
