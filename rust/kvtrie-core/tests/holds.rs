@@ -755,3 +755,17 @@ fn a_lookup_counts_the_edges_it_looked_at_and_the_tokens_it_compared() {
     // As many whole blocks as there are bytes for.
     assert_eq!(looked(&mut sequence(0..16), 24), (None, 2, 6));
 }
+
+#[test]
+fn an_eviction_takes_a_step_for_each_block_that_waits_or_may_go() {
+    let (mut index, seq) = of_one_edge(10);
+    assert_eq!(index.evict_within(1, steps(0)), None);
+    assert_eq!(index.evict_within(1, steps(1)), Some(ids([9])));
+    let held = plans(&mut index, &seq, 1);
+    index.discard(&ids([7, 8])).unwrap();
+    index.release(&held[0]).unwrap();
+    assert_eq!((index.num_waiting(), index.num_evictable()), (2, 7));
+    assert_eq!(index.evict_within(99, steps(8)), None);
+    let evicted = index.evict_within(99, steps(9));
+    assert_eq!(evicted, Some(ids([7, 8, 6, 5, 4, 3, 2, 1, 0])));
+}
