@@ -496,7 +496,7 @@ fn many_blocks_that_leave_together_do_not_hide_what_left_before() {
 }
 
 #[test]
-fn kinds_before_are_told_where_the_prompt_leaves_between_two_edges() {
+fn kinds_before_are_found_where_the_prompt_leaves_between_two_edges() {
     let mut index = index(16);
     let text = |last: u32| -> Vec<u32> { (10..18).chain([last; 4]).collect() };
     let mut seq = sequence(&text(50));

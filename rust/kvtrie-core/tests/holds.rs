@@ -648,7 +648,7 @@ fn tagging_takes_a_step_for_each_span_and_edge_and_for_each_block_of_edges_with_
 }
 
 #[test]
-fn marking_behind_a_hole_takes_a_step_for_each_block_from_the_range_to_the_end_of_the_edge() {
+fn marking_after_a_hole_takes_a_step_for_each_block_from_the_range_to_the_end_of_the_edge() {
     let (mut index, seq) = of_two_edges_with_a_hole();
     // The edge above, where a branch goes off, the edge itself, and its blocks.
     let needed = 1 + 1 + 30;

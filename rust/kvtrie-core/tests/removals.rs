@@ -86,7 +86,7 @@ fn other_sequences_stay_known_when_one_span_is_removed_from_an_end() {
 #[test]
 fn a_sequence_is_looked_up_again_after_spans_left_two_edges_at_once() {
     let (mut index, seq, _) = two();
-    // Behind four blocks another branch goes off.
+    // After four blocks another branch goes off.
     put(
         &mut index,
         &mut sequence([0, 1, 2, 3, 90]),
@@ -156,7 +156,7 @@ fn a_tail_is_cut_off_by_a_hole_in_an_edge_above() {
     let mut index = index(8);
     let mut path = sequence(0..5);
     put(&mut index, &mut path, 0..5);
-    // A branch, behind four blocks that will be holes.
+    // A branch, after four blocks that will be holes.
     put(&mut index, &mut sequence([0, 1, 2, 3, 90]), [0, 1, 2, 3, 5]);
     index.remove_spans(&path, &[(0, 4)], true).unwrap();
     let mut second = sequence(10..14);
