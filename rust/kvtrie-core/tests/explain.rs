@@ -479,3 +479,42 @@ fn namespaces_that_hold_something_are_listed_in_order() {
         [Arc::clone(&all[0]), Arc::clone(&all[2])]
     );
 }
+
+#[test]
+fn many_blocks_that_leave_together_do_not_hide_what_left_before() {
+    let mut index = index(6_000);
+    let mut first = sequence(&[7; 4]);
+    insert(&mut index, &mut first, 0, Source::Computed);
+    assert_eq!(index.evict(1), [BlockId(0)]);
+    let tokens: Vec<u32> = (0..20_000).collect();
+    insert(&mut index, &mut sequence(&tokens), 0, Source::Computed);
+    insert(&mut index, &mut sequence(&[9; 4]), 5_000, Source::Computed);
+    assert_eq!(index.evict(5_000).len(), 5_000);
+    assert_eq!(explain(&mut index, &mut first).reason, Reason::Evicted);
+    let mut second = sequence(&tokens);
+    assert_eq!(explain(&mut index, &mut second).reason, Reason::Evicted);
+}
+
+#[test]
+fn kinds_before_are_found_where_the_prompt_leaves_between_two_edges() {
+    let mut index = index(16);
+    let text = |last: u32| -> Vec<u32> { (10..18).chain([last; 4]).collect() };
+    let mut seq = sequence(&text(50));
+    insert(&mut index, &mut seq, 0, Source::Computed);
+    let mut other = sequence(&text(60));
+    let ids = [0, 1, 9].map(BlockId);
+    let options = InsertOptions::new(12, Source::Computed);
+    index.insert(&mut other, &ids, options).unwrap();
+    let span = Span {
+        start: 7,
+        end: 8,
+        kind: "tool".into(),
+    };
+    index.tag(&seq, &[span]).unwrap();
+    let why = explain(&mut index, &mut sequence(&text(70)));
+    assert_eq!((why.reason, why.position), (Reason::Diverged, 8));
+    assert_eq!(
+        (why.kinds, why.kinds_before),
+        (vec![], vec!["tool".to_owned()])
+    );
+}

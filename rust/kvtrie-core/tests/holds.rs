@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvtrie_core::{
     BlockId, Config, Effort, ExplainOptions, Imported, InsertOptions, LookupOptions, Namespace,
-    PlanOptions, RadixIndex, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+    PlanOptions, RadixIndex, Removed, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
 };
 
 /// What the binding allows a call that keeps the interpreter.
@@ -403,6 +403,8 @@ fn a_release_takes_a_step_for_each_leaf_while_there_are_too_many_holes() {
     }
     assert_eq!(index.stats().holes, 102);
     assert_eq!(index.release_steps(&held[0]), 1 + 10);
+    // An eviction bounds them where dead blocks leave, and else takes a step for each block.
+    assert_eq!(index.evict_within(1, steps(1)), Some(ids([0])));
     for plan in &held {
         index.release(plan).unwrap();
     }
@@ -523,8 +525,10 @@ fn what_nobody_pins_is_removed_without_a_step_for_any_plan() {
     let own = ids(1_000..1_004);
     insert(&mut index, &mut mine, &own);
     // A step for each block.
-    let done = index.remove_spans_within(&mine, &[(1, 3)], false, steps(2));
-    assert_eq!(done.unwrap().unwrap().freed, own[1..3]);
+    let done = index.remove_spans_within(&mine, &[(1, 4)], false, steps(2));
+    assert_eq!(done.unwrap(), None);
+    let done = index.remove_spans_within(&mine, &[(1, 4)], false, steps(3));
+    assert_eq!(done.unwrap().unwrap().freed, own[1..]);
     index.check().unwrap();
 }
 
@@ -560,4 +564,208 @@ fn a_block_above_a_source_is_not_looked_for_on_the_paths_that_plans_pin() {
     let freed = index.discard_within(&ids([502]), steps(3)).unwrap();
     assert_eq!(freed, Some(ids([502])));
     index.check().unwrap();
+}
+
+#[test]
+fn a_block_that_nobody_pins_takes_no_step_for_the_edges_of_pinned_paths() {
+    let (mut index, seq) = of_many_edges(200);
+    let _held = plans(&mut index, &seq, 1);
+    // The only block of a branch: a step for it, and one for the plan.
+    let gone = ids([250]);
+    assert_eq!(index.discard_within(&gone, steps(1)).unwrap(), None);
+    let freed = index.discard_within(&gone, steps(2)).unwrap();
+    assert_eq!(freed, Some(gone));
+}
+
+#[test]
+fn a_pinned_block_takes_a_step_for_each_edge_from_the_end_of_its_path_up_to_it() {
+    let (mut index, seq) = of_many_edges(200);
+    let _whole = plans(&mut index, &seq, 1);
+    // A path that ends above the block is not gone over.
+    let _front = plans(&mut index, &sequence(0..100), 1);
+    let gone = ids([150]);
+    // The block, the plans, the edges, and the block once more, which the plan keeps by its id.
+    let needed = 1 + 2 + 50 + 1;
+    let discarded = index.discard_within(&gone, steps(needed - 1));
+    assert_eq!(discarded.unwrap(), None);
+    let freed = index.discard_within(&gone, steps(needed)).unwrap();
+    assert_eq!((freed, index.stats().condemned), (Some(vec![]), 1));
+    index.check().unwrap();
+}
+
+#[test]
+fn blocks_directly_after_what_plans_pin_are_removed_without_a_step_for_any_plan() {
+    let (mut index, seq) = of_one_edge(200);
+    let _held = plans(&mut index, &sequence(0..100), 300);
+    let mut remove = |nodes| {
+        let done = index.remove_spans_within(&seq, &[(100, 103)], false, steps(nodes));
+        done.unwrap().map(|removed| removed.freed)
+    };
+    // A step for each block.
+    assert_eq!(remove(2), None);
+    assert_eq!(remove(3), Some(ids(100..103)));
+    index.check().unwrap();
+}
+
+#[test]
+fn a_range_without_a_whole_block_takes_no_step() {
+    let (mut index, seq) = of_many_edges(200);
+    let done = index.remove_spans_within(&seq, &[(3, 3)], false, steps(0));
+    assert_eq!(done.unwrap(), Some(Removed::default()));
+    let marked = index.mark_dead_within(&seq, &[(3, 3)], steps(0));
+    assert_eq!(marked.unwrap(), Some(0));
+}
+
+/// 100 blocks in an edge of 40 and one of 60, with a hole in the second.
+fn of_two_edges_with_a_hole() -> (RadixIndex, TokenSequence) {
+    let (mut index, seq) = of_one_edge(100);
+    let mut branch = sequence((0..40).chain([900]));
+    insert(&mut index, &mut branch, &ids((0..40).chain([700])));
+    assert_eq!(index.discard(&ids([60])).unwrap(), ids([60]));
+    (index, seq)
+}
+
+#[test]
+fn tagging_takes_a_step_for_each_span_and_edge_and_for_each_block_of_edges_with_holes() {
+    let (mut index, seq) = of_two_edges_with_a_hole();
+    let spans = [Span {
+        start: 0,
+        end: 100,
+        kind: "tool".into(),
+    }];
+    let needed = 1 + 2 + 60;
+    let tagged = index.tag_within(&seq, &spans, steps(needed - 1));
+    assert_eq!(tagged.unwrap(), None);
+    let tagged = index.tag_within(&seq, &spans, steps(needed));
+    assert_eq!(tagged.unwrap(), Some(()));
+    // And one for each run of tags of an edge: one, and two beside the hole.
+    let needed = needed + 3;
+    let tagged = index.tag_within(&seq, &spans, steps(needed - 1));
+    assert_eq!(tagged.unwrap(), None);
+    let tagged = index.tag_within(&seq, &spans, steps(needed));
+    assert_eq!(tagged.unwrap(), Some(()));
+    index.check().unwrap();
+}
+
+#[test]
+fn marking_after_a_hole_takes_a_step_for_each_block_from_the_range_to_the_end_of_the_edge() {
+    let (mut index, seq) = of_two_edges_with_a_hole();
+    // The edge above, where a branch goes off, the edge itself, and its blocks.
+    let needed = 1 + 1 + 30;
+    let marked = index.mark_dead_within(&seq, &[(70, 72)], steps(needed - 1));
+    assert_eq!(marked.unwrap(), None);
+    let marked = index.mark_dead_within(&seq, &[(70, 72)], steps(needed));
+    assert_eq!(marked.unwrap(), Some(2));
+}
+
+#[test]
+fn discards_that_make_as_many_holes_as_there_may_be_take_no_step_for_the_leaves() {
+    let mut index = index(8);
+    let mut paths = [sequence(0..5), sequence(10..15)];
+    insert(&mut index, &mut paths[0], &ids(0..5));
+    assert_eq!(index.discard(&ids(0..4)).unwrap(), ids(0..4));
+    let own = ids([0, 1, 2, 3, 5]);
+    insert(&mut index, &mut paths[1], &own);
+    assert_eq!(index.stats().holes, 4);
+    let freed = index.discard_within(&own[..4], steps(4)).unwrap();
+    assert_eq!(freed, Some(own[..4].to_vec()));
+    assert_eq!((index.stats().holes, index.num_waiting()), (8, 0));
+    index.check().unwrap();
+}
+
+#[test]
+fn an_insert_takes_steps_for_what_is_unknown_offered_pinned_and_dead() {
+    let mut index = RadixIndex::new(Config {
+        block_size: 4,
+        ..index(100).config().clone()
+    })
+    .unwrap();
+    let mut seq = sequence(0..22);
+    // Five whole blocks, and a step for four ids.
+    assert_eq!(index.unknown_steps(&seq), 5);
+    assert_eq!(index.insert_steps(&seq, 40), 5 + 10);
+    let options = InsertOptions::new(8, Source::Computed);
+    index.insert(&mut seq, &ids(0..2), options).unwrap();
+    // Of 14 tokens.
+    assert_eq!(index.unknown_steps(&seq), 3);
+    let _held = plans(&mut index, &sequence(0..8), 3);
+    assert_eq!(index.insert_steps(&seq, 40), 3 + 10);
+    // Blocks that are approximate may be replaced, and each plan may pin each of them.
+    let mut other = sequence(50..66);
+    let imported = Source::Imported(Imported {
+        exact_until: 0,
+        hops: 1,
+    });
+    let options = InsertOptions::new(16, imported);
+    index.insert(&mut other, &ids(10..14), options).unwrap();
+    assert_eq!(index.insert_steps(&seq, 40), 3 + 10 + 3 * 40);
+    // A use may revive what is dead in the namespace.
+    assert_eq!(index.mark_dead(&other, &[(8, 16)]).unwrap(), 2);
+    assert_eq!(index.insert_steps(&seq, 40), 3 + 10 + 3 * 40 + 2);
+    let elsewhere = namespace(Some("other"), Salt::Shared);
+    let mine = TokenSequence::new(elsewhere, vec![1; 22], vec![]).unwrap();
+    assert_eq!(index.insert_steps(&mine, 40), 5 + 10 + 3 * 40);
+}
+
+#[test]
+fn a_path_is_broken_by_a_hole_or_by_an_approximate_block() {
+    let (mut index, mut seq) = of_one_edge(4);
+    assert!(!index.has_broken_paths());
+    index.discard(&ids([1])).unwrap();
+    assert!(index.has_broken_paths());
+    insert(&mut index, &mut seq, &ids([0, 9, 2, 3]));
+    assert!(!index.has_broken_paths());
+    let imported = Source::Imported(Imported {
+        exact_until: 0,
+        hops: 1,
+    });
+    let options = InsertOptions::new(1, imported);
+    let mut other = sequence([50]);
+    index.insert(&mut other, &ids([20]), options).unwrap();
+    assert!(index.has_broken_paths());
+}
+
+#[test]
+fn a_lookup_counts_the_edges_it_looked_at_and_the_tokens_it_compared() {
+    let mut index = RadixIndex::new(Config {
+        block_size: 2,
+        ..index(100).config().clone()
+    })
+    .unwrap();
+    insert(&mut index, &mut sequence(0..16), &ids(0..8));
+    let mut looked = |seq: &mut TokenSequence, bytes| {
+        let (effort, before) = (Effort { nodes: 9, bytes }, index.stats());
+        let options = LookupOptions::default();
+        let found = index.lookup_within(seq, options, effort, &mut Vec::new());
+        let after = index.stats();
+        (
+            found.unwrap().map(|found| found.num_tokens),
+            after.nodes_visited - before.nodes_visited,
+            (after.bytes_compared - before.bytes_compared) / 4,
+        )
+    };
+    // The root and the edge; the token that differs was compared as well.
+    let mut other = sequence([0, 1, 2, 3, 90, 91]);
+    assert_eq!(looked(&mut other, u64::MAX), (Some(4), 2, 5));
+    let mut seq = sequence(0..4);
+    assert_eq!(looked(&mut seq, u64::MAX), (Some(4), 2, 4));
+    // From the middle of the edge on.
+    seq.extend(&[4, 5, 6, 7], vec![]).unwrap();
+    assert_eq!(looked(&mut seq, u64::MAX), (Some(8), 1, 4));
+    // As many whole blocks as there are bytes for.
+    assert_eq!(looked(&mut sequence(0..16), 24), (None, 2, 6));
+}
+
+#[test]
+fn an_eviction_takes_a_step_for_each_block_that_waits_or_may_go() {
+    let (mut index, seq) = of_one_edge(10);
+    assert_eq!(index.evict_within(1, steps(0)), None);
+    assert_eq!(index.evict_within(1, steps(1)), Some(ids([9])));
+    let held = plans(&mut index, &seq, 1);
+    index.discard(&ids([7, 8])).unwrap();
+    index.release(&held[0]).unwrap();
+    assert_eq!((index.num_waiting(), index.num_evictable()), (2, 7));
+    assert_eq!(index.evict_within(99, steps(8)), None);
+    let evicted = index.evict_within(99, steps(9));
+    assert_eq!(evicted, Some(ids([7, 8, 6, 5, 4, 3, 2, 1, 0])));
 }

@@ -140,3 +140,58 @@ fn an_insert_of_less_than_is_known_walks_nothing_again() {
     assert_eq!(after.bytes_compared, before.bytes_compared);
     index.check().unwrap();
 }
+
+#[test]
+fn a_path_is_pinned_in_one_piece_again_when_its_hole_is_filled() {
+    let mut index = index();
+    put(&mut index, [0, 1, 2, 3], Source::Computed);
+    let held = plan(&mut index, 16);
+    assert_eq!(index.discard(&ids([1])).unwrap(), []);
+    // Two pieces, and the block that left.
+    assert_eq!((index.stats().pinned, index.release_steps(&held)), (4, 3));
+    let done = put(&mut index, [0, 9, 2, 3], Source::Plan(&held));
+    assert_eq!(done.blocks, ids([0, 9, 2, 3]));
+    assert_eq!((index.stats().pinned, index.release_steps(&held)), (5, 2));
+    assert_eq!(index.discard(&ids([9])).unwrap(), []);
+    index.release(&held).unwrap();
+    assert_eq!(index.take_freed(), ids([1, 9]));
+    index.check().unwrap();
+}
+
+#[test]
+fn a_sequence_of_which_nothing_was_inserted_is_known_to_share_nothing() {
+    let mut index = index();
+    put(&mut index, [0, 1, 2], Source::Computed);
+    let mut seq = sequence(0..12);
+    let options = InsertOptions::new(0, Source::Computed);
+    let done = index.insert(&mut seq, &ids([0, 1]), options).unwrap();
+    assert_eq!(done, Inserted::default());
+    assert_eq!((index.known_edges(&seq), index.unknown_steps(&seq)), (0, 3));
+}
+
+#[test]
+fn a_plan_after_a_shorter_insert_has_the_blocks_that_are_there_now() {
+    let mut index = index();
+    put(&mut index, [0, 1, 2, 3], Source::Computed);
+    // A branch, so that the first two blocks are an edge.
+    let options = InsertOptions::new(12, Source::Computed);
+    let mut branch = sequence((0..8).chain(90..94));
+    index.insert(&mut branch, &ids([0, 1, 9]), options).unwrap();
+    let mut seq = sequence(0..16);
+    let whole = PlanOptions {
+        keep_last: 0,
+        pin: true,
+    };
+    let mut planned = |index: &mut RadixIndex| {
+        let plan = index.plan(&mut seq, &ReusePolicy::EXACT_ONLY, whole);
+        let plan = plan.unwrap();
+        index.release(&plan).unwrap();
+        let options = InsertOptions::new(8, Source::Computed);
+        index.insert(&mut seq, &ids([0, 1]), options).unwrap();
+        plan.blocks().to_vec()
+    };
+    assert_eq!(planned(&mut index), ids([0, 1, 2, 3]));
+    assert_eq!(index.discard(&ids([3, 2])).unwrap(), ids([3, 2]));
+    put(&mut index, [0, 1, 7], Source::Computed);
+    assert_eq!(planned(&mut index), ids([0, 1, 7]));
+}

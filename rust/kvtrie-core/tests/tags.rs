@@ -1,0 +1,81 @@
+//! Which kinds are known, and what tags take (D17).
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "a test stops at what it does not expect"
+)]
+
+use std::sync::Arc;
+
+use kvtrie_core::{
+    BUILT_IN_KINDS, BlockId, Config, InsertOptions, Namespace, RadixIndex, Salt, Source, Span,
+    TokenSequence,
+};
+
+fn sequence(tokens: impl IntoIterator<Item = u32>) -> TokenSequence {
+    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
+    let tokens = tokens.into_iter().collect();
+    TokenSequence::new(Arc::new(namespace), tokens, Vec::new()).unwrap()
+}
+
+fn span(start: usize, end: usize, kind: &str) -> Span {
+    let kind = kind.into();
+    Span { start, end, kind }
+}
+
+/// A sequence of six blocks of four tokens, three in one edge and three in the next.
+fn of_two_edges() -> (RadixIndex, TokenSequence) {
+    let mut index = RadixIndex::new(Config {
+        num_blocks: 16,
+        block_size: 4,
+        ..Config::seeded(0)
+    })
+    .unwrap();
+    let (seq, branch) = (sequence(0..24), sequence((0..12).chain(90..94)));
+    let mut put = |mut seq: TokenSequence, ids: &[u32]| {
+        let ids: Vec<BlockId> = ids.iter().copied().map(BlockId).collect();
+        let options = InsertOptions::new(seq.len(), Source::Computed);
+        index.insert(&mut seq, &ids, options).unwrap();
+        seq
+    };
+    let seq = put(seq, &[0, 1, 2, 3, 4, 5]);
+    put(branch, &[0, 1, 2, 6]);
+    (index, seq)
+}
+
+#[test]
+fn an_empty_span_beside_others_does_not_name_a_kind() {
+    let (mut index, seq) = of_two_edges();
+    let spans = [span(1, 1, "mine"), span(2, 9, "yours")];
+    index.tag(&seq, &spans).unwrap();
+    assert_eq!(index.kinds()[BUILT_IN_KINDS.len()..], ["yours"]);
+    assert_eq!(index.tags(&seq), spans[1..]);
+}
+
+#[test]
+fn a_kind_is_one_span_where_other_kinds_begin_and_end_within_it() {
+    let (mut index, seq) = of_two_edges();
+    let spans = [span(1, 21, "user"), span(5, 9, "tool"), span(9, 14, "tool")];
+    index.tag(&seq, &spans).unwrap();
+    let expected = [span(1, 21, "user"), span(5, 14, "tool")];
+    assert_eq!(index.tags(&seq), expected);
+}
+
+#[test]
+fn tags_take_memory_on_the_edges_alone_whose_tokens_have_them() {
+    let taken = |start: usize, end: usize| {
+        let (mut index, seq) = of_two_edges();
+        let before = index.stats().bytes;
+        index.tag(&seq, &[span(start, end, "tool")]).unwrap();
+        index.check().unwrap();
+        index.stats().bytes - before
+    };
+    let of_one_edge = taken(0, 8);
+    assert!(of_one_edge > 0);
+    // After tokens without tags, and from the first token of an edge on.
+    assert_eq!(
+        [taken(4, 12), taken(12, 20), taken(16, 24)],
+        [of_one_edge; 3]
+    );
+    assert_eq!(taken(8, 16), 2 * of_one_edge);
+}
