@@ -222,7 +222,7 @@ def test_positions_look_at_their_own_blocks_alone() -> None:
 def test_scatter_refuses_a_block_that_comes_twice() -> None:
     pool = poisoned("cpu")
     before = bits(pool)
-    with pytest.raises(ValueError, match="block 4 comes twice"):
+    with pytest.raises(ValueError, match="block 4 occurs twice"):
         pool.scatter(*rows(2 * BLOCK, "cpu"), [4, 4], 0)
     assert_unchanged(pool, before)
 

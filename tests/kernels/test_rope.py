@@ -79,12 +79,12 @@ def test_layers_that_turn_alike_share_one_rotary() -> None:
 
 def test_repr_is_for_people() -> None:
     assert repr(made(GEMMA3)) == (
-        "RopeSpec(6 layers, head_dim=16: layers 0 to 4 turn [0, 16) in halves; "
-        "layer 5 turns [0, 16) in halves)"
+        "RopeSpec(6 layers, head_dim=16: layers 0 to 4 rotate [0, 16) in halves; "
+        "layer 5 rotates [0, 16) in halves)"
     )
     yarn = YARN | {"rope_theta": 10000.0}
     assert repr(made(DEEPSEEK, num_hidden_layers=1, rope_scaling=yarn)) == (
-        "RopeSpec(1 layer, head_dim=40: layer 0 turns [32, 40) in pairs, factor 1.139 in K)"
+        "RopeSpec(1 layer, head_dim=40: layer 0 rotates [32, 40) in pairs, factor 1.139 in K)"
     )
     assert repr(RopeSpec(layers=(None, None), head_dim=4)) == (
         "RopeSpec(2 layers, head_dim=4: layers 0 to 1 stay)"
@@ -336,7 +336,7 @@ PUBLISHED = {
             "rope_theta": 500000.0,
             "rope_scaling": {**LLAMA3},
         },
-        "RopeSpec(32 layers, head_dim=128: layers 0 to 31 turn [0, 128) in halves)",
+        "RopeSpec(32 layers, head_dim=128: layers 0 to 31 rotate [0, 128) in halves)",
     ),
     "Qwen/QwQ-32B with YaRN": (
         {
@@ -353,7 +353,7 @@ PUBLISHED = {
             },
         },
         (
-            "RopeSpec(64 layers, head_dim=128: layers 0 to 63 turn [0, 128) in halves, "
+            "RopeSpec(64 layers, head_dim=128: layers 0 to 63 rotate [0, 128) in halves, "
             "factor 1.139 in K)"
         ),
     ),
@@ -380,7 +380,7 @@ PUBLISHED = {
                 "original_max_position_embeddings": 4096,
             },
         },
-        "RopeSpec(61 layers, head_dim=576: layers 0 to 60 turn [512, 576) in pairs)",
+        "RopeSpec(61 layers, head_dim=576: layers 0 to 60 rotate [512, 576) in pairs)",
     ),
     "openai/gpt-oss-20b": (
         {
@@ -401,7 +401,7 @@ PUBLISHED = {
             },
         },
         (
-            "RopeSpec(24 layers, head_dim=64: layers 0 to 23 turn [0, 64) in halves, "
+            "RopeSpec(24 layers, head_dim=64: layers 0 to 23 rotate [0, 64) in halves, "
             "factor 1.347 in K)"
         ),
     ),
@@ -414,7 +414,7 @@ PUBLISHED = {
             "rotary_emb_base": 10000,
             "rotary_pct": 0.25,
         },
-        "RopeSpec(12 layers, head_dim=64: layers 0 to 11 turn [0, 16) in halves)",
+        "RopeSpec(12 layers, head_dim=64: layers 0 to 11 rotate [0, 16) in halves)",
     ),
     "EleutherAI/gpt-j-6b": (
         {
@@ -425,7 +425,7 @@ PUBLISHED = {
             "rotary": True,
             "rotary_dim": 64,
         },
-        "RopeSpec(28 layers, head_dim=256: layers 0 to 27 turn [0, 64) in pairs)",
+        "RopeSpec(28 layers, head_dim=256: layers 0 to 27 rotate [0, 64) in pairs)",
     ),
 }
 
