@@ -23,9 +23,9 @@ def checked_model_dir(path: str | PathLike[str]) -> Path:
     """
     directory = Path(path)
     if not directory.is_dir():
-        msg = f"{directory} is no model directory (models are not downloaded)"
+        msg = f"{directory} is not a model directory (models are not downloaded)"
         raise FileNotFoundError(msg)
     if not (directory / "config.json").is_file():
-        msg = f"{directory} is no model directory: it has no config.json"
+        msg = f"{directory} is not a model directory: it has no config.json"
         raise FileNotFoundError(msg)
     return directory
