@@ -485,7 +485,7 @@ class Gate:
         return tuple(sorted(kept, key=lambda one: sum(f.computed for f in one.figures)))
 
     def write(self, path: str | PathLike[str]) -> None:
-        """Write the gate fileatomically.
+        """Write the gate file atomically.
 
         Args:
             path: The target. A file there is replaced; if it is a link, the file it points to is.

@@ -507,7 +507,7 @@ def _check_rope(layout: KVLayout, rope: RopeSpec | None) -> None:
 
 
 def _stacked(tensor: torch.Tensor, number: int) -> Rows:
-    """Strides and offsets of the rows of ``[layers, blocks, tokens, heads, dim]`` lie."""
+    """Strides and offsets of the rows of ``[layers, blocks, tokens, heads, dim]``."""
     layer, block, token, head, dim = tensor.stride()
     layers = range(tensor.shape[0])
     return Rows(

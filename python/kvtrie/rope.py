@@ -70,10 +70,10 @@ class Rotary:
         TypeError: If a field has the wrong type.
 
     Example:
-        >>> turn = Rotary(inv_freq=(1.0, 0.01), start=2)
-        >>> turn.width
+        >>> rotary = Rotary(inv_freq=(1.0, 0.01), start=2)
+        >>> rotary.width
         4
-        >>> cos, sin = turn.cos_sin([0, 3])
+        >>> cos, sin = rotary.cos_sin([0, 3])
         >>> cos.shape, cos.dtype.name, float(cos[1, 0])
         ((2, 2), 'float32', -0.9899924993515015)
     """

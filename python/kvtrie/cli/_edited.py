@@ -78,12 +78,6 @@ def measure(
 ) -> tuple[list[Edited], str | None]:
     """Build each prompt under each policy, and compare the replies after it.
 
-    Args:
-        live: The generator of the replies.
-        replies: All replies of one conversation.
-        tools: Tool schemas for the chat template.
-        repeats: How often the last prompt is timed.
-
     Returns:
         One row per history and policy, and the reason if there are none.
     """

@@ -19,7 +19,7 @@ _TITLES: Final = {
     "evicted": "it was cached there, and has left",
     "not_cached": "the cache ends there",
     "approximate_only": "the same tokens are cached there, but their KV is approximate",
-    "other_namespace": "it goes on in another namespace of the same salt",
+    "other_namespace": "it continues in another namespace of the same salt",
 }
 
 

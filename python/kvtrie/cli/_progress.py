@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 def progress(total: int, out: TextIO) -> Iterator[Callable[[str], None]]:
     """Show the progress of a long run.
 
-    Args:
-        total: Number of steps.
-        out: The stream to write to.
-
     Yields:
         A function to call after each step, with the step's name.
     """
@@ -41,12 +37,7 @@ def progress(total: int, out: TextIO) -> Iterator[Callable[[str], None]]:
 
 
 class Ticks:
-    """Progress of a run whose length is known only after its start.
-
-    Args:
-        out: The stream to write to.
-        most: Most lines of steps, if that is not a terminal.
-    """
+    """Progress of a run whose length is known only after its start."""
 
     def __init__(self, out: TextIO, most: int) -> None:
         self._out = out

@@ -49,14 +49,7 @@ class Prompt:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a model directory; nothing is downloaded.
-
-    Args:
-        directory: A directory with ``tokenizer.json``.
-
-    Returns:
-        The tokenizer.
-    """
+    """The tokenizer of a model directory; nothing is downloaded."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         fail(f"{directory}: it has no tokenizer.json (tokenizers are not downloaded)")

@@ -146,14 +146,6 @@ def replay(
 ) -> Result:
     """Answer every turn of every conversation.
 
-    Args:
-        conversations: The conversations.
-        settings: The options.
-        step: Called after every turn.
-
-    Returns:
-        The figures.
-
     Raises:
         BadInputError: If model, pool or conversation cannot be used together.
     """

@@ -88,9 +88,6 @@ class Lease:
     def issue(self, end: int) -> None:
         """Allocate blocks for the positions up to ``end``, which are computed next.
 
-        Args:
-            end: Position after the last.
-
         Raises:
             OutOfBlocksError: If there are not enough blocks; nothing was evicted.
         """
@@ -106,11 +103,7 @@ class Lease:
         ledger.schedule(self, end - ledger.lookahead(self)[1])
 
     def advance(self, end: int) -> None:
-        """Record that the range up to ``end`` is computed, and share full blocks.
-
-        Args:
-            end: Position after the last computed token.
-        """
+        """Record that the range up to ``end`` is computed, and share full blocks."""
         ledger = self._store.ledger
         ledger.confirm(self, end)
         start, end = ledger.new_range(self)

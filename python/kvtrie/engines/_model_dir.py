@@ -12,12 +12,6 @@ if TYPE_CHECKING:
 def checked_model_dir(path: str | PathLike[str]) -> Path:
     """The path as a directory that holds a model.
 
-    Args:
-        path: A directory, as ``save_pretrained`` writes it.
-
-    Returns:
-        The same path.
-
     Raises:
         FileNotFoundError: If there is no such directory, or no ``config.json`` in it.
     """

@@ -26,9 +26,6 @@ def model_id(model: PreTrainedModel) -> str:
     distinguishes revisions and fine-tunes loaded by accident, for a few thousand reads. It does not
     resist an adversary; the index of a generator stays inside it.
 
-    Args:
-        model: The model, with its weights.
-
     Returns:
         ``name@digest``.
     """

@@ -31,13 +31,6 @@ def check_rows(
 ) -> None:
     """Check that rows of one layer fit a pool.
 
-    Args:
-        layout: The pool's layout.
-        rows: As ``pool_rows`` returns them.
-        num_tokens: The expected number of tokens.
-        dtype: The pool's element type.
-        layer: The layer of the rows, for messages.
-
     Raises:
         LayoutError: If shape or element type differ.
     """

@@ -42,10 +42,6 @@ def forward_inputs(model: PreTrainedModel) -> frozenset[str]:
 def check_model(model: PreTrainedModel, layout: KVLayout) -> None:
     """Run two and three tokens and compare the cache with the layout.
 
-    Args:
-        model: A causal LM in eval mode.
-        layout: The layout by its config.
-
     Raises:
         LayoutError: If layers, shapes, element type or device differ, or if the KV of a token
             depends on the tokens after it.
@@ -77,10 +73,6 @@ def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
     RoPE depends on distances alone. A prompt that begins at another position has the same V in
     every layer, and the same K up to rotation. A few tokens are run at three positions, or at as
     many as fit the model's context.
-
-    Args:
-        model: A causal LM in eval mode, of this layout.
-        layout: The layout by its config.
 
     Returns:
         The RoPE of its config, with the order of pairs that the model uses.

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """A model and the pool of its KV.
-
-    Args:
-        model: A causal LM in eval mode.
-        pool: A pool of the model's layout, on its device.
-    """
+    """A model and the pool of its KV."""
 
     def __init__(self, model: PreTrainedModel, pool: KVPool) -> None:
         self._model = model

@@ -44,9 +44,6 @@ def pick(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> int:
         logits: One float32 row, on the CPU (so that a seed gives the same on every device).
         sampling: The options.
         rng: A CPU generator; greedy picking does not advance it.
-
-    Returns:
-        The token id.
     """
     if sampling.temperature == 0:
         return int(logits.argmax())

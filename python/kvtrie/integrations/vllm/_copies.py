@@ -29,12 +29,6 @@ _LOG = logging.getLogger("vllm.kvtrie")
 class Copies:
     """Carries out loads before a forward pass.
 
-    Args:
-        tensors: A worker's KV tensors, by layer name.
-        vllm_config: vLLM's configuration.
-        kv_cache_config: The groups of KV blocks.
-        rotates: Whether K may have to be rotated.
-
     Raises:
         LayoutError: If the tensors do not have vLLM's layout.
         UnsupportedRopeError: If K may have to be rotated and cannot be.

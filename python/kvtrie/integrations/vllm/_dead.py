@@ -30,12 +30,6 @@ class DeadThinking:
 
     A block keeps its hash until vLLM hands it out, so it can be found until then. Blocks in use and
     blocks that other conversations continue from stay where they are.
-
-    Args:
-        pool: vLLM's block pool.
-        sources: The known blocks of the pool.
-        block_size: Tokens per block.
-        counts: Counters to add to.
     """
 
     def __init__(self, pool: BlockPool, sources: Sources, block_size: int, counts: Counts) -> None:
@@ -48,13 +42,7 @@ class DeadThinking:
         self._waiting: dict[int, tuple[KVCacheBlock, bytes, int]] = {}
 
     def close(self, seq: TokenSequence, reading: Reading, block_ids: Sequence[int]) -> None:
-        """Handle the end of a request, which may end its turn.
-
-        Args:
-            seq: Its tokens.
-            reading: Their spans; `Reading.finish` was called.
-            block_ids: Its blocks, the one of position 0 first.
-        """
+        """Handle the end of a request, which may end its turn."""
         ranges = self._policy.decide(reading.stream).evict_first
         if not ranges:
             return

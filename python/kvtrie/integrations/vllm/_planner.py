@@ -42,13 +42,7 @@ _MAX_NAMESPACES: Final = 1024
 
 
 def summary(settings: Settings, cleared: ReusePolicy, tagger: Tagger | None) -> str:
-    """What the connector will do, in one line for the log.
-
-    Args:
-        settings: The connector's settings.
-        cleared: The policy that the gate clears.
-        tagger: The chat format; None if it is unknown.
-    """
+    """What the connector will do, in one line for the log."""
     if cleared.approximate:
         reuse = f"approximate reuse (gate: {settings.gate})"
         if settings.default == "exact":
@@ -61,16 +55,7 @@ def summary(settings: Settings, cleared: ReusePolicy, tagger: Tagger | None) -> 
 
 
 class Planner:
-    """Plans for requests, and carries the plans out.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        manager: vLLM's cache manager.
-        block_size: Tokens per block.
-        settings: The connector's settings.
-        cleared: The policy that the gate clears.
-        counts: Counters to add to.
-    """
+    """Plans for requests, and carries the plans out."""
 
     def __init__(
         self,
@@ -510,12 +495,7 @@ class Planner:
     # --- the end -------------------------------------------------------------------------------
 
     def finish(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Index what a finished request leaves in vLLM's cache.
-
-        Args:
-            request: vLLM's request.
-            block_ids: Its blocks, which vLLM frees next.
-        """
+        """Index what a finished request leaves in vLLM's cache."""
         self._requests.pop(request.request_id, None)
         self._moved.pop(request.request_id, None)
         live = self._live.pop(request.request_id, None)

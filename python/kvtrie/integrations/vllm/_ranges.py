@@ -86,13 +86,6 @@ def moves(
 
     Tokens that the plan uses in place but vLLM's hit does not contain are copied unchanged. They
     are under another lineage than the request had at its lookup.
-
-    Args:
-        plan: The plan.
-        block_ids: The request's blocks, the one of position 0 first.
-        block_size: Tokens per block.
-        start: The first token.
-        end: One past the last token.
     """
     own = plan.blocks
     given = np.asarray(block_ids[: -(-end // block_size)], np.int32)

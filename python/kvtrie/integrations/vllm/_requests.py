@@ -79,10 +79,6 @@ class Live:
 
         A block has the most hops of any KV moved into it. KV that the request computed after moved
         KV is approximate with 0 hops.
-
-        Args:
-            num_blocks: The number of blocks.
-            block_size: Tokens per block.
         """
         if self.exact_until is None:
             return [(num_blocks, COMPUTED)]

@@ -109,11 +109,6 @@ def request_policy(
     A request sets ``{"kvtrie": "exact"}`` or ``{"kvtrie": "approximate"}`` in its
     ``kv_transfer_params``.
 
-    Args:
-        params: vLLM's ``kv_transfer_params`` of the request.
-        cleared: The policy that the gate clears.
-        default: Mode of requests that set none: ``"approximate"`` or ``"exact"``.
-
     Raises:
         SettingsError: It has another value.
     """

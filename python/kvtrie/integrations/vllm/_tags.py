@@ -111,11 +111,7 @@ def _from_parser(vllm_config: VllmConfig, tokenizer: Any) -> Tagger | None:  # n
 
 
 class Reading:
-    """The spans of one request's final tokens.
-
-    Args:
-        tagger: The chat format.
-    """
+    """The spans of one request's final tokens."""
 
     __slots__ = ("_num_returned", "stream")
 
@@ -137,12 +133,7 @@ class Reading:
         return spans[first:]
 
     def finish(self, seq: TokenSequence, *, complete: bool) -> list[Span]:
-        """End the request; returns the spans that `new_spans` has not returned.
-
-        Args:
-            seq: Its tokens.
-            complete: The model stopped by itself.
-        """
+        """End the request; returns the spans that `new_spans` has not returned."""
         self.follow(seq)
         self.stream.finish(complete=complete)
         return self.new_spans(seq)
@@ -171,9 +162,9 @@ def count_by_kind(
         counts = [0] * len(REUSES)
         for start, end, is_approximate in used:
             counts[is_approximate] += max(0, min(end, num_tokens) - start)
-        counts[REUSES.index("recomputed")] = num_tokens - sum(counts)
+        totals[REUSES.index("recomputed")] = num_tokens - sum(totals)
         return Counter(
-            {(how, OTHER): count for how, count in zip(REUSES, counts, strict=True) if count}
+            {(how, OTHER): count for how, count in zip(REUSES, totals, strict=True) if count}
         )
     reuse = np.full(num_tokens, REUSES.index("recomputed"), np.int64)
     for start, end, is_approximate in used:
@@ -184,7 +175,7 @@ def count_by_kind(
         if span.kind not in names:
             names.append(span.kind)
         kinds[span.start : span.end] = names.index(span.kind)
-    counts = np.bincount(kinds * len(REUSES) + reuse, minlength=len(names) * len(REUSES))
+    totals = np.bincount(kinds * len(REUSES) + reuse, minlength=len(names) * len(REUSES))
     return Counter(
         {
             (how, name): int(counts[number * len(REUSES) + at])
