@@ -243,7 +243,7 @@ def test_own_layouts_and_engines_are_not_mixed_up() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "head_dim", "message"),
-    [(3, 8, "3 layers, the layout 2"), (2, 16, "head_dim 16, the layout 8")],
+    [(3, 8, "3 layers, the layout has 2"), (2, 16, "head_dim 16, the layout has 8")],
 )
 def test_pool_refuses_a_rope_of_another_geometry(layers: int, head_dim: int, message: str) -> None:
     layout = KVLayout(num_layers=2, num_kv_heads=3, head_dim=8, dtype="float32", block_size=4)

@@ -188,5 +188,5 @@ def test_what_is_forgotten_while_it_is_compared_is_answered_once(
     monkeypatch.setattr(router, "_common", forgets)
     answer = tracker.compare(seq([1, 2, 3, 4]), conversation="c")
     assert (answer.kind, answer.payload) == ("exact_extension", "held")
-    with pytest.raises(kvtrie.StaleHandleError, match="not known"):
+    with pytest.raises(kvtrie.StaleHandleError, match="unknown"):
         tracker.compare(seq([1, 2, 3, 4]), conversation="c")

@@ -175,7 +175,7 @@ def count_by_kind(
         if span.kind not in names:
             names.append(span.kind)
         kinds[span.start : span.end] = names.index(span.kind)
-    totals = np.bincount(kinds * len(REUSES) + reuse, minlength=len(names) * len(REUSES))
+    counts = np.bincount(kinds * len(REUSES) + reuse, minlength=len(names) * len(REUSES))
     return Counter(
         {
             (how, name): int(counts[number * len(REUSES) + at])
