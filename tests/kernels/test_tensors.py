@@ -315,7 +315,7 @@ def test_layout_without_v_is_half_as_large() -> None:
     pool = KVPool(layout, num_blocks=3)
     assert pool.v == (None, None)
     assert pool.num_bytes == sum(rows.nbytes for rows in pool.k)
-    with pytest.raises(ValueError, match="v_head_dim 0"):
+    with pytest.raises(ValueError, match="v_head_dim is 0"):
         pool.scatter(torch.zeros(2, 1, 1, 8), torch.zeros(2, 1, 1, 8), [0], 0)
 
 

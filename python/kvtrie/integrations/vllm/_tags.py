@@ -159,9 +159,9 @@ def count_by_kind(
     """
     spans = list(spans)
     if not spans:
-        counts = [0] * len(REUSES)
+        totals = [0] * len(REUSES)
         for start, end, is_approximate in used:
-            counts[is_approximate] += max(0, min(end, num_tokens) - start)
+            totals[is_approximate] += max(0, min(end, num_tokens) - start)
         totals[REUSES.index("recomputed")] = num_tokens - sum(totals)
         return Counter(
             {(how, OTHER): count for how, count in zip(REUSES, totals, strict=True) if count}
