@@ -1,9 +1,9 @@
-"""Which KV blocks do I already have for this prompt, where do they lie, and what must be computed?
+"""KV-cache reuse: which blocks a prompt has, where they are stored, and what must be computed.
 
-What comes from the extension `kvtrie._core` needs neither numpy nor torch to be imported.
-`KVLayout`, `RopeSpec`, `TurnAnswer` and `TurnTracker` need numpy (`RopeSpec.from_config` computes
-frequencies with torch), and `KVPool` needs torch: each is imported when its name is first used. The
-embedded engine, `kvtrie.engines.transformers`, is imported by its own name.
+What comes from the extension `kvtrie._core` imports neither numpy nor torch. `KVLayout`,
+`RopeSpec`, `TurnAnswer` and `TurnTracker` need numpy (`RopeSpec.from_config` also torch), and
+`KVPool` needs torch: each is imported when its name is first used. `kvtrie.engines.transformers`,
+the embedded engine, is imported by its own name.
 """
 
 from importlib import import_module
@@ -108,8 +108,8 @@ __all__ = [
 ]
 
 
-# Names that need numpy or torch. Their imports take half a second and more, and Ctrl-C meanwhile
-# would be a traceback: the command line cannot do anything about it by then.
+# Names that need numpy or torch. Their imports take half a second and more, and Ctrl-C during an
+# import of kvtrie would show a traceback that the command line cannot catch yet.
 _ELSEWHERE = {
     "KVLayout": "kvtrie.layout",
     "KVPool": "kvtrie.pool",
@@ -120,7 +120,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a name that needs numpy or torch when somebody asks for it."""
+    """Import a name that needs numpy or torch on first use."""
     if name in _ELSEWHERE:
         found: object = getattr(import_module(_ELSEWHERE[name]), name)
         return found

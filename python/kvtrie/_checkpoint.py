@@ -1,11 +1,11 @@
-"""Tells checkpoints apart: a digest of a model directory's config and weights.
+"""Identifies checkpoints: a digest of a model directory's config and weights.
 
-Whoever measures a model and whoever serves it load it by different code, so they compare what both
-were given: ``config.json``, and the name, type and shape of every tensor in the safetensors files
-with some of its bytes. That tells apart revisions and fine-tunings; it is no proof against an
-adversary who knows which bytes are read. How the tensors are cut into files does not matter.
+The code that measures a model and the code that serves it may load it differently. So they compare
+the files: ``config.json``, and the name, type, shape and some bytes of every tensor in the
+safetensors files. That distinguishes revisions and fine-tunes; it does not resist an adversary who
+knows which bytes are read. The split of tensors into files does not matter.
 
-Neither torch nor numpy nor safetensors is needed here.
+Needs neither torch nor numpy nor safetensors.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from os import PathLike
 
-# Where a config was loaded from and by what changes no byte of KV.
+# Fields about the loading of a config, which do not change KV.
 _INCIDENTAL: Final = ("_name_or_path", "transformers_version")
 _PERSON: Final = b"kvtrie.ckpt.1"
 _INDEX: Final = "model.safetensors.index.json"
 _MAX_HEADER: Final = 100_000_000  # the format's own limit
 _MAX_JSON: Final = 64 << 20
 _SAMPLE: Final = 16  # bytes
-_MAX_SAMPLES: Final = 16  # of one tensor
-# Models of 100,000 tensors are read over networks: a read costs the more, the more there are.
+_MAX_SAMPLES: Final = 16  # per tensor
+# Bounds the reads of models with 100,000 tensors, which may be on a network.
 _MAX_READS: Final = 1 << 16
 
 
@@ -60,7 +60,7 @@ def digest(directory: str | PathLike[str]) -> str:
     root = Path(directory)
     config = _json(root / "config.json")
     if not isinstance(config, dict):
-        _refuse(root / "config.json", "it is no JSON object")
+        _refuse(root / "config.json", "it is not a JSON object")
     total = hashlib.blake2b(digest_size=16, person=_PERSON)
     kept = {name: value for name, value in config.items() if name not in _INCIDENTAL}
     total.update(_canonical(kept))
@@ -82,15 +82,15 @@ def _tensors(root: Path) -> dict[str, _Tensor]:
     for file in _files(root):
         for name, tensor in _header(file):
             if name in found:
-                _refuse(file, f"tensor {name!r} is in {found[name].file.name} too")
+                _refuse(file, f"tensor {name!r} is in {found[name].file.name} as well")
             found[name] = tensor
     if not found:
-        _refuse(root, "its safetensors files hold no tensor")
+        _refuse(root, "its safetensors files have no tensors")
     return found
 
 
 def _files(root: Path) -> list[Path]:
-    # Some directories hold the same weights once more, under other names.
+    # Some directories have a second copy of the weights, under other names.
     if (root / _INDEX).is_file():
         index = _json(root / _INDEX)
         names = index.get("weight_map") if isinstance(index, dict) else None
@@ -115,13 +115,13 @@ def _header(file: Path) -> Iterator[tuple[str, _Tensor]]:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             if total < 8 or size > min(_MAX_HEADER, total - 8):
-                _refuse(file, f"it has {total} bytes, and a header of {size} is announced")
+                _refuse(file, f"it has {total} bytes, but its header should have {size}")
             raw = stream.read(size)
     except OSError as error:
         _refuse(file, error.strerror or str(error))
     entries = _parsed(raw, file)
     if not isinstance(entries, dict):
-        _refuse(file, "its header is no JSON object")
+        _refuse(file, "its header is not a JSON object")
     room = total - 8 - size
     for name, entry in entries.items():
         if name == "__metadata__":
@@ -130,14 +130,14 @@ def _header(file: Path) -> Iterator[tuple[str, _Tensor]]:
             start, end = (int(at) for at in entry["data_offsets"])
             dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
         except (KeyError, TypeError, ValueError):
-            _refuse(file, f"its header does not say where {name!r} lies")
+            _refuse(file, f"its header has no offsets of {name!r}")
         if not 0 <= start <= end <= room:
-            _refuse(file, f"{name!r} is to lie at [{start}, {end}) of {room} bytes")
+            _refuse(file, f"{name!r} should be at [{start}, {end}) of {room} bytes")
         yield name, _Tensor(file, dtype, shape, 8 + size + start, end - start)
 
 
 def _samples(tensor: _Tensor, count: int) -> Iterator[bytes]:
-    """Pieces at even distances, the first and the last bytes among them."""
+    """Pieces at even distances, including the first and the last bytes."""
     last = max(0, tensor.size - _SAMPLE)
     places = sorted({last * number // max(1, count - 1) for number in range(count)})
     descriptor = os.open(tensor.file, os.O_RDONLY)
@@ -167,7 +167,7 @@ def _parsed(raw: bytes, file: Path) -> Any:  # noqa: ANN401 - any JSON
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
-        _refuse(file, f"it is no JSON ({type(error).__name__})")
+        _refuse(file, f"it is not JSON ({type(error).__name__})")
 
 
 def _refuse(where: Path, why: str) -> NoReturn:

@@ -1,7 +1,7 @@
-"""Copy lists as plain data: checked against a pool, then one entry a token; numpy alone.
+"""Copy lists as plain data: checks them against a pool, and lists their tokens. Needs numpy alone.
 
-A copy list is what ``plan.moves(table)`` returns. Checks look at pieces, not tokens: sorting a few
-thousand pieces costs less than naming their tokens, and nothing is named before all is checked.
+A copy list is what ``plan.moves(table)`` returns. All checks come first, on pieces: sorting a few
+thousand pieces costs less than listing their tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CALL: Final = "KVPool.apply"
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The columns of a checked copy list, int64, one entry a piece."""
+    """The columns of a checked copy list, int64, one entry per piece."""
 
     source: NDArray[np.int64]
     dest: NDArray[np.int64]
@@ -30,15 +30,14 @@ class Pieces:
     delta: NDArray[np.int64]
 
     def expand(self, num_slots: int) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
-        """Name every token.
+        """List every token.
 
         Args:
             num_slots: Slots of the pool; int32 holds slots below 2**31.
 
         Returns:
-            ``[3, tokens]``: source slot, destination slot, and the row of the token's delta among
-            those that the second array lists (-1: not turned), int32 or int64; and the deltas,
-            each once, without 0.
+            ``[3, tokens]``, int32 or int64: source slot, destination slot, and the token's row in
+            the second array (-1: not rotated); and the distinct deltas, without 0.
         """
         deltas, row = np.unique(self.delta, return_inverse=True)
         zero = int(np.searchsorted(deltas, 0))
@@ -60,13 +59,10 @@ def check_moves(moves: object, num_slots: int) -> Pieces:
         moves: A structured array with ``source_slot``, ``dest_slot``, ``num_tokens``, ``delta``.
         num_slots: Slots of the pool.
 
-    Returns:
-        Its columns.
-
     Raises:
-        TypeError: If ``moves`` is no such array.
-        ValueError: If a piece is empty, a delta is 2**31 or more, a slot lies outside the pool, a
-            slot is written twice, or one is source and destination at once.
+        TypeError: If ``moves`` is not such an array.
+        ValueError: If a piece is empty, a delta is 2**31 or more, a slot is outside the pool, a
+            slot is written twice, or a slot is both source and destination.
     """
     pieces = Pieces(*_columns(moves))
     source, dest, count, delta = pieces.source, pieces.dest, pieces.count, pieces.delta
@@ -84,7 +80,7 @@ def check_moves(moves: object, num_slots: int) -> Pieces:
         if int(first.min()) < 0 or bool((count > num_slots - first).any()):
             bad = np.flatnonzero((first < 0) | (count > num_slots - first))[0]
             start, end = int(first[bad]), int(first[bad]) + int(count[bad])
-            msg = f"{_CALL}: {name} [{start}, {end}) lies outside the pool of {num_slots} slots"
+            msg = f"{_CALL}: {name} [{start}, {end}) is outside the pool of {num_slots} slots"
             raise ValueError(msg)
     _check_disjoint(source, dest, count)
     return pieces
@@ -107,7 +103,7 @@ def _columns(moves: object) -> tuple[NDArray[np.int64], ...]:
         if kind.kind not in "iu":
             msg = f"{_CALL}: {name} of moves must be an integer, not {kind}"
             raise TypeError(msg)
-        # What passes 2**63 would come out negative; a slot then is refused, a delta must be here.
+        # From 2**63 on, values would become negative: such slots are refused later, deltas here.
         if kind.kind == "u" and bool((moves[name] > np.iinfo(np.int64).max).any()):
             msg = f"{_CALL}: {name} {moves[name].max()} of a move is out of range"
             raise ValueError(msg)
@@ -125,12 +121,14 @@ def _check_disjoint(
         slot = int(starts[1:][again][0])
         msg = f"{_CALL}: dest_slot {slot} is written twice"
         raise ValueError(msg)
-    # The first destination that ends behind a source's start is the only one that can hold its
+    # The first destination that ends after a source's start is the only one that can hold its
     # first shared slot: destinations are disjoint by now.
     nearest = np.minimum(np.searchsorted(ends, source, side="right"), len(ends) - 1)
     first_shared = np.maximum(starts[nearest], source)
     shared = first_shared < np.minimum(ends[nearest], source + count)
     if bool(shared.any()):
         slot = int(first_shared[shared].min())
-        msg = f"{_CALL}: slot {slot} is source and destination at once; the order of copies is open"
+        msg = (
+            f"{_CALL}: slot {slot} is both source and destination; the order of copies is undefined"
+        )
         raise ValueError(msg)

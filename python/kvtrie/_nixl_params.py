@@ -1,8 +1,8 @@
-"""What vLLM's NIXL connector exchanges about a request's KV, checked and cut to a range of tokens.
+"""The KV parameters of vLLM's NIXL connector, checked and cut to a range of tokens.
 
-Read in vLLM 0.32.0, ``vllm/distributed/kv_transfer/kv_connector/v1/nixl`` (connector version 14):
-``pull_scheduler.py``, ``push_scheduler.py``, ``base_scheduler.py``, ``pull_worker.py``,
-``base_worker.py``, ``metadata.py``.
+Source: vLLM 0.32.0, ``vllm/distributed/kv_transfer/kv_connector/v1/nixl`` (connector version 14),
+    files ``pull_scheduler.py``, ``push_scheduler.py``, ``base_scheduler.py``, ``pull_worker.py``,
+    ``base_worker.py``, ``metadata.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CutParams(NamedTuple):
     """`kv_transfer_params` for a range of tokens from 0, or why there are none.
 
     Attributes:
-        params: A dictionary of the caller's own, or None.
+        params: A new dictionary, or None.
         num_tokens: Tokens that it covers, 0 without one.
         reason: Why there is none; empty if there is one.
     """
@@ -52,7 +52,7 @@ def _field(call: str, name: str, value: object, expected: str) -> ValueError:
 
 
 def exact_text(text: str) -> str:
-    """The characters of a `str`, without what a subclass makes of them."""
+    """The characters of a `str` as an exact `str`, not a subclass."""
     return str.__str__(text)
 
 
@@ -63,7 +63,7 @@ def _checked_int(call: str, name: str, value: object, least: int) -> int:
 
 
 def _checked_groups(call: str, value: object) -> list[list[int]] | None:
-    name, expected = "remote_block_ids", "a list with one list of block ids for each block group"
+    name, expected = "remote_block_ids", "a list with one list of block ids per block group"
     if value is None:
         return None
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
@@ -82,7 +82,7 @@ def _checked_groups(call: str, value: object) -> list[list[int]] | None:
 
 
 def _copied(params: object, call: str) -> dict[str, Any]:
-    """A copy with keys that are exact. What is checked is the copy, which nobody can change."""
+    """A copy with exact keys. The copy is checked, because nobody else can change it."""
     if not isinstance(params, Mapping):
         msg = f"{call}: kv_transfer_params is a {type(params).__name__}, not a mapping"
         raise TypeError(msg)
@@ -90,19 +90,19 @@ def _copied(params: object, call: str) -> dict[str, Any]:
     for name, value in copy.deepcopy(dict(params)).items():
         if not isinstance(name, str):
             msg = f"{call}: kv_transfer_params has the key {name!r}, which is not a str"
-            raise ValueError(msg)  # noqa: TRY004 - what is malformed is a field, not the argument
+            raise ValueError(msg)  # noqa: TRY004 - a field is malformed, not the argument
         copied[exact_text(name)] = value
     return copied
 
 
 def checked_params(params: object, call: str) -> dict[str, Any]:
-    """A copy of `kv_transfer_params` whose known fields have the types that vLLM gives them.
+    """A copy of `kv_transfer_params` whose known fields have vLLM's types.
 
-    They are exact: `cut_params` runs no code of what was given, so that it may be called under a
-    lock. Fields that are not known are copied unchanged.
+    The types are exact, so `cut_params` runs no code of the caller and may be called under a lock.
+    Unknown fields are copied unchanged.
 
     Raises:
-        TypeError: It is no mapping.
+        TypeError: It is not a mapping.
         ValueError: A known field is malformed; the message names it.
     """
     checked = _copied(params, call)
@@ -139,13 +139,13 @@ def _none(reason: str) -> CutParams:
 
 
 def _unreadable(params: Mapping[str, Any]) -> str:
-    """Why no receiver would read what the parameters name, or an empty string."""
+    """Why no receiver would read these parameters' blocks, or an empty string."""
     mode = params.get("transfer_mode")
     if mode not in (None, "pull"):
-        return f"transfer_mode is {mode!r}: only a pull receiver reads what it is told to"
+        return f"transfer_mode is {mode!r}: only a pull receiver reads the named blocks"
     if params.get("do_remote_prefill") or not params.get("do_remote_decode"):
         return (
-            "they are a prefill engine's answer for this very request (do_remote_prefill, without "
+            "they are a prefill engine's result for this same request (do_remote_prefill, without "
             "do_remote_decode): the receiver takes its whole prompt, whatever remote_num_tokens is"
         )
     if params.get(_PROCESSED):
@@ -173,19 +173,19 @@ def cut_params(
 ) -> CutParams:
     """Cut checked parameters to the blocks of the first tokens, in every block group.
 
-    Blocks are counted from the front, and `remote_num_tokens` is lowered to what they hold. The
-    receiver of a pull takes ``min(remote_num_tokens, prompt) - local hit`` tokens and pairs the end
-    of the list with the end of what it allocated. Both ends are the same position exactly if
+    Blocks are counted from the front, and `remote_num_tokens` is lowered to their tokens. The
+    receiver of a pull takes ``min(remote_num_tokens, prompt) - local hit`` tokens, and pairs the
+    end of the list with the end of its allocation. Both ends are at the same position exactly if
     ``remote_num_tokens`` is not beyond the prompt and every list holds the blocks of these tokens
-    and no more, which is what this makes of it.
+    and no more. The cut ensures both.
 
     Args:
         params: What `checked_params` returned.
-        num_tokens: Tokens from position 0 that the receiver's prompt has in common with what was
-            computed, less those that it must not load.
-        block_sizes: Tokens a block, one for each group; every group holds full attention. None:
-            not known.
-        receiver_block_size: Tokens a block of the receiver, if not the same.
+        num_tokens: Length of the common prefix of the receiver's prompt and the computed tokens,
+            minus the tokens that it must not load.
+        block_sizes: Tokens per block, one entry per group; every group has full attention. None:
+            unknown.
+        receiver_block_size: Tokens per block of the receiver, if different.
         partial_block: Whether the last block may be partly covered. Only for equal block sizes.
 
     Returns:
@@ -198,13 +198,13 @@ def cut_params(
         return _none("the tracker was made without a block_size")
     groups = params.get("remote_block_ids") or ()
     if len(groups) != len(block_sizes):
-        return _none(f"there are {len(groups)} block groups, and {len(block_sizes)} block sizes")
+        return _none(f"there are {len(groups)} block groups, but {len(block_sizes)} block sizes")
     computed = params["remote_num_tokens"]
     for number, (group, size) in enumerate(zip(groups, block_sizes, strict=True)):
         needed = -(-computed // size)
         if len(group) < needed:
             return _none(
-                f"group {number} has {len(group)} blocks of {size}, and {computed} tokens need "
+                f"group {number} has {len(group)} blocks of {size}, but {computed} tokens need "
                 f"{needed}: the list does not begin at token 0"
             )
         if len(set(group[:needed])) < needed:
@@ -215,7 +215,7 @@ def cut_params(
     if not partial_block or len(sizes) > 1:
         covered -= covered % unit
     if covered == 0:
-        return _none(f"no whole block of {unit} tokens lies within {min(num_tokens, computed)}")
+        return _none(f"no whole block of {unit} tokens is within {min(num_tokens, computed)}")
     cut = dict(params)
     cut["remote_num_tokens"] = covered
     cut["remote_block_ids"] = [

@@ -1,7 +1,7 @@
-"""Where every element of a KV pool lies: tensors, offsets and strides, found from named axes.
+"""Where every element of a KV pool is stored: tensors, offsets and strides, from named axes.
 
-Plain integers about tensors that somebody else owns. A tensor is asked for its shape, strides,
-element type, device and address alone, so torch is not imported here.
+Plain integers about tensors of others. Only shape, strides, element type, device and address of a
+tensor are read, so torch is not imported.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ MAX_BLOCKS: Final = 2**31
 
 _TOKEN: Final = re.compile(r"\s*(?:(?P<name>[A-Za-z_]+)|(?P<paren>[()])|(?P<bad>\S))")
 
-# A tensor of torch, which this module does not import.
+# A torch tensor.
 TensorLike: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """K, or V, of all layers: one strided array ``[blocks, tokens, heads, dim]`` a layer.
+    """K or V of all layers: one strided array ``[blocks, tokens, heads, dim]`` per layer.
 
     Attributes:
         dim: Channels of a row, the last axis.
         strides: Of blocks, tokens, heads and dim, in elements; the same for every layer.
-        tensors: The number of the tensor that holds a layer, one a layer.
-        offsets: Elements from that tensor's first to the layer's first, one a layer.
+        tensors: The number of the tensor of each layer.
+        offsets: Elements from that tensor's first to the layer's first, per layer.
     """
 
     dim: int
@@ -46,14 +46,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where K and V of all layers lie.
+    """Where K and V of all layers are stored.
 
     Attributes:
         num_blocks: Blocks of the pool.
-        block_size: Token slots of a block.
-        num_kv_heads: KV heads of a layer.
+        block_size: Token slots per block.
+        num_kv_heads: KV heads per layer.
         k: Rows of K.
-        v: Rows of V; ``None`` where a row is a latent that serves as both.
+        v: Rows of V; ``None`` if a row is a latent that serves as both.
     """
 
     num_blocks: int
@@ -65,11 +65,11 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What tensors turned out to hold.
+    """The KV found in tensors.
 
     Attributes:
-        placement: Where K and V lie.
-        tensors: The tensors, in the order that ``placement`` numbers them.
+        placement: Where K and V are stored.
+        tensors: The tensors, in the order of their numbers in ``placement``.
         num_layers: Layers of the pool.
         dtype: Name of the element type, such as ``bfloat16``.
     """
@@ -90,7 +90,7 @@ class _Sizes:
     v_dim: int
 
     def of(self, name: str, dim: int) -> int | None:
-        """The size of an axis where rows have ``dim`` channels; ``None``: the tensor tells."""
+        """The size of an axis if rows have ``dim`` channels; ``None``: read from the tensor."""
         known = {"kv": 2, "tokens": self.tokens, "heads": self.heads, "dim": dim}
         return known.get(name)
 
@@ -99,29 +99,26 @@ def place(tensors: object, axes: str, sizes: tuple[int, int, int, int], *, call:
     """Find K and V in tensors by the names of their axes, and check all that can be checked.
 
     Args:
-        tensors: One tensor a layer, or one tensor where ``axes`` names the layers; a pair of such,
-            K first, where K and V lie in tensors of their own.
-        axes: Names of a tensor's axes in order, axes that were merged in parentheses.
-        sizes: Tokens of a block, KV heads, channels of K, channels of V (0: no V).
+        tensors: One tensor per layer, or one tensor if ``axes`` names the layers. If K and V are in
+            separate tensors: a pair of these, K first.
+        axes: Names of a tensor's axes in order, merged axes in parentheses.
+        sizes: Tokens per block, KV heads, channels of K, channels of V (0: no V).
         call: The caller, for messages.
-
-    Returns:
-        What was found.
 
     Raises:
         LayoutError: If the tensors do not fit, overlap, or cannot be verified not to.
-        TypeError: If ``tensors`` is of another form.
+        TypeError: If ``tensors`` has another form.
     """
     finder = _Finder(axes, _Sizes(*sizes), call)
     return finder.find(tensors)
 
 
 def parse_axes(axes: object, call: str) -> tuple[tuple[str, ...], ...]:
-    """Read an axes string: one tuple of names an axis, outermost first.
+    """Read an axes string: one tuple of names per axis, outermost first.
 
     Raises:
-        LayoutError: If it is malformed, or names an axis that is unknown, missing or there twice.
-        TypeError: If it is no string.
+        LayoutError: If it is malformed, or names an axis that is unknown, missing or repeated.
+        TypeError: If it is not a string.
     """
     if not isinstance(axes, str):
         msg = f"{call}: axes must be a str such as 'blocks tokens heads dim', not {axes!r}"
@@ -160,7 +157,7 @@ def _refuse(call: str, reason: str) -> NoReturn:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value answers like a tensor."""
+    """Whether a value has the attributes of a tensor."""
     return hasattr(value, "data_ptr") and hasattr(value, "stride")
 
 
@@ -223,12 +220,12 @@ class _Finder:
         _refuse(self._call, reason)
 
     def _members(self, value: object, what: str) -> list[TensorLike]:
-        """The tensors of one side: one, or one a layer."""
+        """The tensors of one side: one, or one per layer."""
         if is_tensor(value):
             if self._has_layers:
                 return [value]
             self._refuse(
-                f"axes {self._axes!r} do not name 'layers', so {what} must be a list, one a layer"
+                f"axes {self._axes!r} do not name 'layers', so {what} must be a list, one per layer"
             )
         if isinstance(value, Mapping) or not isinstance(value, Sequence):
             msg = f"{self._call}: {what} must be a tensor or a list of tensors, not {type(value)}"
@@ -249,7 +246,7 @@ class _Finder:
         if tensor.dtype != first.dtype:
             self._refuse(f"tensor {number} is {tensor.dtype}, tensor 0 {first.dtype}")
         if tensor.device != first.device:
-            self._refuse(f"tensor {number} lies on {tensor.device}, tensor 0 on {first.device}")
+            self._refuse(f"tensor {number} is on {tensor.device}, tensor 0 on {first.device}")
         if tensor.dim() != len(self._groups):
             self._refuse(
                 f"tensor {number} has {tensor.dim()} axes, {tuple(tensor.shape)}; "
@@ -281,7 +278,7 @@ class _Finder:
             if one.strides != two.strides or one.shape[:-1] != two.shape[:-1]:
                 if not one.may_meet(two):
                     continue
-                reason = "lie within one another with different strides: not verified"
+                reason = "are interleaved with different strides: not verified"
             elif one.shares_with(two):
                 reason = "overlap: they share addresses"
             else:
@@ -291,7 +288,7 @@ class _Finder:
     def _rows(
         self, tensors: Sequence[TensorLike], dim: int, first: int
     ) -> tuple[Rows, Rows | None, int]:
-        """Rows of one side, those of V where an axis holds both, and the number of blocks."""
+        """Rows of one side, those of V if an axis holds both, and the number of blocks."""
         shape, strides = tuple(tensors[0].shape), tuple(tensors[0].stride())
         counts = {"layers": 1}
         k_strides = {"layers": 0, "kv": 0, "heads": 0}
@@ -322,7 +319,7 @@ class _Finder:
         k_strides: dict[str, int],
         v_strides: dict[str, int],
     ) -> int:
-        """Take one axis of a tensor apart; answers how far V lies behind K through it."""
+        """Split one axis of a tensor; returns the offset from K to V in it."""
         v_dim = self._sizes.v_dim if self._has_kv else dim
         inner = group
         sides: tuple[int, ...] = (dim,)
@@ -341,7 +338,7 @@ class _Finder:
         if open_names:
             counts[open_names[0]], rest = divmod(size, sum(known))
             if rest:
-                self._refuse(f"{shown} is no multiple of {sum(known)}")
+                self._refuse(f"{shown} is not a multiple of {sum(known)}")
         elif size != sum(known):
             self._refuse(f"{shown} should have length {sum(known)}")
         for side, found in zip((dim, v_dim), (k_strides, v_strides), strict=True):
@@ -379,13 +376,13 @@ class _Box:
 
     @property
     def end(self) -> int:
-        """The address behind the last element."""
+        """The address after the last element."""
         last = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
         return self.start + (last + 1) * self.item_size
 
     @property
     def is_nested(self) -> bool:
-        """Whether each stride is longer than all that lies within it: no address comes twice."""
+        """Whether each stride is longer than everything inside it, so that no address repeats."""
         reach = 0
         for step, size in sorted(zip(self.strides, self.shape, strict=True)):
             if size > 1:
@@ -395,7 +392,7 @@ class _Box:
         return True
 
     def shares_with(self, other: _Box) -> bool:
-        """Whether an element of one has the address of an element of the other; equal strides."""
+        """Whether two tensors of equal strides share the address of an element."""
         apart, rest = divmod(other.start - self.start, self.item_size)
         if rest:
             return True
@@ -403,9 +400,10 @@ class _Box:
         return _can_meet(apart, tuple(axes))
 
     def may_meet(self, other: _Box) -> bool:
-        """Whether an address of one may be one of the other's; False is sure, whatever the strides.
+        """Whether the addresses of two tensors may overlap; False is certain for any strides.
 
-        Axes that both walk alike stay axes; what lies within them counts as a run without holes.
+        Axes with equal strides in both stay axes; everything inside them counts as a run without
+        gaps.
         """
         apart, rest = divmod(other.start - self.start, self.item_size)
         if rest:
@@ -426,7 +424,7 @@ class _Box:
         return _can_meet(apart, (*outer, (1, *runs)))
 
     def _axes(self) -> list[tuple[int, int]]:
-        """Strides and sizes, the longest stride first, without axes of one element."""
+        """Strides and sizes, the longest stride first; axes of one element are skipped."""
         axes = zip(self.strides, self.shape, strict=True)
         return sorted(((step, size) for step, size in axes if size > 1), reverse=True)
 
@@ -451,7 +449,7 @@ def _can_meet(apart: int, axes: tuple[tuple[int, int, int], ...]) -> bool:
 
 
 def _meeting(boxes: Sequence[_Box]) -> Iterator[tuple[_Box, _Box]]:
-    """Pairs of tensors whose address ranges meet."""
+    """Pairs of tensors whose address ranges overlap."""
     ordered = sorted(boxes, key=lambda box: box.start)
     if all(one.end <= two.start for one, two in pairwise(ordered)):
         return

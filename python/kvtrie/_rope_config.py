@@ -1,4 +1,4 @@
-"""Reads from a config how a model turns its keys; torch is imported to compute frequencies."""
+"""Reads from a config how a model rotates its keys; computing frequencies imports torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ REFUSED_TYPES: Final[Mapping[str, str]] = {
     "dynamic": "dynamic NTK: frequencies depend on the length of the prompt",
     "longrope": "LongRoPE: frequencies depend on the length of the prompt",
     "su": "LongRoPE under its old name: frequencies depend on the length of the prompt",
-    "mrope": "M-RoPE: a token has one position an axis, and no single delta",
+    "mrope": "M-RoPE: a token has one position per axis, and no single delta",
 }
 _COMMON: Final = frozenset({"rope_theta", "partial_rotary_factor", *_TYPE_NAMES})
-# Fields of a type: those that must be there, then those that may.
+# Fields of a type: the required ones, then the optional ones.
 FIELDS_OF_TYPE: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -47,14 +47,14 @@ FIELDS_OF_TYPE: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     ),
     "proportional": ((), ("factor",)),
 }
-# These change nothing about keys: a note of the training, a limit, a scale of queries.
+# These do not change keys: a training parameter, a limit, a scale of queries.
 _NEUTRAL_FIELDS: Final = frozenset(
     {"apply_yarn_scaling", "finetuned", "llama_4_scaling_beta", "max_position_embeddings"}
 )
 
 
 class Turn(NamedTuple):
-    """How the keys of one layer turn: the fields of a `Rotary`."""
+    """How the keys of one layer rotate: the fields of a `Rotary`."""
 
     inv_freq: tuple[float, ...]
     start: int
@@ -63,7 +63,7 @@ class Turn(NamedTuple):
 
 
 def read_turns(config: object, mla: str, interleaved: bool | None) -> tuple[list[Turn | None], int]:
-    """Every layer's turn, and the channels of a head's K row; see `RopeSpec.from_config`."""
+    """Every layer's rotation, and the channels of a head's K row; see `RopeSpec.from_config`."""
     fields = _Fields(config)
     family = _family(fields, interleaved)
     head = _head(fields, family, mla)
@@ -75,12 +75,12 @@ def read_turns(config: object, mla: str, interleaved: bool | None) -> tuple[list
         if settings is not None and id(settings) not in made:
             made[id(settings)] = _turn(fields, family, settings, head, order)
     if not made:
-        fields.refuse("none of its layers turns its keys")
+        fields.refuse("none of its layers rotates its keys")
     return [None if settings is None else made[id(settings)] for settings in by_layer], head.dim
 
 
 class _Fields:
-    """Reads fields of a config object or mapping alike; an absent field is ``None``."""
+    """Reads fields of a config object or a mapping; an absent field is ``None``."""
 
     def __init__(self, config: object) -> None:
         self._config = config
@@ -118,7 +118,7 @@ class _Fields:
         return value
 
     def refuse(self, reason: str) -> NoReturn:
-        msg = f"RopeSpec.from_config: cannot turn the keys of a {self.model} model: {reason}"
+        msg = f"RopeSpec.from_config: cannot rotate the keys of a {self.model} model: {reason}"
         raise UnsupportedRopeError(msg)
 
 
@@ -132,7 +132,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A head's K row: its channels, the first that may turn, and how many of them may."""
+    """A head's K row: its channels, and the first and number of those that may rotate."""
 
     dim: int
     start: int
@@ -143,7 +143,7 @@ class _Head:
 
 
 def _family(fields: _Fields, interleaved: bool | None) -> Family | None:
-    """The table's entry; none for a type that the table lacks, where the caller vouches for it."""
+    """The table's entry; None for a type that is not in the table if the caller gives the order."""
     reason = REFUSED.get(fields.model_type or "")
     if reason is not None:
         fields.refuse(reason)
@@ -155,14 +155,16 @@ def _family(fields: _Fields, interleaved: bool | None) -> Family | None:
             fields.refuse(f"{ALIBI} ({name})")
     for name in _INDEX_FIELDS:
         if fields.get(name) is not None:
-            fields.refuse(f"it keeps turned index rows beside K ({name})")
+            fields.refuse(f"it has rotated index rows next to K ({name})")
     _refuse_quantized_k(fields)
     family = FAMILIES.get(fields.model_type or "")
     if family is None and interleaved is None:
-        what = "its config has no model_type" if fields.model_type is None else "it is not known"
+        what = (
+            "its config has no model_type" if fields.model_type is None else "its type is unknown"
+        )
         fields.refuse(
-            f"{what}, and the order of pairs is no field of a config; "
-            "say interleaved=False (NeoX: halves) or True (GPT-J: pairs)"
+            f"{what}, and the order of pairs is not in a config; "
+            "give interleaved=False (NeoX: halves) or True (GPT-J: pairs)"
         )
     return family
 
@@ -189,7 +191,7 @@ def _pair_order(fields: _Fields, family: Family | None, mla: str, interleaved: b
         return interleaved
     if family is None or family.interleaved is None:
         fields.refuse(
-            "engines keep its pairs in different orders; say interleaved=True for transformers "
+            "engines store its pairs in different orders; give interleaved=True for transformers "
             "or interleaved=False for vLLM, which permutes the weights"
         )
     if not family.is_mla:
@@ -198,8 +200,8 @@ def _pair_order(fields: _Fields, family: Family | None, mla: str, interleaved: b
         return family.expanded_interleaved
     if family.interleaved and fields.get("rope_interleave") is False:
         fields.refuse(
-            "which order engines keep its latents in is not known (rope_interleave=False); "
-            "say interleaved="
+            "the order in which engines store its latents is unknown (rope_interleave=False); "
+            "give interleaved="
         )
     return family.interleaved
 
@@ -211,7 +213,7 @@ def _head(fields: _Fields, family: Family | None, mla: str) -> _Head:
     is_mla = fields.get("kv_lora_rank") is not None
     if family is not None and family.is_mla != is_mla:
         if is_mla:
-            fields.refuse("it has a latent (kv_lora_rank), which models of its type have not")
+            fields.refuse("it has a latent (kv_lora_rank), which models of its type do not have")
         fields.refuse("its config has no kv_lora_rank")
     if is_mla:
         rotary = fields.size("qk_rope_head_dim")
@@ -231,9 +233,9 @@ def _head(fields: _Fields, family: Family | None, mla: str) -> _Head:
 def _turning(
     fields: _Fields, family: Family | None, settings: Mapping[str, Any], head: _Head
 ) -> tuple[int, float]:
-    """Channels that turn, and their share of a head (transformers rounds the product down)."""
+    """Channels that rotate, and their share of a head (transformers rounds the product down)."""
     inside = settings.get("partial_rotary_factor")
-    # Settings by layer type may differ from the field that they were made from.
+    # Settings by layer type may differ from the field of which they were made.
     by_type = family is None or family.layers == "by_type"
     said: dict[str, float] = {}
     if inside is not None:
@@ -251,13 +253,13 @@ def _turning(
         fields.refuse("its config has no rotary_dim")
     if len(set(widths.values())) > 1 and not by_type:
         both = " and ".join(f"{name} ({width})" for name, width in widths.items())
-        fields.refuse(f"{both} make different numbers of channels turn")
+        fields.refuse(f"{both} give different numbers of rotated channels")
     if not widths:
         share = 1.0 if family is None or family.partial is None else family.partial
         return int(head.rotary * share), share
     name, width = next(iter(widths.items()))
     if not 1 <= width <= head.rotary:
-        fields.refuse(f"{name} makes {width} channels of a head turn, not 1 to {head.rotary}")
+        fields.refuse(f"{name} rotates {width} channels of a head, not 1 to {head.rotary}")
     return width, said.get(name, width / head.rotary)
 
 
@@ -267,7 +269,7 @@ def _turning(
 def _settings_by_layer(
     fields: _Fields, family: Family | None, num_layers: int
 ) -> list[Mapping[str, Any] | None]:
-    """RoPE settings of every layer, one object for all that share them; ``None``: no RoPE."""
+    """RoPE settings of every layer, shared settings are one object; ``None``: no RoPE."""
     settings = _settings(fields)
     if family is not None and family.needs_settings and not settings:
         fields.refuse("its config has no rope_parameters (or rope_scaling)")
@@ -284,7 +286,7 @@ def _settings_by_layer(
 
 
 def _settings(fields: _Fields) -> Mapping[str, Any]:
-    """The RoPE settings as the config has them, old spelling or new."""
+    """The RoPE settings in the old spelling or the new."""
     found = {}
     for name in ("rope_parameters", "rope_scaling"):
         value = fields.get(name)
@@ -301,7 +303,7 @@ def _settings(fields: _Fields) -> Mapping[str, Any]:
 
 
 def _rule_of_unknown(fields: _Fields, settings: Mapping[str, Any]) -> str:
-    """Which layers turn in a model that the table lacks: what its config says for certain."""
+    """Which layers rotate in a model outside the table, if its config says so for certain."""
     if any(isinstance(value, Mapping) for value in settings.values()):
         return "by_type"
     if fields.get("no_rope_layers") is not None:
@@ -309,12 +311,14 @@ def _rule_of_unknown(fields: _Fields, settings: Mapping[str, Any]) -> str:
     kinds = fields.get("layer_types")
     if kinds is not None and len(set(kinds)) > 1:
         fields.refuse(
-            "it is not known, and its layers differ (layer_types): which of them turn is unsaid; "
-            "build a RopeSpec by hand"
+            "its type is unknown, and its layers differ (layer_types), so the rotated layers are "
+            "unknown; build a RopeSpec by hand"
         )
     for name in ("no_rope_layer_interval", "rope_local_base_freq", "layer_rope_theta"):
         if fields.get(name) is not None:
-            fields.refuse(f"it is not known, and {name} differs by layer; build a RopeSpec by hand")
+            fields.refuse(
+                f"its type is unknown, and {name} differs by layer; build a RopeSpec by hand"
+            )
     return "all"
 
 
@@ -328,7 +332,7 @@ def _marks(fields: _Fields, family: Family | None, num_layers: int) -> list[int]
             fields.refuse("no_rope_layers is empty")
         return [int((layer + 1) % every != 0) for layer in range(num_layers)]
     if not isinstance(marks, Sequence) or any(mark not in {0, 1} for mark in marks):
-        fields.refuse(f"no_rope_layers is {marks!r}, not a list of 0 (stays) and 1 (turns)")
+        fields.refuse(f"no_rope_layers is {marks!r}, not a list of 0 (no RoPE) and 1 (RoPE)")
     if len(marks) < num_layers:
         fields.refuse(f"no_rope_layers has {len(marks)} entries for {num_layers} layers")
     return [int(mark) for mark in marks[:num_layers]]
@@ -368,10 +372,10 @@ def _by_type(
         if kind not in by_type:
             fields.refuse(f"its RoPE settings have no {kind!r}, which layer {layer} is")
     for name, inner in nested.items():
-        # What an absent one means differs by type, and so does what a base beside it is for.
+        # The meaning of an absent base, and of a base next to the layer types, differs by type.
         if inner.get("rope_theta") is None:
             fields.refuse(f"its RoPE settings of {name!r} have no rope_theta")
-        # transformers reads it beside the layer types, others read it inside.
+        # transformers reads it next to the layer types, others inside.
         if inner.get("truncate") not in {None, True}:
             fields.refuse(f"engines read truncate in the settings of {name!r} differently")
     return [by_type[kind] for kind in kinds]
@@ -380,7 +384,7 @@ def _by_type(
 def _old_by_type(
     fields: _Fields, family: Family | None, settings: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Old spelling of two kinds of layers: scaling is for full attention alone."""
+    """Old spelling of two kinds of layers: scaling applies to full attention alone."""
     if fields.get("rope_parameters") is not None:
         fields.refuse("its rope_parameters do not name layer types")
     theta = fields.get("rope_theta")
@@ -413,11 +417,11 @@ def _turn(
     width, share = _turning(fields, family, settings, head)
     is_whole = family is not None and family.partial is None
     if kind != "proportional" and is_whole and width != head.rotary:
-        fields.refuse(f"partial_rotary_factor {share:g}: models of its type turn whole heads")
+        fields.refuse(f"partial_rotary_factor {share:g}: models of its type rotate whole heads")
     values, factor = _frequencies(fields, kind, settings, theta, width, share, head.rotary)
     inv_freq = tuple(float(value) for value in values.tolist())
     if 2 * len(inv_freq) > head.rotary:
-        fields.refuse(f"head_dim {head.rotary} is odd, and all of it turns")
+        fields.refuse(f"head_dim {head.rotary} is odd, and all of it rotates")
     if not all(map(math.isfinite, inv_freq)):
         fields.refuse(f"rope_theta {theta:g} gives frequencies that are not finite")
     if family is not None and family.reverse:
@@ -438,7 +442,7 @@ def _rope_type(fields: _Fields, settings: Mapping[str, Any]) -> str:
         fields.refuse("it has multimodal positions, M-RoPE (mrope_section)")
     kind = next(iter(said.values()), "default")
     if kind == "deepseek_yarn":
-        kind = "yarn"  # vLLM writes this into the config of a DeepSeek model that it has loaded
+        kind = "yarn"  # vLLM writes this into the config of a loaded DeepSeek model
     if kind in REFUSED_TYPES:
         fields.refuse(f"rope_type {kind!r} is {REFUSED_TYPES[kind]}")
     if kind not in FIELDS_OF_TYPE:
@@ -448,41 +452,41 @@ def _rope_type(fields: _Fields, settings: Mapping[str, Any]) -> str:
         fields.refuse("rope_type 'yarn' is LongRoPE's old name in models of its type")
     needed, optional = FIELDS_OF_TYPE[kind]
     for name in needed:
-        if name not in settings and _beside(fields, name) is None:
+        if name not in settings and _outer(fields, name) is None:
             fields.refuse(f"its RoPE settings have no {name}, which rope_type {kind!r} needs")
     if settings.get("apply_yarn_scaling") is False:
-        fields.refuse("it is not known what apply_yarn_scaling=False makes of its frequencies")
+        fields.refuse("the effect of apply_yarn_scaling=False on its frequencies is unknown")
     for name, value in settings.items():
         if value is not None and name not in {*_COMMON, *_NEUTRAL_FIELDS, *needed, *optional}:
-            fields.refuse(f"{name}={value!r} means nothing that is known to rope_type {kind!r}")
+            fields.refuse(f"{name}={value!r} has no known meaning for rope_type {kind!r}")
     return str(kind)
 
 
-def _beside(fields: _Fields, name: str) -> Any:  # noqa: ANN401 - a config field may be anything
-    """A setting that some configs keep beside their RoPE settings."""
+def _outer(fields: _Fields, name: str) -> Any:  # noqa: ANN401 - a config field may be anything
+    """A setting that some configs have next to their RoPE settings."""
     return fields.get(name) if name == "original_max_position_embeddings" else None
 
 
 def _theta(fields: _Fields, family: Family | None, settings: Mapping[str, Any]) -> float:
     inside = settings.get("rope_theta")
-    beside = fields.first("rope_theta", "rotary_emb_base")
-    if inside is None and beside is None:
+    outer = fields.first("rope_theta", "rotary_emb_base")
+    if inside is None and outer is None:
         if family is None:
             fields.refuse("its config has no rope_theta")
         return family.theta
     by_type = family is None or family.layers == "by_type"
-    if inside is not None and beside is not None and inside != beside[1] and not by_type:
-        fields.refuse(f"{beside[0]} is {beside[1]!r}, and {inside!r} in its RoPE settings")
-    value = inside if inside is not None else cast("tuple[str, Any]", beside)[1]
+    if inside is not None and outer is not None and inside != outer[1] and not by_type:
+        fields.refuse(f"{outer[0]} is {outer[1]!r}, and {inside!r} in its RoPE settings")
+    value = inside if inside is not None else cast("tuple[str, Any]", outer)[1]
     return fields.number("rope_theta", value, least=1.0)
 
 
 def _original_length(fields: _Fields, settings: Mapping[str, Any]) -> int:
     name = "original_max_position_embeddings"
-    inside, beside = settings.get(name), fields.get(name)
-    if inside is not None and beside is not None and inside != beside:
-        fields.refuse(f"{name} is {beside!r}, and {inside!r} in its RoPE settings")
-    value = inside if inside is not None else beside
+    inside, outer = settings.get(name), fields.get(name)
+    if inside is not None and outer is not None and inside != outer:
+        fields.refuse(f"{name} is {outer!r}, and {inside!r} in its RoPE settings")
+    value = inside if inside is not None else outer
     if not is_int(value) or value < 1:
         fields.refuse(f"{name} is {value!r}, not a positive integer")
     return value
@@ -499,10 +503,10 @@ def _frequencies(
 ) -> tuple[Tensor, float]:
     """Frequencies ``[pairs]``, float32, and the attention factor.
 
-    Each type keeps the order of operations of transformers 5.19 (modeling_rope_utils.py), because
-    another order differs in the last bit, and a last bit turns far tokens visibly.
+    Each type keeps the order of operations of transformers 5.19 (modeling_rope_utils.py): another
+    order differs in the last bit, which shows in far tokens.
     """
-    import torch  # noqa: PLC0415 - only who reads a config needs torch
+    import torch  # noqa: PLC0415 - only reading a config needs torch
 
     if kind == "proportional":
         pairs = int(share * head_dim // 2)
@@ -526,8 +530,8 @@ def _frequencies(
 
 
 def _llama3(fields: _Fields, settings: Mapping[str, Any], plain: Tensor, factor: float) -> Tensor:
-    """Llama 3.1: long waves are stretched, short ones kept, and those between blended."""
-    import torch  # noqa: PLC0415 - only who reads a config needs torch
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+    import torch  # noqa: PLC0415 - only reading a config needs torch
 
     low = fields.number("low_freq_factor", settings.get("low_freq_factor"))
     high = fields.number("high_freq_factor", settings.get("high_freq_factor"))
@@ -546,7 +550,7 @@ def _yarn(
     fields: _Fields, settings: Mapping[str, Any], theta: float, width: int, powers: Tensor
 ) -> tuple[Tensor, float]:
     """YaRN: a ramp over the pairs from their own frequencies to stretched ones."""
-    import torch  # noqa: PLC0415 - only who reads a config needs torch
+    import torch  # noqa: PLC0415 - only reading a config needs torch
 
     length = _original_length(fields, settings)
     factor = settings["factor"]

@@ -1,8 +1,8 @@
-"""What the configs of known model types leave unsaid about RoPE: one row a type.
+"""What configs of known model types do not say about RoPE: one row per type.
 
-Read from transformers 5.19: ``modeling_<type>.py`` for the order of pairs and the layers that turn,
-``configuration_<type>.py`` for defaults. tests/kernels/test_rope_models.py builds every one of them
-and compares turned keys with recomputed ones.
+Source: transformers 5.19, ``modeling_<type>.py`` for the order of pairs and the rotated layers,
+    ``configuration_<type>.py`` for defaults. tests/kernels/test_rope_models.py builds all of them
+    and compares rotated keys with recomputed ones.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What the config of a model type leaves unsaid.
+    """What the config of a model type does not say.
 
     Args:
-        interleaved: Order of pairs in stored keys; ``None`` where engines differ.
+        interleaved: Order of pairs in stored keys; ``None`` if engines differ.
         expanded_interleaved: The same for expanded MLA heads.
-        theta: Base where the config has none.
-        partial: Share of a head that turns where the config does not say; ``None``: a whole head
-            turns, and a config that says otherwise is refused.
-        layers: Which layers turn: all; those with a sliding window; those again, or all where the
-            model has no window; those that ``no_rope_layers`` marks with 1; or settings by type.
-        every: Every so many layers, one is of full attention (or without RoPE), where the config
-            does not list layer types.
-        reverse: Whether keys turn the other way.
-        is_mla: Whether K is a latent and a window of its own.
-        needs_settings: Whether a config without RoPE settings means another type than ``default``.
+        theta: Base if the config has none.
+        partial: Share of a head that rotates if the config does not say. ``None``: a whole head
+            rotates, and a config that says otherwise is refused.
+        layers: Which layers rotate: all; those with a sliding window; those, or all if the model
+            has no window; those that ``no_rope_layers`` marks with 1; or settings by type.
+        every: One in this many layers has full attention (or no RoPE) if the config does not list
+            layer types.
+        reverse: Whether keys rotate the other way.
+        is_mla: Whether K is a latent and a separate window.
+        needs_settings: Whether a config without RoPE settings means a type other than ``default``.
     """
 
     interleaved: bool | None = False
@@ -59,7 +59,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "cohere": Family(interleaved=True, theta=500_000.0),
     "cohere2": Family(interleaved=True, layers="sliding"),
     "cwm": Family(theta=1_000_000.0, needs_settings=True),
-    # Complex numbers: stored in pairs. V3 below stores what it turned in halves.
+    # Complex numbers, stored in pairs. V3 below stores rotated keys in halves.
     "deepseek_v2": Family(interleaved=True, expanded_interleaved=True, is_mla=True),
     "deepseek_v3": _DEEPSEEK_V3,
     "diffllama": _NEOX,
@@ -90,7 +90,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "jais2": _NEOX,
     "jetmoe": _NEOX,
     "llama": _NEOX,
-    # transformers keeps pairs as the checkpoint has them; vLLM permutes the weights into halves
+    # transformers keeps the checkpoint's pairs; vLLM permutes the weights into halves
     # (permute_qk_weight_for_rotary in its llama4.py).
     "llama4_text": Family(interleaved=None, theta=500_000.0, layers="marked"),
     "minicpm3": Family(interleaved=False, is_mla=True),
@@ -124,7 +124,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 _ABSOLUTE: Final = "its positions are absolute: they are in its keys where no rotation reaches"
 ALIBI: Final = "it has ALiBi biases instead of RoPE"
-_NORMED: Final = "it scales each channel of K after turning it (key_layernorm): no rotation remains"
+_NORMED: Final = (
+    "it scales each channel of K after rotating it (key_layernorm): no rotation remains"
+)
 REFUSED: Final[Mapping[str, str]] = {
     "biogpt": _ABSOLUTE,
     "bloom": ALIBI,

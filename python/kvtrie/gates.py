@@ -1,24 +1,24 @@
-"""What a model is cleared for: reads and writes the gate files of ``kvtrie calibrate``.
+"""Gate files of ``kvtrie calibrate``: which reuse policies a model is cleared for.
 
-A gate file names one model and says, for each reuse policy that was measured on it, what it cost
-and whether that is within the thresholds. Engines ask it before they reuse KV approximately and use
-``kvtrie.EXACT_ONLY`` for what it does not clear. A cleared policy is still approximate.
+A gate file names one model. For each reuse policy measured on it, the file says what the policy
+cost and whether that is within the thresholds. Engines read it before they reuse KV approximately
+and use ``kvtrie.EXACT_ONLY`` for what it does not clear. A cleared policy is still approximate.
 
 A policy is cleared if all of this holds:
 
 * In every scenario the data could have refused it. Full recomputation is right on at least half of
   the questions (``LEAST_RIGHT``). A control, which is a way to reuse KV that no request can ask
   for, is detected as worse on the same replies: the lower end of the 95 % interval of its loss,
-  paired by question, is above ``max_loss``. So the control is refused by the rule, the interval and
-  the limit that clear the policy.
+  paired by question, is above ``max_loss``. So the control is refused by the rule, interval and
+  limit that clear the policy.
 * In every scenario the loss, the mean KL divergence, its 99th percentile and the agreement of the
   likeliest token are within the thresholds.
 * Over all questions the upper end of the interval of the loss is at most ``max_loss``.
 
-Worse figures never clear what better ones do not: a policy that lost more, gained less or diverges
-more, or a control that lost less, is not cleared where the other is not.
+Clearing is monotone: a policy that lost more, gained less or diverges more, or a control that lost
+less, never clears what better figures do not.
 
-Neither torch nor numpy is needed here.
+Importing this module needs neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ MAX_POLICIES: Final = 256
 MAX_SCENARIOS: Final = 64
 MAX_TEXT: Final = 512
 LEAST_RIGHT: Final = 0.5
-"""Share of the questions that full recomputation must get right: else losses cannot show."""
+"""Least share of questions that full recomputation must get right, so that losses can show."""
 _MAX_COUNT: Final = 2**53
 
 
 class GateError(KvTrieError, ValueError):
-    """A gate file that cannot be read, is no gate file, or contradicts itself."""
+    """A gate file that cannot be read, is not a gate file, or contradicts itself."""
 
 
 class GateMismatchError(GateError):
@@ -78,14 +78,14 @@ class GateMismatchError(GateError):
 class Thresholds:
     """What a policy must keep to be cleared.
 
-    The defaults for KL and top 1 lie between what was measured for policies that keep the answers
-    and for controls; ``docs/fidelity.md`` has the figures.
+    The defaults for KL and top 1 are between the figures of policies that keep the answers and
+    those of controls; see ``docs/fidelity.md``.
 
     Attributes:
         max_loss: Task accuracy that may be lost, 0 to 1.
-        max_kl_mean: Most mean KL divergence in nats.
-        max_kl_p99: Most KL divergence at the 99th percentile, in nats.
-        min_top1: Least share of positions with the same likeliest token.
+        max_kl_mean: Highest mean KL divergence, in nats.
+        max_kl_p99: Highest KL divergence at the 99th percentile, in nats.
+        min_top1: Lowest share of positions with the same likeliest token.
 
     Raises:
         TypeError: A threshold is not a number.
@@ -112,7 +112,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one policy did in one scenario, against full recomputation.
+    """What one policy did in one scenario, compared with full recomputation.
 
     Attributes:
         scenario: Name of the scenario.
@@ -120,10 +120,10 @@ class Figures:
         kl_mean: Mean KL divergence from full recomputation, in nats.
         kl_p99: Its 99th percentile.
         top1: Share of positions with the same likeliest token.
-        questions: Replies that were judged; 0 where the data has none.
-        right_full: Right ones under full recomputation.
+        questions: Replies that were judged; 0 if the data has none.
+        right_full: Replies that are right under full recomputation.
         lost: Of these, the ones that are wrong under the policy.
-        gained: Right ones under the policy that are wrong under full recomputation.
+        gained: Replies that are right under the policy and wrong under full recomputation.
         exact: Prompt tokens reused exactly.
         moved: Prompt tokens reused approximately.
         computed: Prompt tokens computed.
@@ -144,12 +144,12 @@ class Figures:
 
     @property
     def right(self) -> int:
-        """Right ones under the policy."""
+        """Replies that are right under the policy."""
         return self.right_full - self.lost + self.gained
 
     @property
     def loss(self) -> float:
-        """Share of the questions that was lost; negative where more were gained."""
+        """Share of the questions that was lost; negative if more were gained."""
         return (self.lost - self.gained) / self.questions if self.questions else 0.0
 
     @property
@@ -159,12 +159,12 @@ class Figures:
 
     @property
     def saved(self) -> float:
-        """Share of the prompts' tokens that were not computed."""
+        """Share of the prompt tokens that were not computed."""
         total = self.exact + self.moved + self.computed
         return (self.exact + self.moved) / total if total else 0.0
 
     def flaw(self) -> str | None:
-        """Why nothing can have been measured like that, with the field's name; None if it can."""
+        """Why these figures are impossible, with the field's name; None if they are possible."""
         for name in _COUNTS:
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= _MAX_COUNT:
@@ -188,7 +188,7 @@ class Figures:
         return None
 
     def outside(self, thresholds: Thresholds) -> list[str]:
-        """Every figure that is not within the thresholds, with its value and the limit."""
+        """Every figure outside the thresholds, with its value and the limit."""
         found = []
         if self.loss > thresholds.max_loss:
             found.append(
@@ -209,10 +209,10 @@ class Figures:
         return found
 
     def blind(self, controls: Sequence[Control], thresholds: Thresholds) -> list[str]:
-        """Why this scenario's data could not refuse a policy, each reason with value and limit.
+        """Why this scenario's data could not refuse a policy, with value and limit.
 
         Args:
-            controls: The controls that were measured on the same replies.
+            controls: Controls measured on the same replies.
             thresholds: What a policy must keep.
         """
         if self.questions == 0:
@@ -254,14 +254,17 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A way to reuse KV that no request can ask for, and what it cost: shows what data can tell.
+    """A way to reuse KV that no request can ask for, and its cost.
+
+    Controls show whether data can detect a loss.
+
 
     Attributes:
         name: One of ``CONTROLS``.
         figures: One entry per scenario.
 
     Raises:
-        ValueError: There is no such control: what a request could ask for is none.
+        ValueError: ``name`` is not one of ``CONTROLS``.
     """
 
     name: str
@@ -279,7 +282,7 @@ class Measured:
 
     Attributes:
         name: What the report calls it.
-        policy: The policy; its ``min_run`` is the one that was in force.
+        policy: The policy, with the ``min_run`` that was used.
         figures: One entry per scenario, at least one.
     """
 
@@ -294,12 +297,12 @@ class Measured:
 
     @property
     def lost(self) -> int:
-        """Answers that were lost, in all scenarios."""
+        """Answers lost in all scenarios."""
         return sum(one.lost for one in self.figures)
 
     @property
     def gained(self) -> int:
-        """Answers that were gained, in all scenarios."""
+        """Answers gained in all scenarios."""
         return sum(one.gained for one in self.figures)
 
     @property
@@ -317,11 +320,11 @@ class Measured:
 
         Args:
             thresholds: What it must keep.
-            controls: The controls that were measured on the same replies.
+            controls: Controls measured on the same replies.
 
         Returns:
-            Every condition that failed in the first scenario where one did, or over all questions,
-            each with its value and the limit.
+            The conditions that failed, with values and limits: all those of the first scenario with
+            a failure, or the one over all questions.
         """
         flaw = _scenarios_flaw(self, controls)
         if flaw is not None:
@@ -345,12 +348,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a request may do.
+    """Which policy a request may use.
 
     Attributes:
-        policy: The policy that was wanted, or ``kvtrie.EXACT_ONLY``.
-        is_cleared: Whether it is the one that was wanted.
-        reason: Why, in one sentence.
+        policy: The wanted policy, or ``kvtrie.EXACT_ONLY``.
+        is_cleared: Whether it is the wanted policy.
+        reason: The reason, in one sentence.
     """
 
     policy: ReusePolicy
@@ -363,16 +366,16 @@ class Gate:
     """The verdicts on one model.
 
     Args:
-        model: Name and fingerprint, as the engine's namespace has it.
-        kv_dtype: Element type of the KV that was measured.
-        rope: RoPE settings, as the engine's namespace has them.
+        model: Name and fingerprint, as in the engine's namespace.
+        kv_dtype: Element type of the measured KV.
+        rope: RoPE settings, as in the engine's namespace.
         thresholds: What a policy must keep.
         measured: The policies.
-        controls: The controls, in the same scenarios and on the same replies; with none, nothing is
-            cleared.
-        data: What was replayed, in words.
-        checkpoint: Digest of the model directory that was measured, by which engines of other code
-            know it again; None where its weights are not in safetensors files.
+        controls: The controls, in the same scenarios and on the same replies. Without controls
+            nothing is cleared.
+        data: A description of the replayed data.
+        checkpoint: Digest of the measured model directory, by which engines with another namespace
+            recognise it; None if its weights are not in safetensors files.
 
     Example:
         >>> import dataclasses
@@ -422,26 +425,27 @@ class Gate:
         kv_dtype: str | None = None,
         rope: str | None = None,
     ) -> Decision:
-        """Answer what a request may do.
+        """Decide which policy a request may use.
 
-        A policy is cleared if it was measured and kept the thresholds, or if such a policy reuses
-        at least as much in every respect (shorter runs, more hops, a greater share, fewer tokens
-        recomputed, fewer kinds forbidden) and its own measurement, if there is one, did not fail.
+        A policy is cleared if a measured policy that reuses at least as much in every respect kept
+        the thresholds, and the policy's own measurement, if there is one, did not fail. Reusing
+        more means shorter runs, more hops, a greater share, fewer tokens recomputed, or fewer kinds
+        forbidden.
 
         Args:
-            wanted: What the request would like to reuse. Its ``min_run`` must be said, unless runs
-                as short as any were measured.
-            model: The running model, as the engine's namespace has it.
+            wanted: What the request wants to reuse. Without ``min_run`` it means the shortest
+                possible runs, 8 tokens.
+            model: The running model, as in the engine's namespace.
             checkpoint: Digest of the running model's directory, for an engine that names models in
-                another way. One of the two must be given.
-            kv_dtype: Element type of the running KV; None asks for nothing.
-            rope: RoPE settings of the running model; None asks for nothing.
+                another way. ``model`` or ``checkpoint`` must be given.
+            kv_dtype: Element type of the running KV; None: not compared.
+            rope: RoPE settings of the running model; None: not compared.
 
         Returns:
             The wanted policy, or ``kvtrie.EXACT_ONLY``, and why.
 
         Raises:
-            GateMismatchError: The gate belongs to another model, element type or RoPE setting, or
+            GateMismatchError: The gate is for another model, element type or RoPE setting, or
                 does not say which checkpoint was measured.
             ValueError: Neither ``model`` nor ``checkpoint`` is given.
         """
@@ -476,19 +480,19 @@ class Gate:
         return Decision(EXACT_ONLY, is_cleared=False, reason=reason)
 
     def cleared(self) -> tuple[Measured, ...]:
-        """The measured policies that kept the thresholds, most tokens saved first."""
+        """The measured policies that kept the thresholds, fewest computed tokens first."""
         kept = [one for one in self.measured if one.failure(self.thresholds, self.controls) is None]
         return tuple(sorted(kept, key=lambda one: sum(f.computed for f in one.figures)))
 
     def write(self, path: str | PathLike[str]) -> None:
-        """Write the gate file, whole or not at all.
+        """Write the gate file atomically.
 
         Args:
-            path: Where to; a file there is replaced. A link stays, and its file is replaced.
+            path: The target. A file there is replaced; if it is a link, the file it points to is.
 
         Raises:
             OSError: It cannot be written, or ``path`` is something other than a file.
-            GateError: It would not be a gate file that can be read back.
+            GateError: The result could not be read back.
         """
         text = self.to_json()
         target = checked_target(path)
@@ -503,10 +507,10 @@ class Gate:
             raise
 
     def to_json(self) -> str:
-        """The gate as the text of its file.
+        """The text of the gate file.
 
         Raises:
-            GateError: A value would be refused when it is read back.
+            GateError: A value could not be read back.
         """
         document = {
             "format": FORMAT,
@@ -539,8 +543,8 @@ class Gate:
 def paired_interval(lost: int, gained: int, questions: int) -> tuple[float, float]:
     """The 95 % interval of a loss of accuracy, paired by question.
 
-    Tango's score interval (Statistics in Medicine 17, 1998, 891-908). It holds its level where
-    hardly any pair differs; there, normal intervals and bootstraps shrink to nothing.
+    Tango's score interval (Statistics in Medicine 17, 1998, 891-908). It keeps its level where few
+    pairs differ; normal intervals and bootstraps shrink to nothing there.
 
     Args:
         lost: Questions that are right under full recomputation alone.
@@ -548,7 +552,7 @@ def paired_interval(lost: int, gained: int, questions: int) -> tuple[float, floa
         questions: All questions.
 
     Returns:
-        Lower and upper end of ``(lost - gained) / questions``; everything without questions.
+        Lower and upper end of ``(lost - gained) / questions``; ``(-1, 1)`` without questions.
 
     Example:
         >>> low, high = paired_interval(0, 0, 400)
@@ -561,13 +565,13 @@ def paired_interval(lost: int, gained: int, questions: int) -> tuple[float, floa
 
 
 def _upper(lost: int, gained: int, questions: int) -> float:
-    """Where the score statistic of a loss falls to the 2.5 % quantile."""
+    """The loss at which the score statistic falls to the 2.5 % quantile."""
     low, high = (lost - gained) / questions, 1.0
     for _ in range(60):
         middle = (low + high) / 2
         linear = (2 * questions - lost + gained) * middle - lost - gained
         constant = gained * middle * (1 - middle)
-        # With 2^29 questions and more, rounding can take what is 0 below it.
+        # With 2^29 questions and more, rounding can make a 0 negative.
         root = math.sqrt(max(0.0, linear * linear + 8 * questions * constant))
         variance = questions * ((root - linear) / (2 * questions) + middle * (1 - middle))
         distance = questions * middle - (lost - gained)
@@ -579,7 +583,7 @@ def _upper(lost: int, gained: int, questions: int) -> float:
 
 
 def questions_needed(lost: int, gained: int, max_loss: float) -> int | None:
-    """The least number of questions that bounds a loss, if none of the further ones differs.
+    """The least number of questions that bounds a loss, if no further one differs.
 
     Args:
         lost: Questions that are right under full recomputation alone.
@@ -587,7 +591,7 @@ def questions_needed(lost: int, gained: int, max_loss: float) -> int | None:
         max_loss: What may be lost, 0 to 1.
 
     Returns:
-        The number, or None where no number below 2^53 is enough (``max_loss=0``).
+        The number, or None if no number below 2^53 is enough (``max_loss=0``).
 
     Example:
         >>> questions_needed(0, 0, 0.01), questions_needed(1, 0, 0.01)
@@ -606,7 +610,7 @@ def questions_needed(lost: int, gained: int, max_loss: float) -> int | None:
 
 
 def checked_target(path: str | PathLike[str]) -> Path:
-    """Where a file is to be replaced: links are followed, and what is not a file is refused.
+    """The path at which a file is to be replaced: follows links, refuses what is not a file.
 
     Raises:
         OSError: ``path`` is a directory, a device, a pipe or a loop of links.
@@ -624,13 +628,13 @@ def read(path: str | PathLike[str]) -> Gate:
         path: What ``kvtrie calibrate --out`` wrote.
 
     Returns:
-        The gate; ask it for a policy.
+        The gate.
 
     Raises:
         OSError: The file cannot be read.
-        GateError: It is too large, no gate file, or says of a policy that it is cleared when its
-            figures are not within the thresholds.
-        GateMismatchError: It is of a version that is not known here.
+        GateError: It is too large, is not a gate file, or marks a policy as cleared whose figures
+            are not within the thresholds.
+        GateMismatchError: Its version is not supported.
     """
     with Path(path).open("rb") as file:
         raw = file.read(MAX_BYTES + 1)
@@ -639,7 +643,7 @@ def read(path: str | PathLike[str]) -> Gate:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        msg = f"{path}: no gate file: byte {error.start} is not UTF-8"
+        msg = f"{path}: not a gate file: byte {error.start} is not UTF-8"
         raise GateError(msg) from None
     return _from_text(text, str(path))
 
@@ -663,7 +667,7 @@ _COUNTS: Final = (
     *("exact", "moved", "computed"),
 )
 _Z95: Final = 1.959963984540054
-_LEAST_RUN: Final = 8  # an index finds nothing shorter
+_LEAST_RUN: Final = 8  # no index finds shorter runs
 
 
 def _is_bolder(measured: ReusePolicy, wanted: ReusePolicy) -> bool:
@@ -711,12 +715,12 @@ def _listed(value: Any) -> Any:  # noqa: ANN401 - a field of a policy may be any
 
 
 def _refuse(where: str, why: str) -> NoReturn:
-    msg = f"{where}: no gate file: {why}"
+    msg = f"{where}: not a gate file: {why}"
     raise GateError(msg)
 
 
 class _Reader:
-    """Takes fields out of a JSON object, each checked; what is left over is refused."""
+    """Removes and checks fields of a JSON object; refuses the remaining ones."""
 
     def __init__(self, value: object, where: str) -> None:
         if not isinstance(value, dict):
@@ -763,7 +767,7 @@ def _is_finite(value: float) -> bool:
 
 
 def _short(value: object) -> str:
-    # An integer of more digits than Python prints is shown by its type.
+    # Python does not print integers of very many digits: show the type.
     try:
         text = repr(value)
     except ValueError:
@@ -774,13 +778,13 @@ def _short(value: object) -> str:
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        msg = "a field comes twice"
+        msg = "a field occurs twice"
         raise ValueError(msg)
     return found
 
 
 def _no_constant(name: str) -> NoReturn:
-    msg = f"{name} is no number of JSON"
+    msg = f"{name} is not a JSON number"
     raise ValueError(msg)
 
 
@@ -802,7 +806,7 @@ def _from_text(text: str, where: str) -> Gate:
         )
         raise GateMismatchError(msg)
     if type(version) is not int or version != VERSION:
-        msg = f"{where}: version {_short(version)} is not known here, only {VERSION} is"
+        msg = f"{where}: version {_short(version)} is not supported, only {VERSION} is"
         raise GateMismatchError(msg)
     model, kv_dtype = fields.text("model"), fields.text("kv_dtype")
     if not model:
@@ -889,7 +893,7 @@ def _policy(value: object, where: str) -> ReusePolicy:
         if not isinstance(given[name], bool):
             fields.refuse(f"{name!r} must be true or false, not {_short(given[name])}")
     if given["min_run"] is None:
-        fields.refuse("'min_run' must be a number: the shortest run that was in force")
+        fields.refuse("'min_run' must be a number: the shortest run that was used")
     kinds = given["forbid_kinds"]
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         fields.refuse(f"'forbid_kinds' must be a list of texts, not {_short(kinds)}")

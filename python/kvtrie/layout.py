@@ -1,4 +1,4 @@
-"""Geometry of a paged KV pool, read from a config or from tensors; torch is not imported here."""
+"""Geometry of a paged KV pool, read from a config or from tensors. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ITEM_SIZES: Final[Mapping[str, int]] = {
     "bfloat16": 2,
 }
 
-# Hugging Face configs name one thing in several ways; the first name that is set wins.
+# Hugging Face configs spell one field in several ways. The first name that is set wins.
 _NUM_LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _NUM_HEADS: Final = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _NUM_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
@@ -27,7 +27,7 @@ _HEAD_DIM: Final = ("head_dim", "kv_channels")
 
 _MLA_FORMS: Final = ("latent", "expanded")
 
-# Layer types whose KV is one K and one V row a token for as long as the request lives.
+# Layer types whose KV is one row of K and of V per token as long as the request lives.
 _FULL_ATTENTION: Final = frozenset({"full_attention", "attention", "global"})
 
 _STATE_SPACE_FIELDS: Final = (
@@ -47,7 +47,7 @@ _STATE_SPACE_FIELDS: Final = (
     "state_size",
     "time_step_rank",
 )
-# Values that make a token attend to the tokens behind it.
+# Values that make a token attend to the tokens after it.
 _BIDIRECTIONAL: Final[Mapping[str, bool]] = {
     "is_causal": False,
     "use_bidirectional_attention": True,
@@ -58,24 +58,24 @@ _MULTIMODAL_FIELDS: Final = ("text_config", "thinker_config", "vision_config", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """The shape of one KV pool: layers, heads, rows, element type, and whole blocks.
+    """The shape of one KV pool: layers, heads, row widths, element type and block size.
 
     Args:
-        num_layers: Attention layers, each with a K and a V of its own.
-        num_kv_heads: KV heads of a layer (fewer than query heads under GQA).
+        num_layers: Attention layers, each with its own K and V.
+        num_kv_heads: KV heads per layer (fewer than query heads under GQA).
         head_dim: Channels of one head's row of K.
         dtype: Name of the element type: ``float32``, ``float16``, ``bfloat16`` or ``float64``.
-        block_size: Token slots of one block, 1 to 4096.
-        v_head_dim: Channels of one head's row of V; ``None``: as ``head_dim``; 0: there is no V
-            (MLA, whose latent rows serve as both).
-        axes: How tensors of an engine hold it, as ``from_tensors`` was told; ``None`` for a pool
-            that makes its own tensors.
+        block_size: Token slots per block, 1 to 4096.
+        v_head_dim: Channels of one head's row of V. ``None``: as ``head_dim``. 0: there is no V
+            (MLA latent rows serve as both).
+        axes: Axes of an engine's tensors, as given to ``from_tensors``; ``None`` for a pool that
+            makes its own tensors.
 
     Raises:
         LayoutError: If ``dtype`` cannot be held (int8, float8 and int4 need scales), or ``axes``
             are malformed.
         ValueError: If a size is out of range.
-        TypeError: If a size is no integer.
+        TypeError: If a size is not an integer.
 
     Example:
         >>> layout = KVLayout(
@@ -90,8 +90,8 @@ class KVLayout:
     head_dim: int
     dtype: str
     block_size: int = 16
-    # None becomes head_dim, so that equal layouts compare equal.
-    # None until __post_init__ has read it; readers see a number.
+    # None becomes head_dim in __post_init__, so that equal layouts compare equal. Readers see a
+    # number.
     v_head_dim: int = None  # type: ignore[assignment] # see above
     axes: str | None = None
 
@@ -125,13 +125,13 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token: K and V of all layers."""
+        """Bytes per token: K and V of all layers."""
         channels = self.head_dim + self.v_head_dim
         return self.num_layers * self.num_kv_heads * channels * self.item_size
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block."""
+        """Bytes per block."""
         return self.bytes_per_token * self.block_size
 
     @classmethod
@@ -148,17 +148,18 @@ class KVLayout:
         """Describe the pool that an engine holds, and verify the description.
 
         ``axes`` names the axes of a tensor's shape in order: ``layers``, ``kv``, ``blocks``,
-        ``tokens``, ``heads`` and ``dim``; axes that the engine merged stand in parentheses. The
-        physical order is read from the strides. K comes before V, and an axis that merges ``kv``
-        with ``dim``, ``kv`` first, may hold a K and a V of unlike width. ``heads`` may be left out
-        where there is one.
+        ``tokens``, ``heads`` and ``dim``. Axes that the engine merged are in parentheses. The
+        physical order is read from the strides. K comes before V. An axis that merges ``kv`` with
+        ``dim``, ``kv`` first, may hold K and V of different widths. ``heads`` may be omitted where
+        there is one.
 
         Args:
-            tensors: A list of tensors, one a layer; where ``axes`` name ``layers``, one tensor.
-                Where they do not name ``kv``, a pair of such: K and V. With ``v_head_dim=0``, K.
+            tensors: A list with one tensor per layer, or one tensor if ``axes`` names ``layers``.
+                If ``axes`` does not name ``kv``: a pair of these, K and V. With ``v_head_dim=0``: K
+                alone.
             axes: Such as ``"blocks heads tokens (kv dim)"``.
-            block_size: Token slots of a block.
-            num_kv_heads: KV heads of a layer on this device.
+            block_size: Token slots per block.
+            num_kv_heads: KV heads per layer on this device.
             head_dim: Channels of one head's row of K.
             v_head_dim: Channels of one head's row of V; ``None``: as ``head_dim``; 0: no V.
 
@@ -184,7 +185,7 @@ class KVLayout:
             >>> layout.num_layers, layout.dtype
             (3, 'float32')
         """
-        # A layout of one layer checks the sizes before they are divided by.
+        # Checks the sizes before anything is divided by them.
         sizes = cls(
             num_layers=1,
             num_kv_heads=num_kv_heads,
@@ -198,20 +199,20 @@ class KVLayout:
         return replace(sizes, num_layers=found.num_layers, dtype=found.dtype)
 
     def place(self, tensors: object, call: str) -> _placement.Found:
-        """Find K and V in the tensors of an engine; ``KVPool.wrap`` asks for it.
+        """Find K and V in the tensors of an engine, for ``KVPool.wrap``.
 
         Args:
             tensors: As for ``from_tensors``.
             call: The caller, for messages.
 
         Returns:
-            Where K and V lie; the layers and the element type are not compared with the layout.
+            Where K and V are stored. Their layers and element type are not compared with it.
 
         Raises:
             LayoutError: As for ``from_tensors``, or if the layout has no ``axes``.
         """
         if self.axes is None:
-            msg = f"{call}: the layout does not say how tensors lie; see KVLayout.from_tensors"
+            msg = f"{call}: the layout has no axes of tensors; see KVLayout.from_tensors"
             raise LayoutError(msg)
         sizes = (self.block_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
         return _placement.place(tensors, self.axes, sizes, call=call)
@@ -229,20 +230,21 @@ class KVLayout:
 
         Args:
             config: A ``transformers`` config, or the mapping read from a ``config.json``.
-            block_size: Token slots of one block.
-            dtype: A torch dtype or its name; without one, the config's own.
-            mla: What is kept of an MLA model: ``"latent"``, one row ``[latent | k_pe]`` a token
-                that serves as K and V, as serving engines keep it; or ``"expanded"``, heads of K
-                ``[nope | rope]`` and heads of V, as attention expands them. Others ignore it.
+            block_size: Token slots per block.
+            dtype: A torch dtype or its name; ``None``: the config's own.
+            mla: What is stored for an MLA model. ``"latent"``: one row ``[latent | k_pe]`` per
+                token that serves as K and V, as in serving engines. ``"expanded"``: heads of K
+                ``[nope | rope]`` and heads of V, as attention expands them. Ignored for other
+                models.
 
         Returns:
             The layout.
 
         Raises:
-            LayoutError: If the model keeps something else than one K and one V row a token and
-                layer (sliding windows, state-space layers, ...), if its KV is no function of the
+            LayoutError: If the model stores anything other than one row of K and of V per token and
+                layer (sliding windows, state-space layers, ...), if its KV does not depend on the
                 prefix alone (bidirectional attention, dynamic RoPE), or if a field is missing.
-            ValueError: If ``mla`` is another word.
+            ValueError: If ``mla`` has another value.
         """
         if mla not in _MLA_FORMS:
             msg = f"KVLayout.from_config: mla must be one of {', '.join(_MLA_FORMS)}, not {mla!r}"
@@ -263,7 +265,7 @@ class KVLayout:
 
 
 class _Fields:
-    """Reads fields of a config object or mapping alike; an absent field is ``None``."""
+    """Reads fields of a config object or a mapping; an absent field is ``None``."""
 
     def __init__(self, config: object) -> None:
         self._config = config
@@ -310,7 +312,7 @@ def _refuse_other_models(fields: _Fields) -> None:
         if fields.get(name) is bidirectional:
             fields.refuse(f"KV depends on later tokens too ({name}={bidirectional})")
     if fields.get("index_head_dim") is not None:
-        fields.refuse("it keeps index rows beside K and V (sparse attention, index_head_dim)")
+        fields.refuse("it keeps index rows next to K and V (sparse attention, index_head_dim)")
     if fields.get("num_kv_shared_layers"):
         fields.refuse("some layers share the KV of others (num_kv_shared_layers)")
     if fields.get("block_configs"):
@@ -346,7 +348,7 @@ def _refuse_moving_rope(fields: _Fields) -> None:
 
 
 def _ropes(fields: _Fields) -> list[Mapping[str, Any]]:
-    """The RoPE settings of a config: none, one, or one a layer type."""
+    """The RoPE settings of a config: zero or one, or one per layer type."""
     found: list[Mapping[str, Any]] = []
     for name in ("rope_parameters", "rope_scaling"):
         value = fields.get(name)
@@ -401,7 +403,7 @@ def _head_dim(fields: _Fields, num_heads: int) -> int:
 
 
 def _dtype_name(fields: _Fields, dtype: object) -> str:
-    # An old name comes last: transformers warns when it is read.
+    # The old name comes last: transformers warns when it is read.
     value = dtype or fields.get("dtype") or fields.get("torch_dtype")
     if value is None:
         fields.refuse("no dtype was given, and its config has none")

@@ -1,4 +1,4 @@
-"""A paged KV pool in torch: checks slots, then gathers, scatters, copies and turns."""
+"""A paged KV pool in torch: checks slots, then gathers, scatters, copies and rotates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     BlockIds = NDArray[np.integer] | Sequence[int] | torch.Tensor
 
 MAX_BLOCKS: Final = 2**31
-# Rows that are looked at together: memory for the check is bounded by this many, of one layer.
+# Rows checked at once: bounds the memory of the check, for one layer.
 _CHECKED_ROWS: Final = 16_384
 
 
@@ -32,8 +32,7 @@ class NonFiniteError(KvTrieError):
     """K or V that would be copied is NaN or infinite; nothing was copied.
 
     Attributes:
-        block_ids: The source blocks with such slots among those that would be copied, ascending:
-            what ``RadixIndex.discard`` takes.
+        block_ids: The source blocks with such slots, ascending, for ``RadixIndex.discard``.
     """
 
     def __init__(self, message: str, block_ids: list[int]) -> None:
@@ -41,7 +40,7 @@ class NonFiniteError(KvTrieError):
         self.block_ids = block_ids
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, list[int]]]:
-        """Pickled with both arguments."""
+        """Pickle both arguments."""
         return type(self), (str(self), self.block_ids)
 
 
@@ -49,7 +48,7 @@ class CopyEvent:
     """When the copies of one ``KVPool.apply`` are done.
 
     On a CPU they are done when the call returns. On a GPU they are queued on the stream that was
-    current then, and what is queued there later comes after them.
+    current at the call, before all later work of that stream.
 
     Example:
         >>> import numpy as np
@@ -69,10 +68,10 @@ class CopyEvent:
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Let a stream go on behind the copies; the CPU does not wait.
+        """Make a stream wait for the copies; the CPU does not wait.
 
         Args:
-            stream: ``None``: the current stream of the pool's device.
+            stream: The stream; ``None``: the current stream of the pool's device.
         """
         if self._event is not None:
             self._event.wait(stream or torch.cuda.current_stream(self._device))
@@ -82,32 +81,33 @@ class CopyEvent:
         return self._event is None or bool(self._event.query())
 
     def synchronize(self) -> None:
-        """Let the CPU wait until the copies are done."""
+        """Block the CPU until the copies are done."""
         if self._event is not None:
             self._event.synchronize()
 
 
 class KVPool:
-    """K and V of all layers, in tensors of its own or an engine's.
+    """K and V of all layers, in its own tensors or an engine's.
 
-    A pool of its own holds K in one tensor ``[layers, blocks, block_size, heads, head_dim]`` and V,
-    if there is one, in another; ``pool.k[layer]`` is the contiguous tensor that a paged attention
-    kernel expects. ``KVPool.wrap`` takes an engine's tensors, in any order of their axes.
+    A pool with its own tensors holds K in one tensor ``[layers, blocks, block_size, heads,
+    head_dim]`` and V, if there is one, in another. ``pool.k[layer]`` is the contiguous tensor that
+    a paged attention kernel expects. ``KVPool.wrap`` takes an engine's tensors, in any order of
+    axes.
 
-    Every method checks its slots, block ids and positions before it touches a byte: a call that
-    raises has changed nothing. Methods write their destination slots and no others. On a GPU the
-    work is queued on the current stream.
+    Every method checks its slots, block ids and positions first: a call that raises has changed
+    nothing. Methods write their destination slots and no others. On a GPU the work is queued on the
+    current stream.
 
     Args:
         layout: Geometry and element type.
-        rope: How the model turns its keys; without it, no move may have a delta.
+        rope: How the model rotates K; without it, no move may have a delta.
         num_blocks: Blocks of the pool, 1 to 2**31.
-        device: Where the tensors live: a CPU or a CUDA device.
+        device: A CPU or a CUDA device.
 
     Raises:
-        LayoutError: If ``rope`` is of another geometry, or ``layout`` is of an engine's tensors.
+        LayoutError: If ``rope`` has another geometry, or ``layout`` describes an engine's tensors.
         ValueError: If ``num_blocks`` is out of range, or there is no kernel for the device.
-        MemoryError: If the device has no room; the message says how much was asked for.
+        MemoryError: If the device has no room; the message says the requested size.
 
     Example:
         >>> import torch
@@ -172,15 +172,15 @@ class KVPool:
         """Use the tensors of an engine; nothing is copied, and the engine owns the blocks.
 
         Args:
-            tensors: As given to ``KVLayout.from_tensors``; they are verified again.
-            layout: What that call returned, here or in another process.
-            rope: How the model turns its keys; without it, no move may have a delta.
+            tensors: As given to ``KVLayout.from_tensors``. They are verified again.
+            layout: What that call returned, in this process or another.
+            rope: How the model rotates K; without it, no move may have a delta.
 
         Returns:
             The pool.
 
         Raises:
-            LayoutError: If the tensors are not as the layout says, or ``rope`` is of another
+            LayoutError: If the tensors do not match the layout, or ``rope`` is of another
                 geometry.
             ValueError: If there is no kernel for the device.
             TypeError: If ``tensors`` is neither a tensor nor a sequence of tensors.
@@ -242,7 +242,7 @@ class KVPool:
 
     @property
     def rope(self) -> RopeSpec | None:
-        """How the model turns its keys."""
+        """How the model rotates K."""
         return self._rope
 
     @property
@@ -252,7 +252,7 @@ class KVPool:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors live."""
+        """Device of the tensors."""
         return self._device
 
     @property
@@ -267,44 +267,44 @@ class KVPool:
 
     @property
     def k(self) -> tuple[torch.Tensor, ...]:
-        """K, one view a layer: ``[num_blocks, block_size, kv_heads, head_dim]``."""
+        """K, one view per layer: ``[num_blocks, block_size, kv_heads, head_dim]``."""
         return self._k
 
     @property
     def v(self) -> tuple[torch.Tensor | None, ...]:
-        """V, one view a layer: ``[num_blocks, block_size, kv_heads, v_head_dim]``, or ``None``."""
+        """V per layer: ``[num_blocks, block_size, kv_heads, v_head_dim]``; or ``None``."""
         return self._v
 
     def apply(self, moves: NDArray[Any], *, check_finite: bool = False) -> CopyEvent:
-        """Carry out the copies of a plan: K is turned by the delta of its move, V is copied.
+        """Carry out the copies of a plan: K is rotated by the delta of its move, V is copied.
 
         All layers are copied in one pass. The call needs no index: a worker process applies what
-        a scheduler's ``plan.moves(table)`` returned.
+        ``plan.moves(table)`` returned to a scheduler.
 
         Args:
             moves: A structured array with ``source_slot``, ``dest_slot``, ``num_tokens`` and
-                ``delta`` (new position less old), integers.
-            check_finite: Whether to look at K and V of every source slot first, in all layers. It
-                reads the sources once more than the copies do, and on a GPU the call waits for
-                the device. Memory: the rows of 16,384 slots of one layer.
+                ``delta`` (new position minus old position), integers.
+            check_finite: Whether to check K and V of every source slot first, in all layers. The
+                check reads the sources once more; on a GPU the call waits for the device. Memory:
+                the rows of 16,384 slots of one layer.
 
         Returns:
-            An event that is done when the copies are. Sources may be let go once every later writer
-            comes behind it: on one stream, at once.
+            An event that is done when the copies are. Sources may be released once every later
+            writer is ordered after it: on one stream, at once.
 
         Raises:
             TypeError: If ``moves`` is not such an array.
-            ValueError: If a slot lies outside the pool, a move is empty, a delta is 2**31 or more
-                (beyond 2**27 where K turns), a destination is named twice, or a slot is source and
-                destination at once (nobody writes a block that is still read).
-            LayoutError: If a move has a delta and the pool no ``rope``.
+            ValueError: If a slot is outside the pool, a move is empty, a delta is 2**31 or more
+                (beyond 2**27 where K rotates), a destination occurs twice, or a slot is both source
+                and destination (a block that is still read must not be written).
+            LayoutError: If a move has a delta and the pool has no ``rope``.
             NonFiniteError: With ``check_finite``, if K or V of a source slot is NaN or infinite.
         """
         pieces = check_moves(moves, self._num_blocks * self._layout.block_size)
         if self._rope is None and bool(pieces.delta.any()):
             msg = (
                 f"KVPool.apply: a move has delta {pieces.delta[pieces.delta != 0][0]}, "
-                "and a pool without rope cannot turn K"
+                "and a pool without rope cannot rotate K"
             )
             raise LayoutError(msg)
         if len(pieces.count):
@@ -318,12 +318,12 @@ class KVPool:
     def gather(
         self, blocks: BlockIds, start: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copy the KV of positions ``[start, end)`` out of a block table.
+        """Copy the KV of positions ``[start, end)`` from a block table.
 
         Args:
             blocks: The table: the block of position 0 first.
             start: First position.
-            end: Position behind the last.
+            end: Position after the last.
 
         Returns:
             K ``[num_layers, end - start, kv_heads, head_dim]`` and V, as many rows ``v_head_dim``
@@ -331,7 +331,7 @@ class KVPool:
 
         Raises:
             TypeError: If ``blocks`` does not hold integers.
-            ValueError: If a position lies outside the table or a block outside the pool.
+            ValueError: If a position is outside the table or a block is outside the pool.
         """
         slots = self.slots(blocks, start, end)
         k = torch.stack([reference.gather_rows(view, slots) for view in self._k])
@@ -343,7 +343,7 @@ class KVPool:
     def scatter(
         self, k: torch.Tensor, v: torch.Tensor | None, blocks: BlockIds, start: int
     ) -> None:
-        """Write KV to the positions of a block table from ``start`` on.
+        """Write KV to the positions of a block table, from ``start``.
 
         Args:
             k: ``[num_layers, tokens, kv_heads, head_dim]``, in the pool's dtype, on its device.
@@ -353,14 +353,14 @@ class KVPool:
 
         Raises:
             TypeError: If ``blocks`` does not hold integers.
-            ValueError: If a shape, dtype or device does not match, a position lies outside the
-                table, a block lies outside the pool, or a written block comes twice.
+            ValueError: If a shape, dtype or device does not match, a position is outside the table,
+                a block is outside the pool, or a written block occurs twice.
         """
         layout = self._layout
         num_tokens = k.shape[1] if k.dim() > 1 else 0
         self._check_given("k", k, num_tokens, layout.head_dim)
         if (v is None) != (layout.v_head_dim == 0):
-            msg = f"KVPool.scatter: v is {type(v)}, and the pool's v_head_dim {layout.v_head_dim}"
+            msg = f"KVPool.scatter: v is {type(v)}, the pool's v_head_dim is {layout.v_head_dim}"
             raise ValueError(msg)
         if v is not None:
             self._check_given("v", v, num_tokens, layout.v_head_dim)
@@ -378,11 +378,11 @@ class KVPool:
         Args:
             blocks: The table: the block of position 0 first.
             start: First position.
-            end: Position behind the last.
-            unique: Refuse a block that comes twice among those that hold the positions.
+            end: Position after the last.
+            unique: Refuse a block that occurs twice among those of the positions.
 
         Returns:
-            One slot a position.
+            One slot per position.
 
         Raises:
             TypeError: If ``blocks`` does not hold integers.
@@ -392,7 +392,7 @@ class KVPool:
         table = self._checked_blocks(blocks, start, end)
         if unique and len(np.unique(table)) != len(table):
             ids, counts = np.unique(table, return_counts=True)
-            msg = f"KVPool: block {ids[counts > 1][0]} comes twice among the blocks to write"
+            msg = f"KVPool: block {ids[counts > 1][0]} occurs twice among the blocks to write"
             raise ValueError(msg)
         positions = np.arange(start, end, dtype=np.int64)
         first = start // block_size
@@ -404,19 +404,19 @@ class KVPool:
 
         Args:
             blocks: The table: the block of position 0 first.
-            end: Position behind the last.
+            end: Position after the last.
 
         Returns:
-            One id a block.
+            One id per block.
 
         Raises:
             TypeError: If ``blocks`` does not hold integers.
-            ValueError: If ``end`` lies outside the table or a block outside the pool.
+            ValueError: If ``end`` is outside the table or a block is outside the pool.
         """
         return torch.from_numpy(self._checked_blocks(blocks, 0, end)).to(self._device)
 
     def _check_finite(self, sources: NDArray[np.integer[Any]]) -> None:
-        """Refuse slots whose K or V is NaN or infinite in a layer; one wait for the device."""
+        """Refuse slots whose K or V is NaN or infinite in any layer. Waits for the device once."""
         sources = np.unique(sources)
         slots = torch.from_numpy(sources.astype(np.int64)).to(self._device)
         bad = torch.zeros(len(slots), dtype=torch.bool, device=self._device)
@@ -442,7 +442,7 @@ class KVPool:
             expected = (layout.num_layers, "tokens", layout.num_kv_heads, dim)
             msg = (
                 f"KVPool.scatter: {name} has shape {tuple(rows.shape)}, not {expected} "
-                "(num_layers, tokens, kv_heads, channels; as many tokens as k)"
+                "(num_layers, tokens, kv_heads, channels; the number of tokens of k)"
             )
             raise ValueError(msg)
         if rows.dtype != self._dtype or rows.device != self._device:
@@ -467,7 +467,7 @@ class KVPool:
         limit = len(table) * block_size
         if not 0 <= start <= end <= limit:
             msg = (
-                f"KVPool: positions [{start}, {end}) lie outside the table of {len(table)} blocks "
+                f"KVPool: positions [{start}, {end}) are outside the table of {len(table)} blocks "
                 f"([0, {limit}])"
             )
             raise ValueError(msg)
@@ -475,7 +475,7 @@ class KVPool:
         if len(used) and not (0 <= int(used.min()) and int(used.max()) < self._num_blocks):
             bad = int(used[(used < 0) | (used >= self._num_blocks)][0])
             msg = (
-                f"KVPool: block {bad} (slot {bad * block_size}) lies outside the pool of "
+                f"KVPool: block {bad} (slot {bad * block_size}) is outside the pool of "
                 f"{self._num_blocks} blocks ({self._num_blocks * block_size} slots)"
             )
             raise ValueError(msg)
@@ -484,7 +484,7 @@ class KVPool:
 
 def _check_device(device: torch.device) -> None:
     if device.type not in ops.DEVICE_TYPES:
-        msg = f"KVPool: no kernel for {device}; a pool lies on {' or '.join(ops.DEVICE_TYPES)}"
+        msg = f"KVPool: no kernel for {device}; a pool is on {' or '.join(ops.DEVICE_TYPES)}"
         raise ValueError(msg)
 
 
@@ -492,22 +492,22 @@ def _check_rope(layout: KVLayout, rope: RopeSpec | None) -> None:
     if rope is None:
         return
     if len(rope.layers) != layout.num_layers:
-        msg = f"KVPool: rope has {len(rope.layers)} layers, the layout {layout.num_layers}"
+        msg = f"KVPool: rope has {len(rope.layers)} layers, the layout has {layout.num_layers}"
         raise LayoutError(msg)
     if rope.head_dim != layout.head_dim:
-        msg = f"KVPool: rope has head_dim {rope.head_dim}, the layout {layout.head_dim}"
+        msg = f"KVPool: rope has head_dim {rope.head_dim}, the layout has {layout.head_dim}"
         raise LayoutError(msg)
     for number, rotary in enumerate(rope.layers):
         if rotary is not None and rotary.start + rotary.width > layout.head_dim:
             msg = (
-                f"KVPool: layer {number} turns channels [{rotary.start}, "
+                f"KVPool: layer {number} rotates channels [{rotary.start}, "
                 f"{rotary.start + rotary.width}) of a row of {layout.head_dim}"
             )
             raise LayoutError(msg)
 
 
 def _stacked(tensor: torch.Tensor, number: int) -> Rows:
-    """Where the rows of ``[layers, blocks, tokens, heads, dim]`` lie."""
+    """Strides and offsets of the rows of ``[layers, blocks, tokens, heads, dim]``."""
     layer, block, token, head, dim = tensor.stride()
     layers = range(tensor.shape[0])
     return Rows(
@@ -521,7 +521,7 @@ def _stacked(tensor: torch.Tensor, number: int) -> Rows:
 def _windows(
     layout: KVLayout, rope: RopeSpec | None
 ) -> tuple[tuple[Window | None, ...], tuple[Rotary, ...]]:
-    """What turns in each layer, and the Rotary of each table: layers that turn alike share one."""
+    """The window that rotates in each layer, and the Rotary of each table. Equal ones share one."""
     layers: tuple[Rotary | None, ...] = (None,) * layout.num_layers if rope is None else rope.layers
     tables: dict[Rotary, int] = {}
     windows: list[Window | None] = []
@@ -538,11 +538,11 @@ def _windows(
 def _tables(
     rotaries: Sequence[Rotary], deltas: NDArray[np.int64], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines ``[tables, deltas, pairs]``: the widest's pairs, padded to four.
+    """Cosines and sines ``[tables, deltas, pairs]``, with the pairs of the widest, padded to four.
 
-    So rows of a table start at multiples of 16 bytes. The values are computed in float64, and
-    rounded to float32 for pools of two bytes an element: float32 keys that are turned in float32
-    would err by more than one rounding.
+    Padding lets rows of a table start at multiples of 16 bytes. Values are computed in float64, and
+    rounded to float32 for pools with two bytes per element. Other pools keep float64: float32 keys
+    rotated with float32 values would have more error than one rounding.
     """
     precise = np.float32 if dtype.itemsize == 2 else np.float64
     widest = max((len(rotary.inv_freq) for rotary in rotaries), default=0)

@@ -1,7 +1,7 @@
-"""How a model turns its keys with the position: read from a config, or given by hand.
+"""How a model rotates K with the position: read from a config, or given directly.
 
-Importing this module needs no torch. `RopeSpec.from_config` imports it, because frequencies have to
-agree bit for bit with those that engines compute, in float32 and in the same order of operations.
+Importing this module needs no torch. `RopeSpec.from_config` imports it: frequencies must equal
+those of engines bit for bit, in float32 and in the same order of operations.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvtrie._rope_config import is_int, is_number, read_turns
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-# Up to here the error of a float64 angle, delta * 2**-53, stays below the float32 rounding of its
-# cosine (2**-24), with a factor of 4 to spare.
+# Up to this delta the error of a float64 angle, delta * 2**-53, is 4 times smaller than the float32
+# rounding of its cosine (2**-24).
 MAX_DELTA: Final = 2**27
 
 
 def _check(owner: str, name: str, value: object, kind: Any) -> None:  # noqa: ANN401 - a type
-    """Refuse a value of another type; a bool is no number, an int is a float."""
+    """Refuse a value of another type. A bool is not a number; an int passes as a float."""
     if kind in {int, float}:
         right = is_int(value) if kind is int else is_number(value)
     else:
@@ -38,7 +38,7 @@ def _check_inv_freq(inv_freq: object) -> None:
     _check("Rotary", "inv_freq", inv_freq, tuple)
     values = cast("tuple[object, ...]", inv_freq)
     if not values:
-        msg = "Rotary: inv_freq is empty; a layer whose keys do not turn is None in a RopeSpec"
+        msg = "Rotary: inv_freq is empty; a layer whose keys are not rotated is None in a RopeSpec"
         raise ValueError(msg)
     for index, value in enumerate(values):
         _check("Rotary", f"inv_freq[{index}]", value, float)
@@ -49,30 +49,31 @@ def _check_inv_freq(inv_freq: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """How the keys of one layer turn.
+    """How the keys of one layer rotate.
 
-    Pair ``i`` of a token's K turns by ``delta * inv_freq[i]`` radians when the token moves by
-    ``delta`` positions: its channels ``(a, b)`` become ``(a cos - b sin, b cos + a sin)``. Channels
-    outside the window ``[start, start + width)`` stay.
+    When a token moves by ``delta`` positions, pair ``i`` of its K rotates by ``delta *
+    inv_freq[i]`` radians: channels ``(a, b)`` become ``(a cos - b sin, b cos + a sin)``. Channels
+    outside the window ``[start, start + width)`` do not change.
 
     Args:
-        inv_freq: Radians a position, one a pair. The float32 values that engines use, held as
-            float64. A pair of frequency 0 stays; a negative frequency turns the other way.
-        start: First channel of a head's K row that turns.
-        interleaved: Whether pair ``i`` is channels ``(2i, 2i + 1)`` of the window (GPT-J); else it
-            is channels ``(i, i + len(inv_freq))`` (NeoX).
-        attention_factor: What the engine multiplied K by (YaRN), for information. K holds it
-            already, and a rotation must not apply it again.
+        inv_freq: Radians per position, one per pair: the float32 values of engines, held as
+            float64. A pair of frequency 0 does not rotate; a negative frequency rotates the other
+            way.
+        start: First channel of a head's K row that rotates.
+        interleaved: If true, pair ``i`` is channels ``(2i, 2i + 1)`` of the window (GPT-J); else
+            channels ``(i, i + len(inv_freq))`` (NeoX).
+        attention_factor: What the engine multiplied K by (YaRN), for information. Stored K contains
+            it, so a rotation must not apply it again.
 
     Raises:
         ValueError: If a number is not finite, or out of range.
         TypeError: If a field has the wrong type.
 
     Example:
-        >>> turn = Rotary(inv_freq=(1.0, 0.01), start=2)
-        >>> turn.width
+        >>> rotary = Rotary(inv_freq=(1.0, 0.01), start=2)
+        >>> rotary.width
         4
-        >>> cos, sin = turn.cos_sin([0, 3])
+        >>> cos, sin = rotary.cos_sin([0, 3])
         >>> cos.shape, cos.dtype.name, float(cos[1, 0])
         ((2, 2), 'float32', -0.9899924993515015)
     """
@@ -96,7 +97,7 @@ class Rotary:
 
     @property
     def width(self) -> int:
-        """Channels that turn: two a pair."""
+        """Channels that rotate: two per pair."""
         return 2 * len(self.inv_freq)
 
     def angles(self, deltas: ArrayLike) -> NDArray[np.float64]:
@@ -109,7 +110,7 @@ class Rotary:
             ``[n, pairs]``, float64.
 
         Raises:
-            TypeError: If a delta is no integer.
+            TypeError: If a delta is not an integer.
             ValueError: If ``deltas`` is not one-dimensional, or a delta is out of range.
         """
         moved = np.asarray(deltas)
@@ -128,7 +129,7 @@ class Rotary:
         )
 
     def cos_sin(self, deltas: ArrayLike) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Cosines and sines of `angles`: computed in float64, rounded once to float32.
+        """Cosines and sines of `angles`, computed in float64, rounded once to float32.
 
         Args:
             deltas: Positions that tokens move by, integers ``[n]``, at most ``2**27`` either way.
@@ -137,7 +138,7 @@ class Rotary:
             Cosines and sines, each ``[n, pairs]``, float32.
 
         Raises:
-            TypeError: If a delta is no integer.
+            TypeError: If a delta is not an integer.
             ValueError: If ``deltas`` is not one-dimensional, or a delta is out of range.
         """
         angles = self.angles(deltas)
@@ -146,14 +147,14 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """How the keys of all layers of a model turn when tokens move.
+    """How the keys of all layers of a model rotate when tokens move.
 
-    A value: two specs of the same model are equal and hash alike. Layers that turn in the same way
-    share one `Rotary`.
+    A value: two specs of the same model are equal and hash alike. Layers that rotate in the same
+    way share one `Rotary`.
 
     Args:
-        layers: One entry an attention layer; ``None`` is a layer without RoPE, whose keys hold no
-            position and stay as they are.
+        layers: One entry per attention layer. ``None`` is a layer without RoPE: its keys hold no
+            position and do not rotate.
         head_dim: Channels of a head's K row. For MLA latent rows: ``kv_lora_rank +
             qk_rope_head_dim``.
 
@@ -164,7 +165,7 @@ class RopeSpec:
     Example:
         >>> from kvtrie.rope import Rotary
         >>> RopeSpec(layers=(Rotary(inv_freq=(1.0, 0.01)), None), head_dim=8)
-        RopeSpec(2 layers, head_dim=8: layer 0 turns [0, 4) in halves; layer 1 stays)
+        RopeSpec(2 layers, head_dim=8: layer 0 rotates [0, 4) in halves; layer 1 stays)
     """
 
     layers: tuple[Rotary | None, ...]
@@ -184,7 +185,7 @@ class RopeSpec:
         for index, layer in enumerate(self.layers):
             if layer is not None and layer.start + layer.width > self.head_dim:
                 msg = (
-                    f"RopeSpec: layer {index} turns channels [{layer.start}, "
+                    f"RopeSpec: layer {index} rotates channels [{layer.start}, "
                     f"{layer.start + layer.width}), beyond head_dim {self.head_dim}"
                 )
                 raise ValueError(msg)
@@ -206,7 +207,7 @@ class RopeSpec:
             window = f"[{layer.start}, {layer.start + layer.width})"
             factor = f", factor {layer.attention_factor:.4g} in K"
             said.append(
-                f"{who} turn{'s' if first == last else ''} {window} {order}"
+                f"{who} rotate{'s' if first == last else ''} {window} {order}"
                 f"{factor if layer.attention_factor != 1.0 else ''}"
             )
         count = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
@@ -220,34 +221,33 @@ class RopeSpec:
         mla: Literal["latent", "expanded"] = "latent",
         interleaved: bool | None = None,
     ) -> RopeSpec:
-        """Read how a Hugging Face causal LM turns its keys. Imports torch.
+        """Read how a Hugging Face causal LM rotates its keys. Imports torch.
 
-        Frequencies are equal to transformers' own, bit for bit. Read are the types ``default``,
+        Frequencies equal those of transformers, bit for bit. The RoPE types are ``default``,
         ``linear``, ``llama3``, ``yarn`` and ``proportional``, in the old spelling (``rope_theta``
         and ``rope_scaling``) and the new one (``rope_parameters``, also by layer type).
 
-        The order of pairs is no field of a config: it comes from a table of model types. A type
-        that the table does not hold is refused unless ``interleaved`` is given, because keys turned
-        in the wrong order are wrong without a sign of it. What is given wins over the table.
+        The order of pairs is not in a config: it comes from a table of model types. Other types are
+        refused unless ``interleaved`` is given, because a rotation in the wrong order gives wrong
+        keys without an error. ``interleaved`` overrides the table.
 
         Args:
             config: A ``transformers`` config, or the mapping read from a ``config.json``.
-            mla: For models with multi-head latent attention, what a K row is: ``"latent"`` is
-                ``[kv_lora_rank | qk_rope_head_dim]`` as vLLM and SGLang keep it, ``"expanded"`` is
-                a head of ``[qk_nope_head_dim | qk_rope_head_dim]`` as transformers computes it.
-            interleaved: The order of pairs in the stored keys, where the engine's differs from the
-                table's or the table has none.
+            mla: What a K row is in a model with multi-head latent attention. ``"latent"``:
+                ``[kv_lora_rank | qk_rope_head_dim]``, as in vLLM and SGLang. ``"expanded"``: a head
+                of ``[qk_nope_head_dim | qk_rope_head_dim]``, as in transformers.
+            interleaved: The order of pairs in the stored keys; ``None``: the table's.
 
         Returns:
-            The spec, one entry a layer.
+            The spec, one entry per layer.
 
         Raises:
-            UnsupportedRopeError: If the keys of the model cannot be moved by turning them (dynamic
-                NTK, LongRoPE, M-RoPE, ALiBi, absolute positions, quantised K), if the RoPE type or
-                the model type is unknown, or if a field is missing or contradicts another one. The
+            UnsupportedRopeError: If a rotation cannot move the keys of the model (dynamic NTK,
+                LongRoPE, M-RoPE, ALiBi, absolute positions, quantised K), if the RoPE type or the
+                model type is unknown, or if a field is missing or contradicts another one. The
                 message names the field.
             ValueError: If ``mla`` is unknown.
-            TypeError: If ``interleaved`` is no bool.
+            TypeError: If ``interleaved`` is not a bool.
 
         Example:
             >>> RopeSpec.from_config(
@@ -259,7 +259,7 @@ class RopeSpec:
             ...         "rope_theta": 500000.0,
             ...     }
             ... )
-            RopeSpec(2 layers, head_dim=8: layers 0 to 1 turn [0, 8) in halves)
+            RopeSpec(2 layers, head_dim=8: layers 0 to 1 rotate [0, 8) in halves)
         """
         if mla not in {"latent", "expanded"}:
             msg = f"RopeSpec.from_config: mla must be 'latent' or 'expanded', not {mla!r}"

@@ -1,12 +1,12 @@
-"""What a router remembers of conversations, to say how much of the next prompt an engine still has.
+"""How much of the next prompt an engine still has: what a router remembers of conversations.
 
 `TurnTracker` keeps what a decode engine returned: the ids of prompt and answer, how far they are
-computed, and the handles by which their KV can be fetched. Given the next prompt it says what of it
-is the same tokens under the same prefix, what has moved, or what to send instead. It holds no KV
-and talks to no engine. numpy is all it needs.
+computed, and the handles by which their KV can be fetched. Given the next prompt, it says which
+tokens are the same under the same prefix, which moved, or what to send instead. It holds no KV,
+talks to no engine, and needs numpy alone.
 
-The fields of `kv_transfer_params` are those of vLLM 0.32.0, whose pull connector was read for them;
-see ``kvtrie/_nixl_params.py``.
+The fields of `kv_transfer_params` are those of vLLM 0.32.0's pull connector; see
+``kvtrie/_nixl_params.py``.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 __all__ = ["AnswerKind", "TurnAnswer", "TurnTracker"]
 
 AnswerKind = Literal["exact_extension", "common_prefix", "moved_runs", "alias", "start_over"]
-"""What `TurnTracker.compare` answers."""
+"""What `TurnTracker.compare` returns."""
 
 KINDS: Final[tuple[AnswerKind, ...]] = get_args(AnswerKind)
 
 _MAX_BLOCK_SIZE: Final = 1 << 20
 _MOST_TURNS_PLANNED: Final = 8
 _MOST_TURNS_ALIASED: Final = 64
-# Histories that are dropped before others may have the lock, where many go at once.
+# Most histories dropped before the lock is released to others.
 _MOST_DROPPED: Final = 64
 
 _Key = tuple[Namespace, str | int]
@@ -64,30 +64,30 @@ _Key = tuple[Namespace, str | int]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TurnAnswer:
-    """How the next prompt relates to what is kept: the answer of `TurnTracker.compare`.
+    """How the next prompt relates to what is kept, as `TurnTracker.compare` returns it.
 
     Attributes:
         kind: `"exact_extension"`: the prompt starts with a whole kept history.
-            `"common_prefix"`: it starts as one does, and goes on otherwise.
-            `"moved_runs"`: besides, runs of one are found in it elsewhere; see `segments`.
-            `"alias"`: it is a history without its thoughts, and what is new; see `send`.
+            `"common_prefix"`: it starts as a history does, then differs.
+            `"moved_runs"`: it also has runs of a history elsewhere; see `segments`.
+            `"alias"`: it is a history without its reasoning, and new tokens; see `send`.
             `"start_over"`: nothing of it is kept, or nothing that is computed.
         num_tokens: Tokens from position 0 of the prompt (of `send` for an alias) whose KV the
-            engine has, in place; the last `keep_last` are never among them.
+            engine has in place. The last `keep_last` tokens never count.
         num_exact: How many of these are exact.
-        num_common: Tokens that prompt and history have in common at the front, computed or not.
+        num_common: Length of the common prefix of prompt and history, computed or not.
         conversation: The id under which the history was kept, or None.
-        num_kept: Tokens of that history; 0 if there is none.
-        age: Seconds since it was kept; 0.0 if there is none.
+        num_kept: Tokens of that history; 0 without one.
+        age: Seconds since it was kept; 0.0 without one.
         kv_transfer_params: vLLM's parameters, cut to blocks of exact tokens of `num_tokens`, or
-            None. They are handed out once: the reader releases the blocks that they name.
+            None. They are handed out once, because the reader releases the blocks that they name.
         num_transfer_tokens: Tokens from position 0 that they cover.
         transfer_reason: Why there are no parameters; empty if there are.
-        payload: What was given to `keep`, unchanged.
-        manifest: The history's `TransferManifest`, if one was given to `keep`.
-        send: For an alias, the ids to send in place of the prompt (uint32); else None.
-        segments: For moved runs, where each token of the prompt comes from, as
-            `ReusePlan.segments` has it (positions are those of the history); else None.
+        payload: What `keep` was given, unchanged.
+        manifest: The history's `TransferManifest`, if `keep` was given one.
+        send: For an alias, the ids to send instead of the prompt (uint32); else None.
+        segments: For moved runs, the source of each prompt token, as in `ReusePlan.segments`
+            (positions are those of the history); else None.
     """
 
     kind: AnswerKind
@@ -108,7 +108,7 @@ class TurnAnswer:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One kept history. `places` names each of its tokens; equal prefixes have equal places."""
+    """One kept history. `places` has one place per token; equal prefixes have equal places."""
 
     key: _Key
     number: int
@@ -118,7 +118,7 @@ class _Turn:
     num_computed: int
     source: ComputedSource | Imported
     spans: tuple[Span, ...]
-    thoughts: tuple[tuple[int, int], ...]
+    reasoning: tuple[tuple[int, int], ...]
     params: dict[str, Any] | None
     payload: object
     manifest: object
@@ -135,25 +135,25 @@ class _Turn:
         return int(self.places[-1])
 
     @property
-    def before_thought(self) -> int | None:
-        """The place right before its first thought; None without one that has anything before it.
+    def before_reasoning(self) -> int | None:
+        """The place before its first reasoning token, or None.
 
-        A path that leads to any of its thoughts leads past this one.
+        Every path into its reasoning has this place.
         """
-        start = next((start for start, _ in self.thoughts if start), None)
+        start = next((start for start, _ in self.reasoning if start), None)
         return None if start is None else int(self.places[start - 1])
 
 
 class _Marks:
-    """Histories by a place each, and which places have any."""
+    """Histories by place, and which places have any."""
 
     def __init__(self, num_places: int) -> None:
-        # By number, so oldest first.
+        # In the order of their numbers: oldest first.
         self._turns: dict[int, dict[int, _Turn]] = {}
         self._any = np.zeros(num_places, np.bool_)
 
     def add(self, place: int | None, turn: _Turn) -> None:
-        """Note that this history is to be found at a place, if there is one."""
+        """Register a history at a place; None registers nothing."""
         if place is not None:
             self._turns.setdefault(place, {})[turn.number] = turn
             self._any[place] = True
@@ -168,12 +168,12 @@ class _Marks:
                 self._any[place] = False
 
     def newest(self, place: int) -> _Turn | None:
-        """The newest history that is to be found at a place."""
+        """The newest history registered at a place."""
         turns = self._turns.get(place)
         return None if turns is None else next(reversed(turns.values()))
 
     def on(self, path: npt.NDArray[np.int32], most: int | None = None) -> list[_Turn]:
-        """Histories that are to be found at any of these places, oldest first: the newest ones.
+        """Histories registered at any of these places, oldest first; the newest `most` of them.
 
         A path has few such places: histories that end at different depths have many tokens.
         """
@@ -193,7 +193,7 @@ class _Kept:
     num_computed: int
     source: ComputedSource | Imported
     spans: tuple[Span, ...]
-    thoughts: tuple[tuple[int, int], ...]
+    reasoning: tuple[tuple[int, int], ...]
     params: dict[str, Any] | None
     payload: object
     manifest: object
@@ -205,11 +205,12 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a question has read of the tracker at one moment; nothing of it changes afterwards.
+    """What a `compare` has read of the tracker under the lock. It does not change afterwards.
 
-    `named` are the histories of the conversation that was asked for, or None. `longest` is the one
-    with most in common, as far as no search is needed: else `through` is the place that it has, and
-    `turns` are those of the namespace. `thinking` are those that may be an alias.
+    `named` are the histories of the given conversation, or None. `longest` is the history with the
+    longest common prefix, if no search is needed. Else `through` is a place of that history with
+    its position, and `turns` are all histories of the namespace. `thinking` are those that may be
+    an alias.
     """
 
     path: npt.NDArray[np.int32]
@@ -222,7 +223,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """An answer before anything is handed out."""
+    """A result before parameters are handed out."""
 
     kind: AnswerKind
     turn: _Turn
@@ -246,7 +247,7 @@ class _Asked:
 
 
 class _OwnLock:
-    """A lock that raises in a forked child: a thread that the child does not have may hold it."""
+    """A lock that raises in a forked child, which may lack the thread that holds it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -255,8 +256,8 @@ class _OwnLock:
     def __enter__(self) -> None:
         if os.getpid() != self._pid:
             msg = (
-                "TurnTracker: the tracker was made before os.fork, in the parent; this child makes "
-                "its own"
+                "TurnTracker: the tracker was made before os.fork, in the parent; the child must "
+                "make its own"
             )
             raise StaleHandleError(msg)
         self._lock.acquire()
@@ -268,55 +269,61 @@ class _OwnLock:
 class TurnTracker:
     """Keeps what decode engines returned, and says how the next prompt relates to it.
 
-    Tokens are compared, never hashes of them; every count is exact to the token. What is kept in
-    one namespace is never seen from another. All calls may come from any thread: one lock guards a
-    tracker. A question holds it to look its prompt up and to hand something out, and compares
-    histories without it: so a long comparison keeps nobody waiting, and its answer is that of the
-    moment at which the prompt was looked up. Histories that expire together go a few at a time.
-    Under the lock no call runs code of the caller, and what was kept and is forgotten dies only
-    after it. But Python may run a finalizer wherever garbage collection starts, and a signal
-    handler between any two lines, under the lock too: those that call the tracker may wait for
-    ever. After `os.fork` a tracker is the parent's: in the child its calls raise
+    Tokens are compared, not hashes; every count is exact to the token. What is kept in one
+    namespace is never found from another.
+
+    **Threads.** All calls may come from any thread; one lock guards a tracker. `compare` holds it
+    to look up the prompt and to hand something out. It compares histories without the lock, so a
+    long comparison blocks nobody, and its result is that of the moment of the lookup. Histories
+    that expire together are dropped a few at a time. No call runs code of the caller under the
+    lock, and forgotten objects are destroyed after it is released. But Python may run a finalizer
+    wherever garbage collection starts, and a signal handler between any two lines, also under the
+    lock: those that call the tracker may deadlock. After `os.fork`, calls in the child raise
     `StaleHandleError`.
 
-    **Bounds.** A history is forgotten `ttl` seconds after it was kept: choose less than what the
-    engine keeps its blocks for (vLLM's ``decoder_kv_blocks_ttl``, 480 by default, counts from the
-    end of the request). Conversations used least recently leave when `max_tokens` or
+    **Bounds.** A history is forgotten `ttl` seconds after it was kept. Choose less than the engine
+    keeps its blocks for (vLLM's ``decoder_kv_blocks_ttl``, 480 by default, counts from the end of
+    the request). The least recently used conversations are dropped when `max_tokens` or
     `max_conversations` would be exceeded.
 
-    **Cost.** `compare` reads the prompt once. A plan of moved runs reads the history too, of up to
-    eight histories where several may hold them. Without a conversation id, the first question after
-    a newer history was forgotten may look at all of the namespace, each in a fraction of a
-    microsecond.
+    **Cost.** `compare` reads the prompt once. A plan of moved runs also reads the history, and up
+    to eight histories if several may hold the runs. Without a conversation id, the first call after
+    a newer history was forgotten may look at all histories of the namespace, each in a fraction of
+    a microsecond.
 
     **vLLM.** `kv_transfer_params` are those that a decode engine with ``bidirectional_kv_xfer``
     returns (`do_remote_decode`), for the prefill of the next turn. vLLM pairs the end of the list
     with the end of what the receiver allocated, so only a list that ends with the common prefix is
-    safe, and the answer's is cut to that: whole blocks for a common prefix, in every group, counted
-    from the front, with `remote_num_tokens` lowered to match. No parameters are answered, and
-    `transfer_reason` says why, when that cannot be made safe: parameters of a prefill engine
-    (`do_remote_prefill`) or of push mode, whose receiver takes its whole prompt; lists that do not
-    begin at token 0; decode context parallelism; a number of groups other than that of
-    `block_size`. Of approximate KV none is offered, as vLLM does not label it. They are handed out
-    once, because the reader has all the blocks released, however few it read; and those that were
-    kept under a conversation id to that conversation alone. Fields that vLLM 0.32.0 does not have
-    are carried over unchanged. Sliding-window and state-space groups hold the end of a sequence:
-    leave `block_size` away for models that have any.
+    safe. The result is cut to that: whole blocks for a common prefix, in every group, counted from
+    the front, with `remote_num_tokens` lowered to match. If no cut is safe, there are no parameters
+    and `transfer_reason` says why:
+
+    * They are of a prefill engine (`do_remote_prefill`), or of push mode, whose receiver takes its
+      whole prompt.
+    * A list does not begin at token 0.
+    * The engine uses decode context parallelism.
+    * The number of groups is not that of `block_size`.
+
+    Approximate KV is never offered, because vLLM does not label it. Parameters are handed out once,
+    because the reader releases all blocks, however few it read. Parameters kept under a
+    conversation id go to that conversation alone. Fields that vLLM 0.32.0 does not have are passed
+    on unchanged. Sliding-window and state-space groups hold the end of a sequence: do not set
+    `block_size` for models with such groups.
 
     Args:
-        ttl: Seconds that a history is answered for; may be `math.inf`.
+        ttl: Seconds that a history is kept; may be `math.inf`.
         max_tokens: Most tokens of all histories together, each counted whole, 1 to 2**30.
-        max_conversations: Most conversations; each history without an id is one of its own.
-        block_size: Tokens a block of the engines that return `kv_transfer_params`: an int for one
-            group, or one for each. All groups must be full attention. None: parameters are never
-            answered.
-        receiver_block_size: Tokens a block of the engines that are sent the parameters, if not the
-            same. Cuts then end at common multiples.
+        max_conversations: Most conversations. Each history without an id counts as one.
+        block_size: Tokens per block of the engines that return `kv_transfer_params`: an int for one
+            group, or one per group. All groups must be full attention. None: never return
+            parameters.
+        receiver_block_size: Tokens per block of the engines that receive the parameters, if
+            different. Cuts then end at common multiples.
         min_transfer: Fewest tokens for which parameters are handed out. Without conversation ids,
-            more than what all conversations begin with: or the first turn of one takes the
-            parameters of another for the sake of a system prompt.
+            set it above the length that all conversations share: else the first turn of one takes
+            the parameters of another for a system prompt.
         min_run: Shortest moved run in tokens, at least 8.
-        clock: Seconds that never go back.
+        clock: Returns seconds, never decreasing.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -365,20 +372,20 @@ class TurnTracker:
             else _whole(call, "receiver_block_size", receiver_block_size, 1, _MAX_BLOCK_SIZE)
         )
         self._lock = _OwnLock()
-        # A block of the index is one token, and its id names a place in the tree of histories.
-        # While a history takes the place of another, both are there.
+        # A block of the index is one token. Its id names a place in the tree of histories. Twice
+        # the room, because a history and the one that it replaces are both there for a moment.
         num_places = 2 * self._max_tokens
         self._index = RadixIndex(num_places, 1, min_run=self._min_run)
         self._places = BlockAllocator(num_places)
         self._uses = np.zeros(num_places, np.int32)
         self._position = np.zeros(num_places, np.int32)
         self._newest = np.zeros(num_places, np.int64)
-        # Histories by what stands at a place: their end, that of one without an id, or the first
-        # thought right behind it.
+        # Histories by place: of their last token, of that of histories without an id, and of the
+        # token before the first reasoning.
         self._ending = _Marks(num_places)
         self._unnamed = _Marks(num_places)
         self._thinking = _Marks(num_places)
-        # Histories by number, that is by age.
+        # Histories by number, oldest first.
         self._turns: OrderedDict[int, _Turn] = OrderedDict()
         self._spaces: dict[Namespace, dict[int, _Turn]] = {}
         self._conversations: OrderedDict[_Key, list[_Turn]] = OrderedDict()
@@ -389,12 +396,12 @@ class TurnTracker:
 
     @property
     def ttl(self) -> float:
-        """Seconds that a history is answered for."""
+        """Seconds that a history is kept."""
         return self._ttl
 
     @property
     def num_conversations(self) -> int:
-        """Conversations that are kept; a history without an id counts as one."""
+        """Kept conversations; a history without an id counts as one."""
         with self._lock:
             return len(self._conversations)
 
@@ -405,7 +412,7 @@ class TurnTracker:
             return self._num_tokens
 
     def __len__(self) -> int:
-        """Kept histories, expired ones among them until the next call."""
+        """Kept histories, including expired ones until the next call."""
         with self._lock:
             return len(self._turns)
 
@@ -421,30 +428,30 @@ class TurnTracker:
         payload: object = None,
         manifest: object = None,
     ) -> None:
-        """Keep a history: the prompt and the answer of a request that has finished.
+        """Keep a history: the prompt and the answer of a finished request.
 
-        A history that the new one starts with is replaced by it, within its conversation, and among
-        those without an id: unless the old one has parameters or a manifest that were not handed
-        out yet, and the new one has none. Everything else is kept beside it: the other answers to
-        one prompt, branches, histories from before an edit.
+        The new history replaces those that it starts with, within its conversation, or among those
+        without an id. It does not replace one whose parameters or manifest were not handed out yet
+        if it has none itself. All others stay: other answers to one prompt, branches, histories
+        from before an edit.
 
         Args:
             seq: Ids of prompt and answer as the engine computed them, with their namespace. Copied.
-            num_computed: Tokens from position 0 whose KV exists. The last sampled token has none,
-                so after a decode that is at most ``len(seq) - 1``.
-            conversation: Its id, or None. Of a subclass of `str` the characters count.
-            spans: What the tokens are. Those of kind ``"reasoning"`` are what the chat template
-                deletes: give exactly the tokens that it does (`Section.dropped` of a tagger).
-            source: `kvtrie.COMPUTED`, or `kvtrie.Imported` if the KV is approximate from a position
-                on.
-            kv_transfer_params: What a vLLM engine returned. Copied, deep.
-            payload: Anything; answered as it is.
-            manifest: A `TransferManifest`; answered as it is.
+            num_computed: Tokens from position 0 whose KV exists. After a decode that is at most
+                ``len(seq) - 1``, because the last sampled token has none.
+            conversation: Its id, or None. Of a subclass of `str` only the characters count.
+            spans: Kinds of the tokens. Spans of kind ``"reasoning"`` must be exactly the tokens
+                that the chat template deletes (`Section.dropped` of a tagger).
+            source: `kvtrie.COMPUTED`, or `kvtrie.Imported` if the KV is approximate from some
+                position.
+            kv_transfer_params: What a vLLM engine returned. Deep-copied.
+            payload: Any object; returned unchanged.
+            manifest: A `TransferManifest`; returned unchanged.
 
         Raises:
             TypeError: An argument has the wrong type.
             ValueError: The history is empty or longer than `max_tokens`, `num_computed` or a span
-                is beyond it, or a field of the parameters is malformed. Nothing is changed.
+                is beyond it, or a field of the parameters is malformed. Nothing has changed.
 
         Example:
             >>> import kvtrie
@@ -479,38 +486,38 @@ class TurnTracker:
     ) -> TurnAnswer:
         """Say how a prompt relates to what is kept.
 
-        With a conversation id, its histories are asked; without one, the history of the namespace
-        that has most in common with the prompt. What is answered is the first of these that holds:
-        an exact extension, an alias if `alias` allows it, moved runs if `policy` allows them, a
-        common prefix, starting over.
+        With a conversation id, its histories are compared; without one, the history of the
+        namespace with the longest common prefix. The result is the first of these that holds: an
+        exact extension, an alias if `alias` allows it, moved runs if `policy` allows them, a common
+        prefix, starting over.
 
         Args:
             prompt: The next prompt, in the namespace of the histories.
-            conversation: Whose prompt it is, or None.
-            policy: What may be reused approximately, as for `RadixIndex.plan`. Moved runs are; see
-                the model's gate.
-            alias: Whether the kept history may be sent with its thoughts in it, in place of a
-                prompt without them. The model then sees the thoughts; the answer may differ.
+            conversation: The id of its conversation, or None.
+            policy: What may be reused approximately, as for `RadixIndex.plan`. Moved runs are
+                approximate; see the model's gate.
+            alias: Whether a kept history may be sent with its reasoning, instead of a prompt
+                without it. The model then sees the reasoning; its answer may differ.
             keep_last: Tokens at the end that the receiver computes anyway. vLLM loads none of the
-                last ``num_prefill_lookahead_tokens - 1``; at least 1 for any engine.
-            take: Whether the answer is acted upon. With False nothing is handed out: the parameters
-                stay for the next question, and the history is as old as it was.
+                last ``num_prefill_lookahead_tokens - 1``. At least 1 for any engine.
+            take: Whether the caller acts on the result. If False, nothing is handed out and nothing
+                is touched: the parameters stay for the next call.
 
         Returns:
-            What the prompt is, and what there is of it.
+            The kind of the prompt, and what the engine has of it.
 
         Raises:
-            StaleHandleError: The conversation has expired or is not known here.
+            StaleHandleError: The conversation has expired or is unknown.
             TypeError: An argument has the wrong type.
-            ValueError: `keep_last` is negative, or the policy's `min_run` less than the tracker's.
+            ValueError: `keep_last` is negative, or the policy's `min_run` is below the tracker's.
 
         Example:
             >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> tracker = kvtrie.TurnTracker()
             >>> history = kvtrie.TokenSequence([1, 2, 70, 71, 3, 4], space)
-            >>> thought = [kvtrie.Span(2, 4, "reasoning")]
-            >>> tracker.keep(history, num_computed=5, spans=thought)
+            >>> reasoning = [kvtrie.Span(2, 4, "reasoning")]
+            >>> tracker.keep(history, num_computed=5, spans=reasoning)
             >>> prompt = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
             >>> tracker.compare(prompt).kind
             'common_prefix'
@@ -529,21 +536,21 @@ class TurnTracker:
             return found
         with self._lock:
             answer = self._answer(found, asked, now)
-        # What is not handed out stays the tracker's.
+        # Parameters that are not handed out must not be shared with the caller.
         if take:
             return answer
         return replace(answer, kv_transfer_params=deepcopy(answer.kv_transfer_params))
 
     def forget(self, conversation: str, namespace: Namespace) -> None:
-        """Forget a conversation, for instance because its engine is gone.
+        """Forget a conversation, for example because its engine is gone.
 
         Args:
             conversation: Its id.
             namespace: The namespace of its sequences.
 
         Raises:
-            StaleHandleError: It has expired or is not known here.
-            TypeError: The id is no str, or the namespace no Namespace.
+            StaleHandleError: It has expired or is unknown.
+            TypeError: The id is not a str, or the namespace not a Namespace.
 
         Example:
             >>> import kvtrie
@@ -602,7 +609,7 @@ class TurnTracker:
         for span in all_spans:
             _instance(call, "an item of spans", span, Span, "a Span")
             if span.end > size:
-                msg = f"{call}: {span!r} ends behind the {size} tokens of the history"
+                msg = f"{call}: {span!r} ends after the {size} tokens of the history"
                 raise ValueError(msg)
         checked = None if params is None else checked_params(params, call)
         return _Kept(
@@ -611,7 +618,7 @@ class TurnTracker:
             num_computed=computed,
             source=source,
             spans=all_spans,
-            thoughts=_thoughts(all_spans),
+            reasoning=_reasoning(all_spans),
             params=checked,
             payload=payload,
             manifest=manifest,
@@ -633,7 +640,7 @@ class TurnTracker:
         _instance(call, "policy", policy, ReusePolicy, "a ReusePolicy")
         if policy.min_run is not None and policy.min_run < self._min_run:
             msg = (
-                f"{call}: the policy's min_run is {policy.min_run}, and the tracker finds runs of "
+                f"{call}: the policy's min_run is {policy.min_run}; the tracker finds runs of "
                 f"{self._min_run} tokens and more (its min_run)"
             )
             raise ValueError(msg)
@@ -647,26 +654,26 @@ class TurnTracker:
 
     def _read_clock(self) -> float:
         now = self._clock()
-        _instance("TurnTracker", "the clock's answer", now, (int, float), "a number of seconds")
+        _instance("TurnTracker", "the value of clock", now, (int, float), "a number of seconds")
         if not math.isfinite(now):
-            msg = f"TurnTracker: the clock's answer is {now}, not a finite number of seconds"
+            msg = f"TurnTracker: the value of clock is {now}, not a finite number of seconds"
             raise ValueError(msg)
         return float(now)
 
     def _expire_in_parts(self, now: float, dead: list[_Turn]) -> None:
-        """Lets others have the lock now and then, where very many histories expire."""
+        """Expire histories a few at a time, so that others get the lock in between."""
         more = True
         while more:
             with self._lock:
                 more = self._expire(now, dead, _MOST_DROPPED)
 
-    # Time and room. The lock is held from here on. A history that is forgotten may be the last to
-    # know its payload, whose finalizer may call the tracker: so it goes to `dead`, a list that the
-    # call lets go of without the lock.
+    # Time and room. The lock is held from here on. A dropped history may hold the last reference to
+    # its payload, whose finalizer may call the tracker. So it goes to `dead`, a list that the call
+    # releases without the lock.
 
     def _expire(self, now: float, dead: list[_Turn], most: int | None = None) -> bool:
-        """Forget what has expired, or so many histories of it; whether there may be more."""
-        # Threads may read the clock in one order and come here in another.
+        """Forget what has expired, at most `most` histories; returns whether there may be more."""
+        # Threads may read the clock in one order and get here in another.
         self._now = max(self._now, now)
         for _ in itertools.count() if most is None else range(most):
             turn = next(iter(self._turns.values()), None)
@@ -683,7 +690,7 @@ class TurnTracker:
         return False
 
     def _named(self, call: str, key: _Key) -> list[_Turn]:
-        """The histories of a conversation, or an error that says why there are none."""
+        """The histories of a conversation; raises an error that says why there are none."""
         turns = self._conversations.get(key)
         if turns is not None:
             return turns
@@ -695,14 +702,14 @@ class TurnTracker:
             )
         else:
             msg = (
-                f"{call}: conversation {key[1]!r} is not known in this namespace: it was never "
+                f"{call}: conversation {key[1]!r} is unknown in this namespace: it was never "
                 f"kept, was forgotten or made room for others, or expired long ago (ttl is "
                 f"{self._ttl:g} s)"
             )
         raise StaleHandleError(msg)
 
     def _drop(self, turn: _Turn, dead: list[_Turn]) -> None:
-        """Forget one history; what others share with it stays."""
+        """Forget one history; tokens shared with others stay."""
         dead.append(turn)
         del self._turns[turn.number]
         self._num_tokens -= len(turn.places)
@@ -717,7 +724,7 @@ class TurnTracker:
         self._ending.remove(turn.last, turn)
         if turn.conversation is None:
             self._unnamed.remove(turn.last, turn)
-        self._thinking.remove(turn.before_thought, turn)
+        self._thinking.remove(turn.before_reasoning, turn)
         self._uses[turn.places] -= 1
         unused = turn.places[self._uses[turn.places] == 0]
         if len(unused):
@@ -726,7 +733,7 @@ class TurnTracker:
     def _make_room(
         self, key: _Key, num_tokens: int, leaving: Sequence[_Turn], dead: list[_Turn]
     ) -> None:
-        """Let others go until a history of so many tokens fits; `leaving` goes for it anyway."""
+        """Drop others until a history of this size fits; `leaving` is dropped anyway."""
         spared = sum(len(turn.places) for turn in leaving)
         empty = {turn.key for turn in leaving} - {key}
         while True:
@@ -737,13 +744,13 @@ class TurnTracker:
             self._drop(self._least_recent(key, leaving), dead)
 
     def _least_recent(self, key: _Key, leaving: Sequence[_Turn]) -> _Turn:
-        """The oldest history of the conversation used least recently; those of `key` go last."""
+        """The oldest history of the conversation used least recently; those of `key` come last."""
         others = (turns for each, turns in self._conversations.items() if each != key)
         for turns in itertools.chain(others, [self._conversations.get(key, [])]):
             for turn in turns:
                 if turn not in leaving:
                     return turn
-        # A history is no longer than the bound, and alone it fits.
+        # A history is no longer than the bound, so it fits alone.
         msg = "TurnTracker.keep: no history is left to make room with; please report this"
         raise KvTrieError(msg)
 
@@ -755,7 +762,7 @@ class TurnTracker:
         path = self._index.lookup(kept.seq).blocks
         leaving = self._replaced(kept, path)
         self._make_room(key, len(kept.seq), leaving, dead)
-        # What made room may have been on the path.
+        # Dropped histories may have been on the path.
         path = self._index.lookup(kept.seq).blocks
         fresh = self._places.allocate(len(kept.seq) - len(path))
         places = np.concatenate([path, fresh])
@@ -771,7 +778,7 @@ class TurnTracker:
             num_computed=kept.num_computed,
             source=kept.source,
             spans=kept.spans,
-            thoughts=kept.thoughts,
+            reasoning=kept.reasoning,
             params=kept.params,
             payload=kept.payload,
             manifest=kept.manifest,
@@ -783,7 +790,7 @@ class TurnTracker:
         self._ending.add(turn.last, turn)
         if kept.conversation is None:
             self._unnamed.add(turn.last, turn)
-        self._thinking.add(turn.before_thought, turn)
+        self._thinking.add(turn.before_reasoning, turn)
         self._turns[turn.number] = turn
         self._spaces.setdefault(space, {})[turn.number] = turn
         self._conversations.setdefault(key, []).append(turn)
@@ -794,9 +801,9 @@ class TurnTracker:
             self._drop(old, dead)
 
     def _replaced(self, kept: _Kept, path: npt.NDArray[np.int32]) -> list[_Turn]:
-        """Histories that the new one starts with and takes the place of."""
+        """Histories that the new one starts with and replaces."""
         if kept.conversation is None:
-            # The place at which a history ends is on the path of every longer one.
+            # The last place of a history is on the path of every longer one.
             turns = self._unnamed.on(path)
         else:
             key = (kept.seq.namespace, kept.conversation)
@@ -812,7 +819,7 @@ class TurnTracker:
             or (turn.manifest is None and (turn.params is None or turn.params_taken))
         ]
 
-    # Comparing. First what is read under the lock, then what is worked out without it.
+    # Comparing. Reads under the lock come first, then the work without it.
 
     def _look_up(self, asked: _Asked) -> _Seen:
         namespace = asked.prompt.namespace
@@ -831,12 +838,12 @@ class TurnTracker:
                 turns = list(self._spaces[namespace].values())
         thinking: list[_Turn] = []
         if asked.alias:
-            # Up to the first thought that is left out, the prompt is the history.
+            # Before the first dropped reasoning, the prompt equals the history.
             thinking = self._thinking.on(path, _MOST_TURNS_ALIASED) if named is None else named
         return _Seen(path, named, longest, through, turns, thinking)
 
     def _known_through(self, namespace: Namespace, place: int) -> _Turn | None:
-        """The newest history that has this place, unless it was forgotten."""
+        """The newest history with this place, unless it was forgotten."""
         return self._spaces.get(namespace, {}).get(int(self._newest[place]))
 
     def _compare(self, asked: _Asked, seen: _Seen) -> _Found | TurnAnswer:
@@ -873,7 +880,7 @@ class TurnTracker:
         return TurnAnswer(kind="start_over", num_common=common)
 
     def _longest(self, seen: _Seen) -> _Turn | None:
-        """The history that has most in common; one that is wholly so first, then the newest."""
+        """The history with the longest common prefix; on a tie a whole one, then the newest."""
         if seen.named is not None:
             turns = [(_common(seen.path, turn.places), turn) for turn in seen.named]
             common, turn = max(
@@ -885,11 +892,11 @@ class TurnTracker:
         return self._searched(seen.turns, *seen.through)
 
     def _searched(self, turns: list[_Turn], place: int, position: int) -> _Turn | None:
-        """The newest of these histories that has a place. It is written down for the next time."""
+        """The newest of these histories with a place; remembered for the next call."""
         for turn in reversed(turns):
             if len(turn.places) > position and turn.places[position] == place:
                 with self._lock:
-                    # A place that was given back may name something else by now.
+                    # The place may have been freed and allocated again.
                     if turn.number in self._turns and int(self._newest[place]) not in self._turns:
                         self._newest[place] = turn.number
                 return turn
@@ -913,16 +920,16 @@ class TurnTracker:
     def _alias(
         self, asked: _Asked, turns: list[_Turn]
     ) -> tuple[_Turn, npt.NDArray[np.uint32]] | None:
-        """A history that is the prompt's beginning without its thoughts, and what to send."""
+        """A history whose text without reasoning begins the prompt, and what to send."""
         if asked.prompt.items:
             return None
         prompt = asked.prompt[:]
         best: tuple[int, int] = (0, 0)
         found = None
         for turn in turns:
-            if not turn.thoughts or turn.seq.items or (len(turn.places), turn.number) < best:
+            if not turn.reasoning or turn.seq.items or (len(turn.places), turn.number) < best:
                 continue
-            consumed = _without_thoughts(turn, prompt)
+            consumed = _without_reasoning(turn, prompt)
             if consumed is not None:
                 best = (len(turn.places), turn.number)
                 found = (turn, np.concatenate([turn.seq[:], prompt[consumed:]]))
@@ -931,7 +938,7 @@ class TurnTracker:
     def _moved(
         self, asked: _Asked, seen: _Seen, longest: _Turn | None
     ) -> tuple[_Turn, npt.NDArray[np.void]] | None:
-        """The history of which most is reused with moved runs, and the plan's segments."""
+        """The history with the most reuse through moved runs, and the plan's segments."""
         named = seen.named
         turns = self._sources(asked) if named is None else named[-_MOST_TURNS_PLANNED:]
         if longest is not None and longest not in turns:
@@ -949,13 +956,13 @@ class TurnTracker:
         return found
 
     def _sources(self, asked: _Asked) -> list[_Turn]:
-        """Histories that hold runs of the prompt, those with most first."""
+        """Histories that hold runs of the prompt, most tokens first."""
         namespace = asked.prompt.namespace
         plan = self._index.plan(asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False)
         places = plan.source_blocks
         plan.release()
-        # What was forgotten since leaves a place that leads to no history, or to another one: each
-        # is planned by itself.
+        # A place of a history forgotten since then leads to no history or to another one. That does
+        # no harm: each history is planned separately.
         with self._lock:
             newest, firsts, counts = np.unique(
                 self._newest[places], return_index=True, return_counts=True
@@ -975,7 +982,7 @@ class TurnTracker:
         return found
 
     def _planned(self, turn: _Turn, asked: _Asked) -> tuple[npt.NDArray[np.void], int]:
-        """Where the prompt's tokens lie in one history, and how many are reused."""
+        """The source of the prompt's tokens in one history, and how many are reused."""
         size = len(turn.places)
         index = RadixIndex(size, 1, min_run=self._min_run)
         index.insert(
@@ -991,7 +998,7 @@ class TurnTracker:
         return segments, reused
 
     def _answer(self, found: _Found, asked: _Asked, now: float) -> TurnAnswer:
-        """Hand out what was found. The lock is held."""
+        """Hand out a result. The lock is held."""
         turn, kind, num_exact = found.turn, found.kind, found.num_exact
         if turn.params is None:
             cut = CutParams(None, 0, "none were kept")
@@ -1037,14 +1044,14 @@ class TurnTracker:
 
 
 def _common(path: npt.NDArray[np.int32], places: npt.NDArray[np.int32]) -> int:
-    """Tokens that two paths from the root share."""
+    """Length of the common prefix of two paths."""
     size = min(len(path), len(places))
     differ = path[:size] != places[:size]
     return int(differ.argmax()) if differ.any() else size
 
 
 def _leading(segments: npt.NDArray[np.void]) -> tuple[int, int]:
-    """Tokens that a plan leaves in place, and how many of them are exact."""
+    """Tokens that a plan uses in place, and how many of them are exact."""
     end = exact = 0
     for start, stop, delta, label in segments[["start", "end", "delta", "class"]].tolist():
         if start != end or delta != 0 or label == 2:
@@ -1054,15 +1061,15 @@ def _leading(segments: npt.NDArray[np.void]) -> tuple[int, int]:
     return end, exact
 
 
-def _without_thoughts(turn: _Turn, prompt: npt.NDArray[np.uint32]) -> int | None:
-    """How much of a prompt is this history less some of its thoughts, or None.
+def _without_reasoning(turn: _Turn, prompt: npt.NDArray[np.uint32]) -> int | None:
+    """Length of the part of a prompt that is this history without some of its reasoning, or None.
 
-    First all of them are left out, then those with which the prompt does not go on.
+    First all reasoning is dropped; then only reasoning that the prompt does not have.
     """
     tokens = turn.seq[:]
     for keep_some in (False, True):
         read = at = removed = 0
-        for start, end in (*turn.thoughts, (len(tokens), len(tokens))):
+        for start, end in (*turn.reasoning, (len(tokens), len(tokens))):
             if not np.array_equal(tokens[at:start], prompt[read : read + start - at]):
                 break
             read += start - at
@@ -1077,8 +1084,8 @@ def _without_thoughts(turn: _Turn, prompt: npt.NDArray[np.uint32]) -> int | None
     return None
 
 
-def _thoughts(spans: tuple[Span, ...]) -> tuple[tuple[int, int], ...]:
-    """Ranges of reasoning, ascending; those that touch or overlap are one."""
+def _reasoning(spans: tuple[Span, ...]) -> tuple[tuple[int, int], ...]:
+    """Ranges of reasoning, ascending; ranges that touch or overlap are merged."""
     merged: list[tuple[int, int]] = []
     for span in sorted(
         (span for span in spans if span.kind == "reasoning" and span.start < span.end),
@@ -1094,9 +1101,9 @@ def _thoughts(spans: tuple[Span, ...]) -> tuple[tuple[int, int], ...]:
 def _instance(
     call: str, name: str, value: object, kind: type | tuple[type, ...], what: str
 ) -> None:
-    """Refuse what is not of a type. A bool is an int nowhere but where a bool is asked for.
+    """Refuse a value of another type. A bool is not an int.
 
-    The type is what counts, not what `__class__` says: nobody else's attributes are read later.
+    The type counts, not `__class__`: no attribute of a foreign object is read later.
     """
     if not issubclass(type(value), kind) or (isinstance(value, bool) and kind is not bool):
         msg = f"{call}: {name} is {value!r}, not {what}"
@@ -1109,13 +1116,13 @@ def _copied(call: str, name: str, seq: TokenSequence) -> TokenSequence:
 
 
 def _index(call: str, name: str, value: SupportsIndex) -> int:
-    """An exact int: a subclass's comparisons would run under the lock."""
+    """An exact int, because a subclass's comparisons would run under the lock."""
     _instance(call, name, value, SupportsIndex, "an int")
     return operator.index(value)
 
 
 def _text(call: str, name: str, value: str) -> str:
-    """An exact str of the same characters: a subclass's hash would run under the lock."""
+    """An exact str of the same characters, because a subclass's hash would run under the lock."""
     _instance(call, name, value, str, "a str")
     return exact_text(value)
 
@@ -1133,6 +1140,6 @@ def _block_sizes(call: str, value: int | Sequence[int] | None) -> tuple[int, ...
         return None
     sizes = list(value) if isinstance(value, Sequence) else [value]
     if not sizes:
-        msg = f"{call}: block_size is empty; it has one size for each block group"
+        msg = f"{call}: block_size is empty; it must have one size per block group"
         raise ValueError(msg)
     return tuple(_whole(call, "block_size", size, 1, _MAX_BLOCK_SIZE) for size in sizes)

@@ -259,7 +259,7 @@ def test_command_reads_a_chat_file_and_shows_tables(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
-    "no such model": (lambda tmp: [tmp / "none"], "no model directory"),
+    "no such model": (lambda tmp: [tmp / "none"], "not a model directory"),
     "no config": (lambda tmp: [tmp], "config.json"),
     "unknown policy": (lambda _: ["gqa", "--policies", "exact,rotat"], "unknown policy 'rotat'"),
     "no policy": (lambda _: ["gqa", "--policies", ","], "no policy"),

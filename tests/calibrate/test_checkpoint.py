@@ -111,13 +111,13 @@ def damage(model: Path, what: str) -> None:
     ("what", "message"),
     [
         ("config", "No such file"),
-        ("list", "no JSON object"),
-        ("nested", "no JSON"),
+        ("list", "not a JSON object"),
+        ("nested", "not JSON"),
         ("weights", "there are no safetensors files"),
         ("short", "has 5 bytes"),
-        ("header", f"header of {1 << 40} is announced"),
-        ("json", "no JSON"),
-        ("bounds", "is to lie at"),
+        ("header", f"header should have {1 << 40}"),
+        ("json", "not JSON"),
+        ("bounds", "should be at"),
         ("outside", "outside of the directory"),
         ("missing", "No such file"),
     ],
@@ -131,7 +131,7 @@ def test_digest_of_a_broken_directory_is_refused(model: Path, what: str, message
 def test_a_tensor_in_two_files_is_refused(model: Path) -> None:
     shutil.copy(model / "model.safetensors", model / "a.safetensors")
     (model / "model.safetensors").rename(model / "b.safetensors")
-    with pytest.raises(_checkpoint.CheckpointError, match=r"is in a\.safetensors too"):
+    with pytest.raises(_checkpoint.CheckpointError, match=r"is in a\.safetensors as well"):
         _checkpoint.digest(model)
 
 

@@ -597,7 +597,7 @@ def test_read_figure_that_is_no_number_is_refused(path: Path, name: str, constan
     document = json.loads(gate().to_json())
     put(*FIGURES, name, value="HERE")(document)
     path.write_text(json.dumps(document).replace('"HERE"', constant), encoding="utf-8")
-    with pytest.raises(gates.GateError, match=f"{constant} is no number"):
+    with pytest.raises(gates.GateError, match=f"{constant} is not a JSON number"):
         gates.read(path)
 
 

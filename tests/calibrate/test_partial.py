@@ -99,7 +99,7 @@ def test_file_of_another_format_is_refused(path: Path, monkeypatch: pytest.Monke
 
 
 def test_file_that_another_process_has_is_refused(path: Path) -> None:
-    with Partial(path), pytest.raises(PartialError, match="another run writes it"):
+    with Partial(path), pytest.raises(PartialError, match="another run is writing it"):
         Partial(path)
     # A lock ends with its process, so nothing is left that somebody would have to remove.
     Partial(path).close()
@@ -171,7 +171,7 @@ def test_interrupted_and_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> 
     assert (code, printed) == (130, "")
     assert error.splitlines()[-1] == (
         f"kvtrie: interrupted; {rows} of 17 conversations are kept in {kept}: the same command "
-        "goes on from there"
+        "continues from there"
     )
     before = kept.read_bytes()
     code, *_ = stop_in_the_middle(out, signal.SIGKILL)

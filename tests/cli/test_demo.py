@@ -87,8 +87,8 @@ def test_one_reply_has_no_edited_history(run: Run, write: Write) -> None:
     chat = write({"role": "user", "content": "One and one?"})
     (conversation,) = document(run(chat, "--json"))["conversations"]
     assert conversation["edited"] == []
-    assert conversation["why_not_edited"] == "one reply alone edits nothing"
-    assert "not replayed: one reply alone edits nothing" in run(chat).stdout
+    assert conversation["why_not_edited"] == "there is only one reply, so nothing is edited"
+    assert "not replayed: there is only one reply, so nothing is edited" in run(chat).stdout
 
 
 def test_what_goes_on_is_not_measured() -> None:
@@ -143,7 +143,7 @@ def test_tables_name_every_figure(run: Run, talk: Path) -> None:
         "found ",
         "later turns: time to first token",
         "answers identical to a run without cache: 3 of 3",
-        "tolerance: reused KV is bit for bit",
+        "tolerance: reused KV equals the computed KV bit for bit",
     ):
         assert text in result.stdout
     assert len(re.findall(r"^ +[123] +\d+ .* yes ", result.stdout, re.MULTILINE)) == 3

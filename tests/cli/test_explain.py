@@ -84,7 +84,7 @@ def test_every_line_for_people(file: File) -> None:
     result = run(file(IDS, "a"), file(prompt, "b"), "--block-size", 4, "--context", 3)
     assert result.exit_code == 0
     assert result.stdout == (
-        "diverged at token 5: other tokens are cached from there on\n"
+        "diverged at token 5: other tokens are cached after it\n"
         "  exact      4 of 8 tokens, 1 blocks of 4\n"
         "  cached     ... 102 103 104 | 105 106 107\n"
         "  prompt     ... 102 103 104 | 1 2 3\n"
@@ -201,7 +201,7 @@ def test_a_namespace_is_named_where_there_are_several(file: File, snapshot: Path
     asked = run(file(IDS), "--snapshot", snapshot)
     refused(asked, "3 namespaces match, of the models m, n", "--salt")
     refused(run(file(IDS), "--snapshot", snapshot, "--model", "m"), "2 namespaces match")
-    refused(run(file(IDS), "--snapshot", snapshot, "--rope", "x"), "no namespace like that")
+    refused(run(file(IDS), "--snapshot", snapshot, "--rope", "x"), "no such namespace")
     empty = ("--model", "m", "--salt", "")
     refused(run(file(IDS), "--snapshot", snapshot, *empty), "salt is empty")
 

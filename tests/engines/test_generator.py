@@ -312,7 +312,7 @@ def test_models_that_cannot_be_held_are_refused(config: Any, named: str) -> None
 def test_config_that_does_not_tell_the_truth_is_found_out(models: Models) -> None:
     model = fresh(models).eval()
     model.config.num_key_value_heads = 4
-    with pytest.raises(LayoutError, match="layer 0 offers K of shape"):
+    with pytest.raises(LayoutError, match="layer 0 has K of shape"):
         Generator(model, num_blocks=8)
 
 

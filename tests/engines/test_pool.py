@@ -165,8 +165,10 @@ def test_apply_on_a_gpu_returns_an_event() -> None:
         pytest.param((0, 30, -3, 0), ValueError, "num_tokens -3", id="negative"),
         pytest.param((0, 30, 5, -1534), LayoutError, "delta -1534", id="delta"),
         pytest.param((0, 44, 3, 0), ValueError, "dest_slot 44 is written twice", id="twice"),
-        pytest.param((38, 10, 3, 0), ValueError, "slot 40 is source and dest", id="read-of-dest"),
-        pytest.param((0, 2, 3, 0), ValueError, "slot 2 is source and destination", id="overlap"),
+        pytest.param((38, 10, 3, 0), ValueError, "slot 40 is both source", id="read-of-dest"),
+        pytest.param(
+            (0, 2, 3, 0), ValueError, "slot 2 is both source and destination", id="overlap"
+        ),
     ],
 )
 def test_apply_refuses_before_the_first_copy(
@@ -222,7 +224,7 @@ def test_positions_look_at_their_own_blocks_alone() -> None:
 def test_scatter_refuses_a_block_that_comes_twice() -> None:
     pool = poisoned("cpu")
     before = bits(pool)
-    with pytest.raises(ValueError, match="block 4 comes twice"):
+    with pytest.raises(ValueError, match="block 4 occurs twice"):
         pool.scatter(*rows(2 * BLOCK, "cpu"), [4, 4], 0)
     assert_unchanged(pool, before)
 

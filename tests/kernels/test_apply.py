@@ -198,17 +198,22 @@ BAD_MOVES = [
     ("twice", [(0, 20, 5, 0), (6, 24, 2, 0)], ValueError, "dest_slot 24 is written twice"),
     ("within", [(0, 20, 9, 0), (10, 22, 1, 0)], ValueError, "dest_slot 22 is written twice"),
     ("same", [(0, 20, 2, 0), (0, 20, 2, 0)], ValueError, "dest_slot 20 is written twice"),
-    ("itself", [(5, 5, 2, 0)], ValueError, "slot 5 is source and destination"),
-    ("overlap", [(5, 7, 4, 1)], ValueError, "slot 7 is source and destination"),
-    ("overlap-back", [(7, 5, 4, 1)], ValueError, "slot 7 is source and destination"),
-    ("chain", [(0, 20, 3, 0), (22, 30, 2, 0)], ValueError, "slot 22 is source and destination"),
+    ("itself", [(5, 5, 2, 0)], ValueError, "slot 5 is both source and destination"),
+    ("overlap", [(5, 7, 4, 1)], ValueError, "slot 7 is both source and destination"),
+    ("overlap-back", [(7, 5, 4, 1)], ValueError, "slot 7 is both source and destination"),
+    (
+        "chain",
+        [(0, 20, 3, 0), (22, 30, 2, 0)],
+        ValueError,
+        "slot 22 is both source and destination",
+    ),
     (
         "behind-a-touching-one",
         [(0, 10, 10, 0), (20, 28, 4, 0), (5, 22, 2, 0)],
         ValueError,
-        "slot 22 is source and destination",
+        "slot 22 is both source and destination",
     ),
-    ("touch", [(18, 0, 3, 0), (1, 20, 3, 0)], ValueError, "slot 1 is source and destination"),
+    ("touch", [(18, 0, 3, 0), (1, 20, 3, 0)], ValueError, "slot 1 is both source and destination"),
 ]
 
 

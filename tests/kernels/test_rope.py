@@ -79,12 +79,12 @@ def test_layers_that_turn_alike_share_one_rotary() -> None:
 
 def test_repr_is_for_people() -> None:
     assert repr(made(GEMMA3)) == (
-        "RopeSpec(6 layers, head_dim=16: layers 0 to 4 turn [0, 16) in halves; "
-        "layer 5 turns [0, 16) in halves)"
+        "RopeSpec(6 layers, head_dim=16: layers 0 to 4 rotate [0, 16) in halves; "
+        "layer 5 rotates [0, 16) in halves)"
     )
     yarn = YARN | {"rope_theta": 10000.0}
     assert repr(made(DEEPSEEK, num_hidden_layers=1, rope_scaling=yarn)) == (
-        "RopeSpec(1 layer, head_dim=40: layer 0 turns [32, 40) in pairs, factor 1.139 in K)"
+        "RopeSpec(1 layer, head_dim=40: layer 0 rotates [32, 40) in pairs, factor 1.139 in K)"
     )
     assert repr(RopeSpec(layers=(None, None), head_dim=4)) == (
         "RopeSpec(2 layers, head_dim=4: layers 0 to 1 stay)"
@@ -336,7 +336,7 @@ PUBLISHED = {
             "rope_theta": 500000.0,
             "rope_scaling": {**LLAMA3},
         },
-        "RopeSpec(32 layers, head_dim=128: layers 0 to 31 turn [0, 128) in halves)",
+        "RopeSpec(32 layers, head_dim=128: layers 0 to 31 rotate [0, 128) in halves)",
     ),
     "Qwen/QwQ-32B with YaRN": (
         {
@@ -353,7 +353,7 @@ PUBLISHED = {
             },
         },
         (
-            "RopeSpec(64 layers, head_dim=128: layers 0 to 63 turn [0, 128) in halves, "
+            "RopeSpec(64 layers, head_dim=128: layers 0 to 63 rotate [0, 128) in halves, "
             "factor 1.139 in K)"
         ),
     ),
@@ -380,7 +380,7 @@ PUBLISHED = {
                 "original_max_position_embeddings": 4096,
             },
         },
-        "RopeSpec(61 layers, head_dim=576: layers 0 to 60 turn [512, 576) in pairs)",
+        "RopeSpec(61 layers, head_dim=576: layers 0 to 60 rotate [512, 576) in pairs)",
     ),
     "openai/gpt-oss-20b": (
         {
@@ -401,7 +401,7 @@ PUBLISHED = {
             },
         },
         (
-            "RopeSpec(24 layers, head_dim=64: layers 0 to 23 turn [0, 64) in halves, "
+            "RopeSpec(24 layers, head_dim=64: layers 0 to 23 rotate [0, 64) in halves, "
             "factor 1.347 in K)"
         ),
     ),
@@ -414,7 +414,7 @@ PUBLISHED = {
             "rotary_emb_base": 10000,
             "rotary_pct": 0.25,
         },
-        "RopeSpec(12 layers, head_dim=64: layers 0 to 11 turn [0, 16) in halves)",
+        "RopeSpec(12 layers, head_dim=64: layers 0 to 11 rotate [0, 16) in halves)",
     ),
     "EleutherAI/gpt-j-6b": (
         {
@@ -425,7 +425,7 @@ PUBLISHED = {
             "rotary": True,
             "rotary_dim": 64,
         },
-        "RopeSpec(28 layers, head_dim=256: layers 0 to 27 turn [0, 64) in pairs)",
+        "RopeSpec(28 layers, head_dim=256: layers 0 to 27 rotate [0, 64) in pairs)",
     ),
 }
 
@@ -457,7 +457,7 @@ REFUSED = [
     ({"model_type": "mpt"}, "ALiBi"),
     ({"model_type": "falcon", "alibi": True}, "ALiBi"),
     ({"model_type": "hunyuan_v1_dense"}, "key_layernorm"),
-    ({"model_type": "house_brand"}, "house_brand model: it is not known"),
+    ({"model_type": "house_brand"}, "house_brand model: its type is unknown"),
     ({"model_type": None}, "no model_type"),
     ({"model_type": "llama4_text"}, "interleaved=True for transformers"),
     ({"text_config": {}}, "multimodal (text_config)"),
@@ -518,8 +518,8 @@ REFUSED = [
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2'"),
     ({"rope_scaling": {"type": "linear", "factor": math.nan}}, "factor is nan"),
-    ({"rope_scaling": {"factor": 2.0}}, "factor=2.0 means nothing"),
-    ({"rope_scaling": {**YARN, "alpha": 1000}}, "alpha=1000 means nothing"),
+    ({"rope_scaling": {"factor": 2.0}}, "factor=2.0 has no known meaning"),
+    ({"rope_scaling": {**YARN, "alpha": 1000}}, "alpha=1000 has no known meaning"),
     ({"rope_scaling": {**YARN, "truncate": "no"}}, "truncate is 'no'"),
     ({"rope_scaling": {**YARN, "beta_fast": -1}}, "beta_fast is -1"),
     ({"rope_scaling": {**YARN, "attention_factor": 0}}, "attention_factor is 0"),
@@ -538,8 +538,8 @@ REFUSED = [
     ({"head_dim": 16.0}, "head_dim is 16.0"),
     ({"head_dim": 15}, "head_dim 15 is odd"),
     ({"hidden_size": 66}, "66 does not divide into 4"),
-    ({"partial_rotary_factor": 0.5}, "models of its type turn whole heads"),
-    ({"rotary_dim": 8}, "models of its type turn whole heads"),
+    ({"partial_rotary_factor": 0.5}, "models of its type rotate whole heads"),
+    ({"rotary_dim": 8}, "models of its type rotate whole heads"),
     ({"model_type": "phi", "partial_rotary_factor": 1.5}, "24 channels"),
     ({"model_type": "phi", "partial_rotary_factor": 0.01}, "0 channels"),
     ({"model_type": "phi", "partial_rotary_factor": -1}, "partial_rotary_factor is -1"),

@@ -243,7 +243,7 @@ def test_own_layouts_and_engines_are_not_mixed_up() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "head_dim", "message"),
-    [(3, 8, "3 layers, the layout 2"), (2, 16, "head_dim 16, the layout 8")],
+    [(3, 8, "3 layers, the layout has 2"), (2, 16, "head_dim 16, the layout has 8")],
 )
 def test_pool_refuses_a_rope_of_another_geometry(layers: int, head_dim: int, message: str) -> None:
     layout = KVLayout(num_layers=2, num_kv_heads=3, head_dim=8, dtype="float32", block_size=4)
@@ -315,7 +315,7 @@ def test_layout_without_v_is_half_as_large() -> None:
     pool = KVPool(layout, num_blocks=3)
     assert pool.v == (None, None)
     assert pool.num_bytes == sum(rows.nbytes for rows in pool.k)
-    with pytest.raises(ValueError, match="v_head_dim 0"):
+    with pytest.raises(ValueError, match="v_head_dim is 0"):
         pool.scatter(torch.zeros(2, 1, 1, 8), torch.zeros(2, 1, 1, 8), [0], 0)
 
 

@@ -61,7 +61,7 @@ def test_histories_without_thoughts_are_compared_without_the_lock(
 ) -> None:
     tracker = kvtrie.TurnTracker()
     tracker.keep(seq([1, 2, 70, 3]), num_computed=4, spans=[kvtrie.Span(2, 3, "reasoning")])
-    waited = others_come_in(tracker, monkeypatch, "_without_thoughts")
+    waited = others_come_in(tracker, monkeypatch, "_without_reasoning")
     assert tracker.compare(seq([1, 2, 3, 4]), alias=True).kind == "alias"
     assert waited == [True]
 
@@ -188,5 +188,5 @@ def test_what_is_forgotten_while_it_is_compared_is_answered_once(
     monkeypatch.setattr(router, "_common", forgets)
     answer = tracker.compare(seq([1, 2, 3, 4]), conversation="c")
     assert (answer.kind, answer.payload) == ("exact_extension", "held")
-    with pytest.raises(kvtrie.StaleHandleError, match="not known"):
+    with pytest.raises(kvtrie.StaleHandleError, match="unknown"):
         tracker.compare(seq([1, 2, 3, 4]), conversation="c")

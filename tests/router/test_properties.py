@@ -236,7 +236,7 @@ def test_alias_is_the_history_and_what_is_new(
         # Sound whatever was taken for what: some whole thoughts less, and what is new.
         sent = tuple(answer.send.tolist())
         assert sent[: len(ids)] == ids
-        merged = tracker._turns[1].thoughts
+        merged = tracker._turns[1].reasoning
         assert any(
             without(ids, tuple(each for each, out in zip(merged, choice, strict=True) if out))
             + sent[len(ids) :]

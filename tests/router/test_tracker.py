@@ -171,7 +171,7 @@ def test_namespaces_are_walls() -> None:
     for options in ({}, {"policy": MOVING}, {"alias": True}):
         answer = tracker.compare(seq(range(31), space=OTHER), **options)
         assert (answer.kind, answer.num_common) == ("start_over", 0)
-    with pytest.raises(kvtrie.StaleHandleError, match="'c' is not known in this namespace"):
+    with pytest.raises(kvtrie.StaleHandleError, match="'c' is unknown in this namespace"):
         tracker.compare(seq(range(31), space=OTHER), conversation="c")
     tracker.keep(seq(range(5), space=OTHER), num_computed=5, conversation="c")
     assert tracker.compare(seq(range(31)), conversation="c").num_tokens == 30
@@ -287,7 +287,7 @@ def test_tracker_refuses(options: dict[str, Any], error: type[Exception], messag
         ({"conversation": 5}, TypeError, "conversation is 5"),
         ({"source": None}, TypeError, "source is None"),
         ({"spans": [(0, 1)]}, TypeError, "spans"),
-        ({"spans": [kvtrie.Span(0, 4, "user")]}, ValueError, "behind the 3 tokens"),
+        ({"spans": [kvtrie.Span(0, 4, "user")]}, ValueError, "after the 3 tokens"),
     ],
 )
 def test_keep_refuses_and_keeps_nothing(
@@ -307,7 +307,7 @@ def test_keep_refuses_and_keeps_nothing(
     [
         ({"prompt": [1]}, TypeError, "prompt is"),
         ({"conversation": b"c"}, TypeError, "conversation"),
-        ({"conversation": "gone"}, kvtrie.StaleHandleError, "'gone' is not known"),
+        ({"conversation": "gone"}, kvtrie.StaleHandleError, "'gone' is unknown"),
         ({"policy": None}, TypeError, "policy is None"),
         ({"policy": kvtrie.ReusePolicy(min_run=9)}, ValueError, "min_run is 9.*16 tokens"),
         ({"alias": 1}, TypeError, "alias is 1"),
@@ -336,7 +336,7 @@ def test_forget_refuses_what_is_not_known() -> None:
 @pytest.mark.parametrize("answer", [math.nan, math.inf, None, "1"])
 def test_clock_that_tells_no_time_is_refused(answer: object) -> None:
     tracker = kvtrie.TurnTracker(clock=lambda: answer)  # type: ignore[arg-type, return-value]
-    with pytest.raises((TypeError, ValueError), match="the clock's answer is"):
+    with pytest.raises((TypeError, ValueError), match="the value of clock is"):
         tracker.keep(seq(1), num_computed=1)
     assert len(tracker) == 0
 
@@ -435,7 +435,7 @@ def test_conversation_kept_again_after_it_expired_is_forgotten_like_any_other() 
         tracker.keep(seq(1, 2), num_computed=2, conversation="c")
         clock.now += 9
     tracker.forget("c", NS)
-    with pytest.raises(kvtrie.StaleHandleError, match="not known in this namespace"):
+    with pytest.raises(kvtrie.StaleHandleError, match="unknown in this namespace"):
         tracker.compare(seq(1, 2), conversation="c")
     clock.now += 20
     tracker.keep(seq(1, 2), num_computed=2, conversation="c")
@@ -444,7 +444,7 @@ def test_conversation_kept_again_after_it_expired_is_forgotten_like_any_other() 
         tracker.compare(seq(1, 2), conversation="c")
     tracker.keep(seq(1, 2), num_computed=2, conversation="c")
     tracker.forget("c", NS)
-    with pytest.raises(kvtrie.StaleHandleError, match="not known in this namespace"):
+    with pytest.raises(kvtrie.StaleHandleError, match="unknown in this namespace"):
         tracker.compare(seq(1, 2), conversation="c")
 
 

@@ -378,7 +378,7 @@ def test_presets_are_named_and_sourced() -> None:
         assert form.name == name
         assert form.sources
         assert tags.preset(name) is form
-    with pytest.raises(ValueError, match="preset: 'llama' is no preset; there are qwen3"):
+    with pytest.raises(ValueError, match="preset: 'llama' is not a preset; the presets are qwen3"):
         tags.preset("llama")
     with pytest.raises(TypeError):
         tags.PRESETS["mine"] = form  # type: ignore[index] # it must refuse
@@ -399,10 +399,10 @@ def test_preset_from_a_mapping() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"assistant": None}, ValueError, "nothing says where the assistant speaks"),
+        ({"assistant": None}, ValueError, "no argument says where the assistant speaks"),
         ({"user": []}, ValueError, "'user' is empty"),
         ({"user": "u"}, TypeError, "'user' is 'u'"),
-        ({"user": [1, True]}, TypeError, "neither a token id nor a row"),
+        ({"user": [1, True]}, TypeError, "neither a token id nor a sequence"),
         ({"user": -1}, ValueError, "token id -1"),
         ({"user": ASSISTANT}, ValueError, r"'user' is \[2\], which contains 'assistant'"),
         ({"user": [1, ASSISTANT]}, ValueError, "would never be found"),

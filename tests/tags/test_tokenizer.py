@@ -81,7 +81,7 @@ def test_tokenizer_without_chat_template() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        pytest.param("{{ 'hello' }}", "leaves out what was said", id="says-nothing"),
+        pytest.param("{{ 'hello' }}", "omits message text", id="says-nothing"),
         pytest.param("{{ raise_exception('never') }}", "never", id="raises"),
         pytest.param("{{ messages[17].content }}", "does not render", id="wrong"),
         pytest.param(
@@ -103,7 +103,7 @@ def test_template_whose_tool_calls_are_not_understood() -> None:
 
 
 def test_no_tokenizer_at_all() -> None:
-    with pytest.raises(TypeError, match="str is no tokenizer"):
+    with pytest.raises(TypeError, match="str is not a tokenizer"):
         tags.Tagger.from_tokenizer("Qwen/Qwen3-8B")  # type: ignore[arg-type]
 
 

@@ -102,7 +102,7 @@ def test_other_weights_than_those_of_the_directory_are_refused(tmp_path: Path) -
 
 def test_gate_measured_in_another_type_says_which_of_the_two_to_change(tmp_path: Path) -> None:
     path = gate(tmp_path / "gate.json")
-    refused(path, served(dtype="float32"), "in bfloat16, and vLLM keeps it in float32")
+    refused(path, served(dtype="float32"), "in bfloat16, but vLLM keeps it in float32")
     refused(path, served(dtype="float32"), "calibrate --dtype float32`, or serve with --dtype bfl")
 
 

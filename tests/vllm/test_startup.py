@@ -68,13 +68,13 @@ def test_the_log_says_what_is_going_to_be_reused() -> None:
     def said(cleared: kvtrie.ReusePolicy, tagger: Tagger | None = None, **given: Any) -> str:
         return _planner.summary(_settings.Settings.read(given), cleared, tagger)
 
-    assert said(kvtrie.EXACT_ONLY) == "exact reuse alone (no gate); chat format: not known"
+    assert said(kvtrie.EXACT_ONLY) == "exact reuse only (no gate); chat format: unknown"
     failed = said(kvtrie.EXACT_ONLY, gate="a.json")
-    assert failed.startswith("exact reuse alone (the gate does not clear the policy)")
+    assert failed.startswith("exact reuse only (the gate does not clear the policy)")
     assert said(may, thoughts, gate="a.json") == (
         "approximate reuse (gate: a.json); chat format: from_ids"
     )
-    assert "for requests that ask for it" in said(may, gate="unchecked", default="exact")
+    assert "for requests that opt in" in said(may, gate="unchecked", default="exact")
 
 
 def test_a_gate_file_that_is_not_there(engines: _Engines, llama: Path, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def speculate(method: str) -> Callable[[Any], None]:
     ("changed", "why"),
     [
         (change("cache_config", "enable_prefix_caching", False), "--enable-prefix-caching"),
-        (change("cache_config", "cache_dtype", "fp8"), "--kv-cache-dtype fp8 is none of auto"),
+        (change("cache_config", "cache_dtype", "fp8"), "--kv-cache-dtype fp8 is not one of auto"),
         (
             change("model_config", "use_mla", True),
             "latent attention .MLA., which vLLM runs on a CPU",
@@ -90,9 +90,9 @@ def speculate(method: str) -> Callable[[Any], None]:
         (change("parallel_config", "decode_context_parallel_size", 2), "set decode_context_par"),
         (change("parallel_config", "prefill_context_parallel_size", 2), "set prefill_context_p"),
         (change("parallel_config", "pipeline_parallel_size", 2), "tensor parallelism is supp"),
-        (speculate("eagle"), "'eagle' keeps KV of its own"),
-        (speculate("mtp"), "'mtp' keeps KV of its own"),
-        (speculate("draft_model"), "'draft_model' keeps KV of its own"),
+        (speculate("eagle"), "'eagle' has its own KV"),
+        (speculate("mtp"), "'mtp' has its own KV"),
+        (speculate("draft_model"), "'draft_model' has its own KV"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

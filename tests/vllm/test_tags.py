@@ -80,7 +80,7 @@ def test_a_named_format_is_taken(chatting: Path) -> None:
         ({"chat_format": "qwen9"}, {}, "qwen9"),
         ({"chat_format": "glm"}, {}, "has no token"),
         ({"chat_format": "qwen3"}, {"skip_tokenizer_init": True}, "has no tokenizer"),
-        ({"chat_format": {"user": 1}}, {}, "nothing says where the assistant speaks"),
+        ({"chat_format": {"user": 1}}, {}, "no argument says where the assistant speaks"),
         ({"chat_format": {"users": 1}}, {}, "users"),
         (
             {"chat_format": None, "policy": {"forbid_kinds": ["reasoning"]}},

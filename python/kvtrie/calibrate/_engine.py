@@ -1,4 +1,4 @@
-"""Runs replies through a model: whole, or over a pool that a policy fills."""
+"""Runs replies through a model: in full, or over a pool that a policy fills."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Where the KV of a prompt came from, in tokens."""
+    """The sources of a prompt's KV, in tokens."""
 
     exact: int = 0
     moved: int = 0
@@ -42,15 +42,11 @@ class Usage:
 
 
 class Model:
-    """A loaded model, and how its KV lies and turns.
-
-    Args:
-        model: A causal LM in eval mode.
-        block_size: Tokens of a block.
+    """A loaded model, with the layout and rotation of its KV.
 
     Raises:
         LayoutError: If its KV cannot be held.
-        UnsupportedRopeError: If its keys cannot be moved, or turn otherwise than its config says.
+        UnsupportedRopeError: If its keys cannot be moved, or rotate differently than in its config.
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int) -> None:
@@ -61,12 +57,12 @@ class Model:
         self.rope = checked_rope(model, self.layout)
 
     def pool(self, num_tokens: int) -> KVPool:
-        """A pool for so many tokens."""
+        """A pool for this many tokens."""
         num_blocks = -(-num_tokens // self.layout.block_size)
         return KVPool(self.layout, self.rope, num_blocks=num_blocks, device=self.model.device)
 
     def whole(self, step: Step) -> torch.Tensor:
-        """Logits that predict each token of a reply, by one pass without any cache.
+        """Logits that predict each token of a reply, by one pass without a cache.
 
         Returns:
             ``[len(step.reply), vocabulary]``, in the model's dtype, on its device.
@@ -86,7 +82,7 @@ class Model:
         end: int,
         num_logits: int = 1,
     ) -> torch.Tensor:
-        """Compute ``[start, end)`` into a table; answer the last ``num_logits`` rows of logits."""
+        """Compute ``[start, end)`` into a table; returns the last ``num_logits`` rows of logits."""
         device = self.model.device
         cache = PagedCache(pool, table, start, end)
         ids = torch.from_numpy(seq[start:end].astype(np.int64)).to(device).unsqueeze(0)
@@ -106,7 +102,7 @@ class Model:
 
 
 class _Copier:
-    """A pool whose moves are carried out the way a policy says."""
+    """A pool that rotates K in moves, or not, as the policy says."""
 
     def __init__(self, pool: KVPool, *, rotates: bool) -> None:
         self._pool = pool
@@ -116,7 +112,7 @@ class _Copier:
         return getattr(self._pool, name)
 
     def apply(self, moves: NDArray[Any]) -> None:
-        """Copy; turn K or leave it as it was."""
+        """Copy, with or without rotation of K."""
         if not self._rotates:
             moves = moves.copy()
             moves["delta"] = 0
@@ -124,12 +120,12 @@ class _Copier:
 
 
 class Replay:
-    """One conversation under one policy, reply by reply, over an index and a pool of its own.
+    """One conversation under one policy, reply by reply, over its own index and pool.
 
     Args:
         model: The model.
-        pool: A pool that nobody else uses meanwhile; what it holds does not matter.
-        policy: How prompts are built.
+        pool: A pool that nothing else uses meanwhile; its contents do not matter.
+        policy: The way to build prompts.
     """
 
     def __init__(self, model: Model, pool: KVPool, policy: Policy) -> None:
@@ -143,7 +139,7 @@ class Replay:
                 model.layout.block_size,
                 min_run=policy.reuse.min_run or LEAST_RUN,
                 moved_runs=policy.reuse.approximate,
-                # Two runs of one calibration are alike.
+                # Makes two runs of one calibration equal.
                 seed=0,
             ),
             allocator=BlockAllocator(num_blocks),
@@ -153,10 +149,10 @@ class Replay:
         self._space = Namespace(model="calibrate", salt="calibrate")
 
     def step(self, step: Step) -> tuple[torch.Tensor, Usage]:
-        """Build the prompt's KV, write the reply as it stands, and keep both.
+        """Build the prompt's KV, write the given reply, and keep both.
 
         Returns:
-            Logits that predict each token of the reply, and what the prompt cost.
+            Logits that predict each token of the reply, and the sources of the prompt's KV.
         """
         prompt = step.dropped if self._policy.mode == "drop" else step.prompt
         seq = TokenSequence(np.array(prompt, dtype=np.uint32), self._space)
@@ -170,7 +166,7 @@ class Replay:
                 self._model.paged(self._store.pool, seq, lease.table, start, end)
                 lease.advance(end)
                 start, end = lease.next_range(len(seq))
-            # The reply is known: one pass for the end of the prompt and all of it.
+            # The reply is known: one pass computes the end of the prompt and all of it.
             lease.append(np.array(step.reply[:-1], dtype=np.uint32))
             lease.issue(len(seq))
             pool, table = self._store.pool, lease.table
@@ -180,7 +176,7 @@ class Replay:
 
 
 def tokens_needed(steps: list[Step], block_size: int) -> int:
-    """Tokens of a pool in which nothing of a conversation is ever evicted."""
+    """Pool size in tokens for which a conversation needs no eviction."""
     return sum(len(step.prompt) + len(step.reply) + block_size for step in steps)
 
 
@@ -189,7 +185,7 @@ def divergence(full: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
     Args:
         full: Logits ``[positions, vocabulary]``.
-        rows: As many, of a policy.
+        rows: Logits under a policy, of the same shape.
 
     Returns:
         ``[positions]``, float64, on the CPU.

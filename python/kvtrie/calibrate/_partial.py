@@ -1,9 +1,9 @@
-"""What a run has measured, on disk while it goes on, so that an interrupted one can be resumed.
+"""The results of a run on disk, written while it runs, so that it can be resumed.
 
-A partial file is lines of text. Each is a checksum and a JSON document: first what identifies the
+A partial file is lines of text. Each is a checksum and a JSON document: first the identity of the
 run, then one row per conversation, in the order of the run. A line is appended when its
-conversation is done, so the file is whole after each, whatever ends the process; a last line
-without its end is dropped. One process at a time has the file.
+conversation is done, so the file is valid after each, however the process ends; an incomplete last
+line is dropped. Only one process at a time has the file.
 
 Costs about 11 bytes per position and policy.
 """
@@ -31,22 +31,22 @@ Row = dict[str, Any]
 
 
 class PartialError(CalibrationError):
-    """A partial file that this run cannot go on with; the text names the file and says why."""
+    """A partial file that this run cannot continue; the text names the file and the reason."""
 
 
 class PartialWriteError(CalibrationError):
-    """A partial file that cannot be written any more, for example because the disk is full."""
+    """A partial file that can no longer be written, for example because the disk is full."""
 
 
 class Partial:
     """The partial file of one run, open and locked until it is closed.
 
     Args:
-        path: Where it is; it is created if it is not there.
+        path: The file; it is created if missing.
 
     Raises:
         OSError: It cannot be created, read and written.
-        PartialError: Another process has it.
+        PartialError: Another process has locked it.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -56,7 +56,7 @@ class Partial:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            self._refuse("another run writes it at this moment; name another --out")
+            self._refuse("another run is writing it; name another --out")
         if not self.path.exists() or not os.path.samestat(
             self.path.stat(), os.fstat(self._file.fileno())
         ):
@@ -67,10 +67,10 @@ class Partial:
         """Start or resume a run.
 
         Args:
-            run: What identifies it, as plain values; the first that differs is named.
+            run: Its identity, as plain values; an error names the first one that differs.
 
         Returns:
-            The rows that are there, in order.
+            The rows in the file, in order.
 
         Raises:
             PartialError: The file is of another run, or damaged.
@@ -83,7 +83,9 @@ class Partial:
             return []
         head, *rows = found
         if head.get("format") != FORMAT or head.get("version") != VERSION:
-            self._refuse("it is no partial file of this version; remove it, or name another --out")
+            self._refuse(
+                "it is not a partial file of this version; remove it, or name another --out"
+            )
         theirs = head["run"]
         for name, value in wanted["run"].items():
             if theirs.get(name) != value:
@@ -94,14 +96,14 @@ class Partial:
         return rows
 
     def num_rows(self) -> int:
-        """How many rows are in the file, as whoever resumes will find them."""
+        """The number of complete rows in the file."""
         return max(0, self.path.read_bytes().count(b"\n") - 1)
 
     def add(self, row: Row) -> None:
         """Append a row.
 
         Raises:
-            PartialWriteError: It cannot be written; what was there is still whole.
+            PartialWriteError: It cannot be written. Earlier rows are intact.
         """
         self._append(row)
 
@@ -129,7 +131,7 @@ class Partial:
         self.close()
 
     def _read(self) -> list[Row]:
-        """The lines that are whole; what follows them is cut off."""
+        """The complete lines; the rest is truncated."""
         self._file.seek(0)
         raw = self._file.read()
         end = raw.rfind(b"\n") + 1

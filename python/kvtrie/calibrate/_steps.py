@@ -1,4 +1,4 @@
-"""Cuts conversations into replies, each with its prompt as the chat template shows it."""
+"""Splits conversations into replies, each with its prompt by the chat template."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Messages = list[dict[str, Any]]
 
 
 class CalibrationError(ValueError):
-    """What is given cannot be measured; the text is one sentence."""
+    """The input cannot be measured; the text is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """How much of a conversation is replayed, and what of it is measured.
+    """Which part of a conversation is replayed and measured.
 
     Attributes:
-        name: What reports call it.
-        least_edits: Replies are measured once so many earlier thoughts have been left out.
-        most_edits: And while there are no more than so many; None for any number.
-        window: Exchanges (a user message and what follows) that stay behind the system prompt; with
-            one, replies are measured once the oldest exchange has fallen out.
+        name: The name in reports.
+        least_edits: Replies are measured once this many earlier reasoning spans have been dropped.
+        most_edits: And while no more than this many have been; None for any number.
+        window: Exchanges (a user message and what follows) kept after the system prompt. With a
+            window, replies are measured once the oldest exchange has been dropped.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Step:
     """One reply.
 
     Attributes:
-        prompt: Token ids that it follows.
-        dropped: The same without the answers whose thoughts are left out.
-        reply: Its token ids, thought and final end-of-sequence id included.
-        answer_start: First token of the reply behind its thought.
-        is_scored: Whether its answer is right only to the letter, so that accuracy can be measured.
-        is_measured: Whether the scenario looks at it.
+        prompt: Token ids of the prompt.
+        dropped: The prompt without the answers whose reasoning is dropped.
+        reply: Its token ids, with reasoning and the final end-of-sequence id.
+        answer_start: First token of the reply after its reasoning.
+        is_scored: Whether only its exact answer is right, so that accuracy can be measured.
+        is_measured: Whether the scenario measures it.
     """
 
     prompt: list[int]
@@ -73,14 +73,12 @@ class Renderer:
         tokenizer: A fast tokenizer with a chat template.
 
     Raises:
-        CalibrationError: It is no such tokenizer.
+        CalibrationError: It is not such a tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:
-            msg = (
-                "the tokenizer is none of the fast ones, so its tokens cannot be found in the text"
-            )
+            msg = "the tokenizer is not a fast one, so its tokens cannot be found in the text"
             raise CalibrationError(msg)
         if tokenizer.chat_template is None:
             msg = "the tokenizer has no chat template, so it cannot take messages"
@@ -94,29 +92,29 @@ class Renderer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[Step]:
-        """Cut a conversation into its replies.
+        """Split a conversation into its replies.
 
-        An assistant message that follows a user or tool message and calls no tool is a reply; it is
-        scored if it carries ``"scored": true``.
+        An assistant message that follows a user or tool message and calls no tool is a reply. It is
+        scored if it has ``"scored": true``.
 
         Args:
-            messages: The conversation, thoughts included: as ``reasoning_content`` or between think
+            messages: The conversation with reasoning, as ``reasoning_content`` or between think
                 marks.
             scenario: What is replayed and measured.
             tools: Tool schemas for the chat template.
 
         Returns:
-            The replies up to the last one that is measured.
+            The replies up to the last measured one.
 
         Raises:
-            CalibrationError: The chat template refuses a message, or answers nothing.
+            CalibrationError: The chat template refuses a message, or returns nothing.
         """
         head, exchanges = _exchanges(messages)
         steps: list[Step] = []
         for number, exchange in enumerate(exchanges):
             first = 0 if scenario.window is None else max(0, number + 1 - scenario.window)
             kept: Messages = [*head, *(one for part in exchanges[first:number] for one in part)]
-            edits = sum(_has_thought(one) for one in kept)
+            edits = sum(_has_reasoning(one) for one in kept)
             if scenario.most_edits is not None and edits > scenario.most_edits:
                 break
             is_measured = edits >= scenario.least_edits and (scenario.window is None or first > 0)
@@ -132,16 +130,16 @@ class Renderer:
         self, history: Messages, message: dict[str, Any], tools: list[Any], *, is_measured: bool
     ) -> Step:
         prompt = self._text(history, tools, opens=True)
-        emptied = [_without_answer(one) if _has_thought(one) else one for one in history]
+        emptied = [_without_answer(one) if _has_reasoning(one) else one for one in history]
         reply = self._reply(prompt, history, message, tools)
         encoded = self._tokenizer(reply, add_special_tokens=False, return_offsets_mapping=True)
         ids: list[int] = list(encoded["input_ids"])
         starts = [int(start) for start, _ in encoded["offset_mapping"]]
         if not ids:
-            msg = "a reply has no token"
+            msg = "a reply has no tokens"
             raise CalibrationError(msg)
-        thought = reply.rfind(_CLOSE)
-        at = 0 if thought < 0 else thought + len(_CLOSE)
+        mark = reply.rfind(_CLOSE)
+        at = 0 if mark < 0 else mark + len(_CLOSE)
         while at < len(reply) and reply[at].isspace():
             at += 1
         return Step(
@@ -156,18 +154,18 @@ class Renderer:
     def _reply(
         self, prompt: str, history: Messages, message: dict[str, Any], tools: list[Any]
     ) -> str:
-        """The reply as the model would write it, its end included."""
+        """The reply as the model would write it, with its end."""
         whole = self._text([*history, message], tools, opens=False)
         end = self._tokenizer.eos_token
         eos = end if isinstance(end, str) else ""
-        if whole.startswith(prompt) and (_CLOSE in whole[len(prompt) :]) == _has_thought(message):
+        if whole.startswith(prompt) and (_CLOSE in whole[len(prompt) :]) == _has_reasoning(message):
             text = whole[len(prompt) :]
-            # The template goes on behind the end of the reply; the model does not.
+            # The template adds text after the end of the reply; the model does not.
             return text[: text.rfind(eos) + len(eos)] if eos and eos in text else text
-        thought = message.get("reasoning_content") or message.get("reasoning")
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
         text = str(message["content"])
-        if thought:
-            text = f"{_OPEN}\n{str(thought).strip()}\n{_CLOSE}\n\n{text}"
+        if reasoning:
+            text = f"{_OPEN}\n{str(reasoning).strip()}\n{_CLOSE}\n\n{text}"
         if prompt.rstrip().endswith(_OPEN):
             text = text.lstrip().removeprefix(_OPEN).removeprefix("\n")
         return text + eos
@@ -179,7 +177,7 @@ class Renderer:
                 shown, tools=tools or None, add_generation_prompt=opens, tokenize=False
             )
         except Exception as error:
-            # Templates raise what they like; jinja2's own errors are among it.
+            # Templates may raise any error, including jinja2's.
             msg = f"the chat template refuses the conversation: {error}"
             raise CalibrationError(msg) from error
         return str(text)
@@ -189,7 +187,7 @@ class Renderer:
 
 
 def _exchanges(messages: Sequence[Mapping[str, Any]]) -> tuple[Messages, list[Messages]]:
-    """What stands before the first user message, and the exchanges."""
+    """The messages before the first user message, and the exchanges."""
     head: Messages = []
     exchanges: list[Messages] = []
     for message in messages:
@@ -209,11 +207,11 @@ def _is_reply(exchange: Messages, at: int) -> bool:
     )
 
 
-def _has_thought(message: Mapping[str, Any]) -> bool:
+def _has_reasoning(message: Mapping[str, Any]) -> bool:
     if message["role"] != "assistant":
         return False
-    thought = message.get("reasoning_content") or message.get("reasoning")
-    return bool(thought) or _CLOSE in str(message.get("content") or "")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return bool(reasoning) or _CLOSE in str(message.get("content") or "")
 
 
 def _without_answer(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,14 +220,14 @@ def _without_answer(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_measured(steps: Sequence[Step]) -> tuple[int, int]:
-    """Replies that are measured, and how many of them are scored."""
+    """The number of measured replies, and of scored ones among them."""
     measured = [step for step in steps if step.is_measured]
     return len(measured), sum(step.is_scored for step in measured)
 
 
 def built_in(num_questions: int, scenario: Scenario, first_seed: int) -> Iterator[Messages]:
-    """Conversations of the recall task, as many as the scenario needs for so many questions."""
-    from kvtrie.calibrate import recall  # noqa: PLC0415 - only where it is asked for
+    """Conversations of the recall task, enough for this many questions in the scenario."""
+    from kvtrie.calibrate import recall  # noqa: PLC0415 - only on request
 
     window = scenario.window or 10
     if scenario.window is not None:

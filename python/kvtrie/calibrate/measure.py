@@ -50,7 +50,7 @@ class Result:
 
     Attributes:
         policy: The policy.
-        figures: What it did, against full recomputation.
+        figures: Its figures, compared with full recomputation.
     """
 
     policy: Policy
@@ -65,13 +65,12 @@ class Report:
         model: Name and fingerprint.
         kv_dtype: Element type of its KV.
         rope: RoPE settings.
-        block_size: Tokens of a block.
+        block_size: Tokens per block.
         min_run: Shortest moved run in tokens.
         data: What was replayed.
         conversations: Conversations, by scenario.
-        results: One a policy and scenario.
-        checkpoint: Digest of the model directory; None where its weights are not in safetensors
-            files.
+        results: One per policy and scenario.
+        checkpoint: Digest of the model directory; None if its weights are not in safetensors files.
     """
 
     model: str
@@ -85,12 +84,12 @@ class Report:
     checkpoint: str | None = None
 
     def gate(self, thresholds: gates.Thresholds) -> gates.Gate:
-        """The verdicts on the policies that requests could ask for.
+        """The verdicts on the policies that requests can ask for.
 
-        Where no control was measured, nothing is cleared, and the gate cannot be written.
+        Without a measured control nothing is cleared, and the gate cannot be written.
 
         Raises:
-            ValueError: None of them was measured.
+            ValueError: None of these policies was measured.
         """
         by_policy: dict[str, list[Result]] = {}
         for result in self.results:
@@ -115,7 +114,7 @@ class Report:
 
     @property
     def controls(self) -> tuple[gates.Control, ...]:
-        """The controls that were measured."""
+        """The measured controls."""
         found: dict[str, list[gates.Figures]] = {}
         for result in self.results:
             if result.policy.is_control:
@@ -151,11 +150,11 @@ class _Tally:
         self.usage.append(usage)
         if step.is_scored:
             reply = torch.tensor(step.reply, device=best.device)
-            behind = slice(step.answer_start, None)
+            tail = slice(step.answer_start, None)
             self.pairs.append(
                 (
-                    bool((best_full[behind] == reply[behind]).all()),
-                    bool((best[behind] == reply[behind]).all()),
+                    bool((best_full[tail] == reply[tail]).all()),
+                    bool((best[tail] == reply[tail]).all()),
                 )
             )
 
@@ -198,13 +197,13 @@ class _Tally:
 
 
 def _quantile(values: torch.Tensor, share: float) -> float:
-    """The smallest value that at least so great a share of the values does not exceed."""
+    """The smallest value that at least this share of the values does not exceed."""
     ordered = values.sort().values
     return float(ordered[max(0, math.ceil(share * len(ordered)) - 1)])
 
 
 def set_threads(number: int) -> None:
-    """Let torch use so many threads in this process."""
+    """Set torch's threads in this process."""
     torch.set_num_threads(number)
 
 
@@ -230,31 +229,31 @@ def calibrate(
     Args:
         path: A model directory; nothing is downloaded and no code of it runs.
         policies: Names, see ``kvtrie.calibrate.policies``.
-        conversations: What is replayed; None for the recall task.
+        conversations: The conversations; None for the recall task.
         scenarios: How much of each conversation is replayed.
-        num_questions: Of the recall task, at least, in each scenario.
-        seed: Of the recall task.
-        block_size: Tokens of a block.
-        min_run: Shortest moved run in tokens, where a policy's name says nothing else.
-        device: Where the model lives.
-        dtype: Element type, as torch names it; ``"auto"`` is what the config says.
-        data: What the conversations are, in words.
-        progress: Called before the first conversation and after every one: how many are done, of
-            how many, and the scenario's name.
-        status: Called with what comes next, in words, before it.
-        partial: Where every conversation is kept when it is done, and from where the same run is
-            resumed. It is the caller's to remove and close.
+        num_questions: Least number of questions of the recall task in each scenario.
+        seed: Seed of the recall task.
+        block_size: Tokens per block.
+        min_run: Shortest moved run in tokens, unless a policy's name sets it.
+        device: Device of the model.
+        dtype: Element type, a torch name; ``"auto"``: the config's.
+        data: A description of the conversations.
+        progress: Called before the first conversation and after each: the number done, the total,
+            and the scenario's name.
+        status: Called with a description of each stage before it.
+        partial: Keeps each finished conversation, and resumes the same run from it. The caller
+            removes and closes it.
 
     Returns:
         The figures.
 
     Raises:
         FileNotFoundError: There is no such directory.
-        ValueError: A policy is not known, or an argument is out of range.
+        ValueError: A policy is unknown, or an argument is out of range.
         CalibrationError: No conversation has anything to measure, or one cannot be replayed.
         LayoutError: The model's KV cannot be held.
         UnsupportedRopeError: It cannot be moved.
-        PartialError: The partial file is of another run, or damaged.
+        PartialError: The partial file belongs to another run, or is damaged.
         PartialWriteError: It cannot be written.
     """
     say = status or (lambda _: None)
@@ -266,7 +265,7 @@ def calibrate(
     loaded, tokenizer = _load(checked_model_dir(path), device, dtype)
     renderer = Renderer(tokenizer)
     model = Model(loaded, block_size)
-    say("cutting the conversations into replies")
+    say("splitting the conversations into replies")
     work: list[tuple[Scenario, list[list[Step]]]] = []
     for scenario in scenarios:
         found = _replayable(renderer, conversations, scenario, num_questions, seed)
@@ -274,8 +273,8 @@ def calibrate(
             work.append((scenario, found))
     if not work:
         msg = (
-            "no conversation has anything to measure: a chat template must leave out a thought, or "
-            "a window an exchange, before a reply"
+            "no conversation has anything to measure: a chat template must drop reasoning, or a "
+            "window an exchange, before a reply"
         )
         raise CalibrationError(msg)
     _check_lengths(model, work)
@@ -335,7 +334,7 @@ def calibrate(
 
 
 def _content(work: Sequence[tuple[Scenario, list[list[Step]]]]) -> str:
-    """A digest of every token that is replayed, and of what is measured of it."""
+    """A digest of every replayed token, and of what is measured."""
     total = hashlib.blake2b(digest_size=16, person=b"kvtrie.replay.1")
     for scenario, found in work:
         total.update(repr((scenario.name, len(found))).encode())
@@ -348,13 +347,13 @@ def _digest(path: str | PathLike[str]) -> str | None:
     try:
         return _checkpoint.digest(path)
     except _checkpoint.CheckpointError:
-        # The gate still clears the model for engines that name it as this process does.
+        # The gate still clears the model for engines that name it in the same way.
         return None
 
 
 def _load(directory: Path, device: str, dtype: str) -> tuple[Any, Any]:
     """Model and tokenizer of a directory."""
-    # Its bars and reports are for people who train; what fails is said in one sentence below.
+    # Its progress bars and reports are for training; errors are reported in one sentence below.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
@@ -363,7 +362,7 @@ def _load(directory: Path, device: str, dtype: str) -> tuple[Any, Any]:
         )
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         return loaded.to(device).eval(), tokenizer
-    except Exception as error:  # a directory can be broken in as many ways as there are readers
+    except Exception as error:  # loaders raise errors of many types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         msg = f"cannot load the model in {directory}: {reason}"
         raise CalibrationError(msg) from error
@@ -376,7 +375,7 @@ def _replayable(
     num_questions: int,
     seed: int,
 ) -> list[list[Step]]:
-    """The conversations of a scenario that have something to measure, cut into replies."""
+    """The conversations of a scenario that have something to measure, split into replies."""
     sources: Iterable[tuple[Any, Any]]
     if conversations is None:
         first = HELD_OUT + seed * 1_000_000

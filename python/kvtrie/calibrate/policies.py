@@ -1,4 +1,4 @@
-"""What is compared: ways to build the KV of a prompt, by name."""
+"""The compared policies: ways to build the KV of a prompt, by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT: Final = (
     "rotated+last4",
     "rotated+run8",
 )
-"""The policies that are measured when none are named."""
+"""The default policies."""
 
 LEAST_RUN: Final = 8
 """No index finds shorter runs."""
@@ -39,11 +39,11 @@ class Policy:
     """One way to build the KV of a prompt.
 
     Attributes:
-        name: What reports call it.
-        mode: ``"full"`` computes everything; ``"drop"`` leaves the answers out of the prompt whose
-            thoughts the chat template leaves out, and reuses the exact prefix of the rest;
-            ``"unrotated"`` carries out a plan with K as it was, so at wrong positions; ``"plan"``
-            carries out a plan.
+        name: The name in reports.
+        mode: ``"full"`` computes everything. ``"drop"`` removes from the prompt the answers whose
+            reasoning the chat template drops, and reuses the exact prefix of the rest.
+            ``"unrotated"`` carries out a plan without rotating K, so K is at wrong positions.
+            ``"plan"`` carries out a plan.
         reuse: What the plans may reuse.
     """
 
@@ -53,28 +53,28 @@ class Policy:
 
     @property
     def can_be_cleared(self) -> bool:
-        """Whether a request could ask for it: the others show what would be lost."""
+        """Whether a request can ask for it; the others are for comparison."""
         return self.mode == "plan" and self.reuse.approximate
 
     @property
     def is_control(self) -> bool:
-        """Whether it shows that the data can tell good KV from bad: a gate needs one that does."""
+        """Whether it is a control: shows that the data can detect bad KV. A gate needs one."""
         return self.name in gates.CONTROLS
 
 
 def policy(name: str, min_run: int = 16) -> Policy:
-    """The policy of a name.
+    """The policy with this name.
 
     Args:
-        name: See ``KNOWN``; ``rotated+first4+run8`` computes the first four tokens of every moved
-            run anew and moves runs of eight tokens and more.
-        min_run: Shortest moved run in tokens, where the name says nothing else.
+        name: See ``KNOWN``. ``rotated+first4+run8`` recomputes the first four tokens of every moved
+            run and moves runs of eight tokens and more.
+        min_run: Shortest moved run in tokens, unless the name sets it.
 
     Returns:
         The policy.
 
     Raises:
-        ValueError: There is no such policy, or a run is shorter than any index finds.
+        ValueError: There is no such policy, or the run is below ``LEAST_RUN``.
 
     Example:
         >>> from kvtrie.calibrate import policies

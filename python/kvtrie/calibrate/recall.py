@@ -1,12 +1,12 @@
 """The recall task: seeded conversations in which reuse of KV can fail.
 
-In every other exchange the assistant draws eight names with numbers in its thought and writes them
-into its answer. The exchanges between ask for what stands in an earlier *answer* alone: the last
-list again, from its beginning (found by its place), or the number of one name (found by the name).
-Chat templates drop the thoughts of earlier turns, so an answer moves once the next user message
-comes, and later again when the oldest exchange falls out of the context.
+In every other exchange the assistant draws eight names with numbers in its reasoning and writes
+them into its answer. The exchanges between ask for what only an earlier *answer* has: the last list
+from its beginning (found by position), or the number of one name (found by name). Chat templates
+drop the reasoning of earlier turns, so an answer moves when the next user message comes, and again
+when the oldest exchange leaves the context.
 
-Standard library only. Every conversation is a function of its seed.
+Standard library only. Every conversation depends on its arguments alone.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 HELD_OUT: Final = 1_000_000_000
-"""Seeds from here on are never trained on."""
+"""Seeds from here on are not used in training."""
 
 PAIRS: Final = 8
-"""Names of one list."""
+"""Names per list."""
 
 SYSTEM: Final = "You keep a list of names and numbers . Look at your earlier answers ."
 DRAW: Final = "Draw eight names ."
@@ -41,17 +41,16 @@ MUSING: Final = tuple("hmm so well then now maybe fine okay next good".split())
 
 
 def conversation(seed: int, exchanges: int, window: int = 10) -> list[dict[str, Any]]:
-    """One conversation, every thought in it.
+    """One conversation, with all reasoning.
 
     Args:
-        seed: What it is a function of, together with the other arguments.
+        seed: The seed; the conversation depends only on it and the other arguments.
         exchanges: User messages, each with its reply; the first draws, the second asks, and so on.
-        window: Questions ask for nothing older than what the last so many exchanges hold, their own
-            included.
+        window: Questions ask only for what the last ``window`` exchanges hold, including their own.
 
     Returns:
-        Messages in OpenAI form. A thought is the ``reasoning_content`` of its message. The replies
-        to questions carry ``"scored": True``: they follow from the conversation alone.
+        Messages in OpenAI form, with reasoning as ``reasoning_content``. The replies to questions
+        have ``"scored": True``: they follow from the conversation alone.
 
     Example:
         >>> from kvtrie.calibrate import recall
@@ -87,13 +86,13 @@ def conversation(seed: int, exchanges: int, window: int = 10) -> list[dict[str, 
 
 
 def vocabulary() -> list[str]:
-    """Every word of the task, sorted: a tokenizer that knows them needs no other."""
+    """Every word of the task, sorted: all words that its tokenizer needs."""
     rules = " ".join((SYSTEM, DRAW, AGAIN, WHICH.format(name="")))
     return sorted({*rules.split(), *NAMES, *NUMBERS, *MUSING})
 
 
 def _names(rng: Random) -> Iterator[str]:
-    """Names without end; one comes back when all the others have been there."""
+    """Endless names; one repeats only after all the others."""
     order = rng.sample(NAMES, len(NAMES))
     while True:
         yield from order

@@ -1,4 +1,4 @@
-"""Where the small models lie that are trained on the recall task."""
+"""The directories of the shipped small models, trained on the recall task."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Final
 
 KINDS: Final = ("gqa", "partial", "mla")
-"""Kinds of attention, each with a model."""
+"""Kinds of attention with a shipped model."""
 
 
 def model_path(kind: str) -> Path:
-    """The directory of a shipped model, as transformers loads it.
+    """The directory of a shipped model, for transformers.
 
     Args:
         kind: One of ``KINDS``.

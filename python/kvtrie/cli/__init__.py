@@ -8,7 +8,7 @@ from kvtrie.cli import _process
 
 
 def main() -> None:
-    """Run the command line; without its extra, say in one sentence what to install."""
+    """Run the command line; if its extra is missing, say what to install."""
     _process.guard()
     try:
         from kvtrie.cli.app import app  # noqa: PLC0415 - the extra may be missing

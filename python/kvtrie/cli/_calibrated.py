@@ -1,4 +1,4 @@
-"""Shows what reuse costs: tables for people, one JSON document for machines."""
+"""Shows what reuse costs, as tables or as one JSON document."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def as_json(report: Report, thresholds: gates.Thresholds) -> str:
 
 
 def document(report: Report, thresholds: gates.Thresholds) -> dict[str, Any]:
-    """The figures as plain values."""
+    """The figures as values for JSON."""
     return {
         "kvtrie": version("kvtrie"),
         "model": report.model,
@@ -54,14 +54,14 @@ def document(report: Report, thresholds: gates.Thresholds) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the figures of one policy in one scenario say by themselves.
+    """The verdict on one policy in one scenario alone.
 
     Attributes:
-        within_thresholds: Whether they are within the thresholds; None where the data cannot tell,
-            and for what no request can ask for.
-        reason: Why they are not, or why the data cannot tell, with value and limit.
-        questions_needed: Questions that tell, if no further answer is lost; None where their number
-            is not what is missing.
+        within_thresholds: Whether the figures are within the thresholds. None if the data cannot
+            show it, or if no request can ask for the policy.
+        reason: Why they are not, or why the data cannot show it, with value and limit.
+        questions_needed: Questions that would decide it, if no further answer is lost. None if more
+            questions would not decide it.
     """
 
     within_thresholds: bool | None
@@ -70,7 +70,7 @@ class Verdict:
 
 
 def verdict(report: Report, result: Result, thresholds: gates.Thresholds) -> Verdict:
-    """What the figures say by themselves; the gate also looks at all scenarios together."""
+    """The verdict on one policy in one scenario; the gate also combines all scenarios."""
     figures = result.figures
     if not result.policy.can_be_cleared:
         return Verdict(None)
@@ -94,7 +94,7 @@ def verdict(report: Report, result: Result, thresholds: gates.Thresholds) -> Ver
 
 
 def show(report: Report, thresholds: gates.Thresholds) -> None:
-    """Print one table a scenario and what is cleared to stdout."""
+    """Print one table per scenario and the cleared policies to stdout."""
     console = _output.console()
     console.print(
         Text(

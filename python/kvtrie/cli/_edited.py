@@ -1,11 +1,11 @@
-"""What reuse policies compute and cost where a chat template leaves out earlier thoughts.
+"""What reuse policies compute and cost where a chat template drops earlier reasoning.
 
-The answers of a replay are given: every policy writes the same text, so that distributions can be
-compared token by token with full recomputation. Two histories are made of them:
+Every policy gets the recorded replies, so that distributions can be compared token by token with
+full recomputation. Two histories are made of them:
 
-* *W01*: the template leaves out the thought of every reply but the one under way, so each prompt
-  deletes one thought more than the one before.
-* *W11*: thoughts stay while the conversation goes on, and all go at once before the last reply.
+* *W01*: the template drops the reasoning of every reply except the current one, so each prompt
+  drops one more span than the one before.
+* *W11*: reasoning stays during the conversation, and is dropped all at once before the last reply.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STRIPPED: Final = {"preserve_thinking": False}
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply of the replay: the messages that it follows, and its token ids."""
+    """A reply: the messages before it, and its token ids."""
 
     messages: list[dict[str, Any]]
     tokens: list[int]
@@ -47,14 +47,14 @@ class Edited:
     Attributes:
         shape: ``"W01"`` or ``"W11"``.
         policy: Its name, see ``kvtrie.calibrate.policies``.
-        prompt: Tokens of the prompts that delete something.
+        prompt: Tokens of the prompts that drop something.
         exact: Those reused exactly.
         moved: Those reused approximately.
-        computed: Those that went through the model.
+        computed: Those computed by the model.
         seconds: Median time to first token of the last prompt.
         kl_mean: Mean divergence of the replies' distributions from full recomputation, in nats.
         top1: Share of positions with the same likeliest token.
-        positions: How many were compared.
+        positions: Positions compared.
     """
 
     shape: str
@@ -76,19 +76,13 @@ def measure(
     tools: list[dict[str, Any]] | None,
     repeats: int,
 ) -> tuple[list[Edited], str | None]:
-    """Build each prompt under each policy, and compare what follows.
-
-    Args:
-        live: The generator that answered.
-        replies: All replies of one conversation.
-        tools: Tool schemas for the chat template.
-        repeats: Times that the last prompt is timed.
+    """Build each prompt under each policy, and compare the replies after it.
 
     Returns:
-        The figures, a row a history and policy, and why there are none.
+        One row per history and policy, and the reason if there are none.
     """
     if len(replies) < 2:
-        return [], "one reply alone edits nothing"
+        return [], "there is only one reply, so nothing is edited"
     try:
         model = Model(live.model, live.pool.layout.block_size)
     except UnsupportedRopeError as error:
@@ -96,7 +90,7 @@ def measure(
     rows: list[Edited] = []
     for shape, steps in _histories(live, replies, tools).items():
         if not any(step.is_measured for step in steps):
-            return [], "every prompt goes on from all that was written before"
+            return [], "every prompt continues all the text before it"
         full = [model.whole(step) if step.is_measured else None for step in steps]
         pool = model.pool(tokens_needed(steps, model.layout.block_size))
         rows += [_row(live, model, pool, shape, steps, full, name, repeats) for name in _POLICIES]
@@ -121,7 +115,7 @@ def _histories(
 
 
 def _steps(prompts: Sequence[list[int]], replies: Sequence[Reply]) -> list[Step]:
-    """Measured are prompts that do not go on from all that was written before."""
+    """Steps; measured are prompts that do not continue all the text before them."""
     steps: list[Step] = []
     written: list[int] = []
     for prompt, reply in zip(prompts, replies, strict=True):
@@ -184,7 +178,7 @@ def _row(
 def _seconds(
     live: Generator, policy: policies.Policy, steps: Sequence[Step], repeats: int
 ) -> float:
-    """Median time to the first token of the last prompt, behind the reply before it."""
+    """Median time to the first token of the last prompt, after the reply before it."""
     generator = Generator(
         live.model,
         num_blocks=live.pool.num_blocks,

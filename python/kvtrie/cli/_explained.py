@@ -1,4 +1,4 @@
-"""Shows an explanation: text for people, one JSON document for machines."""
+"""Shows an explanation, as text or as one JSON document."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 _TITLES: Final = {
     "complete": "every whole block is cached",
-    "diverged": "other tokens are cached from there on",
+    "diverged": "other tokens are cached after it",
     "evicted": "it was cached there, and has left",
     "not_cached": "the cache ends there",
     "approximate_only": "the same tokens are cached there, but their KV is approximate",
-    "other_namespace": "it goes on in another namespace of the same salt",
+    "other_namespace": "it continues in another namespace of the same salt",
 }
 
 
@@ -36,7 +36,7 @@ def as_json(why: kvtrie.Explanation, tokenizer: Tokenizer | None) -> str:
 
 def show(why: kvtrie.Explanation, tokenizer: Tokenizer | None) -> None:
     """Print the explanation; in colour where the output is a terminal and NO_COLOR is not set."""
-    # What is shown comes from prompts and files: nothing of it is mark-up.
+    # What is shown comes from prompts and files: it must not count as mark-up.
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     console.print(
         Text.assemble(
@@ -51,9 +51,9 @@ def show(why: kvtrie.Explanation, tokenizer: Tokenizer | None) -> None:
     )
     if why.reason != "complete":
         before, ours, theirs = _ids(why) if tokenizer is None else _quoted(why, tokenizer)
-        for name, behind, style in (("cached", theirs, "red"), ("prompt", ours, "green")):
+        for name, after, style in (("cached", theirs, "red"), ("prompt", ours, "green")):
             line = Text(f"  {name}     ").append(before, style="dim")
-            line.append(" | ", style="bold").append(behind or "(nothing)", style=style)
+            line.append(" | ", style="bold").append(after or "(nothing)", style=style)
             console.print(line)
     if why.kinds or why.kinds_before:
         sides = (why.kinds_before, why.kinds)
@@ -73,7 +73,7 @@ def show(why: kvtrie.Explanation, tokenizer: Tokenizer | None) -> None:
 
 
 def _split(why: kvtrie.Explanation) -> tuple[list[int], list[int], list[int]]:
-    """Token ids before the position, and of the prompt and the cache behind it."""
+    """Token ids before the position, and of the prompt and the cache from it on."""
     at = why.position - why.context.start
     ours, theirs = why.context.ours.tolist(), why.context.theirs.tolist()
     return ours[:at], ours[at:], theirs[at:]
@@ -86,7 +86,7 @@ def _ids(why: kvtrie.Explanation) -> list[str]:
 
 
 def _texts(why: kvtrie.Explanation, tokenizer: Tokenizer) -> dict[str, str]:
-    """The same as text."""
+    """The tokens of `_split` as text."""
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in _split(why)]
     return dict(zip(("before", "ours", "theirs"), texts, strict=True))
 
@@ -98,5 +98,5 @@ def _quoted(why: kvtrie.Explanation, tokenizer: Tokenizer) -> list[str]:
 
 
 def printable(name: str) -> str:
-    """A name with what a terminal would obey escaped."""
+    """A name without terminal control characters."""
     return name if name.isprintable() else repr(name)

@@ -1,4 +1,4 @@
-"""How a command gives up: one sentence on stderr, and an exit code."""
+"""Ends a command with one sentence on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def fail(reason: object, code: int = BAD_INPUT) -> NoReturn:
 
     Args:
         reason: An error or text; its first line is shown.
-        code: ``BAD_INPUT``, or ``_process.BAD_OUTPUT`` where results cannot be written.
+        code: ``BAD_INPUT``, or ``_process.BAD_OUTPUT`` if results cannot be written.
 
     Raises:
         typer.Exit: Always.

@@ -1,4 +1,4 @@
-"""Where results go: a console that cuts nothing off."""
+"""A console for results that truncates nothing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _UNCUT: Final = 10_000
 
 
 def console() -> Console:
-    """A console on stdout: as wide as a terminal, and without end where there is none.
+    """A console on stdout, as wide as a terminal, or unlimited if it is not one.
 
-    rich takes 80 columns for what is no terminal, and cuts tables there.
+    Without a terminal rich takes 80 columns, and cuts tables there.
     """
     width = None if sys.stdout.isatty() else _UNCUT
     return Console(highlight=False, width=width)

@@ -1,11 +1,11 @@
-"""What holds for every command as a process: Ctrl-C and lost output end it with one sentence.
+"""Process handling of every command: Ctrl-C and failed output end it with one sentence.
 
-Ctrl-C ends the process at once, wherever it is: in the middle of an import as well, where an
-exception would be swallowed or shown as a traceback. What must be whole is on disk before that
-(``kvtrie.calibrate._partial``), or is written while ``held``. A stream that cannot be written (full
-disk, closed pipe) ends it when it is written to.
+Ctrl-C ends the process at once, also inside an import, where an exception would be swallowed or
+shown as a traceback. Files that must be complete are on disk before that
+(``kvtrie.calibrate._partial``) or are written under ``held``. A stream that cannot be written (full
+disk, closed pipe) ends the process at the write.
 
-Standard library only: `guard` is called before anything else is imported.
+Standard library only: `guard` is called before any other import.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 INTERRUPTED: Final = 130
 """Exit code after Ctrl-C: 128 and the number of the signal."""
 BAD_OUTPUT: Final = 3
-"""Exit code where results could not be written."""
+"""Exit code if results could not be written."""
 
 _SHOW_CURSOR: Final = "\x1b[?25h\n"  # a bar on a terminal hides it
 
@@ -34,25 +34,25 @@ _is_pending = False
 
 
 def guard() -> None:
-    """End the process by one sentence on Ctrl-C, and where stdout or stderr cannot be written."""
-    # Where somebody has SIGINT ignored (nohup, background jobs), it stays so.
+    """End the process with one sentence on Ctrl-C, or if stdout or stderr cannot be written."""
+    # If SIGINT is ignored (nohup, background jobs), it stays so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
     if sys.stdout is None:
         _end("standard output is closed", BAD_OUTPUT)
     sys.stdout = cast("TextIO", _Checked(sys.stdout, "standard output"))
     if sys.stderr is None:
-        # Nobody wants progress and sentences; rich would show them on stdout.
+        # Without stderr, progress and messages are lost; rich would show them on stdout.
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good
     sys.stderr = cast("TextIO", _Checked(sys.stderr, None))
 
 
 @contextlib.contextmanager
 def last_words(say: Callable[[], str]) -> Iterator[None]:
-    """Let the sentence on Ctrl-C say more.
+    """Add text to the sentence on Ctrl-C.
 
     Args:
-        say: Called then; returns what was kept, and what to do next.
+        say: Returns what was kept, and what to do next.
     """
     global _last_words  # noqa: PLW0603 - a process has one handler
     _last_words = say
@@ -64,7 +64,7 @@ def last_words(say: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Let Ctrl-C wait until a file is whole."""
+    """Delay Ctrl-C until a file is complete."""
     global _holds  # noqa: PLW0603 - a process has one handler
     _holds += 1
     try:
@@ -95,14 +95,14 @@ def _end(text: str, code: int) -> NoReturn:
 
 
 def _say(text: str) -> None:
-    """One sentence on stderr, past all buffers; where that is lost as well, nobody listens."""
+    """One sentence on stderr, unbuffered; errors are ignored."""
     shown = _SHOW_CURSOR if os.isatty(2) else ""
     with contextlib.suppress(OSError):
         os.write(2, f"{shown}kvtrie: {text}\n".encode())
 
 
 class _Checked:
-    """A stream whose failure ends the process: click and rich each take it in another way."""
+    """A stream whose failure ends the process; click and rich would each handle it differently."""
 
     def __init__(self, stream: TextIO, name: str | None) -> None:
         self._stream = stream
@@ -124,7 +124,7 @@ class _Checked:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> NoReturn:
-        # The interpreter flushes once more when it ends, and would complain.
+        # The interpreter flushes again at exit, and would print an error.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         if self._name is None:

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, one line a turn elsewhere."""
+"""Progress on stderr: a bar on a terminal, one line per turn elsewhere."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(total: int, out: TextIO) -> Iterator[Callable[[str], None]]:
-    """Show how far a long run is.
-
-    Args:
-        total: Steps to come.
-        out: Where to show it.
+    """Show the progress of a long run.
 
     Yields:
-        A function to call after each step, with what it was.
+        A function to call after each step, with the step's name.
     """
     console = Console(file=out)
     if console.is_terminal:
@@ -41,12 +37,7 @@ def progress(total: int, out: TextIO) -> Iterator[Callable[[str], None]]:
 
 
 class Ticks:
-    """Shows how far a run is whose length shows when it has begun.
-
-    Args:
-        out: Where to show it.
-        most: Lines of steps at most, where that is no terminal.
-    """
+    """Progress of a run whose length is known only after its start."""
 
     def __init__(self, out: TextIO, most: int) -> None:
         self._out = out
@@ -56,7 +47,7 @@ class Ticks:
         self._step: Callable[[str], None] | None = None
 
     def stage(self, text: str) -> None:
-        """Say what goes on before the first step: a spinner on a terminal, a line elsewhere."""
+        """Show what happens before the first step: a spinner on a terminal, a line elsewhere."""
         self._stack.close()
         console = Console(file=self._out)
         if console.is_terminal:
@@ -66,7 +57,7 @@ class Ticks:
             self._out.flush()
 
     def __call__(self, done: int, total: int, text: str) -> None:
-        """Show a step: what is done, what there is, and a name."""
+        """Show a step: its number, the total, and a name."""
         steps = min(total, self._most)
         if self._step is None:
             self._stack.close()
@@ -76,20 +67,20 @@ class Ticks:
             self._step(text)
 
     def close(self) -> None:
-        """End what moves on a terminal."""
+        """End the bar or spinner."""
         self._stack.close()
 
 
 @contextmanager
 def ticks(out: TextIO, most: int = 20) -> Iterator[Ticks]:
-    """Show how far a run is whose length shows when it has begun.
+    """Show the progress of a run whose length is known only after its start.
 
     Args:
-        out: Where to show it.
-        most: Lines of steps at most, where that is no terminal.
+        out: The stream to write to.
+        most: Most lines of steps, if that is not a terminal.
 
     Yields:
-        What to call before each stage, and after each step.
+        The object to call before each stage and after each step.
     """
     shown = Ticks(out, most)
     try:

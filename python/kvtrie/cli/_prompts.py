@@ -1,4 +1,4 @@
-"""Reads prompts: token ids, or text that a tokenizer turns into ids."""
+"""Reads prompts: token ids, or text that a tokenizer encodes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Encoding(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The methods that a tokenizer needs."""
 
     def encode(self, sequence: str, *, add_special_tokens: bool) -> Encoding:
-        """Turn text into ids."""
+        """Encode text."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Turn ids into text."""
+        """Decode ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +49,10 @@ class Prompt:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a model directory; nothing is downloaded.
-
-    Args:
-        directory: Where ``tokenizer.json`` lies.
-
-    Returns:
-        A tokenizer that adds no tokens of its own.
-    """
+    """The tokenizer of a model directory; nothing is downloaded."""
     path = directory / "tokenizer.json"
     if not path.is_file():
-        fail(f"{directory}: no tokenizer.json there (tokenizers are not downloaded)")
+        fail(f"{directory}: it has no tokenizer.json (tokenizers are not downloaded)")
     if find_spec("tokenizers") is None:
         fail("--tokenizer needs tokenizers: pip install 'kvtrie[cli]'")
     import tokenizers  # noqa: PLC0415 - only where a tokenizer is asked for
@@ -76,25 +69,25 @@ def read_prompt(name: str, tokenizer: Tokenizer | None, *, is_text: bool) -> Pro
 
     Args:
         name: A path, or ``-`` for the standard input.
-        tokenizer: What turns text into ids, if text is read.
-        is_text: Whether numbers are text as well.
+        tokenizer: Encodes text; None if only ids are allowed.
+        is_text: Whether numbers also count as text.
 
     Returns:
-        The prompt. What cannot be one ends the command.
+        The prompt. Bad input ends the command.
     """
     text = _read(name)
     ids = None if is_text else _ids(name, text)
     if ids is not None:
         if not ids:
-            fail(f"{name}: there is no token in it")
+            fail(f"{name}: it has no tokens")
         return Prompt(name, ids, was_text=False)
     if not text:
-        fail(f"{name}: there is nothing in it")
+        fail(f"{name}: it is empty")
     if tokenizer is None:
-        fail(f"{name}: this is text, not token ids; give --tokenizer DIR to turn it into ids")
+        fail(f"{name}: this is text, not token ids; give --tokenizer DIR to encode it")
     encoded = tokenizer.encode(text, add_special_tokens=False).ids
     if not encoded:
-        fail(f"{name}: the tokenizer finds no token in it")
+        fail(f"{name}: the tokenizer makes no tokens of it")
     return Prompt(name, encoded, was_text=True)
 
 
@@ -113,7 +106,7 @@ def _read(name: str) -> str:
 
 
 def _ids(name: str, text: str) -> list[int] | None:
-    """Token ids, if that is what the text looks like."""
+    """Token ids, or None if the text is not a list of them."""
     values: Any = None
     if text.lstrip().startswith("["):
         try:
@@ -130,7 +123,7 @@ def _ids(name: str, text: str) -> list[int] | None:
     else:
         return None
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
-        # A list of something else may well be the text of a prompt.
+        # A list of something else may be the text of a prompt.
         return None
     for place, value in enumerate(values):
         if not 0 <= value < _MOST:

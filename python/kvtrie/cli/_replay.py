@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from kvtrie.engines.transformers import Event, Usage
 
 _LEAST_BLOCKS: Final = 64
-# Allowed multiple of the rounding error that independent roundings would add up to.
+# Allowed multiple of the sum of independent rounding errors.
 _SAFETY: Final = 4.0
 
 WHY_TOLERANCE: Final = (
-    "reused KV is bit for bit what was computed, but a shorter pass multiplies matrices of other "
+    "reused KV equals the computed KV bit for bit, but a shorter pass multiplies matrices of other "
     "shapes, whose sums round in another order: 4 x unit roundoff x sqrt(layers x longest sum) x "
-    "largest logit; a wrong KV row moves logits by tenths and more"
+    "largest logit; a wrong KV row changes logits by tenths and more"
 )
 
 
 class BadInputError(Exception):
-    """What the user gave cannot be replayed; the text is one sentence."""
+    """The user's input cannot be replayed; the text is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """One turn: what was found, what it took, and whether it is right. Times in seconds."""
+    """One turn: reuse, times in seconds, and correctness."""
 
     question: str
     answer: str
@@ -76,7 +76,7 @@ class TurnResult:
 
     @property
     def matches_reference(self) -> bool | None:
-        """Whether the answer, its thought apart, is the recorded one; ``None`` without one."""
+        """Whether the answer without its reasoning is the recorded one; ``None`` without one."""
         if self.reference is None:
             return None
         return answer_of(self.answer).strip() == self.reference.strip()
@@ -84,7 +84,7 @@ class TurnResult:
 
 @dataclass(frozen=True, slots=True)
 class ConversationResult:
-    """The turns of one conversation, where in the file it begins, and its edited histories."""
+    """One conversation: its first line in the file, its turns, and its edited histories."""
 
     line: int
     turns: tuple[TurnResult, ...]
@@ -123,7 +123,7 @@ class Result:
 
     @property
     def later_total_ratio(self) -> float | None:
-        """The same of the later turns' times added up: long computed pieces weigh more."""
+        """The ratio of the later turns' total times, in which long computed parts weigh more."""
         later = self.later_turns
         if not later:
             return None
@@ -132,7 +132,7 @@ class Result:
 
     @property
     def is_right(self) -> bool:
-        """Whether all logits are those of a run without cache, but for rounding."""
+        """Whether all logits are those of a run without cache, except for rounding."""
         return all(turn.max_logit_difference <= turn.tolerance for turn in self.turns)
 
     @property
@@ -145,14 +145,6 @@ def replay(
     conversations: Sequence[Conversation], settings: Settings, step: Callable[[str], None]
 ) -> Result:
     """Answer every turn of every conversation.
-
-    Args:
-        conversations: What to replay.
-        settings: How.
-        step: Called after every turn.
-
-    Returns:
-        The figures.
 
     Raises:
         BadInputError: If model, pool or conversation cannot be used together.
@@ -192,7 +184,7 @@ def replay(
 
 
 class _Replay:
-    """One conversation under way."""
+    """The replay of one conversation."""
 
     def __init__(
         self,
@@ -209,7 +201,7 @@ class _Replay:
         self._step = step
         self._tools = list(conversation.tools) or None
         self._history: list[dict[str, Any]] = []
-        # Every token that has KV after a turn, turn by turn: what a later turn may find.
+        # Every token that has KV after a turn, per turn: what a later turn may find.
         self._computed: list[list[int]] = []
         self._replies: list[_edited.Reply] = []
 
@@ -262,7 +254,7 @@ class _Replay:
         )
 
     def _times(self) -> tuple[float, float]:
-        """Medians of the time to first token with and without reuse, measured in turn."""
+        """Medians of the time to first token with and without reuse, measured alternately."""
         pairs = []
         for _ in range(self._settings.repeats):
             self._timed.forget()
@@ -281,7 +273,7 @@ class _Replay:
         return _first_token(self._timed, self._history, self._tools, self._settings)[1]
 
     def _text(self, tokens: list[int], finish_reason: str) -> str:
-        """An answer as it stands in the history: its special tokens too, but for the last."""
+        """An answer as in the history: with special tokens, except the last."""
         tokenizer = self._live.tokenizer
         if tokenizer is None:
             msg = "a replay needs a tokenizer"
@@ -292,9 +284,9 @@ class _Replay:
 
 
 def _load(settings: Settings) -> Generator:
-    """The model with a pool of one block, until the conversation says how many it needs."""
+    """The model with a pool of one block, until the conversation shows how many it needs."""
     path = settings.model or model_path()
-    # Its bars and reports are for people who train; what fails is said in one sentence below.
+    # Its progress bars and reports are for training; errors are reported in one sentence below.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
@@ -316,7 +308,7 @@ def _load(settings: Settings) -> Generator:
 def _enough_blocks(
     generator: Generator, conversations: Sequence[Conversation], settings: Settings
 ) -> int:
-    """Blocks for twice the longest conversation; what does not fit beside it is evicted."""
+    """Blocks for twice the longest conversation; older KV beyond that is evicted."""
     longest = 0
     for conversation in conversations:
         tools = list(conversation.tools) or None
@@ -328,7 +320,7 @@ def _enough_blocks(
 
 
 def _warm_up(generator: Generator, conversation: Conversation, settings: Settings) -> None:
-    """Run what is timed once with and once without reuse: first calls allocate and compile."""
+    """Run the timed code once with and once without reuse: first calls allocate and compile."""
     messages = list(conversation.turns()[0].given)
     for _ in range(2):
         _first_token(generator, messages, list(conversation.tools) or None, settings)
@@ -358,7 +350,7 @@ def _logits_without_cache(generator: Generator, tokens: list[int], first: int) -
 
 
 def _question(turn: Turn) -> str:
-    """What the person said last; of a turn without a person, the last message."""
+    """The last user message; without one, the last message."""
     said = [message for message in turn.given if message["role"] == "user"] or turn.given
     return str(said[-1].get("content") or "")
 

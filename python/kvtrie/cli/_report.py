@@ -1,4 +1,4 @@
-"""Shows the figures of a replay: tables for people, one JSON document for machines."""
+"""Shows the figures of a replay, as tables or as one JSON document."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from kvtrie.cli._replay import ConversationResult, Result, TurnResult
 
 _ABOUT_EDITED: Final = (
-    "W01: each prompt leaves out one thought more. W11: all thoughts go before the last prompt. "
-    "Policies but full and exact reuse KV approximately: it still carries the deleted text. "
-    "Divergence and agreement are those of the replies' tokens, against full recomputation."
+    "W01: each prompt drops one more span of reasoning. W11: all reasoning is dropped before the "
+    "last prompt. Policies other than full and exact reuse KV approximately: it still carries the "
+    "deleted text. Divergence and agreement compare the replies' tokens with full recomputation."
 )
 _LONGEST_SHOWN: Final = 240
 
@@ -154,8 +154,8 @@ def _table(conversation: ConversationResult) -> Table:
 
 
 def _show_edited(console: Console, conversation: ConversationResult) -> None:
-    """What each policy reuses where thoughts of earlier replies are deleted."""
-    head = f"\nconversation of line {conversation.line}, earlier thoughts deleted"
+    """What each policy reuses where the reasoning of earlier replies is dropped."""
+    head = f"\nconversation of line {conversation.line}, earlier reasoning deleted"
     console.print(Text(head, style="bold"))
     if conversation.why_not_edited is not None:
         console.print(Text(f"not replayed: {conversation.why_not_edited}"))

@@ -1,4 +1,4 @@
-"""The command line itself: its commands and what they share."""
+"""The command line: its commands and shared options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ app = typer.Typer(
     help="Which KV do I already have for this prompt, and what must be computed?",
     no_args_is_help=True,
     add_completion=False,
-    # A traceback belongs to a bug; it is shown plain, so that it can be pasted into a report.
+    # A traceback means a bug: plain text can be pasted into a report.
     pretty_exceptions_enable=False,
 )
 app.command("calibrate")(calibrate.calibrate)

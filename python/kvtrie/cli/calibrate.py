@@ -43,7 +43,7 @@ def calibrate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Chat file: thoughts as reasoning_content, replies to judge with "
+            help="Chat file: reasoning as reasoning_content, replies to judge with "
             '"scored": true (default: the recall task).',
         ),
     ] = None,
@@ -77,7 +77,7 @@ def calibrate(
         float,
         typer.Option(min=0, max=1, help="Least agreement of the likeliest token."),
     ] = _LIMITS.min_top1,
-    block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of a block.")] = 1,
+    block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens per block.")] = 1,
     min_run: Annotated[
         int, typer.Option(min=named.LEAST_RUN, help="Shortest moved run in tokens.")
     ] = 16,
@@ -87,17 +87,17 @@ def calibrate(
             min=1, help="Threads of torch (default: 1 for a shipped model, else torch's choice)."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where the model lives, as torch says it.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Element type (default: what MODEL says).")] = "auto",
+    device: Annotated[str, typer.Option(help="Torch device of the model.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Element type (default: MODEL's own).")] = "auto",
 ) -> None:
     """Compare reuse policies with full recomputation on edited conversations.
 
-    Every reply is predicted with the text before it given: divergence and agreement are those of
-    the next-token distributions, accuracy that of the replies which are judged, savings those of
-    prompt tokens. The gate file says which policies are cleared for this model. Nothing is
-    downloaded. Results go to stdout when all is done, progress to stderr. With --out, a run that
-    was interrupted goes on where it was when the same command is given again. Exit code 2 means
-    that the input is bad, 3 that results cannot be written, 130 that it was interrupted (Ctrl-C).
+    Every reply is predicted after its given text. Divergence and agreement are those of the
+    next-token distributions, accuracy that of the judged replies, savings those of prompt tokens.
+    The gate file says which policies are cleared for this model. Nothing is downloaded. Results go
+    to stdout when all is done, progress to stderr. With --out, the same command continues an
+    interrupted run. Exit code 2 means that the input is bad, 3 that results cannot be written, 130
+    that it was interrupted (Ctrl-C).
     """
     is_shipped = str(model) in shipped.KINDS and not model.is_dir()
     directory = shipped.model_path(str(model)) if is_shipped else model
@@ -119,12 +119,12 @@ def calibrate(
 
         with _progress.ticks(sys.stderr) as tick:
             tick.stage("loading torch and transformers")
-            # They take seconds: bad input is found before, and --help does without.
+            # They take seconds: bad input is reported before, and --help needs neither.
             from kvtrie.calibrate import measure  # noqa: PLC0415 - slow: torch
             from kvtrie.cli import _calibrated  # noqa: PLC0415 - with rich
 
             if threads or is_shipped:
-                # Matrices as small as a shipped model's gain nothing from a second thread.
+                # A shipped model's matrices are too small for a second thread.
                 measure.set_threads(threads or 1)
 
             def progress(done: int, total: int, text: str) -> None:
@@ -158,13 +158,13 @@ def calibrate(
         else:
             _calibrated.show(report, thresholds)
         if partial is not None:
-            # The last thing: until then a failure costs nothing but the same command once more.
+            # Last: until here, the same command continues after a failure.
             partial.remove()
 
 
 @dataclass
 class _Kept:
-    """What of a run outlives it."""
+    """What an interrupted run leaves."""
 
     partial: Partial | None
     total: int = 0
@@ -172,14 +172,14 @@ class _Kept:
     def last_words(self) -> str:
         """What was kept when the run is interrupted."""
         if self.partial is None:
-            return "nothing was kept, which takes --out"
+            return "nothing was kept, because --out was not given"
         rows = self.partial.num_rows()
         if rows == 0:
             self.partial.close()
             return "nothing was measured yet"
         of = f" of {self.total}" if self.total else ""
         return (
-            f"{rows}{of} conversations are kept in {self.partial.path}: the same command goes on "
+            f"{rows}{of} conversations are kept in {self.partial.path}: the same command continues "
             "from there"
         )
 
@@ -188,7 +188,7 @@ def _chosen(policies: str, min_run: int) -> list[named.Policy]:
     """The policies that are named.
 
     Raises:
-        ValueError: One is not known, or none is named.
+        ValueError: A policy is unknown, or none is named.
     """
     names = [name.strip() for name in policies.split(",") if name.strip()]
     if not names:
@@ -198,7 +198,7 @@ def _chosen(policies: str, min_run: int) -> list[named.Policy]:
 
 
 def _opened(out: Path, chosen: list[named.Policy]) -> Partial:
-    """The partial file beside the gate file; bad input if the gate file could not be written."""
+    """The partial file next to the gate file; bad input if the gate file could not be written."""
     if not any(one.can_be_cleared for one in chosen):
         fail("--out: none of the policies could be cleared; name a rotated one")
     if not any(one.is_control for one in chosen):

@@ -25,7 +25,7 @@ def demo(
         Path | None,
         typer.Argument(
             metavar="CHAT.jsonl",
-            help="OpenAI-style chat file: a message or a conversation a line (default: shipped).",
+            help="OpenAI-style chat file: one message or conversation per line (default: shipped).",
         ),
     ] = None,
     model: Annotated[
@@ -38,10 +38,10 @@ def demo(
     num_blocks: Annotated[
         int | None, typer.Option(min=1, help="Blocks of the KV pool (default: by conversation).")
     ] = None,
-    block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of a block.")] = 16,
+    block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens per block.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 192,
     repeats: Annotated[
-        int, typer.Option(min=1, help="Timed pairs a turn; their medians are shown.")
+        int, typer.Option(min=1, help="Timed pairs per turn; medians are shown.")
     ] = 3,
     threads: Annotated[
         int | None,
@@ -49,23 +49,19 @@ def demo(
             min=1, help="Threads of torch (default: 1 for the shipped model, else torch's choice)."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where model and pool live, as torch says it.")] = (
-        "cpu"
-    ),
+    device: Annotated[str, typer.Option(help="Torch device of model and pool.")] = ("cpu"),
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="Element type (default: float32 for the shipped model, else what DIR says)."
-        ),
+        typer.Option(help="Element type (default: float32 for the shipped model, else DIR's own)."),
     ] = None,
 ) -> None:
     """Answer a conversation with a real model while its KV is found, pinned and shared.
 
-    Every turn is answered once with reuse, checked token by token against the same model without
-    any cache, and timed in pairs with and without reuse. Nothing is downloaded. Results go to
-    stdout when all is done, progress to stderr. Exit code 1 means that a logit differs by more
-    than rounding, 2 that the input is bad, 3 that results cannot be written, 130 that it was
-    interrupted (Ctrl-C).
+    Every turn is answered once with reuse, checked token by token against the same model without a
+    cache, and timed in pairs with and without reuse. Nothing is downloaded. Results go to stdout
+    when all is done, progress to stderr. Exit code 1 means that a logit differs by more than
+    rounding, 2 that the input is bad, 3 that results cannot be written, 130 that it was interrupted
+    (Ctrl-C).
     """
     conversations = _conversations(chat)
     if model is not None:
@@ -76,7 +72,7 @@ def demo(
     for name in ("torch", "transformers", "jinja2", "rich"):
         if find_spec(name) is None:
             fail(f"the demo needs {name}: pip install 'kvtrie[cli]'")
-    # Torch takes seconds to import: bad input is found before, and --help does without.
+    # Torch takes seconds to import: bad input is reported before, and --help does not need it.
     from kvtrie.cli import _progress, _replay, _report  # noqa: PLC0415 - slow: torch
 
     settings = _replay.Settings(
@@ -85,7 +81,7 @@ def demo(
         block_size=block_size,
         max_new_tokens=max_new_tokens,
         repeats=repeats,
-        # Matrices as small as the shipped model's gain nothing from a second thread.
+        # The shipped model's matrices are too small for a second thread.
         threads=threads or (1 if model is None else None),
         device=device,
         dtype=dtype or ("float32" if model is None else "auto"),

@@ -29,7 +29,7 @@ def explain(
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Where tokenizer.json lies: turns text into ids and back."
+            metavar="DIR", help="Directory with tokenizer.json: encodes and decodes text."
         ),
     ] = None,
     as_text: Annotated[
@@ -37,7 +37,7 @@ def explain(
     ] = False,
     block_size: Annotated[
         int | None,
-        typer.Option(min=1, max=4096, help="Tokens of a block (default: 16, or the snapshot's)."),
+        typer.Option(min=1, max=4096, help="Tokens per block (default: 16, or the snapshot's)."),
     ] = None,
     context: Annotated[
         int, typer.Option(min=0, max=10_000, help="Tokens shown on either side of the position.")
@@ -49,7 +49,7 @@ def explain(
         str | None, typer.Option(help="Namespace in the snapshot: model and revision.")
     ] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Namespace: element type.")] = None,
-    rope: Annotated[str | None, typer.Option(help="Namespace: how positions turn K.")] = None,
+    rope: Annotated[str | None, typer.Option(help="Namespace: how positions rotate K.")] = None,
     adapter: Annotated[str | None, typer.Option(help="Namespace: content id of the adapter.")] = (
         None
     ),
@@ -57,8 +57,8 @@ def explain(
 ) -> None:
     """Compare a prompt with what was cached, and say where the exact match ends, and why.
 
-    A prompt is a file of token ids (a JSON list, or numbers between white space or commas) or of
-    text, which needs --tokenizer. With two prompts the first is taken as cached; with --snapshot,
+    A prompt is a file of token ids (a JSON list, or numbers separated by white space or commas) or
+    of text, which needs --tokenizer. Of two prompts the first counts as cached; with --snapshot,
     what an index held. Nothing is downloaded. Exit code 2 means that the input is bad, 3 that the
     result cannot be written, 130 that it was interrupted (Ctrl-C).
     """
@@ -81,7 +81,7 @@ def explain(
     if prompts.count(_prompts.STDIN) > 1:
         fail("the standard input can be read once: give one of the prompts as a file")
     if snapshot is not None and block_size is not None:
-        fail("--block-size is the snapshot's own; leave it out")
+        fail("--block-size comes from the snapshot; omit it")
     if snapshot is None and asked:
         fail(f"--{next(iter(asked)).replace('_', '-')} names a namespace in a snapshot; give one")
     loaded = None if tokenizer is None else _prompts.load_tokenizer(tokenizer)
@@ -104,7 +104,7 @@ def explain(
 
 
 def _filled(cached: list[int], block_size: int) -> tuple[kvtrie.RadixIndex, kvtrie.Namespace]:
-    """An index that holds one prompt."""
+    """An index with one cached prompt."""
     space = kvtrie.Namespace(model="explain", salt=kvtrie.SHARED)
     count = len(cached) // block_size
     index = kvtrie.RadixIndex(max(1, count), block_size)
@@ -115,13 +115,13 @@ def _filled(cached: list[int], block_size: int) -> tuple[kvtrie.RadixIndex, kvtr
 
 
 def _restored(snapshot: Path, asked: dict[str, str]) -> tuple[kvtrie.RadixIndex, kvtrie.Namespace]:
-    """The index of a snapshot, and the namespace that is asked for."""
+    """The index of a snapshot, and the namespace asked for."""
     try:
         blob = snapshot.read_bytes()
     except OSError as error:
         fail(f"{snapshot}: {error.strerror or error}")
     try:
-        # Nothing reads KV here, so any pool is the right one.
+        # Nothing reads KV here, so any pool will do.
         pool_id = kvtrie.RadixIndex.pool_of_snapshot(blob)
         index = kvtrie.RadixIndex.restore(blob, pool_id=pool_id)
     except kvtrie.SnapshotError as error:
@@ -141,6 +141,6 @@ def _restored(snapshot: Path, asked: dict[str, str]) -> tuple[kvtrie.RadixIndex,
             "--model, --kv-dtype, --rope, --adapter and --salt"
         )
     if not {"model", "salt"} <= set(asked):
-        fail(f"{snapshot}: it holds no namespace like that; with --model and --salt, one is made")
-    # It holds nothing, but others of the salt may hold the prompt.
+        fail(f"{snapshot}: it has no such namespace; with --model and --salt, one is made")
+    # It is empty, but other namespaces of the salt may hold the prompt.
     return index, kvtrie.Namespace(**asked)

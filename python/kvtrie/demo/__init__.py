@@ -1,7 +1,7 @@
-"""What ``kvtrie demo`` runs on: a small model, a conversation, and the reader of chat files.
+"""The files of ``kvtrie demo``: a small model, a conversation, and the reader of chat files.
 
-The model in ``model/`` is trained by this repository (``tools/train_demo_model.py``); README.md in
-this folder explains the files. Nothing here imports torch or transformers.
+This repository trains the model in ``model/`` (``tools/train_demo_model.py``); README.md in this
+folder explains the files. Nothing here imports torch or transformers.
 """
 
 from kvtrie.demo.conversations import Conversation, Turn, answer_of, load_conversations

@@ -1,4 +1,4 @@
-"""Reads OpenAI-style chat files and cuts them into the turns that a replay asks for."""
+"""Reads OpenAI-style chat files and splits them into the turns of a replay."""
 
 import json
 from collections.abc import Iterable
@@ -20,11 +20,11 @@ _ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One reply that the model is asked for.
+    """One reply to generate.
 
     Attributes:
-        given: Messages that join the history before the model is asked.
-        reference: The answer that the file records, without its thought, or None.
+        given: Messages appended to the history before generation.
+        reference: The recorded answer without its reasoning, or None.
     """
 
     given: tuple[dict[str, Any], ...]
@@ -36,9 +36,9 @@ class Conversation:
     """A conversation of a chat file.
 
     Attributes:
-        messages: Its messages, checked. Roles are system, user, assistant and tool; a content made
-            of text parts is joined to one string.
-        tools: The tools that it declares, in OpenAI form.
+        messages: Its checked messages. Roles are system, user, assistant and tool; content made of
+            text parts is joined to one string.
+        tools: Its declared tools, in OpenAI form.
         line: The line of the file on which it begins, counted from 1.
     """
 
@@ -47,14 +47,14 @@ class Conversation:
     line: int = 1
 
     def turns(self) -> list[Turn]:
-        """Cut the conversation into the replies that a replay lets the model generate.
+        """Split the conversation into the replies that the model generates.
 
-        An assistant message without tool calls that answers a user or a tool is generated; its
-        recorded text is the reference. Tool calls and tool results are given as recorded. Where a
-        user or tool message has no reply at all, the model is asked without a reference.
+        An assistant message without tool calls after a user or tool message is generated; its
+        recorded text is the reference. Tool calls and tool results are given as recorded. If a user
+        or tool message has no reply, the model generates one without a reference.
 
         Returns:
-            The turns in order; messages behind the last reply belong to no turn.
+            The turns in order; messages after the last reply belong to no turn.
 
         Example:
             >>> from kvtrie.demo import Conversation
@@ -82,7 +82,7 @@ class Conversation:
 
 
 def answer_of(content: str) -> str:
-    r"""The answer in a reply: what stands behind its thought.
+    r"""The answer in a reply: the text after its reasoning.
 
     Args:
         content: A reply, with or without a ``<think>...</think>`` block.
@@ -98,18 +98,18 @@ def answer_of(content: str) -> str:
 def load_conversations(path: str | Path | None = None) -> list[Conversation]:
     r"""Read a chat file.
 
-    A line is a JSON object of one of two forms: ``{"messages": [...], "tools": [...]}`` is a whole
-    conversation (``tools`` may be missing), ``{"role": ..., "content": ...}`` is one message, and
-    such lines that follow each other make one conversation. Blank lines are skipped.
+    A line is a JSON object of one of two forms. ``{"messages": [...], "tools": [...]}`` is a whole
+    conversation (``tools`` is optional). ``{"role": ..., "content": ...}`` is one message;
+    consecutive lines of this form are one conversation. Blank lines are skipped.
 
     Args:
-        path: The file, or None for the conversation that is shipped.
+        path: The file, or None for the shipped conversation.
 
     Returns:
         At least one conversation, each with at least one turn.
 
     Raises:
-        ValueError: The file is empty or a line is no conversation; the text is one sentence that
+        ValueError: The file is empty or a line is not a conversation; the text is one sentence that
             names file, line and reason.
         OSError: The file cannot be read.
 
@@ -132,9 +132,7 @@ def load_conversations(path: str | Path | None = None) -> list[Conversation]:
             start = start if run else number
             run.append(_message(row, where))
         else:
-            raise _bad(
-                where, 'neither "messages" (a conversation) nor "role" (a message) is there.'
-            )
+            raise _bad(where, 'it has neither "messages" (a conversation) nor "role" (a message).')
     _close(found, run, path, start)
     if not found:
         raise _bad(path, "the file holds no conversation.")
@@ -146,7 +144,7 @@ def _rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise _bad(path, f"the file is not UTF-8 (byte {error.start}).") from None
-    # JSONL ends lines with a line feed alone: other separators may stand inside a string.
+    # JSONL ends lines with a line feed alone: other separators may be inside a string.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -226,7 +224,7 @@ def _check_calls(calls: object, where: str) -> None:
 
 
 def _printable(value: object, where: str) -> None:
-    """Refuse what JSON can spell but UTF-8, and so a tokenizer, cannot."""
+    """Refuse text that JSON can express but UTF-8, and so a tokenizer, cannot."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

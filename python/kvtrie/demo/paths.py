@@ -1,11 +1,11 @@
-"""Where the shipped demo files lie."""
+"""The paths of the shipped demo files."""
 
 from importlib.resources import files
 from pathlib import Path
 
 
 def model_path() -> Path:
-    """The directory of the demo model, as transformers loads it.
+    """The directory of the demo model, for transformers.
 
     Returns:
         A directory with config, weights, tokenizer and chat template.
@@ -19,7 +19,7 @@ def model_path() -> Path:
 
 
 def conversation_path() -> Path:
-    """The conversation that the demo replays when the user names none.
+    """The default conversation of the demo.
 
     Returns:
         A JSONL file that :func:`load_conversations` reads.

@@ -1,1 +1,1 @@
-"""Engines that run a model over kvtrie; each one imports its own heavy dependencies."""
+"""Engines that run a model over kvtrie. Each module imports its own heavy dependencies."""

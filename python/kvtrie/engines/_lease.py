@@ -1,4 +1,4 @@
-"""The blocks of one running request, from plan to release: the engine loop of the manual."""
+"""The blocks of one running request, from plan to release; see the engine loop in the manual."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """A plan, and the request that it became in the store's ledger.
+    """A plan, and its request in the store's ledger.
 
-    The ledger knows the table, the ids and how far KV is computed; the lease asks it. Every block
-    of the table is the index's or held by the lease; after ``close`` none is held. An exception at
-    any point leaves a lease that closes cleanly.
+    The ledger has the table, the ids and the computed range. Every block of the table belongs to
+    the index or is held by the lease; after ``close`` none is held. After an exception at any point
+    the lease still closes cleanly.
 
     Args:
         store: Index, free list, pool and ledger.
-        seq: The tokens; until ``close`` the ledger alone changes them.
+        seq: The tokens; only the ledger changes them until ``close``.
         policy: What may be reused.
-        headroom: Blocks that must stay obtainable for others after this lease took its own.
+        headroom: Blocks that must stay available for others after this lease has its own.
 
     Raises:
-        OutOfBlocksError: If the blocks cannot be had; nothing was evicted.
+        OutOfBlocksError: If there are not enough blocks; nothing was evicted.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Lease:
             store.ledger.begin(self, seq, table, source=self.plan)
         except BaseException:
             if self in store.ledger:
-                # The exception came from outside, behind the last call.
+                # The exception came from outside, after the last call.
                 fresh = store.ledger.forget(self)
             else:
                 self.plan.release()
@@ -66,7 +66,7 @@ class Lease:
 
     @property
     def num_held(self) -> int:
-        """Blocks that are neither free nor the index's."""
+        """Blocks that are neither free nor owned by the index."""
         if self._is_closed:
             return 0
         ledger = self._store.ledger
@@ -78,7 +78,7 @@ class Lease:
         return self._store.ledger.final_range(self)[1] == len(self._seq)
 
     def next_range(self, limit: int) -> tuple[int, int]:
-        """The next tokens to compute, at most ``limit``: of a gap, or what was sampled since."""
+        """The next tokens to compute, at most ``limit``: of a gap, or sampled ones."""
         missing = self._store.ledger.missing(self)
         if not len(missing):
             return len(self._seq), len(self._seq)
@@ -86,13 +86,10 @@ class Lease:
         return start, min(end, start + limit)
 
     def issue(self, end: int) -> None:
-        """Bring the blocks for the next positions up to ``end``, which are computed next.
-
-        Args:
-            end: Position behind the last.
+        """Allocate blocks for the positions up to ``end``, which are computed next.
 
         Raises:
-            OutOfBlocksError: If they cannot be had; nothing was evicted.
+            OutOfBlocksError: If there are not enough blocks; nothing was evicted.
         """
         ledger = self._store.ledger
         wanted = -(-end // ledger.block_size) - len(ledger.blocks(self))
@@ -106,11 +103,7 @@ class Lease:
         ledger.schedule(self, end - ledger.lookahead(self)[1])
 
     def advance(self, end: int) -> None:
-        """Note that the range up to ``end`` is computed, and share the blocks that are full.
-
-        Args:
-            end: Position behind the last computed token.
-        """
+        """Record that the range up to ``end`` is computed, and share full blocks."""
         ledger = self._store.ledger
         ledger.confirm(self, end)
         start, end = ledger.new_range(self)
@@ -124,7 +117,7 @@ class Lease:
         self._store.ledger.append(self, ids)
 
     def close(self) -> None:
-        """Insert what is computed and give up the rest: finish, abort and preemption alike."""
+        """Insert what is computed and free the rest, on finish, abort and preemption alike."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -132,7 +125,7 @@ class Lease:
         try:
             done = store.ledger.finish(self, store.index)
         except BaseException:
-            # A call that fails has taken nothing: the blocks are still held.
+            # A failed call has inserted nothing: the blocks are still held.
             store.allocator.free(store.ledger.forget(self))
             raise
         else:
@@ -148,6 +141,6 @@ class Lease:
         if headroom:
             available = store.allocator.num_free + store.index.num_evictable
             if available < wanted + headroom:
-                msg = f"{wanted} blocks wanted beside {headroom} to spare, {available} available"
+                msg = f"{wanted} blocks wanted besides {headroom} to spare, {available} available"
                 raise OutOfBlocksError(msg)
         return store.allocator.allocate(wanted, evict_from=store.index)

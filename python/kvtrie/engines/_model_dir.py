@@ -12,20 +12,14 @@ if TYPE_CHECKING:
 def checked_model_dir(path: str | PathLike[str]) -> Path:
     """The path as a directory that holds a model.
 
-    Args:
-        path: A directory, as ``save_pretrained`` writes it.
-
-    Returns:
-        The same path.
-
     Raises:
         FileNotFoundError: If there is no such directory, or no ``config.json`` in it.
     """
     directory = Path(path)
     if not directory.is_dir():
-        msg = f"{directory} is no model directory (models are not downloaded)"
+        msg = f"{directory} is not a model directory (models are not downloaded)"
         raise FileNotFoundError(msg)
     if not (directory / "config.json").is_file():
-        msg = f"{directory} is no model directory: it has no config.json"
+        msg = f"{directory} is not a model directory: it has no config.json"
         raise FileNotFoundError(msg)
     return directory

@@ -1,4 +1,4 @@
-"""Names the model behind a KV pool: what its namespace says besides the tenant."""
+"""The fields of a namespace that depend on the model of a KV pool."""
 
 from __future__ import annotations
 
@@ -22,12 +22,9 @@ _SAMPLES_PER_TENSOR = 16
 def model_id(model: PreTrainedModel) -> str:
     """Name and fingerprint of a loaded model.
 
-    The fingerprint covers the config, the shape of every weight and 16 of its values: enough to
-    tell apart revisions and fine-tunings that were loaded by accident, at the cost of a few
-    thousand reads. It is no proof against an adversary; the index of a generator never leaves it.
-
-    Args:
-        model: The model, with its weights.
+    The fingerprint covers the config, the shape of every weight and 16 of its values. That
+    distinguishes revisions and fine-tunes loaded by accident, for a few thousand reads. It does not
+    resist an adversary; the index of a generator stays inside it.
 
     Returns:
         ``name@digest``.
@@ -47,7 +44,7 @@ def model_id(model: PreTrainedModel) -> str:
 
 
 def rope_id(config: PretrainedConfig) -> str:
-    """The RoPE settings of a config as text; ``default`` without any."""
+    """The RoPE settings of a config as text; ``default`` if there are none."""
     settings: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling", "rope_theta"):
         value = getattr(config, name, None)
@@ -60,6 +57,6 @@ def rope_id(config: PretrainedConfig) -> str:
 
 def _config_json(config: PretrainedConfig) -> str:
     fields = config.to_dict()
-    # Where the model was loaded from changes no byte of its KV.
+    # The path that the model was loaded from does not change its KV.
     fields.pop("_name_or_path", None)
     return json.dumps(fields, sort_keys=True, default=str)

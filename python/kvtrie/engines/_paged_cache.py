@@ -1,4 +1,4 @@
-"""A transformers cache whose keys and values live in the blocks of a KV pool."""
+"""A transformers cache whose keys and values are in the blocks of a KV pool."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def pool_rows(layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
-    """What a pool keeps of what transformers caches: K and V, or one latent row (MLA).
+    """What a pool stores of what transformers caches: K and V, or one latent row (MLA).
 
-    Of an MLA model transformers caches the latent as keys and the part of K that turns as values.
+    For an MLA model, transformers caches the latent as keys and the rotated part of K as values.
     """
     return [keys, values] if layout.v_head_dim else [torch.cat([keys, values], dim=-1)]
 
@@ -31,13 +31,6 @@ def check_rows(
 ) -> None:
     """Check that rows of one layer fit a pool.
 
-    Args:
-        layout: The pool's.
-        rows: As ``pool_rows`` answers them.
-        num_tokens: How many there must be.
-        dtype: The pool's.
-        layer: Whose rows they are.
-
     Raises:
         LayoutError: If shape or element type differ.
     """
@@ -45,14 +38,14 @@ def check_rows(
         want = (1, layout.num_kv_heads, num_tokens, dim)
         if tuple(states.shape) != want or states.dtype != dtype:
             msg = (
-                f"layer {layer} offers {name} of shape {tuple(states.shape)} and {states.dtype}, "
+                f"layer {layer} has {name} of shape {tuple(states.shape)} and {states.dtype}, "
                 f"the pool holds {want} of {dtype}"
             )
             raise LayoutError(msg)
 
 
 class _Window:
-    """What one forward pass writes and reads: positions ``[start, end)`` of a block table."""
+    """Slots written and blocks read by one pass: positions ``[start, end)`` of a block table."""
 
     def __init__(self, pool: KVPool, table: NDArray[np.int32], start: int, end: int) -> None:
         self.pool = pool
@@ -63,7 +56,7 @@ class _Window:
 
 
 class _PagedLayer(CacheLayerMixin):
-    """One layer: writes new rows to their slots, answers the rows of the whole table."""
+    """One layer: writes new rows to their slots, returns the rows of the whole table."""
 
     is_sliding = False
 
@@ -75,7 +68,7 @@ class _PagedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the pool is there before the model runs."""
+        """Do nothing: the pool exists before the model runs."""
 
     def update(
         self,
@@ -98,7 +91,7 @@ class _PagedLayer(CacheLayerMixin):
 
     def _store(self, blocks: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         window = self._window
-        # A view: the pool is the engine's own, whose rows of a layer lie slot by slot.
+        # A view: the pool is the engine's own, with the rows of a layer in slot order.
         rows = blocks.view(-1, *blocks.shape[2:])
         rows.index_copy_(0, window.write_slots, states[0].transpose(0, 1))
         if window.start == 0:
@@ -111,7 +104,7 @@ class _PagedLayer(CacheLayerMixin):
         return self._window.start + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens stored before this pass, and those of this pass once the layer has them."""
+        """Tokens stored before this pass, plus those of this pass once they are stored."""
         return self._window.end if self.was_written else self._window.start
 
     def get_max_length(self) -> int:
@@ -119,12 +112,12 @@ class _PagedLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        """Refused: the pool's contents belong to the index."""
+        """Refuse: the pool's contents belong to the index."""
         msg = "a paged cache cannot be reset: its blocks belong to the index"
         raise NotImplementedError(msg)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Refused: one sequence a cache, no beams."""
+        """Refuse: one sequence per cache, no beams."""
         msg = f"a paged cache holds one sequence, it cannot be reordered by {tuple(beam_idx.shape)}"
         raise NotImplementedError(msg)
 
@@ -133,17 +126,17 @@ class PagedCache(Cache):
     """The cache of one forward pass over positions ``[start, end)`` of a block table.
 
     ``update`` scatters the new rows to their slots and returns the rows of ``[0, end)`` in table
-    order, so a model sees what a contiguous cache would show it. The first pass of a prompt without
-    any reuse gets its own rows back and reads nothing.
+    order, as a contiguous cache does. The first pass of a prompt without reuse gets its own rows
+    back and reads nothing.
 
     Args:
-        pool: The pool that the table's ids name.
+        pool: The pool of the table's blocks.
         table: Block ids of the sequence, position 0 first.
         start: First position that the pass computes; everything before it is in the table.
-        end: Position behind the last.
+        end: Position after the last.
 
     Raises:
-        ValueError: If a position lies outside the table or a block outside the pool.
+        ValueError: If a position is outside the table or a block is outside the pool.
     """
 
     def __init__(self, pool: KVPool, table: NDArray[np.int32], start: int, end: int) -> None:
@@ -152,10 +145,10 @@ class PagedCache(Cache):
         super().__init__(layers=list(self._paged))
 
     def check_written(self) -> None:
-        """Check after a pass that every layer came by.
+        """Check after a pass that every layer was written.
 
         Raises:
-            LayoutError: If the model left out a layer, so that its KV is not in the pool.
+            LayoutError: If the model skipped a layer, so that its KV is not in the pool.
         """
         for number, layer in enumerate(self._paged):
             if not layer.was_written:

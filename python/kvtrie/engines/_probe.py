@@ -1,4 +1,4 @@
-"""Checks on two tiny passes that a model stores KV the way its layout says."""
+"""Checks with tiny passes that a model stores KV as its layout says."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from kvtrie.layout import KVLayout
     from kvtrie.rope import Rotary
 
-# K and V of a token may differ in rounding between a pass over two tokens and one over three, but
-# not by more than this share of their largest value; attention to later tokens changes them by all.
+# K and V of a token may differ by rounding between a pass over two tokens and one over three, up to
+# this share of their largest value. Attention to later tokens changes them far more.
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 
 
-# How far passes are moved to see whether keys turn as the config says: no multiples of a period.
-# Near, everything but rounding is equal; far, frequencies that differ in their last bits show.
+# Positions by which passes are moved, to check that keys rotate as the config says. They are not
+# multiples of a period. At the near one all but rounding must be equal; the far one shows
+# frequencies that differ in their last bits.
 _SHIFTS: Final = (37, 2000)
 _PROBED: Final = 5
 _TINY: Final = 1e-7
@@ -39,15 +40,11 @@ def forward_inputs(model: PreTrainedModel) -> frozenset[str]:
 
 
 def check_model(model: PreTrainedModel, layout: KVLayout) -> None:
-    """Run two and three tokens and compare what the cache holds with the layout.
-
-    Args:
-        model: A causal LM in eval mode.
-        layout: What its config says.
+    """Run two and three tokens and compare the cache with the layout.
 
     Raises:
         LayoutError: If layers, shapes, element type or device differ, or if the KV of a token
-            depends on the tokens behind it.
+            depends on the tokens after it.
     """
     short, long = _cached(model, 2), _cached(model, 3)
     if len(long) != layout.num_layers:
@@ -56,7 +53,7 @@ def check_model(model: PreTrainedModel, layout: KVLayout) -> None:
     devices = {rows.device for layer in long for rows in layer}
     if len(devices) > 1:
         shown = ", ".join(sorted(map(str, devices)))
-        msg = f"the model is spread over {shown}; a pool lies on one device"
+        msg = f"the model is spread over {shown}; a pool is on one device"
         raise LayoutError(msg)
     tolerance = _TOLERANCE[layout.dtype]
     dtype = getattr(torch, layout.dtype)
@@ -71,28 +68,24 @@ def check_model(model: PreTrainedModel, layout: KVLayout) -> None:
 
 
 def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
-    """How a model turns its keys, compared with what it does.
+    """How a model rotates its keys, checked by running it.
 
-    RoPE tells apart distances alone: a prompt that begins at another position has the same V in
-    every layer, and the same K but for its turn. A few tokens are run at three places, or at
-    as many as the model's context has room for.
-
-    Args:
-        model: A causal LM in eval mode, of this layout.
-        layout: What its config says.
+    RoPE depends on distances alone. A prompt that begins at another position has the same V in
+    every layer, and the same K up to rotation. A few tokens are run at three positions, or at as
+    many as fit the model's context.
 
     Returns:
-        What its config says of RoPE, with the order of pairs that the model keeps.
+        The RoPE of its config, with the order of pairs that the model uses.
 
     Raises:
-        UnsupportedRopeError: If its KV cannot be moved, or moves otherwise than its config says.
+        UnsupportedRopeError: If its KV cannot be moved, or moves differently than its config says.
     """
     if "position_ids" not in forward_inputs(model):
         msg = "the model takes no positions, so its KV cannot be checked at another one"
         raise UnsupportedRopeError(msg)
     candidates: list[RopeSpec] = []
     refusal: UnsupportedRopeError | None = None
-    # Which channels make a pair is not in a config, and for MLA it is the engine's choice.
+    # The pairing of channels is not in a config, and for MLA the engine chooses it.
     for interleaved in (None, False, True):
         try:
             rope = RopeSpec.from_config(model.config, interleaved=interleaved)
@@ -100,7 +93,7 @@ def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
             refusal = refusal or error
         else:
             candidates.append(rope)
-    # Before any pass: positions that are no RoPE may end where the probe begins.
+    # Before any pass: positions without RoPE may end where the probe begins.
     if not candidates and refusal is not None:
         raise refusal
     here = _cached(model, _PROBED)
@@ -113,19 +106,19 @@ def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
             return rope
         differs = differs or differing
     msg = (
-        f"{differs} is not what its config's RoPE makes of it at another position (a model that "
-        "was cast turns by rounded frequencies: load it with dtype= instead)"
+        f"{differs} at another position is not what its config's RoPE gives (a model that was "
+        "cast rotates by rounded frequencies: load it with dtype= instead)"
     )
     raise UnsupportedRopeError(msg)
 
 
 def _shifts(model: PreTrainedModel) -> list[int]:
-    """Where the probe's passes begin, within the model's context."""
+    """The start positions of the probe's passes, within the model's context."""
     context_len = getattr(model.config, "max_position_embeddings", None)
     if context_len is None:
         return [_SHIFTS[0]]
     if context_len <= _PROBED:
-        msg = f"its context of {context_len} tokens leaves no room to check how its keys turn"
+        msg = f"its context of {context_len} tokens leaves no room to check how its keys rotate"
         raise UnsupportedRopeError(msg)
     return sorted({min(shift, context_len - _PROBED) for shift in _SHIFTS})
 
@@ -137,16 +130,16 @@ def _moves_otherwise(
     there: list[tuple[torch.Tensor, torch.Tensor]],
     shift: int,
 ) -> str | None:
-    """What a RoPE does not explain of rows that were computed ``shift`` positions further on."""
-    # Models turn float64 keys by float32 angles.
+    """The first rows computed ``shift`` positions later that differ from this RoPE, or None."""
+    # Models rotate float64 keys by float32 angles.
     tolerance = max(_TOLERANCE[layout.dtype], _TOLERANCE["float32"])
     for number, (before, after) in enumerate(zip(here, there, strict=True)):
         old, new = pool_rows(layout, *before), pool_rows(layout, *after)
         old[0] = reference.rotate(old[0], rope, shift, layer=number)
         sizes = (_sizes(new[0], rope.layers[number]), new[-1].abs().max())
         for name, expected, found, size in zip("KV", old, new, sizes, strict=False):
-            # A wrong turn shows in every token, a token that a rounding sends to other experts
-            # in itself alone: most of them count. What is not a number is no match.
+            # A wrong rotation shows in every token; rounding that routes a token to other experts
+            # shows in that token alone. So the median counts. NaN is a mismatch.
             misses = (found - expected).abs() / (tolerance * size).clamp(min=_TINY)
             if not float(misses.amax(dim=(0, 1, 3)).median()) <= 1:
                 return f"{name} of layer {number}"
@@ -154,11 +147,11 @@ def _moves_otherwise(
 
 
 def _sizes(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-    """How large each channel of K is, ``[head_dim]``: what its error is measured by.
+    """The size of each channel of K, ``[head_dim]``, by which its error is measured.
 
-    Not by the largest channel: a few that are a hundred times larger than the others (Qwen2), or a
-    latent beside the keys that turn (MLA), would hide how those turn. Both channels of a pair count
-    as the larger one, and those smaller than most as the median.
+    Not the largest channel: channels that are a hundred times larger than the others (Qwen2), or a
+    latent next to the rotated keys (MLA), would hide errors of the rotation. Both channels of a
+    pair count as the larger one, and channels smaller than the median as the median.
     """
     sizes = keys.abs().amax(dim=(0, 1, 2))
     if rotary is None:

@@ -1,4 +1,4 @@
-"""What a caller of an engine sees of a request: its options, events and result."""
+"""The public part of a request: options, events and result."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class Options(TypedDict, total=False):
-    """How a request is answered; every key may be left out.
+    """Options of a request; every key is optional.
 
     Attributes:
-        max_new_tokens: Tokens to generate at most (256); the model's context may end it earlier.
+        max_new_tokens: Most tokens to generate (256); the model's context may end it earlier.
         temperature: 0 (the default) is greedy; above it tokens are sampled.
         top_k: Sample among the k likeliest tokens only.
         top_p: Sample among the likeliest tokens that together reach this probability (1: all).
-        seed: Seed of this request's sampling; without one, the engine's seed and the request's
-            number make it.
+        seed: Seed of this request's sampling; by default it is made of the engine's seed and the
+            request's number.
         stop_token_ids: Ids that end the answer, besides the model's own.
-        ignore_eos: Go on behind the model's own end-of-sequence ids.
+        ignore_eos: Continue after the model's own end-of-sequence ids.
         tools: Tool schemas for the chat template.
-        chat_template_kwargs: Further variables for the chat template.
-        salt: Tenant of this request (the engine's by default). Requests share KV only under the
-            same salt.
-        policy: What this request may reuse (the engine's policy by default).
-        return_logits: Put the row that each token was picked from into its event.
+        chat_template_kwargs: More variables for the chat template.
+        salt: Tenant of this request (default: the engine's). Requests share KV only under the same
+            salt.
+        policy: What this request may reuse (default: the engine's policy).
+        return_logits: Add to each event the row that its token was picked from.
     """
 
     max_new_tokens: int
@@ -60,13 +60,13 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Where the KV of a prompt came from, in tokens; the three sum up to the prompt.
+    """The source of a prompt's KV, in tokens; the three add up to the prompt.
 
     Attributes:
         exact: Found under the same whole prefix.
-        moved: Reused approximately: computed at another place or in another context (0 under
+        moved: Reused approximately: computed at another position or in another context (0 under
             ``EXACT_ONLY``).
-        computed: Run through the model.
+        computed: Computed by the model.
     """
 
     exact: int = 0
@@ -86,11 +86,11 @@ class Event:
     Attributes:
         request: The request it belongs to.
         token: The token id; ``None`` if the request ended without one (an error).
-        text: Text that is certain since the last event; pieces never split a character.
-        usage: What the prompt cost when the request was first admitted.
-        finish_reason: ``None`` while the request goes on; ``"stop"`` (end of sequence or a stop
+        text: New text that is final; pieces never split a character.
+        usage: The sources of the prompt's KV when the request was first admitted.
+        finish_reason: ``None`` while the request runs; ``"stop"`` (end of sequence or a stop
             id), ``"length"`` or ``"error"`` on its last event.
-        logits: The float32 row on the CPU that the token was picked from, where asked for.
+        logits: The float32 row on the CPU that the token was picked from, with ``return_logits``.
     """
 
     request: Request
@@ -108,19 +108,19 @@ class Event:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt on its way through an engine. The engine writes it; callers read it.
+    """One prompt in an engine. The engine writes it; callers read it.
 
     Attributes:
         number: Counts up from 0 in the order of submission.
         prompt_len: Tokens of the prompt.
         decision: What it may reuse, and why.
         status: ``"waiting"``, ``"running"`` or ``"finished"``.
-        tokens: Generated ids so far, a final end-of-sequence id included.
+        tokens: Generated ids so far, with a final end-of-sequence id.
         text: Text of ``tokens`` so far.
-        usage: What the prompt cost when the request was first admitted.
+        usage: The sources of the prompt's KV when the request was first admitted.
         finish_reason: Why it ended.
-        error: What ended it, if that was an error.
-        num_preemptions: How often it gave its blocks up for an older request and came back.
+        error: The error that ended it, if any.
+        num_preemptions: How often it was preempted for an older request.
     """
 
     number: int
@@ -140,13 +140,13 @@ class Completion:
     """A whole answer.
 
     Attributes:
-        tokens: Generated ids, a final end-of-sequence id included.
-        text: Their text, special tokens left out.
-        usage: What the prompt cost.
+        tokens: Generated ids, with a final end-of-sequence id.
+        text: Their text without special tokens.
+        usage: The sources of the prompt's KV.
         finish_reason: ``"stop"`` or ``"length"``.
-        decision: What the request was allowed to reuse, and why: where ``decision.is_cleared`` is
+        decision: What the request was allowed to reuse, and why. If ``decision.is_cleared`` is
             False, ``decision.reason`` says why an approximate policy became ``kvtrie.EXACT_ONLY``.
-        logits: ``[len(tokens), vocabulary]``, where asked for.
+        logits: ``[len(tokens), vocabulary]``, with ``return_logits``.
     """
 
     tokens: list[int]

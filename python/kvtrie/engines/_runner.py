@@ -1,4 +1,4 @@
-"""Runs a model over positions of a sequence whose KV lies in a block table."""
+"""Runs a model over positions of a sequence with a block table."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """A model and the pool that its KV goes to.
-
-    Args:
-        model: A causal LM in eval mode.
-        pool: A pool of the model's layout, on its device.
-    """
+    """A model and the pool of its KV."""
 
     def __init__(self, model: PreTrainedModel, pool: KVPool) -> None:
         self._model = model
@@ -38,9 +33,9 @@ class Runner:
 
         Args:
             seq: The tokens.
-            table: Block ids, position 0 first; all KV below ``start`` lies in them.
+            table: Block ids, position 0 first; they hold all KV before ``start``.
             start: First position to compute.
-            end: Position behind the last.
+            end: Position after the last.
 
         Returns:
             The last position's logits, float32, on the CPU.

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are picked: greedy at temperature 0, else from the cut distribution.
+    """How tokens are picked: greedy at temperature 0, else from the truncated distribution.
 
     Args:
         temperature: 0 picks the highest logit; above it, logits are divided by this.
@@ -41,12 +41,9 @@ def pick(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> int:
     """Pick one token.
 
     Args:
-        logits: One float32 row, on the CPU (so that a seed means the same on every device).
-        sampling: How.
+        logits: One float32 row, on the CPU (so that a seed gives the same on every device).
+        sampling: The options.
         rng: A CPU generator; greedy picking does not advance it.
-
-    Returns:
-        The token id.
     """
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -58,6 +55,6 @@ def pick(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> int:
     if sampling.top_p < 1:
         ranked, order = probabilities.sort(descending=True, stable=True)
         before = ranked.cumsum(dim=-1) - ranked
-        # The first token stays whatever top_p says: nothing lies before it.
+        # The first token always stays: no probability comes before it.
         probabilities[order[before >= sampling.top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=rng))

@@ -1,4 +1,4 @@
-"""Who runs next: waiting, admission, preemption and cancelling of requests over one pool."""
+"""Schedules requests over one pool: waiting, admission, preemption and cancelling."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from kvtrie.engines._store import Store
     from kvtrie.engines._text import TextStream
 
-# A plan that copies nothing needs no block besides its table, so it fits whenever the table does.
+# A plan that copies nothing needs no block except its table, so it fits if the table does.
 _IN_PLACE_ONLY: Final = ReusePolicy(approximate=False, partial_blocks=False)
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """What the engine knows of a request besides what its caller sees."""
+    """The private part of a request."""
 
     request: Request
     seq: TokenSequence
@@ -42,12 +42,12 @@ class Job:
 
 
 class Scheduler:
-    """Runs jobs step by step, oldest first, one pass through the model each.
+    """Runs jobs step by step, oldest first, with one model pass per job.
 
     Args:
         store: Index, free list and pool.
-        runner: Computes.
-        prefill_chunk: Prompt tokens that one step computes at most for one job.
+        runner: Runs the model.
+        prefill_chunk: Most prompt tokens that one step computes for one job.
     """
 
     def __init__(self, store: Store, runner: Runner, prefill_chunk: int) -> None:
@@ -60,7 +60,7 @@ class Scheduler:
 
     @property
     def num_held(self) -> int:
-        """Blocks in the tables of running jobs that are not the index's."""
+        """Blocks in the tables of running jobs that the index does not own."""
         return sum(job.lease.num_held for job in self.running if job.lease is not None)
 
     def add(self, job: Job) -> None:
@@ -71,15 +71,15 @@ class Scheduler:
         """One pass for every running job, then for every job that can be admitted.
 
         Returns:
-            The events of this step, at most one a job.
+            The events of this step, at most one per job.
         """
         events: list[Event] = []
         num_preemptions = self._num_preemptions
         for job in list(self.running):
-            # An older request may have taken the blocks of a younger one within this step.
+            # An older request may have preempted a younger one within this step.
             if job.lease is not None:
                 self._advance(job, job.lease, events)
-        # What was preempted in this step would only be preempted again.
+        # A job preempted in this step would be preempted again.
         while self.waiting and (not self.running or num_preemptions == self._num_preemptions):
             job = self.waiting[0]
             self._admit(job, events)
@@ -90,10 +90,10 @@ class Scheduler:
         return events
 
     def cancel(self, request: Request) -> None:
-        """End a request now, wherever it stands.
+        """End a request now, in any state.
 
         Args:
-            request: One that has ended is left alone.
+            request: The request; no effect if it has ended.
         """
         for job in [*self.waiting, *self.running]:
             if job.request is request:
@@ -101,7 +101,7 @@ class Scheduler:
                 return
 
     def _admit(self, job: Job, events: list[Event]) -> None:
-        """Plan the first waiting request and get its blocks; it stays if others have them."""
+        """Plan the first waiting request and get its blocks; without enough it keeps waiting."""
         try:
             lease = self._lease(job)
         except OutOfBlocksError as error:
@@ -124,7 +124,7 @@ class Scheduler:
 
     def _lease(self, job: Job) -> Lease:
         if self.running:
-            # Each running request may want its next block soon: do not admit to preempt at once.
+            # Each running request may need a block soon, and would preempt the new one at once.
             return Lease(self._store, job.seq, job.policy, headroom=len(self.running))
         try:
             return Lease(self._store, job.seq, job.policy)
@@ -132,7 +132,7 @@ class Scheduler:
             return Lease(self._store, job.seq, _IN_PLACE_ONLY)
 
     def _advance(self, job: Job, lease: Lease, events: list[Event]) -> None:
-        """One pass of one request: a piece of its prompt, or the token sampled last."""
+        """One pass of one request: a chunk of its prompt, or the last sampled token."""
         try:
             start, end = lease.next_range(self._prefill_chunk)
             if self._make_room(job, lease, end):
@@ -147,7 +147,7 @@ class Scheduler:
             raise
 
     def _make_room(self, job: Job, lease: Lease, end: int) -> bool:
-        """Bring blocks up to ``end``, taking them from younger requests where none is left."""
+        """Allocate blocks up to ``end``; if none is left, preempt younger requests."""
         while True:
             try:
                 lease.issue(end)
@@ -162,7 +162,7 @@ class Scheduler:
                 return True
 
     def _preempt(self, job: Job) -> None:
-        """Give up a request's blocks; it waits first in line, with its tokens so far."""
+        """Free a request's blocks; it waits first in the queue, with its tokens so far."""
         self._num_preemptions += 1
         self.running.remove(job)
         self.waiting.appendleft(job)
@@ -171,7 +171,7 @@ class Scheduler:
         self._close(job)
 
     def _emit(self, job: Job, lease: Lease, logits: torch.Tensor, events: list[Event]) -> None:
-        """Pick the next token and say so."""
+        """Pick the next token and emit its event."""
         request = job.request
         token = pick(logits, job.sampling, job.rng)
         lease.append([token])
@@ -197,7 +197,7 @@ class Scheduler:
         try:
             self._end(job, "error")
         except Exception as second:  # noqa: BLE001 - the first error is the one to see
-            error.add_note(f"and when its blocks were given back: {second!r}")
+            error.add_note(f"and when its blocks were freed: {second!r}")
         self._tell(job, Event(request, None, "", request.usage, "error"), events)
 
     def _end(self, job: Job, reason: FinishReason) -> None:

@@ -1,4 +1,4 @@
-"""The owners of a pool's blocks, and who has how many."""
+"""The owners of a pool's blocks, and their counts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Who has the blocks of a pool; free, held, indexed and condemned are ``total``.
+    """Owners of the blocks of a pool. Free, held, indexed and condemned add up to ``total``.
 
     Attributes:
         free: In the free list.
         held: In the tables of running requests and not shared.
         indexed: Owned by the index, reusable.
-        condemned: Left the index while pinned; pinned still, or not collected yet.
-        waiting: Those of the condemned that are not pinned any more.
+        condemned: Left the index while pinned; still pinned, or not collected yet.
+        waiting: Condemned blocks that are no longer pinned.
         total: Blocks of the pool.
     """
 
@@ -32,13 +32,13 @@ class BlockCounts:
 
     @property
     def lost(self) -> int:
-        """Blocks that nobody has: 0, or there is a bug."""
+        """Blocks without an owner: 0, or there is a bug."""
         return self.total - self.free - self.held - self.indexed - self.condemned
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The owners of a pool's blocks: who finds, hands out and fills them, and knows how far."""
+    """The owners of a pool's blocks: index, free list, pool and ledger."""
 
     index: RadixIndex
     allocator: BlockAllocator
@@ -46,5 +46,5 @@ class Store:
     ledger: SequenceLedger
 
     def reclaim(self) -> None:
-        """Give the free list what the index let go of meanwhile."""
+        """Return blocks that the index has released to the free list."""
         self.allocator.free(self.index.take_freed())

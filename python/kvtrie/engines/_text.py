@@ -1,4 +1,4 @@
-"""Turns a stream of token ids into pieces of text that never split a character."""
+"""Converts a stream of token ids to pieces of text that never split a character."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """Text of ids that arrive one by one; the pieces joined are the text of all ids.
+    """Text of ids that arrive one by one. The pieces joined are the text of all ids.
 
-    Only the ids since the last finished piece (and those of that piece, as context) are decoded
-    again, so a long answer costs no more a token than a short one.
+    Only the ids since the last finished piece, and those of that piece as context, are decoded
+    again: the cost per token does not grow with the answer.
 
     Args:
-        tokenizer: Decodes; without one every piece is empty.
+        tokenizer: Decodes; if None, every piece is empty.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -27,7 +27,7 @@ class TextStream:
         self._shown = 0
 
     def push(self, token: int) -> str:
-        """Add one id; answer the text that is certain now (possibly none)."""
+        """Add one id; returns the text that is now final, possibly empty."""
         self._ids.append(token)
         piece = self._pending()
         if piece.endswith(_INCOMPLETE):
@@ -36,7 +36,7 @@ class TextStream:
         return piece
 
     def flush(self) -> str:
-        """The rest, incomplete characters included."""
+        """The rest, with incomplete characters."""
         piece = self._pending()
         self._advance()
         return piece

@@ -63,39 +63,38 @@ DEFAULT_MAX_NEW_TOKENS: Final = 256
 
 
 class Generator:
-    """Answers prompts with a causal LM, reusing the KV of every earlier prompt and answer.
+    """Answers prompts with a causal LM, and reuses the KV of every earlier prompt and answer.
 
     Requests run through ``stream`` (one, event by event), ``generate`` (one, to its end), or
-    ``submit`` and ``step`` (several at once over one pool). A full pool makes new requests wait,
-    and running ones give up their blocks, youngest first; they come back and go on with their
-    tokens.
+    ``submit`` and ``step`` (several at once over one pool). When the pool is full, new requests
+    wait and running ones are preempted, youngest first; they resume with their tokens.
 
-    One thread at a time may use a generator. The index is its own, and so its requests share KV
-    with each other and with nobody else; a server for several tenants gives each request its
-    tenant's ``salt``.
+    Only one thread at a time may use a generator. Its requests share KV with each other and with
+    nobody else. A server for several tenants gives each request its tenant's ``salt``.
 
     Args:
         model: A causal LM in eval mode, on one device, that keeps its KV through the transformers
             ``Cache`` interface.
         tokenizer: Needed for messages and text; without one, prompts are token ids.
         num_blocks: Blocks of the KV pool.
-        block_size: Tokens of a block.
-        policy: What requests may reuse that say nothing else.
+        block_size: Tokens per block.
+        policy: Default of what requests may reuse.
         gate: What `kvtrie calibrate` measured on this model. Approximate policies that it does not
             clear, and all of them without a gate, become ``kvtrie.EXACT_ONLY``; the ``decision`` of
-            the request and of its completion says why. ``"unchecked"``: the caller answers for
-            what they cost.
+            the request and of its completion says why. ``"unchecked"``: no gate; the caller is
+            responsible for the quality.
         salt: Tenant of requests that name none; ``kvtrie.SHARED`` to share on purpose.
-        adapter: Content id of the LoRA adapter that the model carries, if any.
+        adapter: Content id of the model's LoRA adapter, if any.
         seed: Makes sampling repeatable.
         index_seed: Seeds the hashes of the index; None draws one from the operating system. Answers
             do not depend on it.
+        prefill_chunk: Most prompt tokens that one ``step`` computes for one request.
         prefill_chunk: Prompt tokens that one ``step`` computes at most for one request.
 
     Raises:
-        LayoutError: If the model's KV cannot be held, or is not what its config says.
+        LayoutError: If the model's KV cannot be held, or differs from its config.
         UnsupportedRopeError: If the policy is approximate and the model's KV cannot be moved.
-        GateMismatchError: If the policy is approximate and the gate is of another model.
+        GateMismatchError: If the policy is approximate and the gate is for another model.
         ValueError: If the model is in training mode, or an argument is out of range.
         MemoryError: If the pool does not fit.
     """
@@ -149,7 +148,7 @@ class Generator:
             raise TypeError(msg)
         self._gate = gate
         self._policy = policy
-        # The pool first: of the three, it is the one that may not fit.
+        # The pool first, because it may not fit.
         pool = KVPool(layout, rope, num_blocks=num_blocks, device=model.device)
         self._store = Store(
             index=RadixIndex(num_blocks, block_size, moved_runs=rope is not None, seed=index_seed),
@@ -182,14 +181,14 @@ class Generator:
             path: A directory with ``config.json``, weights and tokenizer, as ``save_pretrained``
                 writes it.
             num_blocks: Blocks of the KV pool.
-            block_size: Tokens of a block.
-            policy: What requests may reuse that say nothing else.
+            block_size: Tokens per block.
+            policy: Default of what requests may reuse.
             gate: What was measured on this model, for approximate policies.
             salt: Tenant of requests that name none.
-            device: Where model and pool live.
-            dtype: Element type of the weights; ``"auto"`` is what the config says.
+            device: Device of model and pool.
+            dtype: Element type of the weights; ``"auto"``: the config's.
             seed: Makes sampling repeatable.
-            prefill_chunk: Prompt tokens that one ``step`` computes at most for one request.
+            prefill_chunk: Most prompt tokens that one ``step`` computes for one request.
 
         Returns:
             The generator.
@@ -218,12 +217,12 @@ class Generator:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model, as it was given."""
+        """The model."""
         return self._model
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer, as it was given."""
+        """The tokenizer, or None."""
         return self._tokenizer
 
     @property
@@ -252,7 +251,7 @@ class Generator:
         return len(self._scheduler.waiting)
 
     def block_counts(self) -> BlockCounts:
-        """Who has the blocks, right now."""
+        """The owners of the blocks at this moment."""
         stats = self.index.stats()
         return BlockCounts(
             free=self.allocator.num_free,
@@ -277,7 +276,7 @@ class Generator:
         )
 
     def forget(self) -> None:
-        """Drop everything cached; requests under way keep their blocks until they end."""
+        """Drop everything cached; running requests keep their blocks until they end."""
         self.allocator.free(self.index.reset())
         self._store.reclaim()
 
@@ -288,18 +287,18 @@ class Generator:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> TokenIds:
-        """Turn a prompt into token ids as ``submit`` does.
+        """Convert a prompt to token ids, as ``submit`` does.
 
         Args:
-            prompt: Chat messages, text, or token ids (answered as they are).
+            prompt: Chat messages, text, or token ids (returned unchanged).
             tools: Tool schemas for the chat template.
-            chat_template_kwargs: Further variables for the chat template.
+            chat_template_kwargs: More variables for the chat template.
 
         Returns:
             Token ids.
 
         Raises:
-            ValueError: If messages or text are given and there is no tokenizer or chat template, or
+            ValueError: If messages or text are given without a tokenizer or chat template, or
                 a message has neither content nor tool calls.
         """
         messages: list[dict[str, Any]] = []
@@ -347,7 +346,7 @@ class Generator:
             The request.
 
         Raises:
-            OutOfBlocksError: If the pool is too small for this request even when it runs alone.
+            OutOfBlocksError: If the pool is too small for this request alone.
             ValueError: If the prompt is empty, too long for the model or not of its vocabulary, or
                 an option is out of range.
             UnsupportedRopeError: If the policy is approximate and the model's KV cannot be moved.
@@ -360,16 +359,16 @@ class Generator:
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> EventStream:
         """Run one request and yield an event for every token.
 
-        Arguments are checked at once, the request starts with the first event that is asked for.
-        Other requests go on meanwhile. Closing the stream (leaving the loop closes it, once nobody
-        holds it) cancels the request.
+        Arguments are checked at once; the request starts when the first event is requested. Other
+        requests continue meanwhile. Closing the stream cancels the request; leaving the loop closes
+        it once nothing refers to it.
 
         Args:
             prompt: Chat messages, text, or token ids.
             **options: See ``Options``.
 
         Returns:
-            The events; what ended the request with an error is raised.
+            The events. An error that ended the request is raised.
 
         Raises:
             OutOfBlocksError: As for ``submit``.
@@ -410,19 +409,19 @@ class Generator:
     def step(self) -> list[Event]:
         """Give every running request one pass through the model, then admit what fits.
 
-        A request whose pass fails ends with ``finish_reason="error"`` and its blocks are given
-        back; the others go on.
+        A request whose pass fails ends with ``finish_reason="error"`` and its blocks are
+        freed; the others continue.
 
         Returns:
-            The events of this step, at most one a request.
+            The events of this step, at most one per request.
         """
         return self._scheduler.step()
 
     def cancel(self, request: Request) -> None:
-        """End a request now, wherever it stands; what it has computed stays reusable.
+        """End a request now, in any state; its computed KV stays reusable.
 
         Args:
-            request: A request of this generator; one that has ended is left alone.
+            request: A request of this generator; no effect if it has ended.
         """
         self._scheduler.cancel(request)
 
@@ -465,7 +464,7 @@ class Generator:
             raise ValueError(msg)
         largest = int(seq[0:prompt_len].max())
         if largest >= self._vocab_size:
-            msg = f"Generator: token id {largest} lies outside the vocabulary of {self._vocab_size}"
+            msg = f"Generator: token id {largest} is outside the vocabulary of {self._vocab_size}"
             raise ValueError(msg)
         max_len = prompt_len + max_new_tokens
         if self._context_len is not None:
@@ -499,7 +498,7 @@ class Generator:
         return job
 
     def _decide(self, policy: ReusePolicy) -> Decision:
-        """What of a policy a request may do with this model."""
+        """The decision on a policy for this model."""
         if not policy.approximate:
             return Decision(policy, is_cleared=True, reason="exact reuse needs no clearance")
         if self._cannot_move is not None:
@@ -509,7 +508,7 @@ class Generator:
             reason = "there is no gate: `kvtrie calibrate` measures what the policy costs"
             return Decision(EXACT_ONLY, is_cleared=False, reason=reason)
         if self._gate == "unchecked":
-            return Decision(policy, is_cleared=True, reason="the caller answers for what it costs")
+            return Decision(policy, is_cleared=True, reason="the caller vouches for the quality")
         own = self._namespace
         policy = _with_min_run(policy, self.index.min_run)
         return self._gate.policy(policy, model=own.model, kv_dtype=own.kv_dtype, rope=own.rope)
@@ -527,7 +526,7 @@ class Generator:
 
 
 def _with_min_run(policy: ReusePolicy, min_run: int) -> ReusePolicy:
-    """The policy with the shortest run said, which a gate wants to know."""
+    """The policy with an explicit ``min_run``, which a gate compares."""
     if policy.min_run is not None:
         return policy
     return ReusePolicy(
@@ -543,7 +542,7 @@ def _with_min_run(policy: ReusePolicy, min_run: int) -> ReusePolicy:
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """What ends an answer: the generation config's ids, else the tokenizer's."""
+    """The ids that end an answer: the generation config's ids, else the tokenizer's."""
     config = getattr(model, "generation_config", None)
     found = getattr(config, "eos_token_id", None)
     if found is None and tokenizer is not None:
@@ -554,5 +553,5 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def _request_seed(seed: int, number: int) -> int:
-    """A seed of its own for every request, the same in every run."""
+    """A distinct seed per request, the same in every run."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])

@@ -1,1 +1,1 @@
-"""Copies inside KV pools; the plain-torch reference defines what each one means."""
+"""Copies inside KV pools; the plain-torch reference is their definition."""

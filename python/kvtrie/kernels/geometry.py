@@ -1,7 +1,7 @@
-"""What a kernel must know of a pool, as a flat list of integers; no torch.
+"""The geometry of a pool for kernels, as a flat list of integers; no torch.
 
-A custom op takes tensors and numbers. The numbers are a ``Geometry``, flat: where the rows of each
-layer lie, and which of a row's channels turn.
+A custom op takes only tensors and numbers. A flat ``Geometry`` has the location of each layer's
+rows, and the channels of a row that rotate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PER_LAYER: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The channels of a row of K that turn, and with whose angles.
+    """The channels of a row of K that rotate, and the table of their angles.
 
     Attributes:
         table: The layer's row in the tables of cosines and sines.
@@ -38,18 +38,18 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A pool as a kernel sees it.
+    """A pool's geometry.
 
     Attributes:
-        placement: Where K and V lie.
-        windows: One a layer; ``None``: nothing turns there.
+        placement: Where K and V are stored.
+        windows: One per layer; ``None``: no rotation.
     """
 
     placement: Placement
     windows: tuple[Window | None, ...]
 
     def to_ints(self) -> tuple[int, ...]:
-        """The same as numbers, for a custom op."""
+        """As numbers, for a custom op."""
         at, k, v = self.placement, self.placement.k, self.placement.v
         header = (at.num_blocks, at.block_size, at.num_kv_heads, len(k.tensors))
         ints = [*header, k.dim, *k.strides, *((v.dim, *v.strides) if v else (0,) * 5)]
@@ -65,10 +65,10 @@ class Geometry:
 
     @staticmethod
     def from_ints(ints: Sequence[int]) -> Geometry:
-        """What ``to_ints`` wrote.
+        """The geometry of ``to_ints``.
 
         Raises:
-            ValueError: If the numbers are none of ``to_ints``.
+            ValueError: If the numbers are not from ``to_ints``.
         """
         return _parse(tuple(ints))
 
@@ -76,7 +76,7 @@ class Geometry:
 @lru_cache(maxsize=64)
 def _parse(ints: tuple[int, ...]) -> Geometry:
     if len(ints) < _HEADER or len(ints) != _HEADER + _PER_LAYER * ints[3]:
-        msg = f"Geometry.from_ints: {len(ints)} numbers are no geometry"
+        msg = f"Geometry.from_ints: {len(ints)} numbers are not a geometry"
         raise ValueError(msg)
     num_blocks, block_size, num_kv_heads = ints[:3]
     layers = [ints[at : at + _PER_LAYER] for at in range(_HEADER, len(ints), _PER_LAYER)]

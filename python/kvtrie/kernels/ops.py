@@ -1,8 +1,8 @@
 """The copy of rows as a torch custom op: ``kvtrie::move_rows``.
 
-Registered with what it mutates, so that ``torch.compile`` orders it among other readers and writers
-of the pool. Tensors on a CPU go to the plain-torch reference, tensors on a CUDA device to the
-Triton kernel; there is no other way, so a CUDA pool never falls back on the reference unseen.
+Registered with the arguments that it mutates, so that ``torch.compile`` orders it with other
+readers and writers of the pool. CPU tensors go to the plain-torch reference, CUDA tensors to the
+Triton kernel. There is no fallback, so a CUDA pool never runs the reference unnoticed.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _LIBRARY.define(
 def move_rows(
     tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
 ) -> None:
-    """Copy rows of all layers from slot to slot, and turn the window of K on the way.
+    """Copy rows of all layers from slot to slot, and rotate the window of K.
 
-    Nothing is checked here but that the numbers are a geometry: ``KVPool.apply`` checks before it
-    calls. A slot outside the pool reads and writes foreign memory.
+    Only the geometry's form is checked here; ``KVPool.apply`` checks the rest before it calls. A
+    slot outside the pool would read and write foreign memory.
 
     Args:
         tensors: The tensors of a pool; their destination slots change. No two may overlap.
         slots: ``[3, tokens]`` int32 or int64, on the CPU: source slot, destination slot (none
             twice, none a source), and the token's row in the tables, or -1 where its delta is 0.
         cos: ``[tables, rows, pairs]``, on the CPU.
-        sin: Of the same shape.
+        sin: As ``cos``.
         geometry: ``Geometry.to_ints()`` of the pool.
     """
     torch.ops.kvtrie.move_rows(tensors, slots, cos, sin, geometry)
@@ -56,7 +56,7 @@ def _on_cpu(
 def _on_cuda(
     tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
 ) -> None:
-    # Triton is there where CUDA is; other machines need not have it.
+    # Triton is installed with CUDA; other machines may lack it.
     from kvtrie.kernels import triton as fused  # noqa: PLC0415 - for CUDA alone
 
     fused.move_rows(tensors, slots, cos, sin, Geometry.from_ints(geometry))
@@ -65,7 +65,7 @@ def _on_cuda(
 def _on_nothing(
     tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
 ) -> None:
-    """A call without data: it returns nothing, and what it changes is declared."""
+    """A call without data: it returns nothing, and its mutations are declared."""
 
 
 _LIBRARY.impl("move_rows", _on_cpu, "CPU")

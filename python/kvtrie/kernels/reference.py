@@ -1,6 +1,6 @@
-"""Copies and turns of KV rows in plain torch: the meaning of every faster kernel.
+"""Copies and rotations of KV rows in plain torch: the definition for every faster kernel.
 
-No function here checks a slot: the pool does, before it calls.
+No function here checks slots: the pool does so before it calls.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _TURNED_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 
 def views(tensors: Sequence[Tensor], rows: Rows, shape: tuple[int, int, int]) -> list[Tensor]:
-    """The rows of each layer as ``[blocks, tokens, heads, dim]``, whatever their physical order.
+    """The rows of each layer as ``[blocks, tokens, heads, dim]``, for any physical order.
 
     Args:
-        tensors: The tensors that ``rows`` numbers.
-        rows: Where K, or V, lies.
-        shape: Blocks, tokens of a block, heads.
+        tensors: The tensors, in the order of their numbers in ``rows``.
+        rows: Where K or V is stored.
+        shape: Blocks, tokens per block, heads.
 
     Returns:
-        One view a layer: writing to it writes to the tensor.
+        One view per layer; writing to it writes to the tensor.
     """
     return [
         tensors[number].as_strided(
@@ -47,7 +47,7 @@ def views(tensors: Sequence[Tensor], rows: Rows, shape: tuple[int, int, int]) ->
 
 
 def gather_rows(view: Tensor, slots: Tensor) -> Tensor:
-    """Copy rows out of ``[blocks, tokens, heads, dim]``, by slot: ``[len(slots), heads, dim]``."""
+    """Copy rows from ``[blocks, tokens, heads, dim]``, by slot: ``[len(slots), heads, dim]``."""
     block_size = view.shape[1]
     if _is_linear(view):
         return _linear(view).index_select(0, slots)
@@ -56,7 +56,7 @@ def gather_rows(view: Tensor, slots: Tensor) -> Tensor:
 
 
 def scatter_rows(view: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write ``rows[i]`` to slot ``slots[i]``; no slot may come twice."""
+    """Write ``rows[i]`` to slot ``slots[i]``; no slot may repeat."""
     block_size = view.shape[1]
     if _is_linear(view):
         _linear(view).index_copy_(0, slots, rows)
@@ -66,12 +66,12 @@ def scatter_rows(view: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def _is_linear(view: Tensor) -> bool:
-    """Whether a slot's rows lie one token stride behind those of the slot before."""
+    """Whether each slot's rows start one token stride after those of the slot before."""
     return view.stride(0) == view.shape[1] * view.stride(1)
 
 
 def _linear(view: Tensor) -> Tensor:
-    """Such rows by slot: one axis fewer to index, which is several times faster on a CPU."""
+    """Linear rows by slot: indexing one axis fewer is several times faster on a CPU."""
     slots = view.shape[0] * view.shape[1]
     return view.as_strided((slots, *view.shape[2:]), view.stride()[1:], view.storage_offset())
 
@@ -92,19 +92,20 @@ def gather_blocks(blocks_of_layer: Tensor, blocks: Tensor) -> Tensor:
 def move_rows(
     tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Geometry
 ) -> None:
-    """Copy rows of all layers from slot to slot, and turn the window of K on the way.
+    """Copy rows of all layers from slot to slot, and rotate the window of K.
 
-    A row of K whose token has an angle is widened to the type of the tables, turned pair by pair,
-    and rounded once; every other bit is copied as it is. NaN and infinity reach no other pair.
+    A row of K whose token has an angle is widened to the type of the tables, rotated pair by pair,
+    and rounded once. Every other bit is copied unchanged. NaN and infinity affect only their own
+    pair.
 
     Args:
         tensors: The tensors that ``geometry`` numbers; their destination slots change.
         slots: ``[3, tokens]``, integers: source slot, destination slot (none twice, none a source),
-            and the token's row in the tables, or -1 where its delta is 0.
-        cos: ``[tables, rows, pairs]``; products are computed in its type: float32 for elements of
-            two bytes, else float64.
-        sin: Of the same shape.
-        geometry: Where rows lie, and which of their channels turn.
+            and the token's row in the tables, or -1 if its delta is 0.
+        cos: ``[tables, rows, pairs]``. Products have its type: float32 for elements of two bytes,
+            else float64.
+        sin: As ``cos``.
+        geometry: Where rows are stored, and which of their channels rotate.
     """
     at = geometry.placement
     shape = (at.num_blocks, at.block_size, at.num_kv_heads)
@@ -134,7 +135,7 @@ def move_rows(
 
 
 def _turn(rows: Tensor, cos: Tensor, sin: Tensor, window: Window) -> None:
-    """Turn the window of ``[..., dim]`` in place, by angles that broadcast to ``[..., pairs]``."""
+    """Rotate the window of ``[..., dim]`` in place; angles broadcast to ``[..., pairs]``."""
     channels = rows[..., window.start : window.start + 2 * window.num_pairs]
     if window.interleaved:
         one, two = channels[..., 0::2], channels[..., 1::2]
@@ -143,7 +144,7 @@ def _turn(rows: Tensor, cos: Tensor, sin: Tensor, window: Window) -> None:
     first, second = one.to(cos.dtype), two.to(cos.dtype)
     new_one = (first * cos - second * sin).to(rows.dtype)
     new_two = (second * cos + first * sin).to(rows.dtype)
-    # A pair that does not turn keeps its bits: even 0 * inf is not a number.
+    # A pair without rotation keeps its bits: 0 * inf would be NaN.
     turns = (cos != 1) | (sin != 0)
     if not bool(turns.all()):
         new_one, new_two = torch.where(turns, new_one, one), torch.where(turns, new_two, two)
@@ -152,28 +153,27 @@ def _turn(rows: Tensor, cos: Tensor, sin: Tensor, window: Window) -> None:
 
 
 def rotate(k: Tensor, rope: RopeSpec, delta: int | Tensor, layer: int = 0) -> Tensor:
-    """Turn keys to where they would be, had their tokens stood ``delta`` positions further on.
+    """Rotate keys to the positions ``delta`` further on.
 
-    Angles are computed in float64, cosines and products one step wider than ``k`` is kept (float32
-    for bfloat16 and float16; float64 for float32 and float64), and the result is rounded once.
-    Channels outside the window, pairs whose angle is 0 and tokens whose delta is 0 are copied bit
-    for bit; what is not a number reaches its own pair alone. What the engine multiplied K by (YaRN)
-    stays in it.
+    Angles are computed in float64, cosines and products one step wider than ``k`` (float32 for
+    bfloat16 and float16; float64 for float32 and float64), and the result is rounded once. Channels
+    outside the window, pairs with angle 0 and tokens with delta 0 are copied bit for bit. NaN and
+    infinity affect only their own pair. The engine's factor in K (YaRN) stays.
 
-    Turn from the original bytes: each turn rounds once, so chained turns drift.
+    Always rotate from the original bytes: each rotation rounds once, so chained rotations drift.
 
     Args:
         k: Keys ``[..., tokens, head_dim]``: float32, bfloat16, float16 or float64.
-        rope: How the model turns its keys.
-        delta: New position minus old one: an int, or int64 ``[tokens]``. At most ``2**27`` either
-            way.
-        layer: The attention layer that ``k`` belongs to.
+        rope: How the model rotates its keys.
+        delta: New position minus old position: an int, or int64 ``[tokens]``. At most ``2**27``
+            either way.
+        layer: The attention layer of ``k``.
 
     Returns:
         A new tensor of the shape, dtype and device of ``k``.
 
     Raises:
-        UnsupportedRopeError: If ``k`` has a dtype that cannot be turned (int4, int8, float8).
+        UnsupportedRopeError: If ``k`` has a dtype that cannot be rotated (int4, int8, float8).
         ValueError: If a shape does not fit, or ``layer`` or ``delta`` is out of range.
         TypeError: If an argument has the wrong type.
 
@@ -190,7 +190,7 @@ def rotate(k: Tensor, rope: RopeSpec, delta: int | Tensor, layer: int = 0) -> Te
     moved = k.clone(memory_format=torch.contiguous_format)
     if rotary is None:
         return moved
-    # In float32 arithmetic, float32 keys would err by 1.7 times what one rounding costs.
+    # In float32 arithmetic, float32 keys would have 1.7 times the error of one rounding.
     precise = torch.float32 if k.element_size() == 2 else torch.float64
     cos, sin = _cos_sin(rotary, deltas, precise, k.device)
     _turn(moved, cos, sin, Window(0, rotary.start, len(rotary.inv_freq), rotary.interleaved))
@@ -210,7 +210,7 @@ def _check_turn(k: Tensor, rope: object, layer: object) -> None:
     if k.dtype not in _TURNED_DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _TURNED_DTYPES)
         msg = (
-            f"rotate: keys of {str(k.dtype).removeprefix('torch.')} cannot be turned ({known} can)"
+            f"rotate: keys of {str(k.dtype).removeprefix('torch.')} cannot be rotated ({known} can)"
         )
         raise UnsupportedRopeError(msg)
     if k.ndim < 2 or k.shape[-1] != rope.head_dim:
@@ -219,13 +219,13 @@ def _check_turn(k: Tensor, rope: object, layer: object) -> None:
 
 
 def _deltas(delta: object, num_tokens: int) -> NDArray[np.int64]:
-    """One delta, or one a token, on the host."""
+    """One delta, or one per token, on the host."""
     if isinstance(delta, torch.Tensor):
         if delta.dtype != torch.int64:
             msg = f"rotate: delta must be int64, not {str(delta.dtype).removeprefix('torch.')}"
             raise TypeError(msg)
         if delta.shape != (num_tokens,):
-            msg = f"rotate: delta must be [{num_tokens}], one a token, not {list(delta.shape)}"
+            msg = f"rotate: delta must be [{num_tokens}], one per token, not {list(delta.shape)}"
             raise ValueError(msg)
         return delta.cpu().numpy()
     if isinstance(delta, bool) or not isinstance(delta, int):

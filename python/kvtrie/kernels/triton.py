@@ -1,36 +1,37 @@
-"""Copies inside KV pools in Triton: one launch for all layers, K turned on the way.
+"""Copies inside KV pools in Triton: one launch for all layers, with the rotation of K.
 
 Design, with the cost of each part:
 
-* **A token, not a piece, is the unit.** Pieces of a plan end at block edges and at any alignment, 8
-  tokens long on average in blocks of 16; a tile a piece would leave half its lanes idle. The host
-  names the source slot, the destination slot and the angle of every token, 12 bytes a token (24
-  from 2**31 slots on), and the kernel's tiles are dense whatever the pieces are. Neighbouring
-  tokens of a piece are neighbours in memory, across block edges too where blocks follow each other.
-  A token of Llama-3-8B is 131,072 bytes of KV, read and written once: the table is 0.005 % of that.
-* **One upload.** The slots, the cosines and sines (8 bytes a pair and delta, computed in float64 on
-  the host), the base address and the window of each layer go to the device in one copy from pinned
-  memory, on the same stream. Nothing waits for it on the host.
+* **The unit is a token, not a piece.** Pieces of a plan end at block edges and at any alignment, 8
+  tokens long on average in blocks of 16; one tile per piece would leave half its lanes idle. The
+  host lists source slot, destination slot and angle of every token, 12 bytes per token (24 from
+  2**31 slots on), and the kernel's tiles are dense for any pieces. Neighbouring tokens of a piece
+  are neighbours in memory, also across block edges if the blocks are consecutive. A token of
+  Llama-3-8B is 131,072 bytes of KV, read and written once: the table is 0.005 % of that.
+* **One upload.** The slots, the cosines and sines (8 bytes per pair and delta, computed in float64
+  on the host), the base address and the window of each layer go to the device in one copy from
+  pinned memory, on the same stream. The host does not wait for it.
 * **A tile is rows times channels.** A row is one token of one head; rows count through heads first,
-  then tokens. About 16 KiB of KV a program (32 rows of 2 * 128 bfloat16), all of its loads before
-  its first store, so that 128 bytes a thread are under way at once. The grid is tiles by layers.
-* **Loads are 16 bytes wide** where ``dim`` is the innermost axis: base addresses and strides are
-  told to be multiples of 16 bytes where they are. Both halves of a NeoX window are loaded as such;
-  interleaved pairs are loaded as they lie, and split in registers. Channels outside the window, and
-  V, are moved as integers. Nothing is read twice, nothing is written twice.
-* **Addresses are 64 bits wide.** Slots, and with them all products with strides, are int64 before
-  they are multiplied.
-* **Arithmetic** is float32 (float64 for elements wider than two bytes), one rounding, no fused
-  multiply-add: the same bits as the reference. Pairs without an angle keep their bits by a select,
-  so NaN and infinity stay in their own pair. Triton's interpreter (3.7) truncates bfloat16 and
-  loses its subnormal numbers: there, and only there, bfloat16 is widened and rounded on integers.
+  then tokens. A program has about 16 KiB of KV (32 rows of 2 * 128 bfloat16) and issues all of its
+  loads before its first store, so that 128 bytes per thread are in flight at once. The grid is
+  tiles by layers.
+* **Loads are 16 bytes wide** if ``dim`` is the innermost axis: the compiler is given base addresses
+  and strides that are multiples of 16 bytes. Both halves of a NeoX window are loaded as such;
+  interleaved pairs are loaded together and split in registers. Channels outside the window, and V,
+  are moved as integers. Nothing is read or written twice.
+* **Addresses are 64 bits wide.** Slots are converted to int64 before they are multiplied with
+  strides.
+* **Arithmetic** is float32 (float64 for elements wider than two bytes), with one rounding and no
+  fused multiply-add: the same bits as the reference. Pairs without an angle keep their bits by a
+  select, so NaN and infinity stay in their own pair. Triton's interpreter (3.7) truncates bfloat16
+  and loses its subnormal numbers: only there, bfloat16 is widened and rounded on integers.
 
-Layers may turn by different angles (the table's row is looked up a layer). Layers whose windows
-differ in place or width too are served by the same launch, with addresses that are computed a layer
-and therefore loads of one element.
+Layers may rotate by different angles (each layer selects its row of the tables). One launch also
+serves layers whose windows differ in position or width, but then addresses are computed per layer
+and each load is one element.
 
-The figures above are counted, not measured. This kernel has run under Triton's interpreter and has
-been compiled for NVIDIA's sm_80 and sm_90; ``benches/gpu.py`` measures it where there is a GPU.
+The figures above are counted, not measured. This kernel has run under Triton's interpreter and was
+compiled for NVIDIA's sm_80 and sm_90; ``benches/gpu.py`` measures it on a GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from kvtrie._placement import Rows
     from kvtrie.kernels.geometry import Geometry
 
-# Bytes of KV that a program moves, and threads that move them.
+# Bytes of KV per program, and its threads.
 TILE_BYTES: Final = 16_384
 NUM_WARPS: Final = 4
 _MAX_TILE_ROWS: Final = 128
@@ -78,7 +79,7 @@ def _row_offsets(
 
 @triton.jit
 def _widen(bits, FLOAT: tl.constexpr, MATH: tl.constexpr, BY_HAND: tl.constexpr):
-    """Bits of an element as a number to compute with."""
+    """The number that an element's bits encode."""
     if BY_HAND:
         return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return bits.to(FLOAT, bitcast=True).to(MATH)
@@ -86,7 +87,7 @@ def _widen(bits, FLOAT: tl.constexpr, MATH: tl.constexpr, BY_HAND: tl.constexpr)
 
 @triton.jit
 def _narrow(value, FLOAT: tl.constexpr, INT: tl.constexpr, BY_HAND: tl.constexpr):
-    """A number as the bits of an element: the nearest, ties to even; NaN stays NaN."""
+    """The bits of an element for a number: round to nearest, ties to even; NaN stays NaN."""
     if BY_HAND:
         bits = value.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -105,7 +106,7 @@ def _turn(
     INT: tl.constexpr,
     BY_HAND: tl.constexpr,
 ):
-    """Turn pairs of bits by angles; where the angle is 0 they are kept as they are."""
+    """Rotate pairs of bits by angles; pairs with angle 0 keep their bits."""
     turns = (cos != 1.0) | (sin != 0.0)
     first = _widen(one, FLOAT, MATH, BY_HAND)
     second = _widen(two, FLOAT, MATH, BY_HAND)
@@ -135,8 +136,8 @@ def _move_rows(
     MATH: tl.constexpr,
     BY_HAND: tl.constexpr,  # bfloat16 is widened and rounded by integer arithmetic
     ALIGNMENT: tl.constexpr,  # of every row, in bytes
-    TURNS: tl.constexpr,  # some row turns
-    ALIKE: tl.constexpr,  # the window below is that of every layer that turns
+    TURNS: tl.constexpr,  # some row rotates
+    ALIKE: tl.constexpr,  # the window below is that of every layer with RoPE
     START: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -161,7 +162,7 @@ def _move_rows(
     k_source = _row_offsets(source, head, k_block, k_token, k_head, BLOCK_SIZE, K_LINEAR)[:, None]
     k_dest = _row_offsets(dest, head, k_block, k_token, k_head, BLOCK_SIZE, K_LINEAR)[:, None]
 
-    # All loads come before the first store: more bytes are under way.
+    # All loads come before the first store: more bytes are in flight.
     if V_DIM > 0:
         v = tl.multiple_of(tl.load(layer + 1).to(tl.pointer_type(INT)), ALIGNMENT)
         v_source = _row_offsets(source, head, v_block, v_token, v_head, BLOCK_SIZE, V_LINEAR)
@@ -201,7 +202,7 @@ def _move_rows(
             rest_bits = tl.load(k + k_source + rest_at, mask=is_rest)
 
         if ALIKE and INTERLEAVED:
-            # Pairs are loaded as they lie, and split in registers.
+            # Pairs are loaded together, and split in registers.
             both = tl.arange(0, 2 * PAIRS_TILE)[None, :]
             is_both = is_row[:, None] & (both < 2 * PAIRS)
             both_at = (both + START).to(tl.int64) * k_channel
@@ -240,7 +241,7 @@ def _move_rows(
 def move_rows(
     tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Geometry
 ) -> None:
-    """Do what ``reference.move_rows`` does, in one launch on the current stream of the device.
+    """Do the work of ``reference.move_rows`` in one launch on the device's current stream.
 
     Args:
         tensors: As there; on a CUDA device, or on a CPU under ``TRITON_INTERPRET=1``.
@@ -277,11 +278,11 @@ def move_rows(
 
 
 def _layers(tensors: Sequence[Tensor], geometry: Geometry) -> Tensor:
-    """The table of layers that the kernel reads."""
+    """The kernel's table of layers."""
     k, v = geometry.placement.k, geometry.placement.v
     starts = [tensor.data_ptr() for tensor in tensors]
     item_size = tensors[0].element_size()
-    # A layer without RoPE is copied by the same tiles: as if it had the narrowest window.
+    # A layer without RoPE is copied by the same tiles, as if it had the narrowest window.
     pairs = min((window.num_pairs for window in geometry.windows if window), default=0)
     rows: list[tuple[int, ...]] = []
     for layer, window in enumerate(geometry.windows):
@@ -295,16 +296,16 @@ def _layers(tensors: Sequence[Tensor], geometry: Geometry) -> Tensor:
 
 
 def _upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Bring CPU tensors to a device in one copy, each 16-byte aligned."""
+    """Copy CPU tensors to a device in one copy, each 16-byte aligned."""
     if device.type == "cpu":
         return list(parts)
     staged = _packed(parts, pinned=True)
-    # The allocator of pinned memory hands it out again only when the copy is done.
+    # The pinned allocator reuses the memory only after the copy is done.
     return _unpacked(staged.to(device, non_blocking=True), parts)
 
 
 def _packed(parts: Sequence[Tensor], *, pinned: bool) -> Tensor:
-    """The bytes of all parts behind each other, each at a multiple of 16."""
+    """The bytes of all parts in sequence, each at a multiple of 16."""
     sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
     staged = torch.empty(max(sum(sizes), _ALIGNMENT), dtype=torch.uint8, pin_memory=pinned)
     for part, place in zip(parts, _unpacked(staged, parts), strict=True):
@@ -325,7 +326,7 @@ def _unpacked(staged: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
 def _settings(
     geometry: Geometry, dtype: torch.dtype, layers: Tensor, angles: int
 ) -> dict[str, Any]:
-    """The constants that a kernel is compiled for; no ``angles``: nothing turns."""
+    """The constants that a kernel is compiled for; without ``angles`` nothing rotates."""
     at, k, v = geometry.placement, geometry.placement.k, geometry.placement.v
     v_dim = v.dim if v is not None else 0
     shapes = {
@@ -366,7 +367,7 @@ def _settings(
 
 
 def _is_linear(rows: Rows, block_size: int) -> bool:
-    """Whether slot n lies n token strides behind slot 0."""
+    """Whether slot n starts n token strides after slot 0."""
     block, token, _, _ = rows.strides
     return block == block_size * token
 

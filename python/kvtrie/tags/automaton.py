@@ -1,9 +1,8 @@
-"""Finds delimiters in a stream of token ids, one table look-up a token.
+"""Finds delimiters in a stream of token ids, with one table look-up per token.
 
-The patterns are compiled into one automaton (Aho and Corasick), with every transition worked out
-beforehand. No pattern may contain another one of another delimiter, so at most one ends at a token,
-and the one that ends first wins. What has been found is used up, in whatever place it stands: no
-token is part of two delimiters.
+The patterns are compiled into one Aho-Corasick automaton with all transitions precomputed. No
+pattern may contain a pattern of another delimiter, so at most one ends at a token, and the first to
+end wins. The tokens of a match are consumed: no token belongs to two delimiters.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ _FEW: Final = 8
 
 
 def contains(whole: Sequence[int], part: Sequence[int]) -> bool:
-    """Whether `part` stands in `whole` without a gap."""
+    """Whether `part` is a contiguous part of `whole`."""
     width = len(part)
     return any(tuple(whole[at : at + width]) == tuple(part) for at in range(len(whole) - width + 1))
 
 
 class Automaton:
-    """All delimiters of a format, compiled.
+    """The compiled delimiters of a format.
 
     Args:
-        spellings: For each delimiter the id sequences that it may be.
+        spellings: The possible id sequences of each delimiter.
 
     Raises:
         ValueError: A delimiter has an empty spelling, or one contains a spelling of another.
@@ -49,7 +48,7 @@ class Automaton:
                 if not spelling:
                     msg = f"Automaton: delimiter {name!r} has an empty spelling"
                     raise ValueError(msg)
-                # The shorter one ends first, so a longer spelling that contains it says nothing.
+                # The shorter one ends first, so a longer spelling that contains it is redundant.
                 if not any(contains(spelling, shorter) for shorter in kept):
                     kept.append(spelling)
             patterns += [(name, spelling) for spelling in kept]
@@ -72,7 +71,7 @@ class Automaton:
                     children.append({})
                 node = children[node][token]
             ends[node] = index
-        # Breadth first: what a node falls back to is shorter, hence complete when it is needed.
+        # Breadth first: a node's fallback is shorter, so its table is complete when needed.
         table: list[dict[int, int]] = [dict(children[0])] + [{} for _ in children[1:]]
         queue = deque((child, 0) for child in children[0].values())
         while queue:
@@ -83,7 +82,7 @@ class Automaton:
             )
         self._table = table
         self.outputs: dict[int, str] = {node: patterns[index][0] for node, index in ends.items()}
-        """The delimiter that a node ends, by node."""
+        """The delimiter that ends at a node, by node."""
         self.widths: dict[int, int] = {
             node: len(patterns[index][1]) for node, index in ends.items()
         }
@@ -91,16 +90,16 @@ class Automaton:
         self._first: npt.NDArray[np.int64] = np.array(sorted(table[0]), dtype=np.int64)
 
     def step(self, node: int, token: int) -> int:
-        """The node behind one more token; 0 is the start, where nothing has begun."""
+        """The node after one more token; 0 is the start, with nothing matched."""
         return self._table[node].get(token, 0)
 
     def begins(self, token: int) -> bool:
-        """Whether a delimiter may begin with this token."""
+        """Whether some delimiter begins with this token."""
         return token in self._table[0]
 
     def candidates(self, tokens: npt.NDArray[np.int64]) -> list[int]:
-        """Positions of the tokens that a delimiter may begin with."""
-        # What `isin` does before it compares takes longer than a few comparisons.
+        """Positions of tokens with which some delimiter begins."""
+        # The setup of `isin` takes longer than a few comparisons.
         if len(self._first) > _FEW:
             mask = np.isin(tokens, self._first)
         else:

@@ -1,7 +1,7 @@
-"""What a chat format looks like: delimiters, roles, sections and the end of a turn, as values.
+"""The parts of a chat format, as values: delimiters, roles, sections and the end of a turn.
 
-A `Format` names delimiter *strings*; which token ids they are is a `Tagger`'s business. Every
-string is a name first of all: a format that is built from ids may use any words.
+A `Format` names delimiter *strings*; a `Tagger` finds their token ids. For a format built from ids
+the strings are names alone and may be any words.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Role = Literal["system", "user", "assistant", "tool"]
-"""Who speaks in a message; a tool result is spoken by `tool`, whatever the template calls it."""
+"""The author of a message; that of a tool result is `tool`, whatever the template calls it."""
 
 SectionKind = Literal["system", "user", "reasoning", "answer", "tool_call", "tool_result"]
 """The kinds of spans that taggers find."""
 
 Drops = Literal["whole", "to_close", "body"]
-"""What a template deletes of a thought: all of it with its delimiters and the newlines behind it,
-all but the closing delimiter, or only what lies between the delimiters."""
+"""What a template deletes of reasoning: all of it with its delimiters and the following newlines,
+all but the closing delimiter, or only the tokens between the delimiters."""
 
 Boundary = Literal["user", "final", "never"]
-"""When a template deletes thoughts: once a real user message follows, once a final answer stands
-behind them, or never."""
+"""When a template deletes reasoning: once a real user message follows, once a final answer
+follows, or never."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
 KINDS: tuple[SectionKind, ...] = get_args(SectionKind)
@@ -43,15 +43,15 @@ class MessageStart:
 
     Args:
         delimiter: What every such message begins with.
-        role: Who speaks, where the header does not say it. None: a header that says nothing known
-            makes a message of nobody, which is tagged with nothing.
-        names: What the header may say, and whose message it is then.
-        header_end: The delimiter that ends the header. Without one, a header that is read at all
-            (`names`) ends with the name.
+        role: The author if the header does not name one. None: a message with an unknown header
+            gets no tag.
+        names: Names in the header, with the role of each.
+        header_end: The delimiter that ends the header. Without one, a header that is read (`names`)
+            ends with the name.
         end: The delimiter that ends this kind of message alone.
-        then: Who speaks behind `end` without a header of its own.
-        text: The delimiter is ordinary text, not one token, and counts only where no message is
-            open: nobody opens a message by typing it.
+        then: The author of the text after `end`, which has no header.
+        text: The delimiter is ordinary text, not one token. It counts only where no message is
+            open, so that nobody opens a message by typing it.
     """
 
     delimiter: str
@@ -72,9 +72,9 @@ class Pair:
         open: The opening delimiter.
         close: The closing delimiter.
         drops: What the template deletes when it deletes the section.
-        ends_reasoning: Opening this section ends a thought that is still open.
+        ends_reasoning: Opening this section ends open reasoning.
         nests: Count opening delimiters inside the section, so that the last closing one ends it.
-            Templates do not count: for them the first closing delimiter ends a thought.
+            Templates do not count: there the first closing delimiter ends reasoning.
     """
 
     kind: Literal["reasoning", "tool_call"]
@@ -87,13 +87,13 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channels:
-    """Assistant messages whose header says what they are (harmony).
+    """Assistant messages whose header gives their kind (harmony).
 
     Args:
-        delimiter: What the channel's name follows in a header.
-        kinds: Names of channels and what their messages are.
+        delimiter: Precedes the channel's name in a header.
+        kinds: Names of channels and the kind of their messages.
         final: The channel whose message ends a turn.
-        recipient: What an address in the header begins with; an assistant's message with an
+        recipient: The first characters of an address in the header. An assistant's message with an
             address is a tool call on any channel.
     """
 
@@ -108,16 +108,16 @@ class Format:
     """A chat format.
 
     Args:
-        name: What error messages call it.
+        name: The name in error messages.
         starts: How messages begin.
-        ends: What ends a message. Formats without one end a message where the next begins.
+        ends: What ends a message. Without it a message ends where the next begins.
         pairs: Sections of an assistant's message.
         wrapped: A user message between these two delimiters is a tool result.
-        channels: Where headers say what an assistant's message is.
-        boundary: When the template deletes thoughts.
-        initial: Who speaks before the first delimiter.
+        channels: Headers that give the kind of an assistant's message.
+        boundary: When the template deletes reasoning.
+        initial: The author of the text before the first delimiter.
         optional: Delimiters that a model may lack.
-        sources: Where these facts were read.
+        sources: The sources of these facts.
     """
 
     name: str
@@ -132,11 +132,11 @@ class Format:
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a format that says two things about one string."""
+        """Refuse a format that uses one string for two things."""
         seen: dict[str, str] = {}
         for text, what in self.delimiters():
             if not text:
-                msg = f"Format {self.name!r}: {what} is empty; a delimiter needs a name"
+                msg = f"Format {self.name!r}: {what} is empty; a delimiter must not be empty"
                 raise ValueError(msg)
             if seen.setdefault(text, what) != what:
                 msg = f"Format {self.name!r}: {text!r} is both {seen[text]} and {what}"
@@ -150,13 +150,13 @@ class Format:
         for pair in self.pairs:
             if pair.kind not in {"reasoning", "tool_call"} or pair.drops not in get_args(Drops):
                 msg = (
-                    f"Format {self.name!r}: {pair!r} is no section: kind is 'reasoning' or "
+                    f"Format {self.name!r}: {pair!r} is not a section: kind is 'reasoning' or "
                     f"'tool_call', drops one of {get_args(Drops)}"
                 )
                 raise ValueError(msg)
 
     def delimiters(self) -> Iterator[tuple[str, str]]:
-        """Every delimiter with the part that it plays."""
+        """Every delimiter with its role in the format."""
         for number, start in enumerate(self.starts):
             yield start.delimiter, f"the start of a message (starts[{number}])"
             if start.header_end is not None:
@@ -185,7 +185,7 @@ class Format:
         return frozenset(found)
 
     def names(self) -> Iterator[tuple[str, str]]:
-        """Every name that a header may hold, behind the delimiter that it follows."""
+        """Every name that a header may hold, with the delimiter before it."""
         for start in self.starts:
             for name, _ in start.names:
                 yield start.delimiter, name

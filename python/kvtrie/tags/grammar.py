@@ -1,4 +1,4 @@
-"""A chat format in token ids, compiled: what streams read by."""
+"""A chat format compiled to token ids, for streams."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ if TYPE_CHECKING:
 
 
 class Grammar:
-    """A format and the ids of its delimiters, arranged as they are asked for, token by token.
+    """A format and the ids of its delimiters, in tables that are read per token.
 
-    It says what may be read, and reads nothing: it knows no stream. A `Tagger` is a grammar that
-    makes streams.
+    It holds no state of a stream. A `Tagger` is a grammar that makes streams.
 
     Args:
         form: The format.
-        found: Which ids its delimiters and names are.
+        found: The ids of its delimiters and names.
 
     Raises:
-        ValueError: A delimiter hides in another one.
+        ValueError: A delimiter is contained in another one.
     """
 
     __slots__ = (
@@ -61,7 +60,7 @@ class Grammar:
 
     @staticmethod
     def _prefixes(start: MessageStart, found: Spellings) -> dict[Spelling, Role | None]:
-        """Whole names with their role, and what a name begins with, with None."""
+        """Roles by whole name; None for each proper prefix of a name."""
         roles = dict(start.names)
         table: dict[Spelling, Role | None] = {}
         for name, spelling in found.names.get(start.delimiter, {}).items():

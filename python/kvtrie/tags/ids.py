@@ -1,4 +1,4 @@
-"""Token ids as callers give them, checked."""
+"""Checks of token ids and positions that callers give."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 MAX_TOKEN: Final = 2**32 - 1
 
-# Up to here the tokens of a call are looked at one by one: an array would cost more.
+# Up to this many tokens a loop is cheaper than an array.
 _FEW: Final = 16
 
 
 def as_tokens(
     ids: Sequence[int] | npt.NDArray[np.integer], call: str
 ) -> list[int] | npt.NDArray[np.int64]:
-    """Token ids, checked: a list if they are few, else an array.
+    """Checked token ids: a list if there are few, else an array.
 
     Raises:
-        TypeError: They are no integers.
+        TypeError: They are not integers.
         ValueError: They do not fit u32, or are not one row.
     """
     if isinstance(ids, (list, tuple)):
@@ -46,7 +46,7 @@ def as_tokens(
     if array.dtype.kind not in "iu":
         msg = f"{call}: ids are {array.dtype}, not integers"
         raise TypeError(msg)
-    # What a `TokenSequence` gives has the right type already.
+    # Ids of a `TokenSequence` are uint32 and need no check.
     for bound in () if array.dtype == np.uint32 else (array.min(), array.max()):
         if not 0 <= int(bound) <= MAX_TOKEN:
             msg = f"{call}: token id {bound} is not in [0, {MAX_TOKEN}]"
@@ -55,14 +55,14 @@ def as_tokens(
 
 
 def as_position(value: object, what: str) -> int:
-    """A position, checked.
+    """A checked position.
 
     Raises:
-        TypeError: It is no integer.
+        TypeError: It is not an integer.
     """
     if not isinstance(value, (bool, np.bool_)):
         try:
-            return operator.index(value)  # type: ignore[arg-type] # what it is not, it refuses
+            return operator.index(value)  # type: ignore[arg-type] # raises TypeError itself
         except TypeError:
             pass
     msg = f"{what} is {value!r}, not an int"

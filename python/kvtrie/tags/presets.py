@@ -1,7 +1,7 @@
 """The chat formats that kvtrie knows by name.
 
-Delimiters and boundaries are facts about published chat templates; each preset says where they were
-read. A preset is a starting point: `dataclasses.replace` makes a variant of one.
+Delimiters and boundaries come from published chat templates, named in `sources` of each preset.
+`dataclasses.replace` makes a variant of a preset.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ KIMI_K2: Final = Format(
     starts=(
         MessageStart(delimiter="<|im_user|>", role="user", header_end="<|im_middle|>"),
         MessageStart(delimiter="<|im_assistant|>", role="assistant", header_end="<|im_middle|>"),
-        # A tool result is a message of the system with the tool's name in its header.
+        # A tool result is a system message with the tool's name in its header.
         MessageStart(
             delimiter="<|im_system|>",
             role="tool",
@@ -251,5 +251,5 @@ def preset(name: str) -> Format:
     try:
         return PRESETS[name]
     except (KeyError, TypeError):
-        msg = f"preset: {name!r} is no preset; there are {', '.join(PRESETS)}"
+        msg = f"preset: {name!r} is not a preset; the presets are {', '.join(PRESETS)}"
         raise ValueError(msg) from None

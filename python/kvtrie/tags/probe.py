@@ -1,8 +1,8 @@
-"""Finds out which chat format a tokenizer's own template renders.
+"""Detects which chat format a tokenizer's own template renders.
 
-Conversations of made-up words are rendered and tokenised, and every preset whose delimiters the
-tokenizer has reads them. The format is the one that finds each word where it was put. When thoughts
-are deleted, and how much of them, is read off what the template renders.
+Conversations of made-up words are rendered and tokenised, and read with every preset whose
+delimiters the tokenizer has. The format is the preset that finds each word where it was put. When
+reasoning is deleted, and how much of it, is read from the rendered text.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from kvtrie.tags.formats import Boundary, Drops, Format
 
-# Words that no template says of its own accord, and that no template changes.
+# Words that no template contains or changes.
 _SYSTEM: Final = "zorvexa"
 _USERS: Final = ("quibnolt", "hexdrawn")
-_THOUGHT: Final = "mulkwist"
+_REASONING: Final = "mulkwist"
 _ANSWER: Final = "taprogue"
 _CALL: Final = "vundelop"
 _RESULT: Final = "brixolane"
@@ -34,20 +34,20 @@ Message = dict[str, Any]
 
 
 class _Unreadable(Exception):  # noqa: N818 - it never leaves this module
-    """A probe that a template does not render, or a format that does not fit it."""
+    """A template does not render a probe, or a format does not fit it."""
 
 
 def recognise(tokenizer: object, arguments: Mapping[str, Any]) -> Format:
     """The format that a tokenizer's template renders; see `Tagger.from_tokenizer`.
 
     Raises:
-        TypeError: That is no tokenizer.
-        ValueError: It has no chat template, or one that is not understood.
+        TypeError: ``tokenizer`` is not a tokenizer.
+        ValueError: It has no chat template, or an unknown one.
     """
     if not isinstance(tokenizer, Tokenizer) or not hasattr(tokenizer, "apply_chat_template"):
         msg = (
-            f"from_tokenizer: {type(tokenizer).__name__} is no tokenizer with encode, decode and "
-            "apply_chat_template"
+            f"from_tokenizer: {type(tokenizer).__name__} is not a tokenizer with encode, decode "
+            "and apply_chat_template"
         )
         raise TypeError(msg)
     named = f"one of {', '.join(PRESETS)}"
@@ -76,7 +76,7 @@ def recognise(tokenizer: object, arguments: Mapping[str, Any]) -> Format:
 
 
 class _BrokenTemplateError(Exception):
-    """A template that does not even render a question and its answer."""
+    """A template does not render even a question and its answer."""
 
 
 class _Probe:
@@ -101,7 +101,7 @@ class _Probe:
             msg = f"it does not render {[message['role'] for message in messages]}: {error}"
             raise _Unreadable(msg) from error
         if not isinstance(text, str):
-            msg = f"apply_chat_template answers {type(text).__name__}, not text"
+            msg = f"apply_chat_template returned {type(text).__name__}, not text"
             raise _Unreadable(msg)
         return text
 
@@ -119,12 +119,12 @@ class _Probe:
         except _Unreadable as error:
             raise _BrokenTemplateError(str(error)) from error
         if lost := [word for word in (*_USERS, _ANSWER) if word not in text]:
-            msg = f"it leaves out what was said: {', '.join(lost)}"
+            msg = f"it omits message text: {', '.join(lost)}"
             raise _BrokenTemplateError(msg)
         return text, False
 
     def _tool_style(self) -> tuple[Any, Any, dict[str, Any]] | None:
-        """How tool calls must be given to this template; None if it knows of none."""
+        """The form in which this template takes tool calls; None if it has no tool calls."""
         schema = {"type": "object", "properties": {"word": {"type": "string"}}}
         tool = {"name": _TOOL, "description": _TOOL, "parameters": schema}
         given: dict[str, Any] = {"tools": [{"type": "function", "function": tool}]}
@@ -143,7 +143,7 @@ class _Probe:
         return None
 
     def locate(self, ids: list[int], word: str, after: int = 0) -> tuple[int, int]:
-        """The tokens that a word lies in."""
+        """The range of tokens that holds a word."""
         decode = self.tokenizer.decode
 
         def first(low: int, high: int, test: Any) -> int:  # noqa: ANN401 - a predicate
@@ -165,22 +165,26 @@ def _user(number: int) -> Message:
 
 
 def _thinking(message: Message) -> Message:
-    """The message with a thought, under every name that templates have for it."""
-    return message | {"reasoning_content": _THOUGHT, "reasoning": _THOUGHT, "thinking": _THOUGHT}
+    """The message with reasoning, under every field name that templates use."""
+    return message | {
+        "reasoning_content": _REASONING,
+        "reasoning": _REASONING,
+        "thinking": _REASONING,
+    }
 
 
-def _loop(style: tuple[Any, Any, dict[str, Any]], *, thought: bool = False) -> list[Message]:
+def _loop(style: tuple[Any, Any, dict[str, Any]], *, reasoning: bool = False) -> list[Message]:
     """A tool call and its result."""
     content, arguments, _ = style
     call = {"id": "call_0", "type": "function"}
     call |= {"function": {"name": _TOOL, "arguments": arguments}}  # type: ignore[dict-item] # messages nest
     message: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
     result = {"role": "tool", "name": _TOOL, "tool_call_id": "call_0", "content": _RESULT}
-    return [_thinking(message) if thought else message, result]
+    return [_thinking(message) if reasoning else message, result]
 
 
 def _check(probe: _Probe, grammar: Grammar, text: str, words: Iterator[tuple[str, str]]) -> None:
-    """Whether the grammar finds each word under its kind.
+    """Check that the grammar finds each word under its kind.
 
     Raises:
         _Unreadable: It does not.
@@ -202,7 +206,7 @@ def _check(probe: _Probe, grammar: Grammar, text: str, words: Iterator[tuple[str
 
 
 def _measured(form: Format, probe: _Probe) -> Format:
-    """The format as this template has it.
+    """The format with this template's boundary and drops.
 
     Raises:
         _Unreadable: It is another format.
@@ -233,35 +237,39 @@ def _measured(form: Format, probe: _Probe) -> Format:
 
 
 def _boundary(form: Format, probe: _Probe) -> Boundary:
-    """When the template deletes thoughts."""
+    """When the template deletes reasoning."""
     style = probe.tool_style
     answer = {"role": "assistant", "content": _ANSWER}
     if style is not None:
         more = style[2]
-        loop = _loop(style, thought=True)
-        if _THOUGHT in probe.render([_user(0), *loop], prompt=True, **more):
-            if _THOUGHT not in probe.render([_user(0), *loop, _user(1)], prompt=True, **more):
+        loop = _loop(style, reasoning=True)
+        if _REASONING in probe.render([_user(0), *loop], prompt=True, **more):
+            if _REASONING not in probe.render([_user(0), *loop, _user(1)], prompt=True, **more):
                 return "user"
             ended = [_user(0), *loop, answer, _user(1)]
-            return "final" if _THOUGHT not in probe.render(ended, prompt=True, **more) else "never"
+            return (
+                "final" if _REASONING not in probe.render(ended, prompt=True, **more) else "never"
+            )
     asked = probe.render([_user(0), _thinking(answer), _user(1)], prompt=True)
-    if _THOUGHT in asked:
+    if _REASONING in asked:
         return "never"
     pair = next((pair for pair in form.pairs if pair.kind == "reasoning"), None)
     if (
         pair is None
         or _drops(probe, form) != "whole"
-        or _THOUGHT in probe.render([_user(0), _thinking(answer)])
+        or _REASONING in probe.render([_user(0), _thinking(answer)])
     ):
         return form.boundary
-    # The template reads no field for thoughts: they can only stand in the text.
-    told = f"{pair.open}\n{_THOUGHT}\n{pair.close}\n\n{_ANSWER}"
-    inline = probe.render([_user(0), {"role": "assistant", "content": told}, _user(1)], prompt=True)
-    return "never" if _THOUGHT in inline else form.boundary
+    # The template reads no field for reasoning, so it can only be in the text.
+    content = f"{pair.open}\n{_REASONING}\n{pair.close}\n\n{_ANSWER}"
+    inline = probe.render(
+        [_user(0), {"role": "assistant", "content": content}, _user(1)], prompt=True
+    )
+    return "never" if _REASONING in inline else form.boundary
 
 
 def _drops(probe: _Probe, form: Format) -> Drops:
-    """How much of a thought the template deletes."""
+    """How much of reasoning the template deletes."""
     pair = next((pair for pair in form.pairs if pair.kind == "reasoning"), None)
     if pair is None:
         return "whole"

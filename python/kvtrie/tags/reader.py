@@ -1,7 +1,7 @@
-"""What one token does to the state of a stream: delimiters, messages, sections, turns.
+"""How one token changes the state of a stream: delimiters, messages, sections, turns.
 
-Most tokens change nothing: text inside an open section is passed over without being looked at
-(`State.is_idle`), and what is looked at costs one transition of the automaton.
+Most tokens change nothing. Text inside an open section is skipped (`State.is_idle`); any other
+token costs one transition of the automaton.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Reader:
     """Reads tokens by one format, and lists the sections and turns that end.
 
-    Every call takes a state and answers the next one; the lists only grow, and a state says how
-    much of them belongs to it.
+    Every call takes a state and returns the next one. The lists only grow between calls of
+    `rewind`; a state has their lengths.
 
     Args:
         grammar: The compiled format.
@@ -46,12 +46,12 @@ class Reader:
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self.sections: list[Section] = []
-        """What has ended, in the order in which it ended."""
+        """Sections that have ended, in the order of their ends."""
         self.turns: list[tuple[int, int, int, int]] = []
-        """Of each closed turn its start, its end, its first section, one past its last one."""
+        """Per closed turn: start, end, first section, one past the last section."""
 
     def step(self, state: State, token: int, position: int) -> State:
-        """The state behind one more token."""
+        """The state after one more token."""
         automaton = self._grammar.automaton
         node = automaton.step(state.node, token)
         delimiter = automaton.outputs.get(node)
@@ -66,7 +66,7 @@ class Reader:
         return after if after.node == node else after._replace(node=node)
 
     def finish(self, state: State, position: int, *, complete: bool) -> State:
-        """The state once the message under way has ended where the tokens do."""
+        """The state after the open message has ended at the last token."""
         after = self._settle(state)
         if after.phase == BODY:
             after = self._end_message(after, position, position)
@@ -75,7 +75,7 @@ class Reader:
         return after
 
     def rewind(self, state: State) -> None:
-        """Forget what does not belong to a state."""
+        """Drop list entries added after a state."""
         del self.sections[state.num_sections :]
         del self.turns[state.num_turns :]
 
@@ -119,7 +119,7 @@ class Reader:
     # --- delimiters -------------------------------------------------------------------------------
 
     def _delimiter(self, state: State, delimiter: str, start: int, end: int) -> State | None:
-        """The state behind a delimiter, or None where it is text like any other."""
+        """The state after a delimiter, or None if it counts as text here."""
         grammar = self._grammar
         if (begin := grammar.starts.get(delimiter)) is not None:
             return self._begin_message(state, begin, start, end)
@@ -167,7 +167,7 @@ class Reader:
         return self._speak_as(state, begin, speaker, channel, end)
 
     def _header_until(self, state: State, position: int) -> tuple[int, ...]:
-        """The header's tokens before a position; a placeholder stands for the last one to come."""
+        """The header's tokens before a position; -1 stands in for a last one not known yet."""
         width = position - state.header_start
         header = state.header[:width]
         if len(header) < min(width, HEADER_LIMIT):
@@ -244,7 +244,7 @@ class Reader:
         )
 
     def _end_message(self, state: State, start: int, end: int) -> State:
-        """End a message whose text ends at `start` and whose own end delimiter ends at `end`."""
+        """End a message whose text ends at `start` and whose end delimiter ends at `end`."""
         state = self._settle(state)
         role: Role | None = "tool" if state.wrap == UNWRAPPED else state.role
         spoken = 0 <= state.first < start
@@ -272,7 +272,7 @@ class Reader:
             if state.final and spoken:
                 state = state._replace(progress=ANSWERED)
             return state
-        # A call that was cut off is a call all the same: nobody has answered yet.
+        # A call that was cut off also counts as a call: there is no answer yet.
         called = state.called or any(section.pair.kind == "tool_call" for section in state.stack)
         state = self._end_answer(state, start)
         while state.stack:
@@ -282,7 +282,7 @@ class Reader:
         return state
 
     def _close_turn(self, state: State) -> State:
-        """End the turn where the message under way begins."""
+        """End the turn where the current message begins."""
         self.turns.append((state.turn, state.start, state.turn_sections, state.num_sections))
         return state._replace(
             turn=state.start,
@@ -322,7 +322,7 @@ class Reader:
             return self._pop(state, start, end)
         if pair.kind != "reasoning" or state.stack or state.reasoned:
             return None
-        # The thought was opened by nobody, so it began where the message's text did.
+        # Without an opening delimiter, the reasoning began with the message's text.
         state = self._settle(state)
         begun = start if state.answer < 0 else state.answer
         first = start if state.first < 0 else state.first
@@ -333,7 +333,7 @@ class Reader:
         )
 
     def _pop(self, state: State, start: int, end: int) -> State:
-        """End the innermost section, whose closing delimiter is `start..end`, maybe empty."""
+        """End the innermost section, whose closing delimiter is `start..end`; may be empty."""
         *rest, top = state.stack
         pair, complete = top.pair, end > start
         dropped = {
@@ -359,7 +359,7 @@ class Reader:
         return state._replace(answer=-1)
 
     def _settle(self, state: State) -> State:
-        """A section that could still take newlines has ended."""
+        """End a section that could still take newlines."""
         if state.growing is None:
             return state
         return self._emit(state._replace(growing=None), state.growing)

@@ -1,4 +1,4 @@
-"""What a stream hands out: sections of messages, and turns made of them."""
+"""What a stream returns: sections of messages, and turns of sections."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TurnState = Literal["open", "answered", "closed"]
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A span with its inner borders.
+    """A span and its parts.
 
     Args:
         span: The tokens, delimiters included, and their kind.
-        body: What lies between the delimiters.
-        dropped: What the template deletes when it deletes this section, maybe nothing.
+        body: The tokens between the delimiters.
+        dropped: What the template deletes when it deletes this section; may be empty.
         complete: The closing delimiter was read.
-        nested: The section lies inside another one.
+        nested: The section is inside another one.
     """
 
     span: Span
@@ -31,21 +31,21 @@ class Section:
 
     @property
     def kind(self) -> str:
-        """What the tokens are."""
+        """The kind of the tokens."""
         return self.span.kind
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What was said from the end of one turn to the end of the next.
+    """The tokens from the end of one turn to the end of the next.
 
     Args:
         start: First token.
         end: One past the last token.
-        state: `"open"`: the assistant is expected, at work, or waits for a tool. `"answered"`: the
-            answer stands, and whoever speaks next closes the turn. `"closed"`: the next turn has
-            begun.
-        sections: Everything tagged in it, in the order in which it ended.
+        state: `"open"`: the assistant is expected, is generating, or waits for a tool.
+            `"answered"`: the answer is complete; the next message of a user closes the turn.
+            `"closed"`: the next turn has begun.
+        sections: Everything tagged in it, in the order of the ends.
     """
 
     start: int
@@ -55,5 +55,5 @@ class Turn:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no tool loop is under way, so that what the turn leaves may be dealt with."""
+        """Whether the turn is over, that is, no tool loop is running."""
         return self.state != "open"

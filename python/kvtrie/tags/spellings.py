@@ -1,4 +1,4 @@
-"""Which token ids the delimiters and names of a format are, by a tokenizer or by a mapping."""
+"""The token ids of a format's delimiters and names, from a tokenizer or a mapping."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from kvtrie.tags.automaton import Spelling
     from kvtrie.tags.formats import Format
 
-# What may stand beside a delimiter that is ordinary text, and melt into its first or last token.
+# Neighbours that may merge with the first or last token of a delimiter of ordinary text.
 _BESIDE: Final = ("", "\n", "\n\n", " ", "x")
 _NEWLINES: Final = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of `transformers` have it all."""
+    """The methods that a tokenizer needs; those of `transformers` have them."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text, delimiters in it as their own ids."""
+        """The token ids of a text, with its delimiters as special ids."""
         ...
 
     def decode(self, token_ids: Any) -> Any:  # noqa: ANN401 - transformers takes many types here
@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
 
 
 class Spellings(NamedTuple):
-    """A format in token ids."""
+    """The token ids of a format."""
 
     delimiters: dict[str, tuple[Spelling, ...]]
     names: dict[str, dict[str, Spelling]]
@@ -44,11 +44,11 @@ def _encode(tokenizer: Tokenizer, text: str) -> Spelling:
     return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
 
 
-def _between(tokenizer: Tokenizer, before: str, text: str, behind: str) -> Spelling:
-    """The tokens of `text` between two others; empty where they cannot be told apart."""
-    whole = _encode(tokenizer, before + text + behind)
-    front, back = _encode(tokenizer, before), _encode(tokenizer, behind)
-    # A token that `text` shares with its neighbour belongs to the delimiter: it ends there.
+def _between(tokenizer: Tokenizer, before: str, text: str, after: str) -> Spelling:
+    """The tokens of `text` between two other texts; empty if they cannot be separated."""
+    whole = _encode(tokenizer, before + text + after)
+    front, back = _encode(tokenizer, before), _encode(tokenizer, after)
+    # A token that `text` shares with a neighbour belongs to the delimiter.
     while front and whole[: len(front)] != front:
         front = front[:-1]
     whole = whole[len(front) :]
@@ -63,15 +63,15 @@ def _spell(tokenizer: Tokenizer, text: str, *, several: bool, what: str) -> tupl
         return (alone,)
     if not several:
         msg = (
-            f"{what}: the tokenizer has no token {text!r}: it makes {len(alone)} of it, "
-            f"{list(alone)[:8]}"
+            f"{what}: the tokenizer has no token {text!r}: it encodes it as {len(alone)} "
+            f"tokens, {list(alone)[:8]}"
         )
         raise ValueError(msg)
     found = {alone} if alone else set()
     for before in _BESIDE:
-        for behind in _BESIDE:
-            spelling = _between(tokenizer, before, text, behind)
-            # Of a spelling that melts with letters nothing can be said.
+        for after in _BESIDE:
+            spelling = _between(tokenizer, before, text, after)
+            # A spelling that merges with letters is not usable.
             if len(spelling) > 1 and text in tokenizer.decode(list(spelling)):
                 found.add(spelling)
     if not found:
@@ -84,8 +84,8 @@ def from_tokenizer(form: Format, tokenizer: object, what: str) -> Spellings:
     """The ids of a format's strings in a tokenizer.
 
     Raises:
-        TypeError: That is no tokenizer.
-        ValueError: A delimiter that must be one token is none; the message names it.
+        TypeError: ``tokenizer`` is not a tokenizer.
+        ValueError: A delimiter that must be one token is not one; the message names it.
     """
     if not isinstance(tokenizer, Tokenizer):
         msg = (
@@ -107,7 +107,7 @@ def from_tokenizer(form: Format, tokenizer: object, what: str) -> Spellings:
     for start, name in form.names():
         spelling = _between(tokenizer, start, name, "")
         if not spelling:
-            msg = f"{what}: the tokenizer makes no tokens of {name!r} behind {start!r}"
+            msg = f"{what}: the tokenizer makes no tokens of {name!r} after {start!r}"
             raise ValueError(msg)
         names.setdefault(start, {})[name] = spelling
     recipients: set[Spelling] = set()
@@ -121,7 +121,7 @@ def from_tokenizer(form: Format, tokenizer: object, what: str) -> Spellings:
 
 
 def _newlines(tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that are newlines and nothing else."""
+    """The tokens that consist of newlines alone."""
     found = set()
     for text in _NEWLINES:
         for before in ("x", ""):
@@ -132,7 +132,7 @@ def _newlines(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def spelling_of(value: object, what: str) -> Spelling:
-    """One id, or a row of ids, as a tuple.
+    """One id, or a sequence of ids, as a tuple.
 
     Raises:
         TypeError: It is neither.
@@ -144,7 +144,7 @@ def spelling_of(value: object, what: str) -> Spelling:
     spelling: list[int] = []
     for token in row:
         if isinstance(token, (bool, np.bool_)) or not isinstance(token, (int, np.integer)):
-            msg = f"{what} is {value!r}, neither a token id nor a row of them"
+            msg = f"{what} is {value!r}, neither a token id nor a sequence of them"
             raise TypeError(msg)
         if not 0 <= token <= MAX_TOKEN:
             msg = f"{what}: token id {token} is not in [0, {MAX_TOKEN}]"
@@ -160,8 +160,8 @@ def from_mapping(form: Format, ids: Mapping[str, object], what: str) -> Spelling
     """The ids of a format's strings in a mapping.
 
     Raises:
-        TypeError: A value is no id.
-        ValueError: A string of the format is missing; the message names all that are.
+        TypeError: A value is not an id.
+        ValueError: A string of the format is missing; the message names all missing ones.
     """
     wanted = {text for text, _ in form.delimiters()} - form.optional
     wanted |= {name for _, name in form.names()}

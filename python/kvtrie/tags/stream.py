@@ -1,7 +1,7 @@
-"""Follows one request while it grows: its spans, what is open, how far its turn has come.
+"""Follows one request while it grows: its spans, the open span, the state of its turn.
 
-What a token changes is written to a journal together with its position, so that `truncate` takes
-back exactly the tokens that are rolled back.
+Each change of state goes into a journal with its position, so that `truncate` can undo exactly the
+removed tokens.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 class Stream:
     """The spans of one request, kept up to date while it grows. Made by `Tagger.stream`.
 
-    The spans are a function of the tokens alone: it does not matter in which portions they are fed,
-    or what was rolled back in between. A stream belongs to one request, hence to one thread.
+    The spans depend on the tokens alone, not on the portions in which they are fed or on what was
+    rolled back. A stream belongs to one request and one thread.
 
     Args:
         tagger: The compiled format.
         start: The position of the first token that will be fed.
-        role: In whose message the first token lies; None: in the one that the format begins with.
+        role: The author of the message with the first token; None: the format's `initial`.
     """
 
     __slots__ = (
@@ -67,7 +67,7 @@ class Stream:
         self._journal: list[tuple[int, State]] = []
         self._view: tuple[State, list[Section], list[tuple[int, int, int, int]]] | None = None
         self.num_steps: int = 0
-        """Tokens that were looked at so far; the others were passed over."""
+        """Tokens that were processed so far; the others were skipped."""
         state = State(start=start, body=start, turn=start)
         role = tagger.format.initial if role is None else role
         self._state = state if role is None else self._reader.speak(state, role, start)
@@ -84,12 +84,12 @@ class Stream:
 
     @property
     def tagger(self) -> Grammar:
-        """The compiled format that the stream reads by: the `Tagger` that made it."""
+        """The compiled format: the `Tagger` that made the stream."""
         return self._tagger
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """Everything that has ended, in the order in which it ended."""
+        """All sections that have ended, in the order of their ends."""
         return tuple(self._listed())
 
     @property
@@ -99,7 +99,7 @@ class Stream:
 
     @property
     def open(self) -> Span | None:
-        """The innermost span that the next token would lie in, as far as it has come."""
+        """The innermost open span, up to the last token read."""
         state = self._state
         if self._view is not None or state.phase != BODY or state.role is None:
             return None
@@ -116,7 +116,7 @@ class Stream:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """All turns, the one under way last."""
+        """All turns, the current one last."""
         state, sections = self._now(), self._listed()
         ranges = self._reader.turns if self._view is None else self._reader.turns + self._view[2]
         found = [
@@ -136,12 +136,12 @@ class Stream:
             ids: Any number of token ids, of the prompt or generated.
 
         Returns:
-            The spans that have ended. A thought whose closing delimiter takes newlines with it ends
-            with the first other token.
+            The spans that have ended. Reasoning that takes following newlines with it ends at the
+            first other token.
 
         Raises:
-            TypeError: The ids are no integers.
-            ValueError: An id does not fit u32; nothing was read.
+            TypeError: The ids are not integers.
+            ValueError: An id does not fit u32. Nothing was read.
 
         Example:
             >>> from kvtrie import tags
@@ -183,14 +183,14 @@ class Stream:
         return [section.span for section in self._reader.sections[before:]]
 
     def truncate(self, length: SupportsIndex) -> None:
-        """Take back every token from `length` on, as if it had never been fed.
+        """Remove every token from `length` on, as if it had never been fed.
 
         Args:
-            length: The position of the first token to forget.
+            length: The position of the first token to remove.
 
         Raises:
-            TypeError: `length` is no int.
-            ValueError: There are not so many tokens; nothing was taken back.
+            TypeError: `length` is not an int.
+            ValueError: `length` is out of range. Nothing was removed.
 
         Example:
             >>> from kvtrie import tags
@@ -209,17 +209,17 @@ class Stream:
         self._reader.rewind(self._state)
 
     def confirm(self, length: SupportsIndex) -> None:
-        """Promise that no token before `length` will be taken back, and forget how to.
+        """Promise that no token before `length` will be removed, and drop the data for it.
 
-        What `truncate` needs is kept for every token that ended or began something; a long run of
-        an agent need not keep it.
+        `truncate` needs one entry for every token that began or ended something. Call this in long
+        agent runs, to bound that memory.
 
         Args:
-            length: The position of the first token that may still be taken back.
+            length: The position of the first token that may still be removed.
 
         Raises:
-            TypeError: `length` is no int.
-            ValueError: There are not so many tokens, or they are confirmed already.
+            TypeError: `length` is not an int.
+            ValueError: There are fewer tokens, or more are confirmed already.
 
         Example:
             >>> from kvtrie import tags
@@ -243,14 +243,13 @@ class Stream:
         return length
 
     def finish(self, *, complete: bool = True) -> list[Span]:
-        """Take the last message as ended, because generation has ended.
+        """End the last message, because generation has ended.
 
-        A message that ends inside a thought has answered nothing, so its turn stays open. Feeding
-        more tokens takes `finish` back: the next request of a tool loop goes on where the last one
-        stopped.
+        A message that ends inside reasoning is no answer, so its turn stays open. Feeding more
+        tokens undoes `finish`: the next request of a tool loop continues the stream.
 
         Args:
-            complete: The model stopped by itself. False: a limit or an abort cut it off, and the
+            complete: The model stopped by itself. If False, a limit or an abort cut it off, and the
                 same prompt may come again.
 
         Returns:
@@ -275,7 +274,7 @@ class Stream:
 
     @property
     def is_finished(self) -> bool:
-        """Whether `finish` was called behind the last token."""
+        """Whether `finish` was called after the last token."""
         return self._view is not None
 
     def _now(self) -> State:
@@ -290,7 +289,7 @@ class Stream:
 
 
 def read_whole(grammar: Grammar, ids: Sequence[int] | npt.NDArray[np.integer]) -> Stream:
-    """A stream that has read a whole sequence, the last message taken as ended.
+    """A stream that has read a whole sequence; the last message has ended.
 
     Args:
         grammar: The compiled format.

@@ -1,4 +1,4 @@
-"""A chat format compiled for one vocabulary: where it comes from, and the streams it makes."""
+"""A chat format compiled for one vocabulary, and how to make one."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Tagger(Grammar):
     Immutable: one tagger serves all requests of a model, on any thread.
 
     Args:
-        form: The format, a value.
-        ids: Which ids its delimiters and names are: a mapping from each string to an id or a row of
-            ids, or a tokenizer (with `encode` and `decode`) to ask.
+        form: The format.
+        ids: The ids of its delimiters and names: a mapping from each string to an id or a sequence
+            of ids, or a tokenizer with `encode` and `decode`.
 
     Raises:
         TypeError: `ids` is neither a mapping nor a tokenizer.
-        ValueError: A delimiter is missing, or hides in another one.
+        ValueError: A delimiter is missing, or is contained in another one.
 
     Example:
         >>> from kvtrie import tags
@@ -52,7 +52,7 @@ class Tagger(Grammar):
     def __init__(self, form: Format, ids: Mapping[str, Ids] | Tokenizer) -> None:
         given: object = form
         if not isinstance(given, Format):
-            msg = f"Tagger: form is {form!r}, not a Format; `preset(name)` gives one by its name"
+            msg = f"Tagger: form is {form!r}, not a Format; `preset(name)` returns one by name"
             raise TypeError(msg)
         what = f"Tagger({form.name!r})"
         found: Spellings = (
@@ -83,20 +83,20 @@ class Tagger(Grammar):
     def from_tokenizer(cls, tokenizer: Tokenizer, **template_arguments: object) -> Tagger:
         """A tagger for the format of a tokenizer's own chat template.
 
-        Conversations of made-up words are rendered, and the format is the preset that finds each
-        word where it was put. When the template deletes thoughts, and how much of them, is seen
-        from what it renders, not taken from the preset.
+        Renders conversations of made-up words. The format is the preset that finds each word where
+        it was put. When the template deletes reasoning, and how much of it, is read from the
+        rendered text, not from the preset.
 
         Args:
             tokenizer: One of `transformers`, or anything with `encode`, `decode`, `chat_template`
                 and `apply_chat_template`.
-            **template_arguments: What requests give to the template, such as
-                `clear_thinking=False`: it decides what becomes of thoughts.
+            **template_arguments: The arguments that requests give to the template, such as
+                `clear_thinking=False`: they decide what it deletes.
 
         Raises:
-            TypeError: That is no tokenizer.
-            ValueError: It has no chat template, or one that is not understood; the message says
-                what is missing.
+            TypeError: ``tokenizer`` is not a tokenizer.
+            ValueError: It has no chat template, or an unknown one; the message says what is
+                missing.
         """
         return cls(recognise(tokenizer, template_arguments), tokenizer)
 
@@ -121,24 +121,25 @@ class Tagger(Grammar):
         """A tagger from token ids alone.
 
         Args:
-            system: What a system message begins with; an id, or a row of ids. So are the others.
+            system: What a system message begins with: an id or a sequence of ids, as for the
+                others.
             user: What a user message begins with.
             assistant: What an assistant's message begins with.
             tool: What a message with a tool result begins with.
-            end: What ends a message; without it a message ends where the next begins.
-            reasoning: What opens and what closes a thought.
-            tool_call: What opens and what closes a tool call.
-            tool_result: A user message between these two is a tool result.
-            newlines: Ids of newlines, which a thought takes with it.
-            initial: Who speaks before the first delimiter.
-            drops: What the template deletes of a thought.
+            end: What ends a message. Without it a message ends where the next begins.
+            reasoning: The opening and the closing delimiter of reasoning.
+            tool_call: The opening and the closing delimiter of a tool call.
+            tool_result: A user message between these two delimiters is a tool result.
+            newlines: Ids of newlines, which are deleted with the reasoning before them.
+            initial: The author of the text before the first delimiter.
+            drops: What the template deletes of reasoning.
             boundary: When it does.
-            nests: Thoughts nest, and the last closing delimiter ends them.
+            nests: Reasoning nests: the last closing delimiter ends it.
 
         Raises:
-            TypeError: A delimiter is no id.
-            ValueError: A delimiter is empty, given twice, or hides in another one; a pair is no
-                pair; or nothing is said of where the assistant speaks.
+            TypeError: A delimiter is not an id.
+            ValueError: A delimiter is empty, given twice, or contained in another one; a pair does
+                not have two entries; or no argument says where the assistant speaks.
 
         Example:
             >>> from kvtrie import tags
@@ -148,7 +149,7 @@ class Tagger(Grammar):
         """
         if assistant is None and initial != "assistant":
             msg = (
-                "from_ids: nothing says where the assistant speaks: give `assistant`, or "
+                "from_ids: no argument says where the assistant speaks: give `assistant`, or "
                 "initial='assistant' for streams of generated tokens alone"
             )
             raise ValueError(msg)
@@ -203,11 +204,11 @@ class Tagger(Grammar):
 
         Args:
             start: The position of the first token that will be fed.
-            role: In whose message that token lies. Give `"assistant"` where only generated tokens
-                are fed; None where the prompt is fed too.
+            role: The author of the message with that token. Give `"assistant"` if only generated
+                tokens are fed, None if the prompt is fed too.
 
         Raises:
-            TypeError: `start` is no int.
+            TypeError: `start` is not an int.
             ValueError: `start` is negative, or there is no such role.
 
         Example:
@@ -227,7 +228,7 @@ class Tagger(Grammar):
         return read_whole(self, ids).sections
 
     def spans(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> list[Span]:
-        """The spans of a whole sequence, the last message taken as ended.
+        """The spans of a whole sequence; the last message counts as ended.
 
         Args:
             ids: All its token ids.

@@ -1,8 +1,8 @@
-"""What happens to the spans of a turn that is over, as calls on an index.
+"""What happens to the spans of a finished turn, as calls on an index.
 
-A turn is over when the assistant has answered without calling a tool, or when somebody speaks whom
-no tool sent. Until then nothing of it is touched: inside a tool loop every template keeps its
-thoughts, and the next request is the last one with more behind it.
+A turn is finished when the assistant has answered without a tool call, or when a message follows
+that is not a tool result. Until then nothing of it is touched: in a tool loop every template keeps
+the reasoning, and the next request extends the last one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from kvtrie.tags.stream import Stream
 
 Action = Literal["keep", "evict_first", "drop"]
-"""What happens to a span: nothing; its blocks are evicted first; or they leave at once."""
+"""What happens to a span: nothing, its blocks are evicted first, or they are removed at once."""
 
 Thinking = Literal["interleaved", "preserved"]
-"""What the model is shown of earlier turns' thoughts: nothing, or all of them."""
+"""What the model sees of earlier turns' reasoning: nothing, or all of it."""
 
 ACTIONS: Final[tuple[Action, ...]] = get_args(Action)
 _KINDS: Final = ("user", "reasoning", "answer", "tool_call", "tool_result")
@@ -34,26 +34,26 @@ Range = tuple[int, int]
 
 
 class Removed(Protocol):
-    """What `remove_spans` answers."""
+    """What `remove_spans` returns."""
 
     @property
     def freed(self) -> npt.NDArray[np.int32]:
-        """Ids that are the caller's from here on."""
+        """Ids that now belong to the caller."""
         ...
 
     @property
     def kept(self) -> npt.NDArray[np.int32]:
-        """Ids that stay because others extend them."""
+        """Ids that stay because a cached block below them needs them."""
         ...
 
     @property
     def condemned(self) -> npt.NDArray[np.int32]:
-        """Ids that left the index pinned."""
+        """Ids that left the index while pinned."""
         ...
 
 
 class TurnIndex(Protocol):
-    """What is asked of an index: `RadixIndex`, or the naive model of it."""
+    """The methods that an index needs: `RadixIndex`, or the naive model of it."""
 
     def tag(self, seq: Any, spans: Iterable[Span]) -> object:  # noqa: ANN401 - each has its own
         """Tag the tokens of spans."""
@@ -69,7 +69,7 @@ class TurnIndex(Protocol):
         ranges: Sequence[Range],
         force: bool = False,
     ) -> Removed:
-        """Take out the blocks wholly inside."""
+        """Remove the blocks wholly inside."""
         ...
 
 
@@ -79,12 +79,12 @@ def _no_ids() -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a policy makes of a turn that is over, in token ranges.
+    """What a policy decides for finished turns, in token ranges.
 
     Args:
-        turns: The turns dealt with; none while a tool loop is under way.
-        spans: Everything found in them.
-        evict_first: Ranges for `mark_dead`, ascending and apart.
+        turns: The turns concerned; empty during a tool loop.
+        spans: All spans in them.
+        evict_first: Ranges for `mark_dead`, ascending and disjoint.
         drop: Ranges for `remove_spans`, likewise.
     """
 
@@ -96,13 +96,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClosedTurn(Decision):
-    """What `TurnPolicy.close_turn` did; the decision, and what the index answered.
+    """What `TurnPolicy.close_turn` did: the decision, and what the index returned.
 
     Args:
         num_marked: Blocks that are newly marked.
-        freed: Ids of blocks that left the index and are the caller's.
-        kept: Ids of blocks that stay although they were to be dropped: others extend them.
-        condemned: Ids of blocks that left the index pinned; `take_freed()` hands them out.
+        freed: Ids of blocks that left the index and belong to the caller.
+        kept: Ids of blocks that were to be dropped but stay, because others need them.
+        condemned: Ids of blocks that left the index while pinned; `take_freed()` returns them
+            later.
     """
 
     num_marked: int = 0
@@ -113,21 +114,21 @@ class ClosedTurn(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPolicy:
-    """What happens to the spans of a turn that is over.
+    """What happens to the spans of a finished turn.
 
-    Each kind is kept (`"keep"`), evicted before everything else (`"evict_first"`), or taken out of
-    the index at once (`"drop"`). Of a thought exactly the tokens are meant that the chat template
-    deletes; of every other kind the whole span. Sections inside a thought go with it. Only blocks
-    that lie wholly inside a range are touched, which is the index's business.
+    Each kind is kept (`"keep"`), evicted before everything else (`"evict_first"`), or removed from
+    the index at once (`"drop"`). For reasoning this concerns exactly the tokens that the chat
+    template deletes, for other kinds the whole span. Sections inside reasoning are treated with it.
+    The index touches only blocks wholly inside a range.
 
     Args:
-        thinking: `"interleaved"`: thoughts go when the turn is over. `"preserved"`: the model is
-            shown them for good.
-        reasoning: By default `"evict_first"`, or `"keep"` where thinking is preserved.
+        thinking: `"interleaved"`: reasoning is dropped when the turn is finished. `"preserved"`:
+            the model always sees it.
+        reasoning: By default `"evict_first"`, or `"keep"` with `thinking="preserved"`.
         answer: What happens to answers.
         tool_call: What happens to tool calls.
         tool_result: What happens to tool results.
-        user: What happens to what the user said.
+        user: What happens to user messages.
 
     Raises:
         ValueError: An action or a mode is unknown, or the policy contradicts itself.
@@ -164,15 +165,15 @@ class TurnPolicy:
     def _check_preserved(self, what: str, action: Action | None) -> None:
         if self.thinking == "preserved" and action != "keep":
             msg = (
-                f"{what}={action!r} contradicts thinking='preserved': thoughts that the model is "
-                "shown again are not given up"
+                f"{what}={action!r} contradicts thinking='preserved': reasoning that the model "
+                "sees again must be kept"
             )
             raise ValueError(msg)
 
     def override(self, **changes: Action | Thinking | None) -> TurnPolicy:
-        """This policy with other values, for one request.
+        """This policy with changed fields, for one request.
 
-        A change of `thinking` alone takes its default for `reasoning` along.
+        A change of `thinking` alone also resets `reasoning` to its default.
 
         Raises:
             TypeError: There is no such field.
@@ -192,7 +193,7 @@ class TurnPolicy:
         return replace(self, **changes)  # type: ignore[arg-type] # fields by name: checked in __post_init__
 
     def action(self, section: Section) -> Action:
-        """What the policy says of a section."""
+        """The action for a section."""
         if section.kind not in _KINDS:
             return "keep"
         action: Action = getattr(self, section.kind)
@@ -205,15 +206,16 @@ class TurnPolicy:
         overrides: Mapping[Span, Action] | None = None,
         all_turns: bool = False,
     ) -> Decision:
-        """What becomes of the last turn that is over; nothing while a tool loop is under way.
+        """Decide about the last finished turn; a turn in a tool loop is not finished.
 
-        Only the last turn is dealt with, as those before it were in their time. Thoughts of a
-        template that never deletes any are kept, unless an override names them.
+        Only the last finished turn is included, because earlier ones had their own calls. Reasoning
+        is kept if the template never deletes it, unless an override names it.
 
         Args:
             stream: The spans of the sequence.
-            overrides: Other actions for some of its spans. Those of a turn under way wait.
-            all_turns: Deal with every turn that is over.
+            overrides: Other actions for some of its spans. Those of an unfinished turn have no
+                effect yet.
+            all_turns: Include every finished turn.
 
         Raises:
             ValueError: An override names a span that the stream has not found, or contradicts the
@@ -236,7 +238,7 @@ class TurnPolicy:
         for section in (section for turn in turns for section in turn.sections):
             kept = never and section.kind == "reasoning"
             action = chosen.get(section.span, "keep" if kept else self.action(section))
-            # A section inside a thought goes with the thought.
+            # A section inside reasoning is treated with it.
             if not section.nested and section.dropped[0] < section.dropped[1]:
                 ranges[action].append(section.dropped)
         return Decision(
@@ -256,24 +258,24 @@ class TurnPolicy:
         all_turns: bool = False,
         force: bool = False,
     ) -> ClosedTurn:
-        """Carry out `decide` on an index: tag the spans, mark what is dead, take out what goes.
+        """Carry out `decide` on an index: tag the spans, mark dead ranges, remove dropped ones.
 
         Call it when a request has finished, or when the next user message has been fed.
 
         Args:
             index: The index that holds the blocks of `seq`.
-            seq: The sequence that the stream has read; it may be longer.
+            seq: The sequence that the stream has read, or a longer one.
             stream: The spans of the sequence.
             overrides: As for `decide`.
             all_turns: As for `decide`.
-            force: Drop blocks that others extend too.
+            force: Also drop blocks that others need.
 
         Returns:
-            What was done; the freed ids are the caller's.
+            What was done. The freed ids belong to the caller.
 
         Raises:
-            ValueError: The sequence is shorter than what the stream has read, or as for `decide`.
-                Nothing is changed.
+            ValueError: The sequence is shorter than the stream, or as for `decide`.
+                Nothing has changed.
 
         Example:
             >>> import kvtrie
@@ -327,7 +329,7 @@ class TurnPolicy:
 
 
 def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Ascending ranges that neither overlap nor touch."""
+    """The ranges, ascending; those that overlap or touch are merged."""
     merged: list[Range] = []
     for start, end in sorted(ranges):
         if merged and start <= merged[-1][1]:

@@ -1,14 +1,14 @@
-"""How much of a prompt could be reused at most, found without the index.
+"""How much of a prompt could be reused at most, computed without the index.
 
-`Ceiling` keeps every window of `min_run` tokens of what is cached, under a name of its own, and
-answers which tokens of a prompt lie in one of them. A run of at least `min_run` tokens is a union
-of such windows, so these tokens are the union of all matches, wherever they lie and however they
-overlap. Names are given by sorting: windows of two tokens are pairs of tokens, windows of four are
-pairs of those, and so on. Nothing is hashed, so nothing can collide. A million cached tokens are
-named in about a second, and a prompt is judged in milliseconds.
+`Ceiling` names every cached window of `min_run` tokens, and returns which tokens of a prompt are in
+one of them. A run of at least `min_run` tokens is a union of such windows, so these tokens are the
+union of all matches, at any position and with any overlap. Names are given by sorting: windows of
+two tokens are pairs of tokens, windows of four are pairs of those, and so on. Nothing is hashed, so
+nothing can collide. Naming a million cached tokens takes about a second, a prompt takes
+milliseconds.
 
 Example:
-    Of 100 tokens 96 lie in whole blocks, so the last four are not cached.
+    96 of 100 tokens are in whole blocks, so the last four are not cached.
 
     >>> import numpy as np
     >>> from kvtrie.testing.ceiling import Ceiling
@@ -43,13 +43,13 @@ _COMPUTE = 2
 
 @dataclass(frozen=True)
 class Reach:
-    """Which tokens of one prompt could be reused.
+    """The tokens of one prompt that could be reused.
 
     Args:
-        prefix: How many tokens from the front are cached under the same whole prefix; they need be
-            neither a whole block nor as long as a run.
-        matched: One bool a token of the prompt: whether it lies in a run of at least `min_run`
-            tokens that is cached somewhere.
+        prefix: How many tokens from the front are cached under the same whole prefix, of any
+            length.
+        matched: One bool per token: whether it is in a run of at least `min_run` tokens that is
+            cached anywhere.
     """
 
     prefix: int
@@ -57,36 +57,34 @@ class Reach:
 
     @property
     def mask(self) -> Mask:
-        """One bool a token: whether it lies in the prefix or in a match."""
+        """One bool per token: whether it is in the prefix or in a match."""
         mask = self.matched.copy()
         mask[: self.prefix] = True
         return mask
 
     @property
     def total(self) -> int:
-        """How many tokens could be reused: prefix and matches together."""
+        """The number of tokens that could be reused: prefix and matches together."""
         return int(np.count_nonzero(self.mask))
 
     @property
     def share(self) -> float:
-        """Which share of the prompt that is; 0 of an empty prompt."""
+        """The share of the prompt that could be reused; 0 for an empty prompt."""
         return self.total / max(1, len(self.matched))
 
 
 class Ceiling:
-    """All that is cached, to judge any number of prompts by.
+    """All cached sequences, to compare prompts with.
 
     Args:
-        cached: The sequences, each from position 0 on. Sequences of several namespaces need a
-            ceiling each.
+        cached: The sequences, each from position 0. Each namespace needs its own ceiling.
         block_size: Only whole blocks are cached: 1 for all tokens.
         min_run: The shortest run that counts.
         num_computed: How many tokens of each sequence have KV; None if all have. Blocks that are
             not wholly below are not cached.
 
     Raises:
-        ValueError: An argument is out of range, or `num_computed` names another number of
-            sequences.
+        ValueError: An argument is out of range, or `num_computed` is not as long as `cached`.
     """
 
     def __init__(
@@ -126,15 +124,15 @@ class Ceiling:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in whole blocks, those that sequences share counted once for each."""
+        """Tokens in whole blocks; shared tokens count once per sequence."""
         return sum(map(len, self._sequences))
 
     def of(self, prompt: ArrayLike, *, keep_last: int = 0) -> Reach:
-        """What of a prompt could be reused.
+        """The tokens of a prompt that could be reused.
 
         Args:
             prompt: Its token ids.
-            keep_last: How many tokens at its end are computed in any case.
+            keep_last: Tokens at its end that are computed anyway.
 
         Raises:
             ValueError: `keep_last` is negative, or the prompt is not one row of ids.
@@ -154,7 +152,7 @@ class Ceiling:
         return Reach(prefix, matched)
 
     def _find(self, ids: _Names) -> _Names:
-        """The name of the window that starts at each token, as far as there are windows."""
+        """The name of the window that starts at each token that has one."""
         names = ids
         for step, known in self._levels:
             names = _look_up(known, _paired(names, step))
@@ -162,14 +160,14 @@ class Ceiling:
 
 
 def coverage(segments: npt.NDArray[np.void], reach: Reach) -> float:
-    """The share of what could be reused that a plan reuses.
+    """The share of the reusable tokens that a plan reuses.
 
     Args:
         segments: `plan.segments`, or any structured array with `start`, `end` and `class`.
-        reach: What could be.
+        reach: What could be reused.
 
     Returns:
-        1.0 where nothing could be reused.
+        The share; 1.0 if nothing could be reused.
     """
     planned = reused(segments, len(reach.matched))
     possible = reach.mask
@@ -178,7 +176,7 @@ def coverage(segments: npt.NDArray[np.void], reach: Reach) -> float:
 
 
 def reused(segments: npt.NDArray[np.void], num_tokens: int) -> Mask:
-    """Which tokens of a prompt a plan reuses, in place or copied.
+    """One bool per token of a prompt: whether a plan reuses it, in place or copied.
 
     Args:
         segments: `plan.segments`, or any structured array with `start`, `end` and `class`.
@@ -210,19 +208,19 @@ def _ids(values: ArrayLike, what: str) -> _Names:
 
 
 def _levels(sequences: list[_Names], min_run: int) -> list[tuple[int, _Names]]:
-    """How windows are named: by how far apart the two that they join start, and all known pairs.
+    """Per level of names: the distance of the two windows that it joins, and all known pairs.
 
-    The first level names single tokens. A window of `min_run` tokens that is no power of two is
-    joined from two that overlap.
+    The first level names single tokens. If `min_run` is not a power of two, the last level joins
+    two windows that overlap.
     """
-    # A token of its own behind each sequence: no window that holds one is looked for.
+    # A separator after each sequence: no searched window contains one.
     text = np.concatenate([part for ids in sequences for part in (ids, [_UNKNOWN])] or [[_UNKNOWN]])
     names: _Names = text.astype(np.int64)
     levels: list[tuple[int, _Names]] = []
     step, length = 0, 1
     while True:
         known, names = np.unique(_paired(names, step), return_inverse=True)
-        # What is unknown sorts first, and stays unknown.
+        # Unknown pairs sort first, and stay unknown.
         if len(known) and known[0] == _UNKNOWN:
             known, names = known[1:], names - 1
         levels.append((step, known))
@@ -233,7 +231,7 @@ def _levels(sequences: list[_Names], min_run: int) -> list[tuple[int, _Names]]:
 
 
 def _paired(names: _Names, step: int) -> _Names:
-    """One number for the two names that start at each place and `step` behind it."""
+    """One number for the two names that start at each position and `step` after it."""
     if step == 0:
         return names
     first, second = names[: max(0, len(names) - step)], names[step:]
@@ -243,7 +241,7 @@ def _paired(names: _Names, step: int) -> _Names:
 
 
 def _look_up(known: _Names, pairs: _Names) -> _Names:
-    """Where each pair stands among those that are known."""
+    """The index of each pair among the known ones."""
     if not len(known):
         return np.full(len(pairs), _UNKNOWN, dtype=np.int64)
     places = np.minimum(np.searchsorted(known, pairs), len(known) - 1)
@@ -251,7 +249,7 @@ def _look_up(known: _Names, pairs: _Names) -> _Names:
 
 
 def _shared(cached: _Names, prompt: _Names) -> int:
-    """How many tokens from the front are equal."""
+    """Length of the common prefix."""
     length = min(len(cached), len(prompt))
     differ = np.flatnonzero(cached[:length] != prompt[:length])
     return int(differ[0]) if differ.size else length

@@ -1,7 +1,7 @@
-"""Hypothesis strategies for what an index is fed with.
+"""Hypothesis strategies for the inputs of an index.
 
-Random token ids never share a prefix, so that a property test on them tests next to nothing. What
-is made here shares prefixes all the time: small alphabets, edits of earlier prompts, few blocks.
+Random token ids never share a prefix, so a property test on them tests almost nothing. These inputs
+share prefixes often: small alphabets, edits of earlier prompts, few blocks.
 
 `hypothesis` is not a dependency of kvtrie; importing this module needs it.
 
@@ -46,7 +46,7 @@ NAMESPACES: tuple[kvtrie.Namespace, ...] = (
     kvtrie.Namespace(model="model", salt="tenant"),
     kvtrie.Namespace(model="model", adapter="adapter", salt="tenant"),
 )
-"""Three walls: two differ by the salt, two by the adapter."""
+"""Three namespaces: two differ by the salt, two by the adapter."""
 
 LARGEST_TOKEN = 2**32 - 1
 LARGEST_BLOCK_SIZE = 4096
@@ -56,12 +56,12 @@ DIGESTS = (b"a", b"b", b"a longer digest of an image")
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a sequence is made of, as plain values.
+    """The content of a sequence, as plain values.
 
     Attributes:
         ids: Token ids.
-        namespace: Where the sequence lives.
-        items: Ranges that stand for something else.
+        namespace: The namespace.
+        items: Ranges that represent something else, such as an image.
     """
 
     ids: tuple[int, ...]
@@ -85,31 +85,31 @@ def block_sizes() -> st.SearchStrategy[int]:
 
 
 def pool_sizes(largest: int = 32) -> st.SearchStrategy[int]:
-    """How many blocks there are: few, so that eviction happens.
+    """Pool sizes: small, so that eviction happens.
 
     Args:
-        largest: At most so many.
+        largest: The largest size.
     """
     return st.integers(1, largest)
 
 
 def token_ids(alphabet: int = 3) -> st.SearchStrategy[int]:
-    """A token id out of a small alphabet, the largest id there is among them.
+    """A token id of a small alphabet, which includes the largest valid id.
 
     Args:
-        alphabet: How many ids there are.
+        alphabet: The number of ids.
     """
     return st.sampled_from([LARGEST_TOKEN, *range(alphabet - 1)])
 
 
 @st.composite
 def items(draw: st.DrawFn, start: int, end: int) -> tuple[kvtrie.Item, ...]:
-    """At most two items within `[start, end)`, mostly none.
+    """At most two items within `[start, end)`; usually none.
 
     Args:
         draw: Given by hypothesis.
         start: The first position allowed.
-        end: The end of the last.
+        end: The end of the last item.
     """
     found: list[kvtrie.Item] = []
     while start < end and len(found) < 2 and draw(st.integers(0, 3)) == 0:
@@ -124,13 +124,13 @@ def items(draw: st.DrawFn, start: int, end: int) -> tuple[kvtrie.Item, ...]:
 def prompts(
     draw: st.DrawFn, *, max_tokens: int = 24, alphabet: int = 3, with_items: bool = True
 ) -> Prompt:
-    """A prompt of its own.
+    """A prompt.
 
     Args:
         draw: Given by hypothesis.
-        max_tokens: At most so long; empty prompts are valid and come up.
-        alphabet: How many token ids there are.
-        with_items: Whether items come up.
+        max_tokens: The longest prompt; empty prompts are valid and occur.
+        alphabet: The number of token ids.
+        with_items: Whether items occur.
     """
     ids = draw(st.lists(token_ids(alphabet), max_size=max_tokens))
     found = draw(items(0, len(ids))) if with_items else ()
@@ -141,15 +141,15 @@ def prompts(
 def edits(draw: st.DrawFn, prompt: Prompt, *, max_tokens: int = 24, alphabet: int = 3) -> Prompt:
     """A prompt that differs from an earlier one by an edit, as histories do.
 
-    Tokens are appended, cut off the end, replaced, taken out of the middle or put into it, in
-    short or in long runs, or moved elsewhere; now and then the same tokens come in another
-    namespace, or with another item over them.
+    Tokens are appended, cut off at the end, replaced, removed from the middle or inserted there, in
+    short or long runs, or moved elsewhere. Sometimes the same tokens come in another namespace, or
+    with another item.
 
     Args:
         draw: Given by hypothesis.
-        prompt: The earlier one.
-        max_tokens: At most so long.
-        alphabet: How many token ids there are.
+        prompt: The earlier prompt.
+        max_tokens: The longest prompt.
+        alphabet: The number of token ids.
     """
     ids, namespace, kept = list(prompt.ids), prompt.namespace, prompt.items
     kind = draw(
@@ -192,13 +192,13 @@ def edits(draw: st.DrawFn, prompt: Prompt, *, max_tokens: int = 24, alphabet: in
 def families(
     draw: st.DrawFn, *, max_prompts: int = 8, max_tokens: int = 24, alphabet: int = 3
 ) -> list[Prompt]:
-    """Prompts of which each is new or an edit of an earlier one: a tree with many branches.
+    """Prompts, each new or an edit of an earlier one: a tree with many branches.
 
     Args:
         draw: Given by hypothesis.
-        max_prompts: At most so many, at least one.
-        max_tokens: Each at most so long.
-        alphabet: How many token ids there are.
+        max_prompts: Most prompts; there is at least one.
+        max_tokens: The longest prompt.
+        alphabet: The number of token ids.
     """
     family = [draw(prompts(max_tokens=max_tokens, alphabet=alphabet))]
     for _ in range(draw(st.integers(0, max_prompts - 1))):
@@ -209,11 +209,11 @@ def families(
 
 @st.composite
 def policies(draw: st.DrawFn, *, min_run: int = 8) -> kvtrie.ReusePolicy:
-    """What a plan may reuse: exact KV alone, anything, or something between.
+    """A policy: exact KV alone, anything, or something between.
 
     Args:
         draw: Given by hypothesis.
-        min_run: That of the index, below which no policy may ask for.
+        min_run: The index's, which is the lower limit for policies.
     """
     if draw(st.integers(0, 3)) == 0:
         return kvtrie.ReusePolicy(approximate=False, partial_blocks=draw(st.booleans()))
@@ -230,7 +230,7 @@ def policies(draw: st.DrawFn, *, min_run: int = 8) -> kvtrie.ReusePolicy:
 
 @st.composite
 def ranges(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
-    """At most three ranges of a sequence, ascending and disjoint; some touch, some are empty.
+    """At most three ranges of a sequence, ascending and disjoint; some are adjacent, some empty.
 
     Args:
         draw: Given by hypothesis.
@@ -243,10 +243,10 @@ def ranges(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
 
 
 def sources(max_tokens: int = 24) -> st.SearchStrategy[object]:
-    """Where KV came from, plans aside.
+    """Sources of KV other than plans.
 
     Args:
-        max_tokens: `exact_until` goes up to here.
+        max_tokens: The largest `exact_until`.
     """
     imported = st.builds(
         kvtrie.Imported, exact_until=st.integers(0, max_tokens), hops=st.integers(0, 3)

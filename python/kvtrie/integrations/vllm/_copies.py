@@ -29,15 +29,9 @@ _LOG = logging.getLogger("vllm.kvtrie")
 class Copies:
     """Carries out loads before a forward pass.
 
-    Args:
-        tensors: A worker's KV tensors, by layer name.
-        vllm_config: vLLM's configuration.
-        kv_cache_config: Its groups.
-        rotates: Whether K may have to be turned.
-
     Raises:
-        LayoutError: If the tensors are not laid out as vLLM says.
-        UnsupportedRopeError: If K may have to be turned and cannot.
+        LayoutError: If the tensors do not have vLLM's layout.
+        UnsupportedRopeError: If K may have to be rotated and cannot be.
     """
 
     def __init__(
@@ -58,7 +52,7 @@ class Copies:
         self._failed: set[int] = set()
 
     def apply(self, loads: Sequence[Load]) -> None:
-        """Copy; what fails is reported by `take_failed`, and vLLM computes it.
+        """Copy. `take_failed` reports blocks that failed, and vLLM computes them.
 
         The copies are ordered before the forward pass by the current stream.
         """
@@ -79,25 +73,25 @@ class Copies:
 
 
 def _in_order(names: Sequence[str]) -> list[str]:
-    """Layers as they come in the model: each may turn its keys in its own way.
+    """Layers in the order of the model: each may rotate its keys differently.
 
     Raises:
-        LayoutError: If a name does not tell.
+        LayoutError: If a name does not give its layer.
     """
     try:
         return sorted(names, key=extract_layer_index)
     except (AssertionError, ValueError) as error:
-        msg = f"KvtrieConnector: the order of the model's layers is not known: {error}"
+        msg = f"KvtrieConnector: the order of the model's layers is unknown: {error}"
         raise LayoutError(msg) from error
 
 
 def rope_of(vllm_config: VllmConfig) -> RopeSpec:
-    """How the model that vLLM runs turns its keys.
+    """How the model that vLLM runs rotates its keys.
 
-    vLLM keeps the interleaved order for MLA, whatever the checkpoint's code does.
+    For MLA vLLM stores the interleaved order, whatever the checkpoint's code does.
 
     Raises:
-        UnsupportedRopeError: If a delta cannot turn them.
+        UnsupportedRopeError: If they cannot be rotated by a delta.
     """
     config = vllm_config.model_config.hf_text_config
     interleaved = True if vllm_config.model_config.use_mla else None

@@ -1,7 +1,7 @@
-"""Thoughts whose turn is over: vLLM takes their blocks first when it needs some.
+"""Dead reasoning: when vLLM needs blocks, it takes those of finished turns' reasoning first.
 
-A chat template deletes thoughts of earlier turns, so nobody asks for their KV again; but vLLM
-caches it like any other, and evicts it after the prompts and answers that were used longer ago.
+A chat template drops reasoning of earlier turns, so no later prompt needs its KV. But vLLM caches
+it like any other KV, and evicts it after older prompts and answers.
 """
 
 from __future__ import annotations
@@ -21,22 +21,15 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.integrations.vllm._tags import Reading
 
-# A block that is still in use after so many looks belongs to somebody else as well.
+# A block that is still in use after this many checks is shared with other requests.
 _MAX_LOOKS: Final = 8
 
 
 class DeadThinking:
-    """Puts blocks of dead thoughts to the head of vLLM's free queue.
+    """Moves blocks of dead reasoning to the head of vLLM's free queue.
 
-    A block keeps its hash until vLLM hands it out, so whoever asks for the thought before that
-    still finds it. Blocks that other conversations go on from, and blocks in use, stay where they
-    are.
-
-    Args:
-        pool: vLLM's block pool.
-        sources: What is known of its blocks.
-        block_size: Tokens of a block.
-        counts: Where to count.
+    A block keeps its hash until vLLM hands it out, so it can be found until then. Blocks in use and
+    blocks that other conversations continue from stay where they are.
     """
 
     def __init__(self, pool: BlockPool, sources: Sources, block_size: int, counts: Counts) -> None:
@@ -45,17 +38,11 @@ class DeadThinking:
         self._block_size = block_size
         self._counts = counts
         self._policy = TurnPolicy()
-        # vLLM frees a request's blocks after it has told of its end: they wait here for that.
+        # vLLM frees a request's blocks after it has reported its end: they wait here until then.
         self._waiting: dict[int, tuple[KVCacheBlock, bytes, int]] = {}
 
     def close(self, seq: TokenSequence, reading: Reading, block_ids: Sequence[int]) -> None:
-        """A request has ended, and maybe its turn.
-
-        Args:
-            seq: Its tokens.
-            reading: What they are; it has been told of the end.
-            block_ids: Its blocks, the one of position 0 first.
-        """
+        """Handle the end of a request, which may end its turn."""
         ranges = self._policy.decide(reading.stream).evict_first
         if not ranges:
             return
@@ -69,7 +56,7 @@ class DeadThinking:
                 self._waiting[block.block_id] = (block, block.block_hash, 0)
 
     def settle(self) -> None:
-        """Offer what vLLM has freed meanwhile."""
+        """Move blocks that vLLM has freed meanwhile."""
         if not self._waiting:
             return
         ready = []
@@ -83,7 +70,7 @@ class DeadThinking:
         queue = self._pool.free_block_queue
         for block in ready:
             queue.remove(block)
-        # The last of a thought goes first: what is left of it is then a prefix that can be found.
+        # The last block of a span is taken first, so that the rest remains a findable prefix.
         queue.prepend_n(ready[::-1])
         if ready:
             self._counts.add("blocks_dead", len(ready))

@@ -1,4 +1,4 @@
-"""What the model's gate file lets requests reuse."""
+"""What the model's gate file allows requests to reuse."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("vllm.kvtrie")
 
-# These read the weights of the directory as they are.
+# Formats that load the directory's weights unchanged.
 _PLAIN_FORMATS: Final = (
     *("auto", "hf", "safetensors"),
     *("fastsafetensors", "instanttensor", "runai_streamer"),
 )
 _FIX: Final = (
-    'run `kvtrie calibrate` on the served directory, or set "gate": "unchecked" and answer for the '
+    'run `kvtrie calibrate` on the served directory, or set "gate": "unchecked" and vouch for the '
     "quality yourself"
 )
 
 
 def cleared(settings: Settings, vllm_config: VllmConfig) -> ReusePolicy:
-    """The policy of requests that may reuse KV approximately; ``kvtrie.EXACT_ONLY`` without a gate.
+    """The policy for approximate requests; ``kvtrie.EXACT_ONLY`` without a gate.
 
     Raises:
-        GateError: The gate file cannot be read, or is of another model.
+        GateError: The gate file cannot be read, or is for another model.
     """
     if settings.gate is None:
         return EXACT_ONLY
@@ -50,27 +50,27 @@ def cleared(settings: Settings, vllm_config: VllmConfig) -> ReusePolicy:
         _check_rope(vllm_config)
     except (gates.GateMismatchError, _checkpoint.CheckpointError) as error:
         msg = (
-            f"KvtrieConnector: gate {settings.gate} (of {gate.model}) is not of this model: "
+            f"KvtrieConnector: gate {settings.gate} (of {gate.model}) is not for this model: "
             f"{error}; {_FIX}"
         )
         raise gates.GateMismatchError(msg) from error
-    # To measure the same directory again in the same way would not help: words of its own.
+    # A separate message, because measuring the same directory again would not help.
     kv_dtype = _kv_dtype(vllm_config)
     if gate.kv_dtype != kv_dtype:
         msg = (
-            f"KvtrieConnector: gate {settings.gate} was measured with KV in {gate.kv_dtype}, and "
+            f"KvtrieConnector: gate {settings.gate} was measured with KV in {gate.kv_dtype}, but "
             f"vLLM keeps it in {kv_dtype}: run `kvtrie calibrate --dtype {kv_dtype}`, or serve "
             f"with --dtype {gate.kv_dtype}"
         )
         raise gates.GateMismatchError(msg)
     if not decision.is_cleared:
-        _LOG.warning("kvtrie: exact reuse alone: %s", decision.reason)
+        _LOG.warning("kvtrie: exact reuse only: %s", decision.reason)
         return EXACT_ONLY
     return wanted
 
 
 def read(settings: Settings) -> gates.Gate | None:
-    """The gate file; None where there is none to read.
+    """The gate file; None if there is none to read.
 
     Raises:
         GateError: It cannot be read.
@@ -85,12 +85,12 @@ def read(settings: Settings) -> gates.Gate | None:
 
 
 def covers(settings: Settings, adapter: str | None) -> bool:
-    """Whether the gate speaks of requests with this LoRA adapter: it was measured without any."""
+    """Whether the gate covers requests with this LoRA adapter; it was measured without one."""
     return adapter is None or settings.gate in (None, "unchecked")
 
 
 def _with_min_run(policy: ReusePolicy) -> ReusePolicy:
-    """The policy with the shortest run said that the connector's index finds."""
+    """The policy with an explicit ``min_run``: the shortest that the connector's index finds."""
     if policy.min_run is not None:
         return policy
     names = ("max_hops", "max_approximate_share", "recompute_first", "recompute_last")
@@ -109,11 +109,11 @@ def _served(vllm_config: VllmConfig) -> str:
 
     Raises:
         CheckpointError: It cannot be identified.
-        GateMismatchError: vLLM runs other weights than those of the directory.
+        GateMismatchError: vLLM does not run the weights of the directory.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format not in _PLAIN_FORMATS:
-        msg = f"vLLM loads the weights by load_format={load.load_format!r}, not as they are"
+        msg = f"vLLM loads the weights by load_format={load.load_format!r}, not unchanged"
         raise gates.GateMismatchError(msg)
     directory = _directory(vllm_config)
     if model.quantization is not None and not _is_quantised(directory):
@@ -135,8 +135,8 @@ def _directory(vllm_config: VllmConfig) -> Path:
             local_files_only=True,
             allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"],
         )
-    except Exception as error:  # a name may be wrong in as many ways as there are hubs
-        msg = f"{model.model!r} is no directory, and not in the cache of the hub"
+    except Exception as error:  # hubs raise errors of many types
+        msg = f"{model.model!r} is not a directory, and not in the hub's cache"
         raise _checkpoint.CheckpointError(msg) from error
     return Path(found)
 
@@ -160,10 +160,10 @@ def _kv_dtype(vllm_config: VllmConfig) -> str:
 
 
 def _check_rope(vllm_config: VllmConfig) -> None:
-    """Refuse settings of vLLM's that turn the keys in another way than the checkpoint says.
+    """Refuse vLLM settings that rotate the keys differently than the checkpoint.
 
     Raises:
-        GateMismatchError: They do.
+        GateMismatchError: The settings do so.
     """
     if not vllm_config.model_config.hf_overrides:
         return
@@ -176,5 +176,5 @@ def _check_rope(vllm_config: VllmConfig) -> None:
             return
     except UnsupportedRopeError:
         pass
-    msg = "hf_overrides change how it turns its keys (RoPE), so what was measured does not hold"
+    msg = "hf_overrides change how it rotates its keys (RoPE), so the measurement does not apply"
     raise gates.GateMismatchError(msg)

@@ -1,4 +1,4 @@
-"""Where K and V lie in the tensors that vLLM registers."""
+"""Where K and V are stored in the tensors that vLLM registers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
 _CPU: Final = "CPU_ATTN"
-# K's channels and then V's, as vLLM's interface has it. Others split a page in ways of their own:
-# ROCm's into [channels / x, tokens, x], TurboQuant's and NVFP4 into codes and scales.
+# K's channels and then V's, as in vLLM's interface. Others split a page differently: ROCm into
+# [channels / x, tokens, x], TurboQuant and NVFP4 into codes and scales.
 _K_THEN_V: Final = (
     *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"),
     *("FLASHINFER", "FLEX_ATTENTION"),
 )
-# One latent row a token.
+# One latent row per token.
 _LATENT: Final = ("FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "CUTLASS_MLA", "TRITON_MLA")
-# Instruction sets for which vLLM's CPU attention keeps each head's K as [channels, tokens].
+# Instruction sets for which vLLM's CPU attention stores each head's K as [channels, tokens].
 _PLAIN_ISAS: Final = ("vec", "vec16")
 
 
@@ -31,28 +31,28 @@ def locate(
 ) -> tuple[object, KVLayout]:
     """Views of a worker's KV tensors, and the layout that describes them.
 
-    Every tensor is ``[blocks, heads, tokens, channels]`` in shape, whatever its physical order;
-    strides tell that. Channels are K and then V. The CPU backend splits each head's page into all
-    of K and all of V instead, and keeps K channel by channel. A kernel may want smaller blocks than
-    the manager counts; slots are the same.
+    Every tensor has the shape ``[blocks, heads, tokens, channels]``; strides give the physical
+    order. Channels are K and then V. The CPU backend instead splits each head's page into all of K
+    and all of V, and stores K channel by channel. A kernel may use smaller blocks than the manager;
+    slots are the same.
 
     Args:
-        tensors: One a layer, as ``register_kv_caches`` got them.
-        spec: What the layers of the group keep.
+        tensors: One per layer, as given to ``register_kv_caches``.
+        spec: The KV of the group's layers.
         backends: Names of the attention backends that read them.
 
     Returns:
-        What to give to `kvtrie.KVPool.wrap`.
+        The arguments of `kvtrie.KVPool.wrap`.
 
     Raises:
-        LayoutError: If that is not how they lie.
+        LayoutError: If the tensors have another layout.
     """
     k, v = spec.head_size, spec.head_size_v
     known = (*_K_THEN_V, _CPU) if v else _LATENT
     for backend in backends:
         if backend not in known:
             msg = (
-                f"KvtrieConnector: how attention backend {backend} keeps KV is not known: choose "
+                f"KvtrieConnector: how attention backend {backend} stores KV is unknown: choose "
                 f"one by --attention-backend (known for this model: {', '.join(known)})"
             )
             raise LayoutError(msg)
@@ -63,7 +63,7 @@ def locate(
     _, heads, tokens, channels = first.shape
     if heads != spec.num_kv_heads or channels != k + v:
         msg = (
-            f"KvtrieConnector: KV tensors have {heads} heads of {channels} channels, the model "
+            f"KvtrieConnector: KV tensors have {heads} heads of {channels} channels, and the model "
             f"keeps {spec.num_kv_heads} of {k} + {v} (packed or quantised KV is not supported)"
         )
         raise LayoutError(msg)
@@ -103,7 +103,7 @@ def _cpu_pages(
 
 
 def _cpu_isa(dtype: torch.dtype, block_size: int, head_dim: int) -> str | None:
-    """The instruction set that vLLM's CPU attention uses; None if this vLLM does not tell."""
+    """The instruction set that vLLM's CPU attention uses; None if this vLLM does not say."""
     from vllm.v1.attention.backends import cpu_attn  # noqa: PLC0415 - of the CPU build alone
 
     ask = getattr(cpu_attn, "_get_attn_isa", None)

@@ -1,8 +1,8 @@
-"""Hashes for blocks that hold approximate KV, so that vLLM never takes them for exact ones.
+"""Hashes for blocks with approximate KV, so that vLLM never takes them for exact ones.
 
-vLLM caches a block under a hash that is chained over all tokens before it, whoever wrote its KV. So
-a chain that goes through approximate KV is continued from a hash that no tokens have. Requests that
-may use that KV are given the same chain, and find it in vLLM's own cache.
+vLLM caches a block under a hash chained over all tokens before it, whoever wrote its KV. After
+approximate KV the chain therefore continues from a hash that no tokens have. Requests that may use
+that KV get the same chain, and find it in vLLM's own cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PURPOSE: Final = b"kvtrie: approximate KV"
 
 
 def start(request: Request, block: int) -> None:
-    """Chain the blocks from ``block`` on apart from everybody else's.
+    """Start a separate hash chain at ``block``.
 
     Args:
         request: vLLM's request, whose ``block_hashes`` are replaced from there on.
@@ -38,7 +38,7 @@ def start(request: Request, block: int) -> None:
 
 
 def covers(request: Request, block: int) -> bool:
-    """Whether a lineage can begin at ``block``: a block that is not full has no hash to replace."""
+    """Whether a lineage can begin at ``block``: only full blocks have a hash to replace."""
     return block < len(request.block_hashes)
 
 
@@ -47,10 +47,10 @@ def join(request: Request, blocks: Sequence[KVCacheBlock]) -> int | None:
 
     Args:
         request: vLLM's request, not looked up yet.
-        blocks: Cached blocks of its first tokens, exact ones or approximate ones.
+        blocks: Cached blocks of its first tokens, exact or approximate.
 
     Returns:
-        The first block that has another lineage than plain tokens; None if none has, and nothing
+        The first block whose lineage differs from plain tokens; None if there is none, and nothing
         was changed.
     """
     hashes, first, last = request.block_hashes, None, 0

@@ -1,4 +1,4 @@
-"""What travels from the scheduler's half to the workers."""
+"""What the scheduler's half sends to the workers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Load:
     """The copies into one request.
 
     Attributes:
-        moves: As `kvtrie.ReusePlan.moves` makes them: plain slots, pieces end at block edges. None
-            if they could not be made, and the blocks are to be reported as failed.
-        blocks: The blocks that they write.
+        moves: As `kvtrie.ReusePlan.moves` returns them: plain slots, pieces end at block edges.
+            None if they could not be made; the workers then report the blocks as failed.
+        blocks: The blocks that the copies write.
     """
 
     moves: NDArray[Any] | None

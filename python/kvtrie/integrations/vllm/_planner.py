@@ -1,4 +1,4 @@
-"""The scheduler's half: which KV each request gets without computing it, and who waits for what."""
+"""The scheduler's half: which KV each request reuses, and the state of its plan."""
 
 from __future__ import annotations
 
@@ -35,42 +35,27 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("vllm.kvtrie")
 _Answer = TypeVar("_Answer")
 
-# A request that could not be admitted so often while it pinned sources goes without any.
+# After this many failed admissions with pinned sources, a request gets no reuse.
 _MAX_REFUSALS: Final = 2
-# Tenants whose namespaces are kept ready, of a server that may see any number of salts.
+# Most namespaces kept, because a server may see any number of salts.
 _MAX_NAMESPACES: Final = 1024
 
 
 def summary(settings: Settings, cleared: ReusePolicy, tagger: Tagger | None) -> str:
-    """What the connector is going to do, in a line for the log.
-
-    Args:
-        settings: The connector's own.
-        cleared: What the gate lets requests do.
-        tagger: The chat format; None where it is not known.
-    """
+    """What the connector will do, in one line for the log."""
     if cleared.approximate:
         reuse = f"approximate reuse (gate: {settings.gate})"
         if settings.default == "exact":
-            reuse += ", for requests that ask for it"
+            reuse += ", for requests that opt in"
     else:
         why = "no gate" if settings.gate is None else "the gate does not clear the policy"
-        reuse = f"exact reuse alone ({why})"
-    form = "not known" if tagger is None else tagger.format.name
+        reuse = f"exact reuse only ({why})"
+    form = "unknown" if tagger is None else tagger.format.name
     return f"{reuse}; chat format: {form}"
 
 
 class Planner:
-    """Plans for requests, and what becomes of the plans.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        manager: vLLM's cache manager.
-        block_size: Tokens of a block.
-        settings: The connector's own.
-        cleared: What the gate lets requests do.
-        counts: Where to count.
-    """
+    """Plans for requests, and carries the plans out."""
 
     def __init__(
         self,
@@ -89,14 +74,14 @@ class Planner:
         self._cleared = cleared
         self._counts = counts
         self._space_of = lru_cache(maxsize=_MAX_NAMESPACES)(self._new_namespace)
-        # All of vLLM's, also those that kvtrie does nothing for: they may read what it copied.
+        # All of vLLM's requests, also those without kvtrie: they may read what it copied.
         self._requests: dict[str, Request] = {}
         self._live: dict[str, Live] = {}
-        # Those that the step under way concerns: a decode step asks nothing of the others.
+        # Those with work in the current step, so that a decode step skips the others.
         self._pending: dict[str, Request] = {}
         self._prefilling: dict[str, Request] = {}
         self._loads: list[Load] = []
-        # Those that go on elsewhere than where their workers believe.
+        # Those that continue at another position than their workers have.
         self._moved: dict[str, Request] = {}
         self._counts_itself = vllm_config.use_v2_model_runner
         self._has_steps_in_flight = vllm_config.scheduler_config.async_scheduling
@@ -111,10 +96,10 @@ class Planner:
     # --- arrival -----------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
-        """Begin with a request; vLLM has not looked it up yet."""
+        """Register a request, before vLLM looks it up."""
         self._settle()
         self._requests[request.request_id] = request
-        # A resumable request's tokens are cut and extended by vLLM without telling.
+        # vLLM truncates and extends a resumable request's tokens without notice.
         if (
             request.mm_features
             or request.prompt_token_ids is None
@@ -136,7 +121,7 @@ class Planner:
             self._join(request, live)
 
     def _join(self, request: Request, live: Live) -> None:
-        """Let vLLM find approximate blocks that lie in place, under their own hashes."""
+        """Let vLLM find approximate blocks in place, under their own hashes."""
         if not self.sources.has_approximate:
             return
         plan = self.sources.plan(live.seq, live.policy)
@@ -161,13 +146,13 @@ class Planner:
     # --- admission ---------------------------------------------------------------------------
 
     def match(self, request: Request, num_local: int) -> int:
-        """How many tokens behind vLLM's own hit need no computing.
+        """The number of tokens after vLLM's own hit that need no computing.
 
         The sources are pinned: vLLM allocates next. May be called again for the same request.
 
         Args:
             request: vLLM's request.
-            num_local: Tokens of its own hit, whole blocks.
+            num_local: Tokens of vLLM's own hit, whole blocks.
         """
         live = self._live.get(request.request_id)
         if live is None:
@@ -188,7 +173,7 @@ class Planner:
             plan,
             num_local,
             behind_gaps=self.resumes_behind_gaps,
-            # KV must not become approximate in a block that vLLM will hash by its tokens alone.
+            # KV must not become approximate in a block that vLLM hashes by tokens alone.
             may_begin=None
             if live.exact_until is not None
             else lambda token: _lineage.covers(request, token // self._block_size),
@@ -206,10 +191,10 @@ class Planner:
     def _label(
         self, request: Request, live: Live, plan: ReusePlan, ranges: Sequence[Range]
     ) -> None:
-        """Give the request a lineage of its own from the first approximate KV that it gets.
+        """Start a separate lineage at the request's first approximate KV.
 
-        A request that has one already may begin earlier than before: admitted again, when its exact
-        prefix has been evicted.
+        When a request is admitted again after its exact prefix was evicted, the lineage may begin
+        earlier than before.
         """
         approximate = plan.segments[plan.segments["class"] == APPROXIMATE]
         for start, end in ranges:
@@ -223,11 +208,11 @@ class Planner:
             live.becomes_approximate(first)
 
     def allocated(self, request: Request, num_external: int) -> None:
-        """Take note that vLLM has given the request its blocks.
+        """Handle that vLLM has allocated the request's blocks.
 
         Args:
             request: vLLM's request.
-            num_external: What `match` promised, or 0 if vLLM decided otherwise.
+            num_external: What `match` promised, or 0 if vLLM did not use it.
         """
         live = self._live.get(request.request_id)
         if live is None:
@@ -240,23 +225,23 @@ class Planner:
         pending.allocated = True
         start, end = pending.promised
         if num_external:
-            # vLLM counts on what it says, whatever was promised.
+            # vLLM relies on this number, whatever was promised.
             self._load(request, live, pending.plan, start, start + num_external, most=end)
 
     def _load(
         self, request: Request, live: Live, plan: ReusePlan, start: int, end: int, *, most: int
     ) -> None:
-        """Have the tokens of a range copied, which vLLM counts on from now on.
+        """Copy the tokens of a range, on which vLLM relies from now on.
 
-        What cannot be said, such as tokens behind ``most``, is reported by the workers as a copy
-        that failed.
+        Tokens that cannot be copied, such as those after ``most``, are reported by the workers as a
+        failed copy.
         """
         ids = self._manager.get_block_ids(request.request_id)[0]
         blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
         try:
             if end > most:
-                msg = f"vLLM counts on tokens [{start}, {end}); [{start}, {most}) were promised"
-                raise RuntimeError(msg)  # noqa: TRY301 - told and counted like what others raise
+                msg = f"vLLM expects tokens [{start}, {end}); [{start}, {most}) were promised"
+                raise RuntimeError(msg)  # noqa: TRY301 - logged and counted like other errors
             moves = _ranges.moves(plan, ids, self._block_size, start, end)
         except Exception:
             self._note_surprise("the copies of request %s failed", request.request_id)
@@ -272,17 +257,17 @@ class Planner:
             if is_moved:
                 live.moved.append((first, last, segment[5]))
 
-    # --- islands behind gaps (asked by `KvtrieScheduler`) ----------------------------------------
+    # --- cached segments after gaps (for `KvtrieScheduler`) --------------------------------------
 
     def gap_end(self, request: Request, position: int) -> int | None:
-        """Where the gap that ``position`` lies in ends, if an island follows."""
+        """The end of the gap at ``position``, if a cached segment follows."""
         live = self._live.get(request.request_id)
         if live is None or live.pending is None:
             return None
         return next((start for start, _ in live.pending.islands if start > position), None)
 
     def jump(self, requests: Sequence[Request]) -> None:
-        """Skip the islands that the next step would compute first."""
+        """Skip cached segments that the next step would compute first."""
         if not self._pending:
             return
         for request in requests:
@@ -298,12 +283,12 @@ class Planner:
     # --- the step ------------------------------------------------------------------------------
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
-        """Put the copies of a step together, and let go of what it does not need any longer."""
-        # What vLLM counts on must go out with this step, whatever else goes wrong.
+        """Build the copies of a step, and release what is no longer needed."""
+        # Copies that vLLM relies on must go out with this step, whatever else fails.
         try:
             self._settle()
         except Exception:
-            self._note_surprise("blocks of dead thoughts stay where they are")
+            self._note_surprise("blocks of dead reasoning stay where they are")
         for request_id, request in list(self._pending.items()):
             live = self._live.get(request_id)
             if live is None or live.pending is None:
@@ -315,7 +300,7 @@ class Planner:
             except Exception:
                 if jumped is not None and request_id in output.num_scheduled_tokens:
                     raise
-                self._note_surprise("request %s goes on without kvtrie", request_id)
+                self._note_surprise("request %s continues without kvtrie", request_id)
                 self.abandon(request_id)
         if self._moved:
             self._tell_workers(output)
@@ -323,16 +308,16 @@ class Planner:
             self._offer_prompts()
         loads, self._loads = self._loads, []
         if loads:
-            # vLLM sets this for what `match` promised alone, and copies after the forward pass
-            # where it is not set: too late for islands.
+            # vLLM sets this only for what `match` promised. Where it is not set, vLLM copies after
+            # the forward pass: too late for segments after gaps.
             output.has_sync_kv_loads = True
         return StepMetadata(loads)
 
     def forget_unwritten(self, request: Request) -> None:
-        """A request is about to be preempted: nobody may find what this step was to write.
+        """Before a preemption, hide the blocks that this step was to write.
 
-        vLLM caches blocks when it takes slots for them. A request that is preempted after that, by
-        another of the same step, leaves blocks in the cache that nothing was written to.
+        vLLM caches blocks when it allocates their slots. If another request of the same step then
+        preempts this one, its blocks stay in the cache unwritten.
         """
         live = self._live.get(request.request_id)
         jumped = live.pending.jumped if live is not None and live.pending is not None else None
@@ -341,18 +326,18 @@ class Planner:
         self._pool.evict_blocks({block.block_id for block in self.sources.blocks(ids)})
 
     def _tell_workers(self, output: SchedulerOutput) -> None:
-        """Send those whole that go on elsewhere, once they go on."""
+        """Send requests that continue at another position in full, once they continue."""
         for new in output.scheduled_new_reqs:
             self._moved.pop(new.req_id, None)
         for request_id in output.scheduled_cached_reqs.resumed_req_ids:
             self._moved.pop(request_id, None)
         going_on = self._moved.keys() & set(output.scheduled_cached_reqs.req_ids)
         if going_on:
-            # In the order in which they were moved, which is the same on every run.
-            told = {one: request for one, request in self._moved.items() if one in going_on}
+            # In the order of the moves, which is the same on every run.
+            sent = {one: request for one, request in self._moved.items() if one in going_on}
             send_whole(
                 output,
-                told,
+                sent,
                 self._manager,
                 counts_itself=self._counts_itself,
                 uses_mrope=self._vllm_config.model_config.uses_mrope,
@@ -362,12 +347,12 @@ class Planner:
             }
 
     def failed(self, block_ids: Collection[int]) -> None:
-        """Have everything computed that was to be copied into some blocks, and what follows it.
+        """Compute everything that was to be copied into failed blocks, and all tokens after it.
 
-        vLLM has turned back the requests that it knows to read these blocks, and dropped what the
-        step said of them. It does not drop what the steps in flight will say, it goes on counting
-        the tokens that these were to sample, it lets other requests hit the blocks meanwhile, and
-        it does not tell model runner V2.
+        vLLM has reset the requests that it knows to read these blocks, and dropped this step's
+        output for them. It does not drop the output of steps in flight, keeps counting the tokens
+        that these were to sample, lets other requests hit the blocks meanwhile, and does not notify
+        model runner V2.
         """
         for request_id, request in self._requests.items():
             if request.status != RequestStatus.RUNNING:
@@ -391,20 +376,20 @@ class Planner:
                     for start, end, is_moved in live.used
                     if start < position
                 ]
-        # A request that has ended since may have left blocks behind its own, and others theirs
-        # behind these: an engine in which a copy fails can do without its cache for once.
+        # A request that ended since may have left blocks after its own, and others theirs after
+        # these. A failed copy is rare, so the whole cache is dropped.
         self.reset()
         cached = {block.block_id for block in self._pool.blocks if block.block_hash is not None}
         self._manager.evict_blocks(cached)
 
     def preempted(self, request_id: str) -> None:
-        """Let go of the sources of a request whose blocks vLLM has taken: it may need these too."""
+        """Release the sources of a request that vLLM preempted: it may need these blocks too."""
         live = self._live.get(request_id)
         if live is not None:
             self._drop_pending(request_id, live)
 
     def reset(self) -> None:
-        """Forget every block, and what was to be copied behind gaps."""
+        """Forget every block, and the copies planned after gaps."""
         for request_id in list(self._pending):
             self.preempted(request_id)
         self.sources.reset()
@@ -430,7 +415,7 @@ class Planner:
         self._drop_pending(request_id, live)
 
     def _note_refusal(self, request: Request, live: Live) -> None:
-        """Tell whether vLLM may have refused the request because its sources were pinned."""
+        """Record whether vLLM may have refused the request because its sources were pinned."""
         before = self._pool.get_num_free_blocks()
         self._drop_pending(request.request_id, live)
         after = self._pool.get_num_free_blocks()
@@ -447,7 +432,7 @@ class Planner:
             self._pool.free_blocks(pending.pinned)
 
     def _offer_prompts(self) -> None:
-        """Make prompts known whose KV is written, so that other requests can use them at once."""
+        """Index prompts whose KV is written, so that other requests can use them at once."""
         for request_id, request in list(self._prefilling.items()):
             live = self._live.get(request_id)
             if live is None:
@@ -460,14 +445,14 @@ class Planner:
                 try:
                     self._offer(request, live, self._manager.get_block_ids(request_id)[0])
                 except Exception:
-                    self._note_surprise("request %s goes on without kvtrie", request_id)
+                    self._note_surprise("request %s continues without kvtrie", request_id)
                     self.abandon(request_id)
 
     def _offer(
         self, request: Request, live: Live, block_ids: Sequence[int], *, has_ended: bool = False
     ) -> None:
         live.follow(request)
-        # What is in flight is not written yet; the last sampled token never is.
+        # Tokens in flight are not written yet; the last sampled token never is.
         done = request.num_computed_tokens - request.num_in_flight_tokens
         done = max(0, min(done, len(live.seq)))
         if done >= request.num_prompt_tokens:
@@ -481,7 +466,7 @@ class Planner:
         self.sources.offer(live.seq, block_ids, stretches, spans=spans)
 
     def _count_prompt(self, request: Request, live: Live) -> None:
-        """Count, once, where the KV of a request's prompt came from."""
+        """Count, once, the sources of a request's prompt KV."""
         if live.is_counted:
             return
         live.is_counted = True
@@ -496,7 +481,7 @@ class Planner:
             self._dead.settle()
 
     def guarded(self, call: Callable[..., _Answer], *args: object) -> _Answer | None:
-        """What a call answers; None, and counted, if it fails."""
+        """The result of a call; if it raises, the error is counted and the result is None."""
         try:
             return call(*args)
         except Exception:
@@ -510,12 +495,7 @@ class Planner:
     # --- the end -------------------------------------------------------------------------------
 
     def finish(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Keep what a finished request leaves in vLLM's cache.
-
-        Args:
-            request: vLLM's request.
-            block_ids: Its blocks, which vLLM frees next.
-        """
+        """Index what a finished request leaves in vLLM's cache."""
         self._requests.pop(request.request_id, None)
         self._moved.pop(request.request_id, None)
         live = self._live.pop(request.request_id, None)
@@ -528,7 +508,7 @@ class Planner:
             self._dead.close(live.seq, live.reading, block_ids)
 
     def abandon(self, request_id: str) -> None:
-        """Forget a request after a surprise; vLLM goes on with it alone."""
+        """Forget a request after an error; vLLM continues with it alone."""
         live = self._live.pop(request_id, None)
         self._prefilling.pop(request_id, None)
         if live is not None:

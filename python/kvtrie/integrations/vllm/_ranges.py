@@ -1,4 +1,4 @@
-"""Which tokens of a plan a request gets, and the slots that they are copied between."""
+"""The tokens of a plan that a request gets, and the slots of their copies."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 APPROXIMATE: Final = 1
 COMPUTE: Final = 2
-"""Classes of segments, as `kvtrie.ReusePlan.segments` has them."""
+"""Classes of segments in `kvtrie.ReusePlan.segments`."""
 
-# A copy has its own cost, whatever its length, and delays the whole step: fewer tokens than these
-# are computed along with those that follow. Prompts that share no more than a first token are many.
+# A copy has a fixed cost, and delays the whole step: fewer tokens than this are computed with those
+# that follow. Many prompts share no more than their first tokens.
 _LEAST_COPIED: Final = 8
 
 
@@ -35,11 +35,11 @@ def usable(
     Args:
         plan: The plan.
         num_local: Tokens of vLLM's own hit, whole blocks.
-        behind_gaps: Whether reuse goes on behind a gap.
-        may_begin: Whether KV may become approximate at a token; None: it is already.
+        behind_gaps: Whether reuse continues after a gap.
+        may_begin: Whether KV may become approximate at a token; None: it already is.
 
     Returns:
-        Those that follow vLLM's hit, and islands behind gaps, ascending.
+        Those after vLLM's hit, and cached segments after gaps, ascending.
     """
     reusable = [
         (max(segment[0], num_local), segment[1], segment[4] == APPROXIMATE)
@@ -67,7 +67,7 @@ def usable(
 def _first_approximate(
     reusable: Sequence[tuple[int, int, bool]], ranges: Sequence[Range]
 ) -> int | None:
-    """The first approximate token inside ranges; both are in order."""
+    """The first approximate token inside ranges; both are ascending."""
     return next(
         (
             max(start, segment[0])
@@ -82,21 +82,14 @@ def _first_approximate(
 def moves(
     plan: ReusePlan, block_ids: Sequence[int], block_size: int, start: int, end: int
 ) -> NDArray[np.void]:
-    """What is copied for the tokens of a range, as `kvtrie.ReusePlan.moves` says it.
+    """The copies for the tokens of a range, in the form of `kvtrie.ReusePlan.moves`.
 
-    What the plan uses in place and vLLM's own hit does not hold, for it lies under another lineage
-    than the request had when it was looked up, is copied as it is.
-
-    Args:
-        plan: The plan.
-        block_ids: The request's blocks, the one of position 0 first.
-        block_size: Tokens of a block.
-        start: The first token.
-        end: Behind the last.
+    Tokens that the plan uses in place but vLLM's hit does not contain are copied unchanged. They
+    are under another lineage than the request had at its lookup.
     """
     own = plan.blocks
     given = np.asarray(block_ids[: -(-end // block_size)], np.int32)
-    # What is copied goes to the request's own blocks, behind those that the plan has in place.
+    # Copies go to the request's own blocks, after those that the plan uses in place.
     moved = plan.moves(np.concatenate([own, given[len(own) :]]), start=start, end=end)
     stop = min(end, len(own) * block_size)
     if start >= stop:

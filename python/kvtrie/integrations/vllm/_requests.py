@@ -1,4 +1,4 @@
-"""What the connector knows of one live request."""
+"""The connector's state of one live request."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._tags import Reading
 
 Range = tuple[int, int]
-# So many blocks, and where their KV came from.
+# A number of blocks, and the source of their KV.
 Stretch = tuple[int, "ComputedSource | Imported"]
 
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A plan whose copies are not all under way.
+    """A plan with copies that are not all issued.
 
     Attributes:
         plan: The plan.
         pinned: Its blocks, which the pool may not hand out meanwhile.
-        promised: What vLLM was told of: the tokens behind its own hit that need no computing.
-        islands: Ranges behind a gap that may be copied when the gap is computed, ascending.
-        allocated: Whether vLLM has given the request its blocks.
-        jumped: The island that this step skips, if the step takes the request.
+        promised: What vLLM was promised: the tokens after its own hit that need no computing.
+        islands: Ranges after a gap that may be copied when the gap is computed, ascending.
+        allocated: Whether vLLM has allocated the request's blocks.
+        jumped: The range after a gap that this step skips, if the step includes the request.
     """
 
     plan: ReusePlan
@@ -49,15 +49,15 @@ class Live:
     """One request from arrival to finish.
 
     Attributes:
-        seq: Its tokens, as far as they were final when last asked.
+        seq: Its tokens, as far as they were final at the last update.
         policy: What may be reused for it.
         exact_until: Its first approximate token; None while all is exact.
         moved: Ranges of approximate KV that it did not compute, and their hops.
-        pending: The plan under way.
-        num_refused: Times that vLLM found no blocks while this request's sources were pinned.
-        last_free: Free blocks when that happened last.
+        pending: The current plan.
+        num_refused: How often vLLM found no blocks while this request's sources were pinned.
+        last_free: Free blocks when that last happened.
         is_offered: Whether the index knows the prompt's blocks.
-        reading: What its tokens are; None where the chat format is not known.
+        reading: The spans of its tokens; None if the chat format is unknown.
         used: Ranges of the prompt whose KV was not computed, and whether it is approximate.
         is_counted: Whether `used` is in the stats.
     """
@@ -75,14 +75,10 @@ class Live:
     is_counted: bool = False
 
     def stretches(self, num_blocks: int, block_size: int) -> list[Stretch]:
-        """How exact its blocks are, the first one first.
+        """The exactness of its blocks, the first one first.
 
-        A block has the most hops of what was moved into it. What the request computed on moved KV
-        is approximate, and has moved nowhere yet.
-
-        Args:
-            num_blocks: Blocks to speak of.
-            block_size: Tokens of a block.
+        A block has the most hops of any KV moved into it. KV that the request computed after moved
+        KV is approximate with 0 hops.
         """
         if self.exact_until is None:
             return [(num_blocks, COMPUTED)]
@@ -96,31 +92,32 @@ class Live:
         ]
 
     def follow(self, request: Request) -> None:
-        """Take over the ids that have become final."""
+        """Append the ids that have become final."""
         if len(self.seq) < request.num_tokens:
             self.seq.extend(request.all_token_ids[len(self.seq) :])
 
     def begins_with(self, num_local: int) -> None:
-        """Note vLLM's own hit, when a request is admitted or admitted again."""
+        """Record vLLM's own hit, at every admission of the request."""
         exact = num_local if self.exact_until is None else min(num_local, self.exact_until)
         self.used = [(0, exact, False), (exact, num_local, True)]
-        # Blocks that vLLM found may have left the index meanwhile, and their hops with it: the
-        # policy allows no more than so many.
+        # Blocks that vLLM found may have left the index since, with their hops: assume the most
+        # that the policy allows.
         self.moved = [(exact, num_local, self.policy.max_hops)] if exact < num_local else []
 
     def new_spans(self) -> list[Span]:
-        """What has ended among its tokens since the last call."""
+        """The spans that have ended since the last call."""
         return [] if self.reading is None else self.reading.new_spans(self.seq)
 
     def becomes_approximate(self, position: int) -> None:
-        """Note that tokens from ``position`` on are approximate."""
+        """Record that tokens from ``position`` on are approximate."""
         self.exact_until = position if self.exact_until is None else min(self.exact_until, position)
 
 
 def adapter_of(request: Request) -> str | None:
-    """What tells a request's LoRA adapter from others; None without one.
+    """The identity of a request's LoRA adapter; None without one.
 
-    A name may be given to another adapter while the engine runs: vLLM hashes the path with it.
+    It includes the path, as in vLLM's hashes, because a name may be reused for another adapter
+    while the engine runs.
     """
     lora = request.lora_request
     return None if lora is None else json.dumps([lora.lora_name, lora.lora_path])

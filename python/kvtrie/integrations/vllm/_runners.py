@@ -1,4 +1,4 @@
-"""How a worker's model runner is told where a request goes on, if not where it stopped."""
+"""Tells a worker's model runner that a request continues at another position."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ def send_whole(
     counts_itself: bool,
     uses_mrope: bool = False,
 ) -> None:
-    """Have a step carry some of its requests as if the workers did not know them yet.
+    """Make a step send some of its requests as if the workers did not know them yet.
 
-    vLLM sends a running request as what has changed. Model runner V2 adds up the computed tokens
-    itself, and does not look at the scheduler's count of a request that it knows; V1 does, but with
-    steps in flight it puts the last sampled token behind what it sends. Both drop what they know of
-    a request that comes as it would after a preemption: for V2 that is a new one, for V1 a resumed
-    one.
+    vLLM sends only the changes of a running request. Model runner V2 adds up the computed tokens
+    itself, and ignores the scheduler's count of a request that it knows. V1 uses the count, but
+    with steps in flight it puts the last sampled token after what it gets. Both replace their state
+    of a request that arrives as after a preemption: as a new one for V2, as a resumed one for V1.
 
     Args:
-        output: What the scheduler sends, not yet sent; changed in place.
-        requests: Which of the requests that go on in this step, by their ids.
-        manager: Knows their blocks.
+        output: The scheduler's output, not yet sent; changed in place.
+        requests: Those of the step's requests to send in full, by id.
+        manager: Has their blocks.
         counts_itself: Whether the workers run V2.
-        uses_mrope: Whether the model has M-RoPE, for which vLLM sends more of a request.
+        uses_mrope: Whether the model has M-RoPE, for which vLLM sends more fields.
     """
     cached = output.scheduled_cached_reqs
     if not counts_itself:
@@ -51,7 +50,7 @@ def send_whole(
     output.scheduled_cached_reqs = replace(
         cached,
         req_ids=[cached.req_ids[at] for at in kept],
-        # Only a pipeline's ranks get new tokens; otherwise the list is empty.
+        # Only pipeline ranks get new tokens; otherwise the list is empty.
         new_token_ids=[tokens[at] for at in kept] if tokens else tokens,
         new_block_ids=[cached.new_block_ids[at] for at in kept],
         num_computed_tokens=[cached.num_computed_tokens[at] for at in kept],

@@ -1,4 +1,4 @@
-"""What a user may say in ``kv_connector_extra_config``, and what it means."""
+"""The settings in ``kv_connector_extra_config``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtrie._core import EXACT_ONLY, ReusePolicy
 
 WHERE: Final = "kv_connector_extra_config"
 LEAST_RUN: Final = 16
-"""The shortest moved run in tokens, where the policy says nothing else."""
+"""The shortest moved run in tokens, unless the policy sets it."""
 _POLICY_FIELDS: Final = (
     "min_run",
     "max_hops",
@@ -24,7 +24,7 @@ _POLICY_FIELDS: Final = (
 
 
 class SettingsError(ValueError):
-    """A setting that is unknown or cannot be; the message says what to write instead."""
+    """A setting that is unknown or invalid; the message says what to write instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +33,17 @@ class Settings:
 
     Attributes:
         gate: Path of the model's gate file (``kvtrie calibrate`` writes it), or ``"unchecked"`` to
-            reuse KV approximately without one. None: exact reuse alone.
-        default: What a request may do that says nothing itself: ``"approximate"`` or ``"exact"``.
+            reuse KV approximately without one. None: exact reuse only.
+        default: Mode of requests that set none: ``"approximate"`` or ``"exact"``.
         policy: The approximate policy, as fields of `kvtrie.ReusePolicy`.
-        chat_format: How reasoning is found: ``"auto"`` asks the tokenizer's chat template, any
+        chat_format: How reasoning is found. ``"auto"`` reads the tokenizer's chat template, any
             other name is one of `kvtrie.tags.PRESETS`, a mapping has the arguments of
             `kvtrie.tags.Tagger.from_ids`, None tags nothing.
-        template_arguments: What requests give to the chat template, where ``"auto"`` asks it.
-        dead_thinking: Whether thoughts that the template will drop are reused first by vLLM once
-            their turn is over.
-        seed: Seeds the index, which the scheduler alone has; None draws one from the operating
-            system. Not vLLM's seed: what is sampled does not depend on it.
+        template_arguments: The arguments of the chat template that requests use, for ``"auto"``.
+        dead_thinking: Whether vLLM takes blocks of reasoning that the template will drop first,
+            once their turn is over.
+        seed: Seeds the index, which only the scheduler has; None draws one from the operating
+            system. Independent of vLLM's seed: sampling does not depend on it.
     """
 
     gate: str | None = None
@@ -52,7 +52,7 @@ class Settings:
     chat_format: str | Mapping[str, Any] | None = "auto"
     template_arguments: Mapping[str, Any] | None = None
     dead_thinking: bool = True
-    # Left out of the repr: it is a secret.
+    # Not in the repr, because it is a secret.
     seed: int | None = field(default=None, repr=False)
 
     @classmethod
@@ -60,7 +60,7 @@ class Settings:
         """Read and check the mapping of the user's configuration.
 
         Raises:
-            SettingsError: A key is unknown, or a value is not what it must be.
+            SettingsError: A key is unknown, or a value is invalid.
         """
         known = [one.name for one in fields(cls)]
         for key in given:
@@ -74,11 +74,11 @@ class Settings:
         return settings
 
     def wanted(self) -> ReusePolicy:
-        """The policy that requests get which may reuse approximately, if the gate clears it."""
+        """The policy of approximate requests, if the gate clears it."""
         return _policy(self.policy or {})
 
     def _check(self) -> None:
-        # The user's JSON may hold anything.
+        # The user's JSON may contain anything.
         given: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         gate, form, arguments = given["gate"], given["chat_format"], given["template_arguments"]
         if gate is not None and (not isinstance(gate, str) or not gate):
@@ -106,16 +106,11 @@ def request_policy(
 ) -> ReusePolicy:
     """What one request may reuse.
 
-    A request says ``{"kvtrie": "exact"}`` or ``{"kvtrie": "approximate"}`` in its
+    A request sets ``{"kvtrie": "exact"}`` or ``{"kvtrie": "approximate"}`` in its
     ``kv_transfer_params``.
 
-    Args:
-        params: vLLM's ``kv_transfer_params`` of the request.
-        cleared: What the gate lets the model's requests do.
-        default: What a request may do that says nothing: ``"approximate"`` or ``"exact"``.
-
     Raises:
-        SettingsError: It says something else.
+        SettingsError: It has another value.
     """
     said = (params or {}).get("kvtrie", default)
     if said == "exact":

@@ -1,4 +1,4 @@
-"""The blocks of vLLM's pool that kvtrie knows: weak references, validated before they are used."""
+"""The blocks of vLLM's pool that kvtrie knows: weak references, validated before use."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     )
     from kvtrie.integrations.vllm._requests import Stretch
 
-# Each round forgets every stale block that it met, so another finds more only where they lay behind
-# these: a handful is ample, and a prompt is not worth more.
+# Each round forgets all stale blocks that it met. Another round finds more only if they were after
+# these: a few rounds suffice, and a prompt is not worth more.
 _MAX_ROUNDS: Final = 4
 
 
 class Sources:
     """An index over blocks that vLLM owns and has cached.
 
-    A block is known with the hash that vLLM cached it under. It may be copied from as long as the
-    pool has not handed it out again, which vLLM tells (``unpin_blocks(on_reuse=)``), and still
-    carries that hash. No reference is held; whoever copies pins.
+    A block is known with the hash that vLLM cached it under. It may be copied from while the pool
+    has not handed it out again, which vLLM reports (``unpin_blocks(on_reuse=)``), and while it
+    still has that hash. The index holds no reference; the caller that copies pins.
 
     Args:
         pool: vLLM's block pool.
-        block_size: Tokens of a block.
-        policy: The widest policy that plans will have: without approximate reuse no windows of
-            moved runs are kept.
+        block_size: Tokens per block.
+        policy: The widest policy of any plan. Without approximate reuse no windows of moved runs
+            are kept.
         seed: Seeds the index; None draws one.
     """
 
@@ -58,25 +58,25 @@ class Sources:
             seed=seed,
         )
         self._hashes: dict[int, bytes] = {}
-        # Handed out by the pool since the index was last asked.
+        # Handed out by the pool since the index was last updated.
         self._gone: list[int] = []
         self.num_stale = 0
 
     def __len__(self) -> int:
-        """Blocks that are known."""
+        """The number of known blocks."""
         self._settle()
         return len(self._hashes)
 
     @property
     def index(self) -> RadixIndex:
-        """The index, which has let go of every block that the pool has handed out."""
+        """The index, without the blocks that the pool has handed out."""
         if self._gone:
             self._settle()
         return self._index
 
     @property
     def has_approximate(self) -> bool:
-        """Whether any block that is known holds approximate KV."""
+        """Whether any known block holds approximate KV."""
         return self.index.stats().approximate > 0
 
     def offer(
@@ -87,17 +87,17 @@ class Sources:
         *,
         spans: Iterable[Span] = (),
     ) -> None:
-        """Note which blocks hold the KV of a sequence.
+        """Index the blocks that hold the KV of a sequence.
 
         Args:
             seq: The tokens.
-            block_ids: vLLM's table, the block of position 0 first. Blocks behind the first that
-                vLLM has not cached are not taken.
-            stretches: How exact they are, as many as are written.
-            spans: What the tokens are.
+            block_ids: vLLM's table, the block of position 0 first. Only blocks before the first one
+                that vLLM has not cached are indexed.
+            stretches: The exactness of the written blocks.
+            spans: The kinds of the tokens.
         """
         ids = block_ids[: sum(count for count, _ in stretches)]
-        # What the index has in the same blocks already costs nothing more.
+        # Blocks that the index already has for these tokens need no work.
         known = self.index.lookup(seq, touch=False).blocks.tolist()
         start = _num_equal(known, ids)
         blocks = []
@@ -105,7 +105,7 @@ class Sources:
             if block.is_null or not block.block_hash:
                 break
             blocks.append(block)
-        # An id that still stands elsewhere carries another hash by now, or none.
+        # An id that the index has elsewhere now has another hash, or none.
         numbers = [block.block_id for block in blocks]
         self._forget([number for number in numbers if self.is_stale(number)])
         end, first = start + len(blocks), 0
@@ -145,12 +145,12 @@ class Sources:
         for block in blocks:
             if block.block_hash is not None:
                 hashes[block.block_id] = block.block_hash
-        # A reference that is given back at once: the pool will tell when it hands the block out.
+        # Take and return a reference at once: the pool then reports when it hands the block out.
         self._pool.touch(blocks)
         self._pool.unpin_blocks(blocks, on_reuse=self._on_reuse)
 
     def plan(self, seq: TokenSequence, policy: ReusePolicy) -> ReusePlan | None:
-        """A plan all of whose blocks may be read now; None where they keep leaving."""
+        """A plan all of whose blocks may be read now; None if they keep leaving."""
         for _ in range(_MAX_ROUNDS):
             plan = self.index.plan(seq, policy, keep_last=1, pin=False)
             stale = [number for number in used_by(plan) if self.is_stale(number)]
@@ -173,7 +173,7 @@ class Sources:
         """Forget the blocks wholly inside ranges of a sequence.
 
         Returns:
-            Blocks that were forgotten, and blocks that stay because other sequences go on from
+            The number of forgotten blocks, and of blocks kept because other sequences continue from
             them.
         """
         done = self.index.remove_spans(seq, ranges)
@@ -193,8 +193,8 @@ class Sources:
         return known is None or known != self._pool.blocks[number].block_hash
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
-        # In a full pool this is called for each block that vLLM allocates: the index is told of all
-        # of them at once, before it is asked next.
+        # In a full pool this is called for each allocated block. They are collected and removed
+        # from the index before its next use.
         if self._hashes.pop(block.block_id, None) is not None:
             self._gone.append(block.block_id)
 
@@ -202,12 +202,12 @@ class Sources:
         self._gone += [number for number in numbers if self._hashes.pop(number, None) is not None]
 
     def _settle(self) -> None:
-        """Have the index let go of what is gone."""
+        """Remove from the index what the pool has handed out."""
         if not self._gone:
             return
         gone, self._gone = self._gone, []
         self._index.discard(gone)
-        # What hung below may have left too; an id that waits here is not taken again.
+        # Blocks below may have left too; a waiting id is not indexed again.
         for number in self._index.take_freed().tolist():
             self._hashes.pop(number, None)
 
@@ -218,7 +218,7 @@ def used_by(plan: ReusePlan) -> list[int]:
 
 
 def _num_equal(ones: Sequence[int], others: Sequence[int]) -> int:
-    """How many items two sequences begin with alike."""
+    """Length of the common prefix of two sequences."""
     num = min(len(ones), len(others))
     if ones[:num] == others[:num]:
         return num

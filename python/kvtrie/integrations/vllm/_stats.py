@@ -1,4 +1,4 @@
-"""What the connector did, in vLLM's connector stats: its log line and its Prometheus metrics."""
+"""The connector's counters in vLLM's stats: log line and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 NAMES: Final = {
     "tokens_exact": "Prompt tokens copied that are exact KV.",
     "tokens_moved": "Prompt tokens copied that are approximate KV: another context or position.",
-    "requests_unsupported": "Requests with inputs that are no token ids; vLLM served them alone.",
+    "requests_unsupported": "Requests with inputs that are not token ids; vLLM served them alone.",
     "requests_refused": "Requests whose kv_transfer_params were refused; vLLM served them alone.",
-    "requests_uncalibrated": "Requests with a LoRA adapter, for which the gate does not speak.",
-    "requests_without_room": "Requests admitted without reuse: their sources were in the way.",
+    "requests_uncalibrated": "Requests with a LoRA adapter, which the gate does not cover.",
+    "requests_without_room": "Requests admitted without reuse: no room next to pinned sources.",
     "plans_stale": "Plans given up because vLLM kept reusing their sources.",
-    "blocks_dead": "Blocks of thoughts, of turns that are over, that vLLM reuses first.",
+    "blocks_dead": "Blocks of reasoning of finished turns that vLLM reuses first.",
     "copies_failed": "Blocks whose copy failed and that vLLM computed.",
-    "errors": "Surprises after which a request went on without kvtrie.",
+    "errors": "Errors after which a request continued without kvtrie.",
 }
 _PROMPT: Final = "prompt_tokens"
-_PROMPT_TEXT: Final = "Prompt tokens by where their KV came from, and by what they are."
+_PROMPT_TEXT: Final = "Prompt tokens by source of their KV and by kind."
 
 
 class Counts:
-    """Counters since they were last taken."""
+    """Counters since the last `take`."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -43,7 +43,7 @@ class Counts:
         self._counts[name] += count
 
     def add_prompt(self, reuse: str, kind: str, count: int) -> None:
-        """Count tokens of a prompt: where their KV came from, and what they are."""
+        """Count tokens of a prompt by source of their KV and by kind."""
         self.add(f"{_PROMPT}/{reuse}/{kind}", count)
 
     def take(self) -> Stats | None:
@@ -56,14 +56,14 @@ class Counts:
 
 @dataclass
 class Stats(KVConnectorStats):
-    """Counters of one interval, which add up."""
+    """Counters of one interval; they can be added."""
 
     def reset(self) -> None:
-        """Forget all."""
+        """Clear all."""
         self.data: dict[str, int] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another interval's, or another worker's."""
+        """Add the counters of another interval or worker."""
         for name, count in other.data.items():
             self.data[name] = self.data.get(name, 0) + count
         return self
@@ -81,7 +81,7 @@ class PromMetrics(KVConnectorPromMetrics):
     """The same counters for Prometheus, ``vllm:kvtrie_<name>``.
 
     Tokens of prompts are one counter with two labels: ``reuse`` (exact, moved, recomputed; exact
-    ones include vLLM's own hits) and ``kind``.
+    includes vLLM's own hits) and ``kind``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which vLLM, which models and which settings the connector works with, asked at start-up."""
+"""Checks at start-up which vLLM, models and settings the connector works with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 TESTED: Final = ("0.32", "0.33")
-"""Minor versions that tests run: the scheduler of each, and the engine of the first."""
+"""Tested minor versions: the scheduler of each, and the engine of the first."""
 
 
 _DTYPES: Final = ("auto", "float16", "bfloat16", "float32")
@@ -26,7 +26,7 @@ class UnsupportedError(ValueError):
 
 
 def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Refuse what would not work, with a sentence that says why and what to change.
+    """Refuse what would not work; the message says why and what to change.
 
     Raises:
         UnsupportedError: See the message.
@@ -37,7 +37,7 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
 
 
 def check_version() -> None:
-    """Refuse a vLLM that nobody has tried.
+    """Refuse a vLLM version that is not tested.
 
     Raises:
         UnsupportedError: See the message.
@@ -47,17 +47,17 @@ def check_version() -> None:
         tested = " and ".join(f"{one}.x" for one in TESTED)
         _refuse(
             f"vLLM {vllm_version} is not among the tested versions: install one of {tested}, or a "
-            "kvtrie that knows this one"
+            "kvtrie that supports this one"
         )
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Refuse KV that is no function of all tokens before it, or does not lie token by token."""
+    """Refuse KV that depends on more or less than all tokens before it, or is not per token."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         _refuse(
             f"the model keeps {len(groups)} groups of KV blocks (sliding windows, state spaces, "
-            "or draft layers beside full attention), and one group of full attention is supported"
+            "or draft layers besides full attention), and one group of full attention is supported"
         )
     spec = groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec):
@@ -68,7 +68,7 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
     if spec.attention_chunk_size is not None:
         _refuse(f"the model has layers with chunked attention ({spec.attention_chunk_size} tokens)")
     if spec.non_causal:
-        _refuse("the model's attention is not causal, so KV is no function of the prefix")
+        _refuse("the model's attention is not causal, so KV depends on more than the prefix")
     if spec.tokens_per_state != 1:
         _refuse("the model's KV cache compresses several tokens into one state")
     if groups[0].is_eagle_group:
@@ -76,8 +76,8 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
 
 
 def _check_settings(vllm_config: VllmConfig) -> None:
-    """Refuse what the user has asked of vLLM and cannot have together with the connector."""
-    # The processor chooses between the two, so this is asked before what they differ in.
+    """Refuse vLLM settings that do not work with the connector."""
+    # Checked first, because the processor decides between settings checked below.
     if vllm_config.model_config.use_mla and current_platform.is_cpu():
         _refuse(
             "the model has latent attention (MLA), which vLLM runs on a CPU without prefix caching "
@@ -89,8 +89,8 @@ def _check_settings(vllm_config: VllmConfig) -> None:
     dtype = str(vllm_config.cache_config.cache_dtype)
     if dtype not in _DTYPES:
         _refuse(
-            f"keys are turned in the type that they are kept in, and --kv-cache-dtype {dtype} is "
-            f"none of {', '.join(_DTYPES)}"
+            f"keys are rotated in the type they are stored in, and --kv-cache-dtype {dtype} is "
+            f"not one of {', '.join(_DTYPES)}"
         )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -102,22 +102,22 @@ def _check_settings(vllm_config: VllmConfig) -> None:
             )
     if parallel.pipeline_parallel_size != 1:
         _refuse(
-            "a rank of a pipeline holds some of the layers alone: set pipeline_parallel_size to 1, "
+            "a rank of a pipeline holds only some of the layers: set pipeline_parallel_size to 1, "
             f"not {parallel.pipeline_parallel_size}; tensor parallelism is supported"
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "suffix"):
         method = speculative.method
-        _refuse(f"speculative decoding by {method!r} keeps KV of its own: use ngram, or none")
+        _refuse(f"speculative decoding by {method!r} has its own KV: use ngram, or none")
 
 
 def check_alone(vllm_config: VllmConfig) -> None:
     """Refuse other connectors around this one.
 
-    A worker alone can tell, by the configuration under which it is made.
+    Only a worker can see them, in the configuration under which it is made.
 
     Args:
-        vllm_config: What this connector was given, whose transfer configuration is its own.
+        vllm_config: This connector's configuration, with only its own transfer configuration.
 
     Raises:
         UnsupportedError: See the message.
@@ -134,7 +134,7 @@ def check_alone(vllm_config: VllmConfig) -> None:
 
 
 def check_pool(pool: BlockPool, block_size: int) -> None:
-    """Refuse a pool whose blocks are not hashed one by one, or that lacks what is asked of it.
+    """Refuse a pool whose blocks are not hashed one by one, or that lacks needed methods.
 
     Raises:
         UnsupportedError: See the message.

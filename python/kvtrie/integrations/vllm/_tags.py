@@ -1,4 +1,4 @@
-"""What the tokens of requests are: the model's chat format, read in the scheduler's process."""
+"""The kinds of requests' tokens, by the model's chat format, in the scheduler's process."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("vllm.kvtrie")
 
 OTHER: Final = "other"
-"""Tokens between messages, and all of them where the chat format is not known."""
+"""Tokens between messages, and all tokens if the chat format is unknown."""
 
 REUSES: Final = ("exact", "moved", "recomputed")
-"""Where the KV of a prompt's token came from."""
+"""The sources of the KV of prompt tokens."""
 
 
 def tagger_of(settings: Settings, vllm_config: VllmConfig) -> Tagger | None:
-    """The chat format of the model that vLLM serves; None where tokens are not tagged.
+    """The chat format of the model that vLLM serves; None if tokens are not tagged.
 
-    ``"auto"`` reads the tokenizer's chat template. Where that is not understood, vLLM's reasoning
-    parser tells thoughts from the rest; when they are dropped, it does not say, so they are kept.
+    ``"auto"`` reads the tokenizer's chat template. If it is unknown, vLLM's reasoning parser
+    identifies reasoning. The parser does not say when reasoning is dropped, so it is kept.
 
     Raises:
-        SettingsError: The format that was named does not fit, or the policy forbids kinds and
-            nothing tells them.
+        SettingsError: The named format does not fit, or the policy forbids kinds and nothing
+            identifies them.
     """
     form = settings.chat_format
     tagger = None
@@ -55,8 +55,8 @@ def tagger_of(settings: Settings, vllm_config: VllmConfig) -> Tagger | None:
     forbidden = settings.wanted().forbid_kinds
     if tagger is None and forbidden:
         msg = (
-            f"{WHERE}: policy forbids {', '.join(forbidden)}, and nothing tells which tokens these "
-            f'are: name the format in "chat_format" (one of {", ".join(PRESETS)}, or token ids)'
+            f"{WHERE}: policy forbids {', '.join(forbidden)}, and nothing identifies these tokens: "
+            f'name the format in "chat_format" (one of {", ".join(PRESETS)}, or token ids)'
         )
         raise SettingsError(msg)
     return tagger
@@ -101,27 +101,23 @@ def _from_parser(vllm_config: VllmConfig, tokenizer: Any) -> Tagger | None:  # n
             tokenizer.encode(text, add_special_tokens=False)
             for text in (parser.reasoning_start_str, parser.reasoning_end_str)
         )
-        # All is read as one message of the assistant: the parser knows of no roles.
+        # Everything is one message of the assistant: the parser has no roles.
         found = Tagger.from_ids(reasoning=(opens, closes), initial="assistant", boundary="never")
     except Exception:
         _LOG.warning("kvtrie: tokens are not tagged: reasoning parser %r", name, exc_info=True)
         return None
-    _LOG.warning("kvtrie: thoughts are told by reasoning parser %r, and kept", name)
+    _LOG.warning("kvtrie: reasoning is identified by reasoning parser %r, and kept", name)
     return found
 
 
 class Reading:
-    """What the tokens of one request are, read as far as they are final.
+    """The spans of one request's final tokens."""
 
-    Args:
-        tagger: The chat format.
-    """
-
-    __slots__ = ("_num_told", "stream")
+    __slots__ = ("_num_returned", "stream")
 
     def __init__(self, tagger: Tagger) -> None:
         self.stream: Stream = tagger.stream()
-        self._num_told = 0
+        self._num_returned = 0
 
     def follow(self, seq: TokenSequence) -> None:
         """Read the tokens that have become final."""
@@ -132,23 +128,18 @@ class Reading:
         """The spans that have ended since the last call."""
         self.follow(seq)
         spans = self.stream.spans
-        # The last one may have grown since: a thought takes newlines behind it along.
-        told, self._num_told = max(0, self._num_told - 1), len(spans)
-        return spans[told:]
+        # The last one may have grown since: reasoning includes the newlines after it.
+        first, self._num_returned = max(0, self._num_returned - 1), len(spans)
+        return spans[first:]
 
     def finish(self, seq: TokenSequence, *, complete: bool) -> list[Span]:
-        """The request has ended: the spans that `new_spans` has not told.
-
-        Args:
-            seq: Its tokens.
-            complete: The model stopped by itself.
-        """
+        """End the request; returns the spans that `new_spans` has not returned."""
         self.follow(seq)
         self.stream.finish(complete=complete)
         return self.new_spans(seq)
 
     def spans(self) -> list[Span]:
-        """All spans so far, the one under way among them."""
+        """All spans so far, including the open one."""
         spans, under_way = self.stream.spans, self.stream.open
         return spans if under_way is None else [*spans, under_way]
 
@@ -156,24 +147,24 @@ class Reading:
 def count_by_kind(
     num_tokens: int, used: Iterable[tuple[int, int, bool]], spans: Iterable[Span]
 ) -> Counter[tuple[str, str]]:
-    """How many tokens of a prompt came from where, by kind.
+    """The number of a prompt's tokens by source and kind.
 
     Args:
         num_tokens: Tokens of the prompt.
         used: Ranges whose KV was not computed, and whether it is approximate.
-        spans: What the tokens are. Of spans inside others, the inner one counts.
+        spans: The kinds of the tokens. Of nested spans the inner one counts.
 
     Returns:
         Tokens by (one of `REUSES`, kind).
     """
     spans = list(spans)
     if not spans:
-        told = [0] * len(REUSES)
+        totals = [0] * len(REUSES)
         for start, end, is_approximate in used:
-            told[is_approximate] += max(0, min(end, num_tokens) - start)
-        told[REUSES.index("recomputed")] = num_tokens - sum(told)
+            totals[is_approximate] += max(0, min(end, num_tokens) - start)
+        totals[REUSES.index("recomputed")] = num_tokens - sum(totals)
         return Counter(
-            {(how, OTHER): count for how, count in zip(REUSES, told, strict=True) if count}
+            {(how, OTHER): count for how, count in zip(REUSES, totals, strict=True) if count}
         )
     reuse = np.full(num_tokens, REUSES.index("recomputed"), np.int64)
     for start, end, is_approximate in used:

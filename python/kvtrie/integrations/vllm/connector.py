@@ -1,4 +1,4 @@
-"""The class that vLLM loads: its interface on one side, planner and copies on the other."""
+"""The class that vLLM loads: connects vLLM's interface to planner and copies."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _LOG = logging.getLogger("vllm.kvtrie")
 
 
 class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
-    """Reuses KV of vLLM's own pool at other positions and behind other prefixes.
+    """Reuses KV of vLLM's own pool at other positions and after other prefixes.
 
     vLLM makes one in its scheduler and one in each worker. See the package for how to load it.
 
     Args:
-        vllm_config: vLLM's configuration; ``kv_connector_extra_config`` is read as `Settings`.
+        vllm_config: vLLM's configuration; ``kv_connector_extra_config`` holds the `Settings`.
         role: Which half this is.
         kv_cache_config: The groups of KV blocks.
 
     Raises:
-        SettingsError: A setting is unknown or cannot be.
+        SettingsError: A setting is unknown or invalid.
         UnsupportedError: This vLLM, model or configuration is not supported.
-        UnsupportedRopeError: Approximate reuse is asked for, and a delta cannot turn the model's
-            keys.
-        GateError: The gate file cannot be read, or is of another model.
+        UnsupportedRopeError: Approximate reuse is configured, and the model's keys cannot be
+            rotated by a delta.
+        GateError: The gate file cannot be read, or is for another model.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped copy is a cache miss, nothing more."""
+        """A dropped copy is only a cache miss."""
         return False
 
     # --- scheduler ---------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     def planner(self) -> Planner:
         """The scheduler's half."""
         if self._planner is None:
-            msg = "KvtrieConnector: vLLM has bound no cache manager; this is a worker's half"
+            msg = "KvtrieConnector: no cache manager is bound; this is a worker's half"
             raise RuntimeError(msg)
         return self._planner
 
@@ -99,7 +99,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def on_new_request(self, request: Request) -> None:
-        """Begin with a request."""
+        """Register a request."""
         try:
             self.planner.arrive(request)
         except SettingsError as error:
@@ -111,7 +111,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens behind vLLM's own hit are copied before the forward pass."""
+        """The number of tokens after vLLM's own hit that are copied before the forward pass."""
         try:
             return self.planner.match(request, num_computed_tokens), False
         except Exception:
@@ -124,36 +124,36 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         blocks: KVCacheBlocks,  # noqa: ARG002 - vLLM's interface
         num_external_tokens: int,
     ) -> None:
-        """Take the blocks that the copies go to."""
+        """Take the destination blocks of the copies."""
         try:
             self.planner.allocated(request, num_external_tokens)
         except Exception:
-            # vLLM counts on these tokens: rather no answer than one behind KV that nobody wrote.
+            # vLLM relies on these tokens: better no answer than one after KV that nobody wrote.
             if num_external_tokens:
                 raise
             self._surprise(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The copies of this step."""
-        # Nothing is caught here: the planner catches what concerns no copy, and a step may not go
-        # out without its copies.
+        # Nothing is caught here: the planner catches errors that concern no copy, and a step must
+        # not go out without its copies.
         return self.planner.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Go on without the copies that failed in a step whose output has come."""
+        """Handle the copies that failed in a completed step."""
         if connector_output.invalid_block_ids:
             self.planner.failed(connector_output.invalid_block_ids)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep what a request leaves in the cache."""
+        """Index what a request leaves in the cache."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep what a request leaves in the cache; vLLM frees its blocks as ever."""
+        """Index what a request leaves in the cache; vLLM frees its blocks as usual."""
         try:
             self.planner.finish(request, block_ids[0])
         except Exception:
@@ -171,7 +171,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def _surprise(self, request: Request) -> None:
-        _LOG.exception("kvtrie: request %s goes on without kvtrie", request.request_id)
+        _LOG.exception("kvtrie: request %s continues without kvtrie", request.request_id)
         self._counts.add("errors")
         self.planner.abandon(request.request_id)
 
@@ -197,7 +197,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
             self._copies.apply(metadata.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: copies and forward pass share a stream."""
+        """Do nothing: copies and forward pass share a stream."""
 
     def save_kv_layer(
         self,
@@ -206,10 +206,10 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: Any,  # noqa: ANN401 - vLLM's own, of many types
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        """Nothing to save: KV stays where it is."""
+        """Do nothing: KV stays where it is."""
 
     def wait_for_save(self) -> None:
-        """Nothing to save."""
+        """Do nothing."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose copy failed."""
@@ -222,14 +222,14 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether CUDA graphs must be cut at every layer: no, all is copied before the first one.
+        """Whether CUDA graphs must be cut at every layer: no, all copies come before the first one.
 
-        Where CUDA graphs are on, vLLM asks this in its first process, before it loads any weights.
-        So what can be seen in the settings alone is refused here, in seconds, and not minutes later
-        in a worker. `__init__` refuses it as well.
+        With CUDA graphs, vLLM calls this in its first process, before it loads any weights. So
+        errors visible in the settings are raised here after seconds, not after minutes in a worker.
+        `__init__` raises them as well.
 
         Raises:
-            SettingsError: A setting is unknown or cannot be.
+            SettingsError: A setting is unknown or invalid.
             UnsupportedError: This vLLM is not supported.
             GateError: The gate file cannot be read.
         """
@@ -240,14 +240,14 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     # --- stats -------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was done since the last call."""
+        """The counters since the last call."""
         return self._counts.take()
 
     @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        """Stats from what travelled between processes."""
+        """Stats from their serialised form."""
         return Stats(data=dict(data or {}))
 
     @classmethod

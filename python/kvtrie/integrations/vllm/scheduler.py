@@ -1,4 +1,4 @@
-"""vLLM's scheduler, resuming reuse behind gaps: each gap is computed by a step of its own."""
+"""vLLM's scheduler with reuse after gaps: each gap is computed in its own step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ _LOG = logging.getLogger("vllm.kvtrie")
 
 
 class KvtrieScheduler(AsyncScheduler):
-    """vLLM's own scheduler, but for four things.
+    """vLLM's own scheduler with four changes.
 
-    A chunk of a prompt ends where KV that can be copied begins; and where it begins, the request's
-    computed tokens go on behind it, the copies being part of the step that computes what follows.
-    A request that is preempted lets go of what it was going to copy, and nobody finds the blocks
-    that its step was to write. Blocks are freed at once: vLLM keeps them, while steps are in
-    flight, for connectors that write in an order of their own.
+    * A chunk of a prompt ends where copyable KV begins.
+    * At that position, the request's computed tokens skip the copied range. The copies are part of
+      the step that computes the tokens after it.
+    * A preempted request releases its planned copies, and nobody finds the blocks that its step was
+      to write.
+    * Blocks are freed at once. vLLM keeps them while steps are in flight, for connectors that write
+      in their own order.
 
     Raises:
         UnsupportedError: If the connector is not `KvtrieConnector`.
@@ -36,21 +38,21 @@ class KvtrieScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         if not isinstance(self.connector, KvtrieConnector):
             msg = "KvtrieScheduler: the KV connector is not KvtrieConnector: configure it, or "
-            msg += "leave --scheduler-cls out"
+            msg += "omit --scheduler-cls"
             raise UnsupportedError(msg)
         self._planner: Planner = self.connector.planner
         self._planner.resumes_behind_gaps = True
-        # Blocks may be freed while a step that writes them is in flight: copies come in its order.
+        # Blocks may be freed while a step that writes them is in flight: copies come after it.
         self.defer_block_free = False
-        _LOG.info("kvtrie: reuse goes on behind gaps")
+        _LOG.info("kvtrie: reuse continues after gaps")
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:  # noqa: ANN401 - vLLM's own
-        """Skip what the copies of this step bring, then schedule."""
+        """Skip the ranges that this step copies, then schedule."""
         self._planner.guarded(self._planner.jump, self.running)
         return super().schedule(*args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Preempt, and unpin what was to be copied behind the request's next gaps."""
+        """Preempt, and unpin the sources of copies after the request's next gaps."""
         self._planner.guarded(self._planner.forget_unwritten, request)
         super()._preempt_request(request, *args, **kwargs)
         self._planner.guarded(self._planner.preempted, request.request_id)
@@ -58,7 +60,7 @@ class KvtrieScheduler(AsyncScheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """End a chunk of a prompt where an island begins; vLLM asks here how long it may be."""
+        """End a chunk of a prompt where a cached segment begins; vLLM asks here for its length."""
         count: int = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )

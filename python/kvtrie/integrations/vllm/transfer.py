@@ -1,11 +1,11 @@
 """vLLM's transfer between prefill and decode engines, with every block checked by its tokens.
 
-A transfer connector of vLLM's sends a list of block ids, and the receiver trims it by count: one
-block more on either side, a look-ahead block, a thought that was dropped meanwhile, and it loads
-the wrong blocks without noticing. The sender here adds a `kvtrie.TransferManifest` to what it
-answers: which tokens its blocks hold, under a keyed digest. The receiver loads the blocks that
-follow its own prefix and hold its tokens; everything else it computes. Moving the bytes stays the
-connector's business.
+A transfer connector of vLLM sends a list of block ids, and the receiver trims it by count. One more
+block on either side, such as a look-ahead block or reasoning that was dropped meanwhile, and it
+loads the wrong blocks without an error. The sender here adds a `kvtrie.TransferManifest` to its
+result: the tokens of its blocks, under a keyed digest. The receiver loads the blocks that follow
+its own prefix and hold its tokens, and computes everything else. The connector still moves the
+bytes.
 
 ```text
 --kv-transfer-config '{"kv_connector": "KvtrieNixlConnector", "kv_role": "kv_producer",
@@ -57,19 +57,18 @@ _MAX_MANIFEST: Final = 32 << 20
 
 
 class CheckedTransfer:
-    """What comes before a transfer connector of vLLM's in a class, to check what it loads.
+    """A mixin before a transfer connector of vLLM, which checks what it loads.
 
     The connector must say in ``kv_transfer_params`` which blocks it sends, as ``remote_block_ids``
-    (a list for each group), and take ``KVCacheBlocks`` to load into.
+    (one list per group), and take ``KVCacheBlocks`` to load into.
 
     Attributes:
-        outcomes: Transfers by what became of them: ``"whole"``, ``"part"``, ``"nothing"`` (no block
-            holds the tokens that follow), ``"no manifest"``, and the reasons of
-            `kvtrie.TransferRefused`.
+        outcomes: Transfers by outcome: ``"whole"``, ``"part"``, ``"nothing"`` (no block holds the
+            tokens that follow), ``"no manifest"``, and the reasons of `kvtrie.TransferRefused`.
 
     Raises:
-        SettingsError: There is no key, or it cannot be one.
-        UnsupportedError: Blocks cannot be told by their tokens.
+        SettingsError: There is no key, or it is invalid.
+        UnsupportedError: Blocks cannot be identified by their tokens.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class CheckedTransfer:
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Say what the blocks hold that are waiting to be fetched."""
+        """Add the manifest of the blocks that wait to be fetched."""
         self._promised.pop(request.request_id, None)
         answer: tuple[bool, dict[str, Any] | None]
         answer = super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]
@@ -106,7 +105,7 @@ class CheckedTransfer:
 
     def _manifest(self, request: Request, block_ids: list[int]) -> str:
         seq = TokenSequence(list(request.all_token_ids), self._namespace(request))
-        # What is in flight is not written yet; the last sampled token never is.
+        # Tokens in flight are not written yet; the last sampled token never is.
         done = request.num_computed_tokens - request.num_in_flight_tokens
         done = max(0, min(done, len(seq), len(block_ids) * self._size))
         manifest = TransferManifest.from_blocks(
@@ -119,7 +118,7 @@ class CheckedTransfer:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many of the tokens that the connector would load are those of the request."""
+        """The number of tokens that the connector would load and that are those of the request."""
         found: tuple[int | None, bool]
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc]
         count, is_async = found
@@ -129,7 +128,7 @@ class CheckedTransfer:
         remote, end = self._loadable(request, num_computed_tokens, num_computed_tokens + count)
         if end <= num_computed_tokens:
             return 0, False
-        # The connector trims this list by count; it holds what it must hold already.
+        # The connector trims this list by count; it already has the right length.
         request.kv_transfer_params[_BLOCKS] = [remote]
         self._promised[request.request_id] = (num_computed_tokens, end)
         return end - num_computed_tokens, is_async
@@ -145,7 +144,7 @@ class CheckedTransfer:
         super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
 
     def _loadable(self, request: Request, start: int, stop: int) -> tuple[list[int], int]:
-        """The sender's blocks for the tokens from ``start`` on, and the token up to which."""
+        """The sender's blocks for the tokens from ``start`` on, and the end of their tokens."""
         ids = (request.prompt_token_ids or [])[:stop]
         try:
             manifest = _read(request.kv_transfer_params.get(MANIFEST))
@@ -153,7 +152,7 @@ class CheckedTransfer:
                 self._tell(request, "no manifest", "its sender runs without kvtrie")
                 return [], start
             seq = TokenSequence(list(ids), self._namespace(request))
-            # Which block here does not matter yet: positions tell them apart.
+            # The local ids do not matter yet: positions identify the blocks.
             table = list(range(-(-len(ids) // self._size)))
             plan = plan_transfer(
                 manifest,
@@ -172,13 +171,13 @@ class CheckedTransfer:
             return [], start
         remote, end = [], start
         for pair in plan.pairs:
-            # Blocks side by side, from the first token that is missing here.
+            # Contiguous blocks, from the first missing token.
             if int(pair["start"]) != end or (end > start and end % self._size):
                 break
             remote.append(int(pair["remote"]))
             end = int(pair["end"])
         if end < stop and end % self._size:
-            # A part of a block is loaded at the very end alone.
+            # Only the last block may be loaded in part.
             remote.pop()
             end = max(start, end // self._size * self._size)
         if end == start:
@@ -219,10 +218,10 @@ def _key(extra: Mapping[str, Any]) -> bytes:
 
 
 def _read(said: object) -> TransferManifest | None:
-    """A manifest as it travels.
+    """A received manifest.
 
     Raises:
-        TransferRefused: It is none.
+        TransferRefused: It is not a manifest.
     """
     if not isinstance(said, str):
         return None

@@ -1,25 +1,23 @@
 """A naive model of the index, to test engines and the index itself against.
 
-`ModelIndex` answers the same calls as `kvtrie.RadixIndex`, with the same arguments, results and
-exceptions, and keeps no data structure worth the name: one dictionary from a namespace and a whole
-token prefix to what is cached there. Everything else (what may be evicted, where the holes are,
-what is pinned) is found by looking at all of it, every time. That makes it slow, and short enough
-to be read beside the rules that it follows:
+`ModelIndex` has the calls of `kvtrie.RadixIndex`, with the same arguments, results and exceptions.
+Its only data structure is a dictionary from a namespace and a whole token prefix to what is cached
+there. Everything else (evictable blocks, holes, pins) is computed from all entries at every call.
+That makes it slow, and short enough to read next to the rules that it follows:
 
 * a block is shared only whole, and only below `num_computed`;
 * one block id backs at most one entry, and one prefix has at most one entry;
 * a match is the longest run of present exact blocks from position 0;
-* exact replaces approximate, fewer hops replace more, and else the first writer stays;
-* what is pinned never leaves the caller's hands twice: it is condemned, and `take_freed` names it
-  after its last release;
-* what is marked dead leaves first, then blocks leave by last use, deepest, lowest id, and only from
-  the ends;
+* exact replaces approximate, fewer hops replace more, and otherwise the first writer stays;
+* a pinned block is condemned when it leaves, and `take_freed` returns it after its last release;
+* dead blocks leave first, then blocks leave by last use, deepest, lowest id, and only from the
+  ends;
 * a plan uses whole blocks of the same prefix in place and covers the rest from left to right, each
   time by the match that reaches furthest; what it copies under another prefix is approximate.
 
-Use it for the tests of an engine: run the engine once on `RadixIndex` and once on `ModelIndex`
-with the same seed, and compare. Sequences are `ModelSequence` (which keeps nothing but ids and
-items) or `kvtrie.TokenSequence`; plans are `ModelPlan` and belong to the model that made them.
+To test an engine, run it on `RadixIndex` and on `ModelIndex` with the same seed, and compare.
+Sequences are `ModelSequence` (only ids and items) or `kvtrie.TokenSequence`; plans are `ModelPlan`
+and belong to the model that made them.
 
 Example:
     >>> import kvtrie

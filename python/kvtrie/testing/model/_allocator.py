@@ -15,7 +15,7 @@ class ModelAllocator:
     """`kvtrie.BlockAllocator`: a free list for engines that have none.
 
     Args:
-        num_blocks: Ids lie in `0..num_blocks`; all are free at first.
+        num_blocks: Ids are in `0..num_blocks`; all are free at first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -24,18 +24,18 @@ class ModelAllocator:
 
     @property
     def num_free(self) -> int:
-        """How many ids are free."""
+        """The number of free ids."""
         return len(self._free)
 
     def allocate(self, n: int, evict_from: ModelIndex | None = None) -> Int32:
-        """Hand out `n` ids, free ones first, then evicted ones; all of them or none.
+        """Hand out `n` ids, free ones first, then evicted ones; all or none.
 
         Args:
-            n: How many.
+            n: The number of ids.
             evict_from: The index to take the rest from.
 
         Raises:
-            OutOfBlocksError: When there are not so many; nothing is evicted then.
+            OutOfBlocksError: There are fewer. Nothing is evicted.
         """
         n = as_count(n, "n")
         available = self.num_free
@@ -53,7 +53,7 @@ class ModelAllocator:
         return int32(taken)
 
     def free(self, ids: Integers) -> None:
-        """Take ids back.
+        """Free ids.
 
         Args:
             ids: Ids that were handed out; anything else is a `ValueError` and changes nothing.

@@ -1,4 +1,4 @@
-"""Checks of arguments: what could hide a mistake is refused."""
+"""Checks of arguments: values that could hide a mistake are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKEN_LIMIT = 2**32
 
 
 def as_count(value: object, what: str, low: int = 0) -> int:
-    """`value` as an int of at least `low`; bool and float are no counts."""
+    """`value` as an int of at least `low`; bool and float are refused."""
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
         message = f"{what} is {value!r}, not an integer"
         raise TypeError(message)
@@ -33,7 +33,7 @@ def as_count(value: object, what: str, low: int = 0) -> int:
 
 
 def expect(value: object, kind: type, what: str) -> None:
-    """Refuse what is not of its type."""
+    """Refuse a value of another type."""
     if not isinstance(value, kind):
         message = f"{what} is of type {type(value).__name__}, not {kind.__name__}"
         raise TypeError(message)
@@ -78,7 +78,7 @@ def int32(numbers: Iterable[int]) -> Int32:
 
 
 def as_ranges(ranges: Iterable[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """`ranges` as pairs within `0..length`, ascending and disjoint; those that touch are one."""
+    """`ranges` as pairs within `0..length`, ascending and disjoint; adjacent ranges are merged."""
     merged: list[tuple[int, int]] = []
     for given in ranges:
         start, end = (as_count(value, "a range") for value in given)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def each_of(what: str, values: Sequence[T] | None, count: int, default: T) -> list[T]:
-    """One value an item: `values`, or `default` for each."""
+    """One value per item: `values`, or `default` for each."""
     if values is None:
         return [default] * count
     if len(values) != count:
@@ -35,7 +35,7 @@ def slices(offsets: list[int], count: int, total: int) -> list[slice]:
 
 
 def num_sequences(seqs: Sequence[AnySequence]) -> int:
-    """How many sequences there are, if it is a list of them."""
+    """The number of sequences; refuses what is not a list."""
     if not isinstance(seqs, list | tuple):
         message = f"seqs is a {type(seqs).__name__}, not a list of sequences"
         raise TypeError(message)

@@ -1,11 +1,11 @@
-"""The cover: which cached runs build the KV of what is not in place.
+"""The cover: the cached runs that build the KV of tokens that are not in place.
 
-A prompt token and a cached slot are a *pair* when they hold the same token and the policy lets that
-slot be used there. A *match* is a chain of pairs, (i, slot), (i + 1, next slot on one path), that
-goes on to neither side, and is at least `min_run` long. Parents are unique, so that a match is
-named by its last pair; all of them are found by one recurrence over prompt times slots:
+A prompt token and a cached slot are a *pair* if they hold the same token and the policy allows that
+slot there. A *match* is a chain of pairs, (i, slot), (i + 1, next slot on one path), that cannot be
+extended on either side and is at least `min_run` long. Parents are unique, so the last pair
+identifies a match. One recurrence over prompt times slots finds all matches:
 
-    length(i, slot) = length(i - 1, slot before) + 1, or 0 where (i, slot) is no pair
+    length(i, slot) = length(i - 1, slot before) + 1, or 0 if (i, slot) is not a pair
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a policy lets be used besides exact KV of the same whole prefix.
+    """What a policy allows besides exact KV of the same whole prefix.
 
     Attributes:
-        approximate: Anything at all.
-        moved: What lies under another prefix or at another position.
-        max_hops: The most hops that it may have once it is used.
-        forbidden: The bit set of kinds that it may not have.
+        approximate: Any approximate KV.
+        moved: KV under another prefix or at another position.
+        max_hops: The most hops of used KV.
+        forbidden: The bit set of forbidden kinds.
     """
 
     approximate: bool
@@ -50,7 +50,7 @@ class Allowed:
 
 
 class Source(NamedTuple):
-    """A present slot: the entry it belongs to, the offset in it, and its place on its path."""
+    """A present slot: its entry, the offset in it, and its position on its path."""
 
     entry: Entry
     offset: int
@@ -59,12 +59,12 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Prompt tokens from `start` on that are copied from consecutive slots of one path.
+    """Prompt tokens from `start` that are copied from consecutive slots of one path.
 
     Attributes:
-        start: The position of the first in the prompt.
-        sources: One slot a token.
-        same_prefix: Whether the prompt up to here is the path of these slots: such a copy is as
+        start: The position of the first token in the prompt.
+        sources: One slot per token.
+        same_prefix: Whether the prompt up to here is the path of these slots. Such a copy is as
             exact as its source, and adds no hop.
     """
 
@@ -74,14 +74,7 @@ class Piece:
 
 
 class Slots:
-    """All present slots of a namespace, one behind the other, compared with a prompt.
-
-    Args:
-        prompt: The tokens that matches are sought among.
-        entries: What is present, by its whole prefix.
-        size: Tokens a block.
-        allowed: What may be used approximately.
-    """
+    """All present slots of a namespace in sequence, compared with a prompt."""
 
     def __init__(
         self, prompt: Tokens, entries: dict[Tokens, Entry], size: int, allowed: Allowed
@@ -93,8 +86,8 @@ class Slots:
         before: list[int] = []
         shared: list[bool] = []
         last: dict[Tokens, int] = {}
-        # Parents come first: the slot before the first of a block is the last of its parent, and
-        # nowhere where that is a hole.
+        # Parents come first: the slot before the first of a block is the last of its parent, or
+        # none if that is a hole.
         for path in sorted(entries, key=len):
             start, own = len(path) - size, path[-size:]
             same = common(own, prompt[start:]) if path[:start] == prompt[:start] else 0
@@ -113,7 +106,7 @@ class Slots:
         forbidden = self._column(
             entry.tags[offset] & allowed.forbidden != 0 for entry, offset, _ in self.sources
         )
-        # From here on one row a prompt token, one column a slot.
+        # From here on one row per prompt token, one column per slot.
         rows = np.arange(len(prompt))[:, np.newaxis]
         self.same_prefix = np.array(shared, dtype=np.bool_) & (self.position == rows)
         few_hops = self.hops + ~self.same_prefix <= allowed.max_hops
@@ -127,21 +120,16 @@ class Slots:
         return np.fromiter(values, dtype=np.int64)
 
     def _lengths(self, pairs: npt.NDArray[np.bool_]) -> Grid:
-        """How long the chain is that ends in each pair: 0 where there is no pair."""
+        """The length of the chain that ends in each pair; 0 without a pair."""
         count, width = pairs.shape
-        # The last column stands for no slot, the first row for no token.
+        # The last column is "no slot", the first row "no token".
         lengths = np.zeros((count + 1, width + 1), dtype=np.int64)
         for i in range(count):
             lengths[i + 1, :width] = np.where(pairs[i], lengths[i, self.before] + 1, 0)
         return lengths[1:, :width]
 
     def best(self, start: int, min_run: int) -> Piece | None:
-        """The part from `start` on of the match that contains it and reaches furthest.
-
-        Args:
-            start: A position of the prompt.
-            min_run: The shortest match.
-        """
+        """The match that contains `start` and reaches furthest, from `start` on."""
         ends = np.arange(start + 1, len(self.prompt) + 1)
         needed = np.maximum(ends - start, min_run)
         longest = self.lengths[start:].max(axis=1, initial=0)
@@ -150,12 +138,12 @@ class Slots:
             return None
         end = int(reached[-1])
         last = np.flatnonzero(self.lengths[end - 1] >= max(end - start, min_run))
-        # Of siblings into which one source goes on: the one with fewer hops, then the lower id.
+        # Of siblings that continue one source: the one with fewer hops, then the lower id.
         last = last[np.lexsort((self.slot[last], self.hops[last]))]
         parts = self._back(last, end - start)
         firsts = np.unique(parts[:, 0], return_index=True)[1]
         last, parts = last[firsts], parts[firsts]
-        # Ties: fewer hops at most, the smaller way, then slot by slot the lower one.
+        # Ties: the lowest maximum of hops, the smaller move, then slot by slot the lower one.
         same = self.same_prefix[end - 1, last]
         hops = (self.hops[parts] + ~same[:, np.newaxis]).max(axis=1)
         way = np.abs(end - 1 - self.position[last])
@@ -165,7 +153,7 @@ class Slots:
         return Piece(start, sources, bool(same[winner]))
 
     def _back(self, last: Grid, count: int) -> Grid:
-        """For each slot a row: the `count` slots of its path that end there."""
+        """One row per slot: the `count` slots of its path that end there."""
         parts = np.empty((len(last), count), dtype=np.int64)
         for i in reversed(range(count)):
             parts[:, i] = last
@@ -177,9 +165,9 @@ def cover(slots: Slots, start: int, min_run: int) -> list[Piece]:
     """Cover a prompt from left to right.
 
     Args:
-        slots: What is cached, compared with the prompt.
-        start: The first token that is not covered yet.
-        min_run: The shortest match; a piece may be shorter, where matches overlap.
+        slots: The cached slots, compared with the prompt.
+        start: The first uncovered token.
+        min_run: The shortest match; a piece may be shorter if matches overlap.
     """
     pieces = []
     while start < len(slots.prompt):

@@ -1,4 +1,4 @@
-"""What a plan says about each token of a prompt: where its KV comes from."""
+"""The source of the KV of each prompt token in a plan."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from kvtrie.testing.model._store import Entry
 
 IN_PLACE = 0
-"""The number of the piece that is used in place; those that are copied count from 1."""
+"""The number of the piece used in place; copied pieces count from 1."""
 
 
 class Origin(NamedTuple):
-    """Where the KV of one token comes from, and what it is once the plan is applied.
+    """The source of one token's KV, and its label once the plan is applied.
 
     Attributes:
-        piece: The number of its piece: no segment goes across pieces.
+        piece: The number of its piece: no segment spans two pieces.
         source: The slot.
         exact: Whether it is exact here.
         hops: Its hops here.
@@ -33,18 +33,18 @@ class Origin(NamedTuple):
 
 
 Draft: TypeAlias = list[Origin | None]
-"""One origin a token; what has None is computed."""
+"""One origin per token; None: computed."""
 
 
 @dataclass(frozen=True)
 class Cached:
-    """What an index knows when it drafts a plan.
+    """The state of an index that a draft depends on.
 
     Attributes:
-        entries: What is present in the namespace, by its whole prefix.
-        block_size: Tokens a block.
-        min_run: The shortest match, where a policy does not ask for more.
-        moved_runs: Whether runs of other prefixes are looked for at all.
+        entries: The present entries of the namespace, by whole prefix.
+        block_size: Tokens per block.
+        min_run: The shortest match, unless a policy sets a longer one.
+        moved_runs: Whether runs of other prefixes are used at all.
         kinds: The names of the kinds, by bit.
     """
 
@@ -56,15 +56,9 @@ class Cached:
 
 
 def draft(cached: Cached, tokens: Tokens, keep_last: int, policy: ReusePolicy) -> Draft:
-    """Say for each token of a prompt where its KV comes from.
+    """Find the source of the KV of each prompt token.
 
-    In place through whole blocks, then a part of one more that is exact, then the cover.
-
-    Args:
-        cached: What there is.
-        tokens: The prompt.
-        keep_last: So many tokens at its end are computed.
-        policy: What may be reused.
+    Whole blocks in place come first, then the exact part of one more block, then the cover.
     """
     limited = tokens[: max(0, len(tokens) - keep_last)]
     forbidden = sum(1 << i for i, kind in enumerate(cached.kinds) if kind in policy.forbid_kinds)
@@ -92,7 +86,7 @@ def draft(cached: Cached, tokens: Tokens, keep_last: int, policy: ReusePolicy) -
 
 
 def _in_place(cached: Cached, limited: Tokens, allowed: Allowed) -> Piece:
-    """Whole blocks of the same prefix: exact ones, and what is allowed besides."""
+    """Whole blocks of the same prefix: exact ones, then allowed approximate ones."""
     size = cached.block_size
     sources: list[Source] = []
     for end in range(size, len(limited) + 1, size):
@@ -104,7 +98,7 @@ def _in_place(cached: Cached, limited: Tokens, allowed: Allowed) -> Piece:
 
 
 def _sibling(cached: Cached, limited: Tokens, start: int) -> list[Piece]:
-    """The exact tokens of the block at `start` that shares most with the prompt, if any does."""
+    """The exact tokens of the block at `start` that shares most with the prompt, or none."""
     size = cached.block_size
     prefix, rest = limited[:start], limited[start:]
     siblings = [
@@ -125,7 +119,7 @@ def _block(entry: Entry, start: int, count: int) -> list[Source]:
 
 
 def _origins(number: int, piece: Piece) -> Draft:
-    """One origin a token of a piece: under another prefix or position it gains a hop."""
+    """One origin per token of a piece; another prefix or position adds a hop."""
     moved = not piece.same_prefix
     return [
         Origin(number, source, source.entry.exact and not moved, source.entry.hops + moved)
@@ -134,7 +128,7 @@ def _origins(number: int, piece: Piece) -> Draft:
 
 
 def _recomputed(origins: Draft, policy: ReusePolicy) -> Draft:
-    """A piece without the ends of its approximate part that the policy has computed anyway."""
+    """A piece without the ends of its approximate part that the policy recomputes."""
     part = [i for i, origin in enumerate(origins) if origin is not None and not origin.exact]
     first, last = policy.recompute_first, policy.recompute_last
     again = {*part[:first], *part[max(0, len(part) - last) :]}

@@ -60,19 +60,19 @@ class ModelIndex(Removal):
     """`kvtrie.RadixIndex`, as a dictionary from whole prefixes to entries.
 
     `seed`, `pool_id` and `hash_bits` are accepted and ignored: results do not depend on them, nor
-    on `max_candidates`, as long as a `RadixIndex` drops none. `digest()` is the model's own and
-    equals that of another model that was fed the same calls, never that of a `RadixIndex`.
-    `stats()` has the counts that do not depend on how an index is built.
+    on `max_candidates` while a `RadixIndex` drops none. `digest()` equals that of another model
+    with the same calls, never that of a `RadixIndex`. `stats()` has only the counts that do not
+    depend on how an index is built.
 
-    A plan compares all tokens of the prompt with all that are cached: fine for hundreds of either,
-    slow for many thousands.
+    A plan compares all tokens of the prompt with all cached tokens: fast enough for hundreds, slow
+    for many thousands.
 
     Args:
-        num_blocks: Block ids lie in `0..num_blocks`.
-        block_size: Tokens a block.
+        num_blocks: Block ids are in `0..num_blocks`.
+        block_size: Tokens per block.
         min_run: The shortest moved run in tokens, at least 8.
         max_candidates: Ignored: the model tries all places.
-        moved_runs: Whether moved runs are looked for.
+        moved_runs: Whether moved runs are used.
         seed: Ignored.
         pool_id: Ignored: a model has no snapshots.
         hash_bits: Ignored.
@@ -122,8 +122,8 @@ class ModelIndex(Removal):
         """Find the longest run of present exact blocks from position 0.
 
         Args:
-            seq: What to look for.
-            keep_last: So many tokens at the end are not matched.
+            seq: The sequence.
+            keep_last: Tokens at the end that are not matched.
             touch: Whether this counts as use.
             start: Blocks before this position are not listed.
 
@@ -145,7 +145,7 @@ class ModelIndex(Removal):
     def _start(self, start: int, tokens: Tokens) -> int:
         start = as_count(start, "start")
         if start % self.block_size or start > len(tokens):
-            message = f"start is {start}: no multiple of {self.block_size} within {len(tokens)}"
+            message = f"start is {start}: not a multiple of {self.block_size} within {len(tokens)}"
             raise ValueError(message)
         return start
 
@@ -157,16 +157,16 @@ class ModelIndex(Removal):
         keep_last: int = 1,
         pin: bool = True,
     ) -> ModelPlan:
-        """Say how to build the KV of a prompt.
+        """Plan how to build the KV of a prompt.
 
         Args:
             seq: The prompt.
-            policy: What may be reused, None being `EXACT_ONLY`.
-            keep_last: So many tokens at the end are left to compute.
-            pin: Whether what the plan uses stays until it is released.
+            policy: What may be reused; None: `EXACT_ONLY`.
+            keep_last: Tokens at the end that are computed.
+            pin: Whether the plan's blocks stay until it is released.
 
         Returns:
-            The plan: whole blocks in place, then what is copied, and the gaps between.
+            The plan: whole blocks in place, then copies, and the gaps between.
         """
         namespace, tokens = read(seq)
         policy = EXACT_ONLY if policy is None else policy
@@ -213,15 +213,15 @@ class ModelIndex(Removal):
         """Offer blocks for the front of a sequence.
 
         Args:
-            seq: The sequence that the blocks belong to.
+            seq: The sequence of the blocks.
             blocks: Ids, the first for the block at `start`.
-            num_computed: So many tokens from 0 have KV.
+            num_computed: Tokens from 0 that have KV.
             start: The position of the first id, a multiple of the block size.
-            source: Where the KV came from: a plan, `COMPUTED` or `Imported(...)`.
-            spans: Tags to set afterwards.
+            source: The source of the KV: a plan, `COMPUTED` or `Imported(...)`.
+            spans: Tags to set.
 
         Returns:
-            The ids that back the sequence from `start` on, and what became of the others.
+            The ids that back the sequence from `start` on, and the other ids by outcome.
         """
         namespace, tokens = read(seq)
         offered = as_integers(blocks, "blocks", self.num_blocks)
@@ -247,7 +247,7 @@ class ModelIndex(Removal):
         duplicates: list[int] = []
         backing: list[Entry] = []
         if None not in before and (plan is None or plan.epoch == self._epoch(namespace)):
-            # What lies before `start` is offered as it is, as far as it was computed.
+            # Computed blocks before `start` are offered unchanged.
             whole = [entry.block for entry in before if entry is not None] + offered
             for key, block in zip(path[:last], whole, strict=False):
                 exact, hops = self._label(source, plan, len(key[1]), backing)
@@ -279,7 +279,7 @@ class ModelIndex(Removal):
         )
 
     def _source(self, source: Source, namespace: Namespace, tokens: Tokens) -> PlanState | None:
-        """The plan behind a source, if it is one that may be used for these tokens."""
+        """The plan of a source, if it is a plan; refuses one of other tokens."""
         if source is COMPUTED or isinstance(source, Imported):
             return None
         if not isinstance(source, ModelPlan):
@@ -310,7 +310,7 @@ class ModelIndex(Removal):
     def _label(
         self, source: Source, plan: PlanState | None, end: int, before: list[Entry]
     ) -> tuple[bool, int]:
-        """Whether an offered block that ends at `end` behind `before` is exact, and its hops."""
+        """Whether an offered block that ends at `end` after `before` is exact, and its hops."""
         said_exact, hops = True, 0
         if isinstance(source, Imported) and end > source.exact_until:
             said_exact, hops = False, source.hops
@@ -322,7 +322,7 @@ class ModelIndex(Removal):
     def _decide(
         self, key: Key, offer: Entry, duplicates: list[int], freed: list[int]
     ) -> Entry | None:
-        """Decide between what stands at a place and what is offered; None where it ends."""
+        """Decide between the entry at a key and the offered one; None ends the insert."""
         standing = self._entries.get(key)
         out_of_reach = offer.block in self._out_of_reach()
         if standing is None:
@@ -353,7 +353,7 @@ class ModelIndex(Removal):
         touch: bool = True,
         starts: Integers | None = None,
     ) -> ModelMatchBatch:
-        """`lookup` for each sequence in order; an error spoils its own item alone."""
+        """`lookup` for each sequence in order; an error affects only its own item."""
         each = each_of("starts", starts, num_sequences(seqs), 0)
         keep_last = as_count(keep_last, "keep_last")
         errors: dict[int, Exception] = {}
@@ -377,7 +377,7 @@ class ModelIndex(Removal):
         keep_last: int = 1,
         pin: bool = True,
     ) -> ModelPlanBatch:
-        """`plan` for each sequence in order; an error spoils its own item alone."""
+        """`plan` for each sequence in order; an error affects only its own item."""
         each = each_of("policies", policies, num_sequences(seqs), EXACT_ONLY)
         keep_last = as_count(keep_last, "keep_last")
         errors: dict[int, Exception] = {}
@@ -402,7 +402,7 @@ class ModelIndex(Removal):
         sources: Sequence[Source],
         starts: Integers | None = None,
     ) -> ModelInsertBatch:
-        """`insert` for each sequence; item i brings `blocks[offsets[i]:offsets[i + 1]]`."""
+        """`insert` for each sequence; item i has `blocks[offsets[i]:offsets[i + 1]]`."""
         count = num_sequences(seqs)
         items = zip(
             seqs,
@@ -441,7 +441,7 @@ class ModelIndex(Removal):
         )
 
     def release_many(self, plans: Sequence[ModelPlan]) -> dict[int, Exception]:
-        """`release` for each plan in order; the errors by place."""
+        """`release` for each plan in order; the errors by index."""
         errors: dict[int, Exception] = {}
         for i, plan in enumerate(plans):
             try:
@@ -452,16 +452,16 @@ class ModelIndex(Removal):
         return errors
 
     def _own(self, plan: ModelPlan) -> None:
-        """Refuse what is no plan of this index."""
+        """Refuse anything but a plan of this index."""
         expect(plan, ModelPlan, "a plan")
         if plan._index is not self:  # noqa: SLF001 - a plan is part of its index
             message = "a plan of another index"
             raise ValueError(message)
 
-    # --- looking from outside ---------------------------------------------------------------------
+    # --- inspection -------------------------------------------------------------------------------
 
     def stats(self) -> ModelStats:
-        """Counts of what the index knows."""
+        """The counts of the index."""
         return ModelStats(
             indexed=len(self._entries),
             condemned=len(self._condemned) + len(self._waiting),
@@ -478,7 +478,7 @@ class ModelIndex(Removal):
         )
 
     def digest(self) -> int:
-        """A number that two models have in common when they were fed the same calls."""
+        """A number that is equal for two models with the same calls."""
         entries = sorted(
             (repr(ns), sort_key(tokens), e.block, e.exact, e.hops, e.stamp, e.mark, tuple(e.tags))
             for (ns, tokens), e in self._entries.items()
@@ -498,7 +498,7 @@ class ModelIndex(Removal):
         return int.from_bytes(raw, "little")
 
     def check(self) -> None:
-        """Raise `KvTrieError` when the model contradicts itself."""
+        """Raise `KvTrieError` if an invariant of the model is broken."""
         indexed = [entry.block for entry in self._entries.values()]
         quarantined = self._quarantined - self._condemned
         every = [*indexed, *self._condemned, *self._waiting, *quarantined]
@@ -513,10 +513,10 @@ class ModelIndex(Removal):
             "exact blocks have no hops": all(
                 entry.hops == 0 for entry in self._entries.values() if entry.exact
             ),
-            "stamps are of the past": all(
+            "last uses are in the past": all(
                 0 < entry.stamp <= self._clock for entry in self._entries.values()
             ),
-            "marks are of the past": all(
+            "marks are in the past": all(
                 entry.mark is None or 0 < entry.mark <= self._marks
                 for entry in self._entries.values()
             ),

@@ -1,4 +1,4 @@
-"""Plans: segments, copies, validity and pins of what `_draft` found."""
+"""Plans: segments, copies, validity and pins of a draft."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MOVE_DTYPE = np.dtype(
 
 
 def _stretches(draft: Draft) -> list[tuple[int, list[Origin | None]]]:
-    """Where each segment starts, with its origins: alike in piece, class and hops."""
+    """The start of each segment, with its origins of equal piece, class and hops."""
     stretches = []
     start = 0
     for _, group in itertools.groupby(draft, _likeness):
@@ -66,7 +66,7 @@ def _segment(start: int, origins: list[Origin | None]) -> tuple[int, ...]:
 
 
 def copied_from(draft: Draft) -> set[int]:
-    """The ids of the blocks that are copied from."""
+    """The ids of the source blocks."""
     return {
         origin.source.entry.block
         for origin in draft
@@ -97,13 +97,13 @@ class ModelPlan:
 
     @property
     def blocks(self) -> Int32:
-        """Ids used in place, for the first whole blocks; a released plan names none."""
+        """Ids used in place, for the first whole blocks; empty for a released plan."""
         self._check_live("blocks")
         return int32(self._in_place)
 
     @property
     def num_new_blocks(self) -> int:
-        """How many blocks the caller brings for the rest of the prompt."""
+        """The number of blocks that the caller must provide for the rest of the prompt."""
         return -(-len(self._draft) // self._index.block_size) - len(self._in_place)
 
     @property
@@ -127,23 +127,23 @@ class ModelPlan:
 
     @property
     def candidates_dropped(self) -> int:
-        """Places that were not tried: the model tries all."""
+        """0: the model tries all places."""
         return 0
 
     @property
     def gaps(self) -> Int64:
-        """What must be computed, as rows of (start, end)."""
+        """The ranges to compute, as rows of (start, end)."""
         rows = self._segments[self._segments["class"] == COMPUTE]
         return np.stack([rows["start"], rows["end"]], axis=1).astype(np.int64)
 
     @property
     def segments(self) -> npt.NDArray[np.void]:
-        """Every token once: where it comes from."""
+        """The source of every token, once."""
         return self._segments.copy()
 
     @property
     def source_blocks(self) -> Int32:
-        """The ids that are copied from, ascending, each once; a released plan names none."""
+        """The ids of the source blocks, ascending, each once; empty for a released plan."""
         self._check_live("source_blocks")
         return int32(sorted(copied_from(self._draft)))
 
@@ -165,7 +165,7 @@ class ModelPlan:
         Args:
             table: The block ids of the prompt, from position 0.
             start: Only copies to positions from here on.
-            end: And before this one; None is the end of the prompt.
+            end: And before this one; None: the end of the prompt.
         """
         ids = as_integers(table, "table", self._index.num_blocks)
         size = self._index.block_size
@@ -173,7 +173,7 @@ class ModelPlan:
         start = as_count(start, "start")
         end = length if end is None else as_count(end, "end")
         if not start <= end <= length:
-            message = f"the range [{start}, {end}) does not lie in [0, {length}]"
+            message = f"the range [{start}, {end}) is not in [0, {length}]"
             raise ValueError(message)
         self._check_live("moves")
         self._check_table(ids, start // size, -(-end // size))
@@ -204,7 +204,7 @@ class ModelPlan:
             raise StaleHandleError(message)
 
     def _check_table(self, ids: list[int], first: int, needed: int) -> None:
-        """Refuse a table by which others' KV would be written, at the blocks `first..needed`."""
+        """Refuse a table that would overwrite others' KV, at the blocks `first..needed`."""
         front = list(zip(ids, self._in_place, strict=False))
         written = ids[max(first, len(self._in_place)) : needed]
         for wrong, message in (
@@ -228,13 +228,13 @@ class ModelPlan:
         return np.array(answers, dtype=np.bool_)
 
     def release_sources(self) -> None:
-        """Let go of the blocks that were copied from; a second call does nothing."""
+        """Release the source blocks; a second call does nothing."""
         self._check_live("release_sources")
         self._state.source_pins.clear()
         self._index._settle()  # noqa: SLF001 - a plan is part of its index
 
     def release(self) -> None:
-        """Let go of everything; a second call is a `StaleHandleError`."""
+        """Release everything; a second call is a `StaleHandleError`."""
         self._check_live("release")
         self._index._release(self._state)  # noqa: SLF001 - a plan is part of its index
 
@@ -258,6 +258,6 @@ class ModelPlan:
 
 
 def _stays(origins: Iterable[Origin | None]) -> list[tuple[int, int]]:
-    """The blocks that a segment uses, each with the stay that was seen."""
+    """The blocks that a segment uses, each with its stay at planning time."""
     entries = [origin.source.entry for origin in origins if origin is not None]
     return list(dict.fromkeys((entry.block, entry.stay) for entry in entries))

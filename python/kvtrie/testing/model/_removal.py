@@ -1,4 +1,4 @@
-"""How blocks leave: by eviction, by id, by span, by namespace, all at once."""
+"""Removal of blocks: by eviction, by id, by span, by namespace, all at once."""
 
 from __future__ import annotations
 
@@ -28,12 +28,7 @@ if TYPE_CHECKING:
 
 
 class Removal(Tags):
-    """The calls by which the caller gets blocks back.
-
-    Args:
-        num_blocks: Block ids lie in `0..num_blocks`.
-        block_size: Tokens a block.
-    """
+    """The calls that return blocks to the caller."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
@@ -45,15 +40,15 @@ class Removal(Tags):
         return self._resets, self._drops.get(namespace, 0)
 
     def take_freed(self) -> Int32:
-        """Hand out what waits since its last release."""
+        """Return the waiting blocks."""
         freed, self._waiting = self._waiting, []
         return int32(freed)
 
     def evict(self, n: int) -> Int32:
-        """Hand out at most `n` blocks: what waits, what is dead, then by last use, deepest, lowest.
+        """Return at most `n` blocks: waiting, dead, then by last use, deepest, lowest id.
 
         Args:
-            n: How many are wanted.
+            n: The number of wanted blocks.
         """
         n = as_count(n, "n")
         freed, self._waiting = self._waiting[:n], self._waiting[n:]
@@ -64,17 +59,17 @@ class Removal(Tags):
 
     @property
     def num_evictable(self) -> int:
-        """How many blocks `evict` could take from the index."""
+        """The number of blocks that `evict` could remove from the index."""
         return len(self._evictable())
 
     def discard(self, block_ids: Integers) -> Int32:
-        """Take blocks out wherever they are.
+        """Remove blocks wherever they are.
 
         Args:
             block_ids: Ids; unknown ones are counted, repeated ones once.
 
         Returns:
-            Those that are free now, in the order given. A pinned one is condemned instead.
+            The freed ids, in the given order. A pinned block is condemned instead.
         """
         wanted = list(dict.fromkeys(as_integers(block_ids, "block_ids", self.num_blocks)))
         where = self._where()
@@ -82,13 +77,13 @@ class Removal(Tags):
         return self._forget(where[block] for block in wanted if block in where)
 
     def quarantine(self, block_ids: Integers) -> int:
-        """Take blocks out of use for good, wherever they are.
+        """Remove blocks from use permanently, wherever they are.
 
         Args:
             block_ids: Ids; those that are not indexed are counted, repeated ones once.
 
         Returns:
-            How many were not in quarantine, nor on the way there.
+            The number of ids that were newly quarantined.
         """
         wanted = dict.fromkeys(as_integers(block_ids, "block_ids", self.num_blocks))
         where = self._where()
@@ -101,22 +96,18 @@ class Removal(Tags):
 
     @property
     def quarantined(self) -> Int32:
-        """The ids that are in quarantine or on the way there, ascending."""
+        """The ids that are in quarantine or will be after their last release, ascending."""
         return int32(sorted(self._quarantined))
 
     def drop(self, namespace: Namespace) -> Int32:
-        """Empty a namespace and start an epoch of it.
-
-        Args:
-            namespace: Which one.
-        """
+        """Empty a namespace and start its next epoch."""
         expect(namespace, Namespace, "namespace")
         self._drops[namespace] = self._drops.get(namespace, 0) + 1
         freed = self._forget(key for key in self._entries if key[0] == namespace)
         return np.sort(freed)
 
     def reset(self) -> Int32:
-        """Empty the index and start an epoch of all namespaces."""
+        """Empty the index and start the next epoch of all namespaces."""
         self._resets += 1
         return np.sort(self._forget(self._entries))
 
@@ -125,9 +116,9 @@ class Removal(Tags):
     def _inside(
         self, namespace: Namespace, tokens: Tokens, ranges: list[tuple[int, int]]
     ) -> list[tuple[Key, bool]]:
-        """The present blocks wholly inside a range, in order of the path, and which are extended.
+        """The present blocks wholly inside a range, in path order, and the extended ones.
 
-        A block is extended if something present below it is not on the path of the sequence.
+        A block is extended if a present block below it is not on the path of the sequence.
         """
         size = self.block_size
         path = self._path(namespace, tokens)
@@ -140,14 +131,14 @@ class Removal(Tags):
         ]
 
     def mark_dead(self, seq: AnySequence, ranges: Iterable[tuple[int, int]]) -> int:
-        """Let the blocks wholly inside some ranges be evicted first, unless they are extended.
+        """Mark the blocks wholly inside some ranges to be evicted first, except extended ones.
 
         Args:
             seq: The sequence.
-            ranges: Pairs of (start, end), ascending and disjoint; those that touch are one.
+            ranges: Pairs of (start, end), ascending and disjoint; adjacent ones are merged.
 
         Returns:
-            How many blocks were marked that had no mark.
+            The number of newly marked blocks.
         """
         namespace, tokens = read(seq)
         inside = self._inside(namespace, tokens, as_ranges(ranges, len(tokens)))
@@ -162,16 +153,16 @@ class Removal(Tags):
     def remove_spans(
         self, seq: AnySequence, ranges: Iterable[tuple[int, int]], *, force: bool = False
     ) -> ModelRemoveResult:
-        """Take out the blocks wholly inside some ranges.
+        """Remove the blocks wholly inside some ranges.
 
         Args:
             seq: The sequence.
-            ranges: Pairs of (start, end), ascending and disjoint; those that touch are one.
-            force: Whether extended blocks go as well.
+            ranges: Pairs of (start, end), ascending and disjoint; adjacent ones are merged.
+            force: Whether extended blocks are removed as well.
 
         Returns:
-            The ids that are free now, those that were kept because they are extended, and those
-            that are pinned; each in order of the path.
+            The freed ids, the ids kept because they are extended, and the pinned ids; each in path
+            order.
         """
         namespace, tokens = read(seq)
         inside = self._inside(namespace, tokens, as_ranges(ranges, len(tokens)))

@@ -1,4 +1,4 @@
-"""What the calls answer, with the attributes of kvtrie's own results."""
+"""The results of the calls, with the attributes of kvtrie's own results."""
 
 from __future__ import annotations
 
@@ -99,6 +99,6 @@ class ModelInsertBatch:
 
 
 def flat(parts: Sequence[Int32]) -> tuple[Int32, Int64]:
-    """Arrays one behind the other, and where each begins."""
+    """The arrays in sequence, and the start of each."""
     offsets = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
     return (np.concatenate(parts) if parts else int32([])), offsets

@@ -1,4 +1,4 @@
-"""Sequences, and tokens as they are compared."""
+"""Sequences, and tokens in comparable form."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Token: TypeAlias = int | tuple[int, bytes, int]
-"""What two positions are compared by: the id, or inside an item (id, digest, offset in it)."""
+"""The comparable form of a token: the id, or inside an item (id, digest, offset in it)."""
 
 Tokens: TypeAlias = tuple[Token, ...]
 
 
 def effective(ids: Sequence[int], items: Sequence[Item]) -> Tokens:
-    """The tokens that are compared: in an item, the id with the item's digest and the offset."""
+    """The comparable tokens: in an item, the id with the item's digest and the offset."""
     tokens: list[Token] = list(ids)
     for item in items:
         for position in range(item.start, item.end):
@@ -30,12 +30,12 @@ def effective(ids: Sequence[int], items: Sequence[Item]) -> Tokens:
 
 
 def sort_key(tokens: Tokens) -> list[tuple[int, int, bytes, int]]:
-    """Orders tokens by (id, item or none), none first."""
+    """A sort key: tokens by (id, item or none), none first."""
     return [(t, 0, b"", 0) if isinstance(t, int) else (t[0], 1, t[1], t[2]) for t in tokens]
 
 
 def common(left: Tokens, right: Tokens) -> int:
-    """How many tokens `left` and `right` share from the front."""
+    """Length of the common prefix of `left` and `right`."""
     for n, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return n
@@ -43,12 +43,12 @@ def common(left: Tokens, right: Tokens) -> int:
 
 
 class ModelSequence:
-    """Token ids from position 0 in a namespace: `kvtrie.TokenSequence` without any memory.
+    """Token ids from position 0 in a namespace: `kvtrie.TokenSequence` without cached state.
 
     Args:
         ids: Token ids, each in `0..2**32`.
         namespace: What the KV depends on besides the tokens.
-        items: Ranges that stand for something else (an image), ascending and disjoint.
+        items: Ranges that represent something else (an image), ascending and disjoint.
     """
 
     def __init__(self, ids: Integers, namespace: Namespace, items: Sequence[Item] = ()) -> None:
@@ -61,7 +61,7 @@ class ModelSequence:
 
     @property
     def namespace(self) -> Namespace:
-        """The namespace that the sequence lives in."""
+        """The namespace."""
         return self._namespace
 
     @property
@@ -71,7 +71,7 @@ class ModelSequence:
 
     @property
     def tokens(self) -> Tokens:
-        """The tokens as they are compared; `kvtrie.TokenSequence` has no such property."""
+        """The comparable tokens; `kvtrie.TokenSequence` has no such property."""
         return self._tokens
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class ModelSequence:
 
         Args:
             ids: More token ids.
-            items: Items that lie within the new ids.
+            items: Items within the new ids.
         """
         new = as_integers(ids, "ids", TOKEN_LIMIT)
         end = len(self._ids)
@@ -111,10 +111,10 @@ class ModelSequence:
         self._tokens = effective(self._ids, self._items)
 
     def truncate(self, n: int) -> None:
-        """Forget everything from position `n` on; an item that is cut ends there.
+        """Drop everything from position `n` on; an item that is cut ends there.
 
         Args:
-            n: The new length, at most the present one.
+            n: The new length, at most the current one.
         """
         n = as_count(n, "n")
         if n > len(self._ids):
@@ -133,7 +133,7 @@ AnySequence: TypeAlias = ModelSequence | TokenSequence
 
 
 def read(seq: AnySequence) -> tuple[Namespace, Tokens]:
-    """Namespace and compared tokens of a sequence, read anew at every call."""
+    """Namespace and comparable tokens of a sequence, read again at every call."""
     if isinstance(seq, ModelSequence):
         return seq.namespace, seq.tokens
     expect(seq, TokenSequence, "seq")

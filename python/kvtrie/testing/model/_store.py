@@ -1,4 +1,4 @@
-"""What is cached under which whole prefix, who pins it, and what leaves first."""
+"""The cached entries by whole prefix, their pins, and the eviction order."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Key: TypeAlias = tuple[Namespace, Tokens]
 
 @dataclass
 class Entry:
-    """What is cached under one whole prefix: the block that holds its last tokens."""
+    """The entry of one whole prefix: the block of its last tokens."""
 
     block: int
     exact: bool
     hops: int
     stamp: int
     tags: list[int]
-    """One bit set a token of the block."""
+    """One bit set per token of the block."""
     stay: int
-    """A number for this stay of this block id in the index: when the id leaves, it ends."""
+    """The number of this stay of the block id in the index, which ends when the id leaves."""
     mark: int | None = None
     """The call of `mark_dead` that marked it, counted from 1."""
 
@@ -40,18 +40,18 @@ class PlanState:
     epoch: tuple[int, int]
     pinned: bool
     first_approximate: int | None = None
-    """The position behind which everything inserted with the plan is approximate."""
+    """The position after which everything inserted with the plan is approximate."""
     hops: list[int] = field(default_factory=list)
     """The hops of each token of the prompt once the plan is applied."""
     pins: set[int] = field(default_factory=set)
-    """Blocks pinned with all that lies above them."""
+    """Blocks pinned together with all blocks above them."""
     source_pins: set[int] = field(default_factory=set)
-    """Blocks pinned by themselves."""
+    """Blocks pinned alone."""
     released: bool = False
 
 
 def exact_run(entries: Iterable[Entry | None]) -> list[Entry]:
-    """The entries before the first that is absent or approximate."""
+    """The entries before the first absent or approximate one."""
     run = []
     for entry in entries:
         if entry is None or not entry.exact:
@@ -61,12 +61,7 @@ def exact_run(entries: Iterable[Entry | None]) -> list[Entry]:
 
 
 class Store:
-    """One dictionary from whole prefixes to entries; everything else is found by looking at it.
-
-    Args:
-        num_blocks: Block ids lie in `0..num_blocks`.
-        block_size: Tokens a block.
-    """
+    """One dictionary from whole prefixes to entries; everything else is computed from it."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -74,14 +69,14 @@ class Store:
         self._entries: dict[Key, Entry] = {}
         self._condemned: set[int] = set()
         self._waiting: list[int] = []
-        # Out of use for good; condemned ones among them.
+        # Permanently out of use, including condemned ones.
         self._quarantined: set[int] = set()
         self._plans: list[PlanState] = []
         self._clock = 0
         self._marks = 0
         self._stays = 0
 
-    # --- looking at all of it ---------------------------------------------------------------------
+    # --- computed from all entries ----------------------------------------------------------------
 
     def _path(self, namespace: Namespace, tokens: Tokens) -> list[Key]:
         """The keys of all full blocks of a sequence."""
@@ -104,11 +99,11 @@ class Store:
         return {entry.block: key for key, entry in self._entries.items()}
 
     def _holes(self) -> set[Key]:
-        """Absent blocks below which something is present."""
+        """Absent blocks with a present block below."""
         return self._above(self._entries) - self._entries.keys()
 
     def _is_here(self, block: int, stay: int) -> bool:
-        """Whether a block never left since it was seen."""
+        """Whether a block has not left since this stay."""
         return any(entry.block == block and entry.stay == stay for entry in self._entries.values())
 
     # --- pins -------------------------------------------------------------------------------------
@@ -117,12 +112,12 @@ class Store:
         return {block for plan in self._plans for block in plan.pins | plan.source_pins}
 
     def _holding(self) -> set[Key]:
-        """What is pinned together with everything above it."""
+        """The blocks pinned together with everything above them."""
         blocks = {block for plan in self._plans for block in plan.pins}
         return {key for key, entry in self._entries.items() if entry.block in blocks}
 
     def _evictable(self) -> list[Key]:
-        """What is neither pinned nor above something pinned; the dead go from above a source."""
+        """Blocks neither pinned nor above a pinned one; dead blocks may be above a source."""
         pinned = self._pinned()
         anchors = {key for key, entry in self._entries.items() if entry.block in pinned}
         above, held = self._above(anchors), self._above(self._holding())
@@ -135,7 +130,7 @@ class Store:
     # --- using ------------------------------------------------------------------------------------
 
     def _stamp(self, entries: Iterable[Entry]) -> None:
-        """One tick, at which these were used; what was dead is not any more."""
+        """Touch these entries at one time of the clock; dead ones lose their mark."""
         self._clock += 1
         for entry in entries:
             entry.stamp, entry.mark = self._clock, None
@@ -143,7 +138,7 @@ class Store:
     # --- leaving ----------------------------------------------------------------------------------
 
     def _next_victim(self) -> Key | None:
-        """The block that is evicted next: a dead one, else the end unused for longest."""
+        """The next block to evict: a dead one, else the least recently used end."""
         dead = [key for key in self._evictable() if self._entries[key].mark is not None]
         if dead:
             return min(dead, key=lambda key: (self._entries[key].mark, -len(key[1])))
@@ -153,7 +148,7 @@ class Store:
         """The unpinned block with nothing present below, by last use, deepest, lowest id.
 
         Args:
-            cut_off: Only among the blocks that have a hole above them.
+            cut_off: Only among blocks with a hole above them.
         """
         pinned = self._pinned()
         above = self._above(self._entries)
@@ -175,25 +170,25 @@ class Store:
         )
 
     def _left(self, block: int) -> int | None:
-        """A block that is in the index no more: its id, or None when it is pinned: condemned."""
+        """A block has left the index: its id, or None if it is pinned and so condemned."""
         if block in self._pinned():
             self._condemned.add(block)
             return None
         return block
 
     def _out_of_reach(self) -> set[int]:
-        """Ids that are not indexed and that nobody holds: no insert takes them."""
+        """Ids that no insert takes: neither indexed nor held by the caller."""
         return self._condemned | set(self._waiting) | self._quarantined
 
     def _forget(self, keys: Iterable[Key]) -> Int32:
-        """Take entries out; the ids that are free now."""
+        """Remove entries; returns the freed ids."""
         gone = [self._entries.pop(key).block for key in list(keys)]
         freed = [block for block in gone if self._left(block) is not None]
         self._settle()
         return int32(freed)
 
     def _settle(self) -> None:
-        """End of every call: what was released comes free, and the holes are kept in bounds."""
+        """End every call: free released blocks, and bound the number of holes."""
         freed = self._condemned - self._pinned()
         self._condemned -= freed
         self._waiting += sorted(freed - self._quarantined)
@@ -206,7 +201,7 @@ class Store:
         self._waiting += sorted(cut_off)
 
     def _release(self, state: PlanState) -> None:
-        """Forget a plan and its pins."""
+        """Remove a plan and its pins."""
         state.released = True
         self._plans = [plan for plan in self._plans if plan is not state]
         self._settle()

@@ -17,12 +17,7 @@ MAX_KINDS = 64
 
 
 class Tags(Store):
-    """Tags live with the entry: they are those of a prefix and a position in it.
-
-    Args:
-        num_blocks: Block ids lie in `0..num_blocks`.
-        block_size: Tokens a block.
-    """
+    """Tags belong to the entry: they depend on a prefix and a position in it."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
@@ -34,19 +29,19 @@ class Tags(Store):
         return tuple(self._kinds)
 
     def _bits(self, kinds: Iterable[str]) -> int:
-        """The bit set of those kinds that are known."""
+        """The bit set of the known ones of these kinds."""
         return sum(1 << bit for bit, kind in enumerate(self._kinds) if kind in set(kinds))
 
     def _spans(
         self, spans: Iterable[Span], tokens: Tokens
     ) -> tuple[list[str], list[tuple[range, int]]]:
-        """The kinds as they will be, and the ranges to mark with their bits."""
+        """The new kinds, and the ranges to mark with their bits."""
         kinds = list(self._kinds)
         marks = []
         for span in spans:
             expect(span, Span, "a span")
             if span.end > len(tokens):
-                message = f"{span!r} ends behind the {len(tokens)} tokens of the sequence"
+                message = f"{span!r} ends after the {len(tokens)} tokens of the sequence"
                 raise ValueError(message)
             if span.start == span.end:
                 continue
@@ -82,11 +77,8 @@ class Tags(Store):
     def tags(self, seq: AnySequence) -> list[Span]:
         """The tags of every present block on the path of a sequence.
 
-        Args:
-            seq: The sequence.
-
         Returns:
-            A kind's runs as long as they go, sorted by (start, end, kind).
+            Maximal runs of each kind, sorted by (start, end, kind).
         """
         namespace, tokens = read(seq)
         bits: list[int] = []

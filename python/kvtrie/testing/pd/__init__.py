@@ -1,10 +1,9 @@
 """A prefill/decode pair in pure Python that moves labelled fake KV, so that a wrong load shows.
 
-An engine's pool holds no numbers here but labels: each slot says which token it was computed for,
-at which position, and with which context. After a transfer the receiver looks at every slot that it
-takes for present, and counts the ones that hold something else. The same transfer can be made under
-the rules of several engines, each written from its description with a link to where it was
-reported, and under kvtrie's own:
+A pool here holds labels instead of numbers: each slot has the token that it was computed for, the
+position, and the context. After a transfer the receiver checks every slot that it counts as
+present, and counts the wrong ones. The same transfer can be made under kvtrie's rules and under
+those of several engines, each written from its description with a link to the report:
 
 * `vllm.suffix_trim`, `vllm.head_trim`, `vllm.SuffixTrim(clip=…, rounded=…)`: blocks paired by
   counting;
@@ -14,21 +13,20 @@ reported, and under kvtrie's own:
   `plan_transfer`.
 
 `Engine.compute` gives an engine a request with its KV; `transfer` moves it to another engine's
-prompt and answers with an `Outcome`. Token ids are any ints from 0 on: ranges that do not overlap
-are different texts.
+prompt and returns an `Outcome`. Token ids are any ints from 0; disjoint ranges are different texts.
 
 Example:
-    A thought is stripped from the history, and the decode engine's blocks are asked for again:
+    Reasoning is stripped from the history, and the decode engine's blocks are requested again:
 
     >>> import kvtrie
     >>> from kvtrie.testing import pd
-    >>> question, thought, answer, new = (
+    >>> question, reasoning, answer, new = (
     ...     range(64),
     ...     range(100, 260),
     ...     range(300, 348),
     ...     range(400, 432),
     ... )
-    >>> turn = pd.Engine("D").compute([*question, *thought, *answer])
+    >>> turn = pd.Engine("D").compute([*question, *reasoning, *answer])
     >>> prompt = [*question, *answer, *new]
     >>> outcome = pd.transfer(turn, pd.Engine("P"), prompt, cached=64, rule=pd.vllm.suffix_trim)
     >>> outcome.loaded, outcome.wrong, outcome.never_computed

@@ -1,4 +1,4 @@
-"""Which slots hold something else than the engine believes."""
+"""Finds slots whose content differs from what the engine assumes."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ def wrong_slots(
     root: int = 0,
     start: int = 0,
 ) -> list[tuple[int, str]]:
-    """The positions whose slot has a wrong label, with what is wrong.
+    """The positions whose slot has a wrong label, with the error.
 
-    A label is wrong if nothing was written there, if it is the KV of another token, of another
-    namespace, or of another position, if it is called exact and was computed with another context,
-    or if it made more hops than is said.
+    A label is wrong if the slot is unwritten, if it has the KV of another token, namespace or
+    position, if it is called exact but was computed with another context, or if it has more hops
+    than claimed.
 
     Args:
-        pool: Where the slots are.
+        pool: The pool of the slots.
         slots: The sequence's slots, from position 0.
         ids: Its tokens.
         canon: Their contexts, from `chain`.
-        classes: For each position below the end, what the engine calls it: 0 exact, 1 approximate.
-            Positions behind these are not looked at.
-        hops: How many hops the engine believes in, for each position.
+        classes: The claimed class of each position: 0 exact, 1 approximate. Later positions are not
+            checked.
+        hops: The claimed hops of each position.
         root: The namespace's number.
-        start: The first position to look at.
+        start: The first position to check.
 
     Returns:
         Pairs of a position and a word: `unwritten`, `token`, `namespace`, `position`, `context` or
+        `hops`.
         `hops`.
     """
     end = len(classes)
     held = slots[start:end]
     token, position, context = pool.token, pool.position, pool.context
-    # Nearly always all is right, and whole lists compare faster than slots do.
+    # Fast path: comparing whole lists is faster, and they are usually right.
     if (
         list(map(token.__getitem__, held)) == ids[start:end]
         and list(map(context.__getitem__, held)) == canon[start:end]
@@ -85,16 +86,16 @@ def is_loaded_right(
     hops: int,
     root: int = 0,
 ) -> bool:
-    """Whether consecutive slots hold what was said when they were loaded.
+    """Whether consecutive slots hold what was claimed when they were loaded.
 
     Args:
-        pool: Where they are.
-        slot: The first of them.
-        ids: The tokens that they are for.
-        canon: Their contexts.
-        start: The position of the first.
-        exact: Whether they are called exact.
-        hops: How many hops they are said to have.
+        pool: The pool of the slots.
+        slot: The first slot.
+        ids: Their tokens.
+        canon: The contexts of the tokens.
+        start: The position of the first token.
+        exact: Whether they are claimed to be exact.
+        hops: The claimed hops.
         root: The namespace's number.
     """
     end = slot + len(ids)

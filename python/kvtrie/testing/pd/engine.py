@@ -17,11 +17,11 @@ class Computed:
     """A request whose KV an engine holds.
 
     Attributes:
-        engine: Who holds it.
+        engine: The engine.
         ids: Its tokens.
-        blocks: Its table, look-ahead blocks included.
-        num_computed: How many of the tokens have KV.
-        lookahead: How many slots were reserved behind the tokens.
+        blocks: Its table, with look-ahead blocks.
+        num_computed: Number of tokens with KV.
+        lookahead: Slots reserved after the tokens.
     """
 
     engine: Engine
@@ -32,11 +32,11 @@ class Computed:
 
 
 class Engine:
-    """One side of a pair: a pool of labelled slots and who holds which block.
+    """One side of a pair: a pool of labelled slots and the owners of its blocks.
 
     Args:
-        name: What it is called in messages.
-        block_size: Slots a block.
+        name: The name in messages.
+        block_size: Slots per block.
         num_blocks: Blocks in its pool.
         namespace: What its KV depends on besides tokens.
 
@@ -56,7 +56,7 @@ class Engine:
         num_blocks: int = 4096,
         namespace: kvtrie.Namespace | None = None,
     ) -> None:
-        """Make an engine that has computed nothing."""
+        """Make an engine without KV."""
         self.name = name
         self.block_size = block_size
         self.namespace = namespace or kvtrie.Namespace(
@@ -67,15 +67,15 @@ class Engine:
         self.allocator = kvtrie.BlockAllocator(num_blocks)
 
     def __repr__(self) -> str:
-        """Its name."""
+        """The name."""
         return f"Engine({self.name!r})"
 
     def chain(self, ids: Sequence[int]) -> list[int]:
-        """The context of each token when it is computed from scratch in this namespace."""
+        """The context of each token if computed from scratch in this namespace."""
         return chain(ids, self.root)
 
     def allocate(self, num_tokens: int) -> list[int]:
-        """Blocks for so many tokens, with nothing written in them."""
+        """Blocks for this many tokens, unwritten."""
         blocks: list[int] = self.allocator.allocate(-(-num_tokens // self.block_size)).tolist()
         self.pool.clear(blocks)
         return blocks
@@ -92,15 +92,15 @@ class Engine:
 
         Args:
             ids: Its tokens.
-            num_computed: How many of them get KV: all if None; one less where the last was sampled.
-            lookahead: How many more slots to reserve, as engines do for drafts.
+            num_computed: How many of them get KV; None: all. One less if the last was sampled.
+            lookahead: More slots to reserve, as engines do for drafts.
             drafts: Unverified ids whose KV is written to the first reserved slots.
 
         Returns:
-            What it holds.
+            The request.
 
         Raises:
-            ValueError: More is computed than there is, or more drafts come than slots.
+            ValueError: `num_computed` is beyond the tokens, or there are more drafts than slots.
         """
         ids = list(ids)
         computed = len(ids) if num_computed is None else num_computed

@@ -1,4 +1,4 @@
-"""What two engines tell each other about a transfer, and what a rule makes of it."""
+"""What two engines exchange about a transfer, and the result of a rule."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class Want:
-    """What the receiver needs.
+    """The receiver's request.
 
     Attributes:
         engine: The receiver.
         ids: Its prompt.
         blocks: Its table from position 0.
-        cached: How many tokens from the front it has already, in the first blocks of the table.
+        cached: Tokens from the front that it already has, in the first blocks of the table.
     """
 
     engine: Engine
@@ -33,7 +33,7 @@ class Want:
 
     @property
     def uncached_blocks(self) -> Sequence[int]:
-        """The blocks behind those that are wholly cached."""
+        """The blocks after the wholly cached ones."""
         return self.blocks[self.cached // self.engine.block_size :]
 
 
@@ -41,13 +41,13 @@ class Piece(NamedTuple):
     """Consecutive tokens to load.
 
     Attributes:
-        source_slot: Where the first lies in the sender's pool.
-        slot: Where it goes in the receiver's pool.
-        position: Where that is in the receiver's sequence.
-        num_tokens: How many.
+        source_slot: The first slot in the sender's pool.
+        slot: The first slot in the receiver's pool.
+        position: The first position in the receiver's sequence.
+        num_tokens: Number of tokens.
         delta: How far K is moved.
-        exact: Whether they are called exact.
-        hops: How many hops they are said to have.
+        exact: Whether they are claimed to be exact.
+        hops: The claimed hops.
     """
 
     source_slot: int
@@ -61,12 +61,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rule decides.
+    """The decision of a rule.
 
     Attributes:
-        pieces: What to copy.
-        claimed: Ranges of positions that need no computation, as it believes.
-        exact_until: Where KV stops being called exact; None if it is all called so.
+        pieces: The copies.
+        claimed: Ranges of positions that it says need no computation.
+        exact_until: Where KV stops being claimed exact; None if all is.
     """
 
     pieces: list[Piece]
@@ -75,12 +75,12 @@ class Answer:
 
 
 class Rule(Protocol):
-    """Decides which of the sender's blocks become which of the receiver's."""
+    """Decides which of the sender's blocks go to which of the receiver's."""
 
     def __call__(self, offer: Computed, want: Want, /) -> Answer:
         """Decide.
 
         Raises:
-            PeerError: The rule gives up, which ends the request.
-            kvtrie.TransferRefused: The rule gives up, and says why; all is computed then.
+            PeerError: The rule fails, which ends the request.
+            kvtrie.TransferRefused: The rule refuses, with a reason; everything is then computed.
         """

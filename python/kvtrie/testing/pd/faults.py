@@ -1,4 +1,4 @@
-"""What a network, a crash or a hostile peer does to a manifest on its way."""
+"""Faults of a manifest in transit: by the network, a crash or a hostile peer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ FAULTS = ("dropped", "duplicated", "reordered", "truncated", "mutated", "stale",
 
 
 def truncated(raw: bytes, rng: Random) -> bytes:
-    """The front of a message."""
+    """The first part of a message."""
     return raw[: rng.randrange(len(raw))]
 
 
 def mutated(raw: bytes, rng: Random) -> bytes:
-    """A message with bytes changed, inserted, left out, repeated or swapped; now and then none."""
+    """A message with bytes changed, inserted, dropped, repeated or swapped; sometimes unchanged."""
     data = bytearray(raw)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         at = rng.randrange(len(data)) if data else 0
@@ -34,7 +34,7 @@ def mutated(raw: bytes, rng: Random) -> bytes:
             part = data[at : at + rng.choice((1, 4, 16, 64))]
             data[at:at] = part
         else:
-            # Block ids and digests have these sizes: whole ones change places.
+            # Block ids and digests have these sizes: whole ones are swapped.
             size = rng.choice((4, 16))
             other = rng.randrange(len(data)) if data else 0
             low, high = min(at, other), max(at, other)

@@ -1,15 +1,16 @@
-"""Fake KV that says what it is: the labelled slots of one pool.
+"""Fake KV with labels: the slots of one pool.
 
-A slot holds the label of the KV that a real pool would hold there:
+A slot holds the label of the KV that a real pool would have there:
 
-* `token`: the id it was computed for, `UNWRITTEN` where nothing was since the block was handed out;
-* `position`: the position its K stands at, which a load moves by its delta;
-* `context`: a digest of all it was computed with, see `chain`;
-* `place`: the digest of the tokens up to and with its own, in the sequence that it stands in;
+* `token`: the id it was computed for; `UNWRITTEN` if nothing was written since the block was handed
+  out;
+* `position`: the position of its K, which a load moves by its delta;
+* `context`: a digest of everything it was computed with, see `chain`;
+* `place`: the digest of the tokens up to and including its own, in its current sequence;
 * `space`: its namespace;
 * `hops`: how many times it was placed under another prefix than the one it was computed under.
 
-Slots are plain integers in flat lists, a list for each of these.
+Slots are plain integers, in one flat list per field.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 UNWRITTEN = -1
-"""The token of a slot that nobody wrote since its block was handed out."""
+"""The token of a slot that was not written since its block was handed out."""
 
 
 def chain(ids: Sequence[int], root: int) -> list[int]:
-    """The context of each token that is computed from scratch: it and all tokens before it.
+    """The context of each token if computed from scratch: it and all tokens before it.
 
     Args:
-        ids: Tokens that follow each other.
+        ids: Consecutive tokens.
         root: The context of the token before them, or the namespace's number.
 
     Returns:
-        One digest for each token.
+        One digest per token.
 
     Example:
         >>> from kvtrie.testing.pd.labels import chain
@@ -48,11 +49,11 @@ def chain(ids: Sequence[int], root: int) -> list[int]:
 
 
 class LabelledPool:
-    """The slots of one engine's pool, each with the label of the KV that lies there.
+    """The slots of one engine's pool, each with the label of its KV.
 
     Args:
-        num_blocks: How many blocks it has.
-        block_size: Slots a block.
+        num_blocks: Number of blocks.
+        block_size: Slots per block.
 
     Example:
         >>> from kvtrie.testing.pd.labels import LabelledPool, chain
@@ -67,7 +68,7 @@ class LabelledPool:
     __slots__ = ("block_size", "context", "hops", "place", "position", "space", "token")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Make a pool in which nothing is written."""
+        """Make an unwritten pool."""
         num_slots = num_blocks * block_size
         self.block_size = block_size
         self.token = [UNWRITTEN] * num_slots
@@ -83,7 +84,7 @@ class LabelledPool:
         return [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
 
     def clear(self, blocks: Iterable[int]) -> None:
-        """Forget what was written to blocks: whoever gets them computes what lies there."""
+        """Mark the slots of blocks as unwritten, for the next owner."""
         size = self.block_size
         nothing, no_context = [UNWRITTEN] * size, [0] * size
         for block in blocks:
@@ -91,7 +92,7 @@ class LabelledPool:
             self.context[block * size : (block + 1) * size] = no_context
 
     def attended(self, slots: Sequence[int], canon: Sequence[int], root: int) -> tuple[int, int]:
-        """What a token computed behind these slots attends to.
+        """What a token computed after these slots attends to.
 
         Args:
             slots: The slots of all tokens before it.
@@ -99,12 +100,12 @@ class LabelledPool:
             root: The namespace's number.
 
         Returns:
-            The digest that its context is chained to, and how many of the slots are unwritten.
+            The digest that its context is chained to, and the number of unwritten slots.
         """
         token, position, context = self.token, self.position, self.context
         if not slots:
             return root, 0
-        # Nearly always all is exact, and whole lists compare faster than slots do.
+        # Fast path: comparing whole lists is faster, and they are usually exact.
         if list(map(context.__getitem__, slots)) == canon[: len(slots)]:
             return canon[len(slots) - 1], 0
         missing = 0
@@ -130,18 +131,18 @@ class LabelledPool:
         *,
         root: int = 0,
     ) -> int:
-        """Write the KV of some tokens, computed with what lies in the slots before them.
+        """Write the KV of some tokens, computed with the slots before them.
 
         Args:
             slots: The sequence's slots, from position 0.
             ids: Its tokens.
             canon: Their contexts, from `chain`.
             start: The first position to compute.
-            end: Where to stop.
+            end: One past the last position.
             root: The namespace's number.
 
         Returns:
-            How many slots below `start` were unwritten, which is how often it read nothing.
+            The number of unwritten slots before `start`, which the computation read.
         """
         if end <= start:
             return 0
@@ -165,14 +166,14 @@ class LabelledPool:
         places: Sequence[int],
         delta: int,
     ) -> None:
-        """Copy the KV of consecutive slots, with K moved by a distance.
+        """Copy the KV of consecutive slots, with K moved by `delta`.
 
         Args:
-            source: The pool it comes from; it may be this one.
-            source_slot: Its first slot there.
-            slot: Its first slot here.
-            places: For each token, the digest of the tokens up to and with it in the sequence that
-                it comes to stand in.
+            source: The source pool; may be this one.
+            source_slot: The first slot in the source pool.
+            slot: The first slot in this pool.
+            places: For each token, the digest of the tokens up to and including it in its new
+                sequence.
             delta: New position - old position.
         """
         end, stop = source_slot + len(places), slot + len(places)

@@ -1,4 +1,4 @@
-"""One transfer under a rule, and what it left in the receiver's slots."""
+"""One transfer under a rule, and its outcome in the receiver's slots."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a transfer left behind. All counts are tokens.
+    """The outcome of a transfer. All counts are tokens.
 
     Attributes:
-        loaded: Taken for present after the load.
-        exact: Of these, called exact.
+        loaded: Counted as present after the load.
+        exact: Of these, claimed exact.
         computed: Computed by the receiver afterwards.
-        wrong: Of `loaded`, those whose slot holds something else than is believed.
-        unwritten: Of `wrong`, those where nobody ever wrote anything.
+        wrong: Of `loaded`, those whose slot does not hold what is claimed.
+        unwritten: Of `wrong`, those whose slot was never written.
         never_computed: Of `wrong`, those whose token the sender never computed anywhere.
-        tainted: Of `computed`, those called exact that attended to something wrong.
+        tainted: Of `computed`, those claimed exact that attended to wrong KV.
         refused: Why nothing was loaded; None otherwise.
         failed: The assertion that ended the request; None otherwise.
     """
@@ -50,20 +50,20 @@ def transfer(
     rule: Rule,
     cached: int = 0,
 ) -> Outcome:
-    """Move KV from a sender to a receiver, compute the rest there, and look at every slot.
+    """Move KV from a sender to a receiver, compute the rest there, and check every slot.
 
     The receiver copies what the rule says, block by block or slot by slot. It computes what the
-    rule does not claim, on top of what was copied.
+    rule does not claim, on top of the copies.
 
     Args:
-        source: What the sender holds.
-        receiver: Who needs KV; it may be the sender.
+        source: The sender's request.
+        receiver: The engine that needs KV; may be the sender.
         ids: The receiver's prompt.
-        rule: What decides, one of `kvtrie.testing.pd.rules`.
-        cached: How many tokens from the front the receiver has already.
+        rule: The rule, one of `kvtrie.testing.pd.rules`.
+        cached: Tokens from the front that the receiver already has.
 
     Returns:
-        What happened.
+        The outcome.
 
     Raises:
         ValueError: `cached` is not in `[0, len(ids)]`.
@@ -131,7 +131,7 @@ def transfer(
 
 
 def _load(sender: Engine, receiver: Engine, piece: Piece, canon: Sequence[int]) -> None:
-    """Copy one piece; a block is copied whole, also where the prompt ends inside it."""
+    """Copy one piece; blocks are copied whole, even if the prompt ends inside."""
     places = list(canon[piece.position : piece.position + piece.num_tokens])
     places += [0] * (piece.num_tokens - len(places))
     receiver.pool.load(sender.pool, piece.source_slot, piece.slot, places, piece.delta)

@@ -1,7 +1,7 @@
 """A serving engine over labelled KV: prefix cache, ledger, drafts, steps in flight, leases.
 
-It keeps what a real engine keeps, the optimistic counter of its scheduler among it, and tells the
-ledger what a real one could tell. What runs on the device is a queue: steps are scheduled, and run
+It keeps the state of a real engine, including the optimistic counter of its scheduler, and reports
+to the ledger what a real one could report. The device is a queue: steps are scheduled, and run
 later, in order.
 """
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from random import Random
 
 PLACEHOLDER = -1
-"""What stands for an id that is sampled and not known yet."""
+"""Placeholder for a sampled id that is not known yet."""
 
 JUNK = 2**31
-"""A token that nobody asked for: sampled behind the end of a request."""
+"""A token sampled after the end of a request."""
 
 
 @dataclass
@@ -35,19 +35,19 @@ class Live:
     """A request of a serving engine.
 
     Attributes:
-        name: What the ledger knows it by.
+        name: Its name in the ledger.
         seq: Its ids, which the ledger owns while it is live.
         table: Its blocks.
         slots: The slots of its blocks.
         to_compute: Ranges that the next prefill chunks compute.
-        future: What the model will sample, the last first.
-        num_drafts: Drafts a decode step.
-        guess: How often a draft is right.
-        counter: The scheduler's computed tokens, steps in flight counted.
-        ids: What the device knows to be the sequence.
+        future: The ids that the model will sample, the last first.
+        num_drafts: Drafts per decode step.
+        guess: Probability that a draft is right.
+        counter: The scheduler's computed tokens, with steps in flight.
+        ids: The sequence as the device knows it.
         canon: The contexts of these ids.
-        done: What the device has computed, gaps aside.
-        arrived: Sampled ids that the ledger was not told of.
+        done: What the device has computed, except gaps.
+        arrived: Sampled ids that were not reported to the ledger.
         in_flight: Steps that have not run.
     """
 
@@ -71,12 +71,12 @@ class ServingEngine(Engine):
     """An engine with a prefix cache, which serves requests step by step.
 
     Args:
-        name: What it is called.
-        rng: Draws chunks, drafts and what runs when.
-        block_size: Slots a block.
+        name: The name in messages.
+        rng: Draws chunks, drafts and the time of runs.
+        block_size: Slots per block.
         num_blocks: Blocks in its pool.
         namespace: What its KV depends on besides tokens.
-        depth: How many steps are in flight before the oldest runs.
+        depth: Steps in flight before the oldest runs.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class ServingEngine(Engine):
         namespace: kvtrie.Namespace | None = None,
         depth: int = 0,
     ) -> None:
-        """Make an engine that serves nobody."""
+        """Make an engine without requests."""
         super().__init__(name, block_size=block_size, num_blocks=num_blocks, namespace=namespace)
         self.rng = rng
         self.num_blocks = num_blocks
         self.depth = depth
-        # Slots read before they were written, and loads that are not what they say.
+        # Slots read before they were written, and loads that differ from their claim.
         self.broken = 0
         self.index = kvtrie.RadixIndex(
             num_blocks=num_blocks, block_size=block_size, min_run=8, seed=0
@@ -105,13 +105,13 @@ class ServingEngine(Engine):
         self.device: deque[Callable[[], None]] = deque()
 
     def drain(self) -> None:
-        """Run everything that was scheduled."""
+        """Run all scheduled steps."""
         device = self.device
         while device:
             device.popleft()()
 
     def _drop_behind(self) -> None:
-        """Run what is deeper in the queue than this engine lets steps be in flight."""
+        """Run the oldest steps until no more than `depth` are in flight."""
         while self.device and sum(live.in_flight for live in self.live.values()) > self.depth:
             self.device.popleft()()
 
@@ -122,14 +122,14 @@ class ServingEngine(Engine):
         """Blocks from the free list or from the index.
 
         Raises:
-            kvtrie.OutOfBlocksError: There are not so many.
+            kvtrie.OutOfBlocksError: There are fewer.
         """
         blocks: list[int] = self.allocator.allocate(num_blocks, evict_from=self.index).tolist()
         self._clear(blocks)
         return blocks
 
     def give_back(self, done: kvtrie.InsertResult) -> None:
-        """Free what an insert left to the engine."""
+        """Free the blocks that an insert returned to the engine."""
         self.allocator.free(done.duplicates)
         self.allocator.free(done.surplus)
         self.allocator.free(done.freed)
@@ -138,10 +138,10 @@ class ServingEngine(Engine):
     def prepare(
         self, name: Hashable, ids: Sequence[int], policy: kvtrie.ReusePolicy, keep_last: int
     ) -> tuple[Live, kvtrie.ReusePlan]:
-        """Look a prompt up, and bring the blocks that it needs.
+        """Plan a prompt, and allocate the blocks that it needs.
 
         Raises:
-            kvtrie.OutOfBlocksError: They cannot be had; nothing is kept.
+            kvtrie.OutOfBlocksError: There are not enough. Nothing is kept.
         """
         seq = kvtrie.TokenSequence(ids, self.namespace)
         plan = self.index.plan(seq, policy, keep_last=keep_last)
@@ -164,7 +164,7 @@ class ServingEngine(Engine):
         moves = plan.moves(np.asarray(table, dtype=np.int32))
         for source, target, count, delta in moves.tolist():
             self._move(live, source, target, count, delta)
-        # The copies are ordered before every later writer: it is one queue.
+        # The copies are ordered before every later writer: there is one queue.
         plan.release_sources()
         return live, plan
 
@@ -174,14 +174,14 @@ class ServingEngine(Engine):
         self.device.append(lambda: self.pool.load(self.pool, source, target, places, delta))
 
     def begin(self, live: Live, plan: kvtrie.ReusePlan) -> None:
-        """Begin with what the local plan brought."""
+        """Begin after the local plan."""
         self.ledger.begin(live.name, live.seq, live.table, source=plan)
         self._begun(live)
 
     def begin_imported(
         self, live: Live, plan: kvtrie.ReusePlan, transfer: kvtrie.TransferPlan
     ) -> None:
-        """Begin with what a transfer brought behind what the local plan has."""
+        """Begin after the local plan and a transfer of the tokens after it."""
         self.ledger.begin(
             live.name,
             live.seq,
@@ -193,7 +193,7 @@ class ServingEngine(Engine):
         self._begun(live)
 
     def begin_computed(self, live: Live, plan: kvtrie.ReusePlan, loaded: int) -> None:
-        """Begin with the local plan, and count exact KV that was loaded behind it as computed."""
+        """Begin with the local plan, and count exact KV loaded after it as computed."""
         self.ledger.begin(live.name, live.seq, live.table, source=plan)
         _, present = self.ledger.final_range(live.name)
         self.ledger.schedule(live.name, loaded - present)
@@ -207,7 +207,7 @@ class ServingEngine(Engine):
         self.live[live.name] = live
 
     def grow(self, live: Live, num_tokens: int) -> bool:
-        """Bring blocks for so many tokens; False if there are none."""
+        """Allocate blocks for this many tokens; False if there are none."""
         needed = -(-num_tokens // self.block_size) - len(live.table)
         if needed > 0:
             try:
@@ -216,15 +216,15 @@ class ServingEngine(Engine):
                 return False
             self.ledger.add_blocks(live.name, more)
             live.table += more
-            # Steps in flight keep the table that they were scheduled with.
+            # Steps in flight keep their table.
             live.slots = live.slots + self.pool.slots(more)
         return True
 
     def step(self, names: Sequence[Hashable]) -> list[Hashable]:
-        """Schedule a step of these requests, and run what is too deep in the queue.
+        """Schedule a step of these requests, and run the oldest steps beyond `depth`.
 
         Returns:
-            The requests that got no blocks, which were left out.
+            The requests that were skipped, because they got no blocks.
         """
         rng = self.rng
         starved: list[Hashable] = []
@@ -247,7 +247,7 @@ class ServingEngine(Engine):
             scheduled.append(count)
             computed.append(live.counter)
             drafts.append(num_drafts)
-            # Now and then the ids come later than the counter that counts them.
+            # Sometimes the ids arrive after the counter that includes them.
             if rng.random() < 0.9:
                 ids += live.arrived
                 live.arrived = []
@@ -271,7 +271,7 @@ class ServingEngine(Engine):
         return starved
 
     def _next(self, live: Live) -> tuple[int, int, int]:
-        """Where the next step of a request starts, its positions, and how many are drafts."""
+        """The start of a request's next step, its positions, and its number of drafts."""
         if live.to_compute:
             start, end = live.to_compute[0]
             return start, min(end - start, self.rng.choice((1, 3, 16, 64))), 0
@@ -283,7 +283,7 @@ class ServingEngine(Engine):
     def _step_by_calls(
         self, name: Hashable, scheduled: int, computed: int, ids: list[int], drafts: int
     ) -> None:
-        """What `SequenceLedger.step` does, call by call: rejected drafts are rolled back."""
+        """`SequenceLedger.step` as single calls: rejected drafts are rolled back."""
         self.ledger.append(name, ids)
         self.ledger.confirm(name, computed)
         if self.ledger.lookahead(name)[1] > computed:
@@ -320,8 +320,8 @@ class ServingEngine(Engine):
             live.in_flight -= 1
             base = live.done
             if not live.future:
-                # The step was scheduled before another one ended the request: it runs, and what it
-                # samples is thrown away. The counter keeps counting it.
+                # The step was scheduled before another one ended the request. It runs, and its
+                # samples are dropped, but the counter includes it.
                 junk = [JUNK] * (num_drafts + 1 + max(0, base - len(live.ids)))
                 ids = live.ids + junk
                 canon = live.canon + chain(junk, live.canon[-1])
@@ -360,15 +360,15 @@ class ServingEngine(Engine):
         live.arrived += new
 
     def settle(self, live: Live) -> None:
-        """Wait for the device, and tell the ledger all that there is to tell of a request."""
+        """Wait for the device, and report everything about a request to the ledger."""
         self.drain()
         self._tell(live)
 
     def _tell(self, live: Live) -> None:
-        """Tell the ledger the ids that have arrived, and the counter that belongs to them."""
+        """Report the arrived ids to the ledger, with their counter."""
         ids, live.arrived = live.arrived, []
         if live.num_drafts and not live.to_compute:
-            # With drafts in flight, ids and the counter without the rejected ones are one fact.
+            # With drafts in flight, ids and the counter without rejected drafts go together.
             self.ledger.step([live.name], [0], [live.counter], ids, [0, len(ids)])
             return
         if ids:
@@ -377,13 +377,13 @@ class ServingEngine(Engine):
             self.ledger.confirm(live.name, live.counter)
 
     def commit(self, live: Live) -> None:
-        """Hand what is new to the index while the request runs."""
+        """Insert new KV into the index while the request runs."""
         self.give_back(self.ledger.commit(live.name, self.index))
         live.table = self.ledger.blocks(live.name).tolist()
         live.slots = self.pool.slots(live.table)
 
     def strip(self, ids: Sequence[int], start: int, end: int, *, remove: bool) -> None:
-        """A span is dead: its blocks go first when room is needed, or leave the index at once."""
+        """Mark a span dead, so that its blocks are evicted first, or remove it at once."""
         seq = kvtrie.TokenSequence(ids, self.namespace)
         if remove:
             self.allocator.free(self.index.remove_spans(seq, [(start, end)]).freed)
@@ -392,16 +392,16 @@ class ServingEngine(Engine):
             self.index.mark_dead(seq, [(start, end)])
 
     def preempt(self, live: Live, *, drop_blocks: bool, wait: bool = True) -> Live:
-        """Take back some of what was computed, as engines do when blocks run short.
+        """Roll back some of the computed tokens, as engines do when blocks run short.
 
         Args:
             live: The request.
-            drop_blocks: Whether blocks behind are given up.
-            wait: Whether the steps in flight come to their end before. If not, they still run, in
-                the blocks that they were scheduled with, and what they sample is thrown away.
+            drop_blocks: Whether the blocks after them are freed.
+            wait: Whether the steps in flight end first. If not, they still run in their blocks, and
+                their samples are dropped.
 
         Returns:
-            The request as it goes on.
+            The request that continues.
         """
         if wait or self.ledger.new_range(live.name)[0] >= len(live.ids):
             self.settle(live)
@@ -409,7 +409,7 @@ class ServingEngine(Engine):
             live = self._parted(live)
         committed, verified = self.ledger.new_range(live.name)
         if live.future:
-            # Somebody has to sample what comes next.
+            # The next token must still be sampled.
             verified = min(verified, len(live.ids) - 1)
         to = self.rng.randint(min(committed, verified), verified)
         gone = self.ledger.rollback(live.name, to, drop_blocks=drop_blocks)
@@ -422,7 +422,7 @@ class ServingEngine(Engine):
         return live
 
     def _parted(self, live: Live) -> Live:
-        """The request without its steps in flight, which keep the old one."""
+        """The request without its steps in flight, which keep the old request."""
         self._tell(live)
         other = replace(
             live,
@@ -436,14 +436,14 @@ class ServingEngine(Engine):
         return other
 
     def resampling(self, live: Live) -> None:
-        """A resumed prefill ends by sampling what comes next, as the first one did."""
+        """Let a resumed prefill end by sampling the next token, as the first one did."""
         if not live.to_compute:
             live.counter = live.done = len(live.ids)
 
     def finish(self, live: Live, *, wait: bool = True) -> None:
-        """End a request; what it computed goes to the index.
+        """End a request; its computed KV goes to the index.
 
-        Without `wait`, steps in flight run afterwards, and write where they were scheduled to.
+        Without `wait`, steps in flight run afterwards, and write to their scheduled slots.
         """
         if wait:
             self.settle(live)
@@ -451,7 +451,7 @@ class ServingEngine(Engine):
         self._ended(live)
 
     def forget(self, live: Live) -> None:
-        """End a request whose KV nobody wants."""
+        """End a request and drop its KV."""
         held = self.ledger.forget(live.name).tolist()
         self.allocator.free(held)
         self.allocator.free(self.index.take_freed())
@@ -468,7 +468,7 @@ class ServingEngine(Engine):
         return Envelope(self, lease, raw)
 
     def end_lease(self, number: int) -> None:
-        """A reader is done, or the time is up: the request ends with its last lease."""
+        """End a lease that is done or expired; the request ends with its last lease."""
         name = self.leases.end(number)
         if name is not None and name in self.live:
             self.finish(self.live[name])
@@ -481,21 +481,22 @@ class ServingEngine(Engine):
         *,
         breaks_after: int | None = None,
     ) -> None:
-        """Copy what a plan says out of the sender's blocks.
+        """Copy the pairs of a plan from the sender's blocks.
 
         Args:
-            live: Who gets it; it has not begun.
-            envelope: What was sent.
-            transfer: What was planned with it.
-            breaks_after: After so many pairs the connection breaks.
+            live: The request that gets them; it has not begun.
+            envelope: The message of the sender.
+            transfer: The plan made from it.
+            breaks_after: The connection breaks after this many pairs.
 
         Raises:
-            LeaseError: The sender does not hold the blocks for this reader, or it broke.
+            LeaseError: The sender does not hold the blocks for this reader, or the connection
+                broke.
         """
         sender = envelope.sender
         pairs = transfer.pairs.tolist()
         sender.leases.require(envelope.lease, sorted({pair[1] for pair in pairs}))
-        # A reader elsewhere has no place in the sender's queue: it waits for what is in flight.
+        # A remote reader is not in the sender's queue, so it waits for the steps in flight.
         sender.drain()
         self.drain()
         theirs, mine = sender.block_size, self.block_size
@@ -514,7 +515,7 @@ class ServingEngine(Engine):
             raise LeaseError(message)
 
     def wrong(self, live: Live) -> list[tuple[int, str]]:
-        """The positions of a request that are called computed and hold something else."""
+        """The positions of a request that are claimed computed and hold other KV."""
         self.drain()
         _, end = self.ledger.final_range(live.name)
         classes, hops = [0] * end, [0] * end
@@ -526,7 +527,7 @@ class ServingEngine(Engine):
         return wrong_slots(self.pool, slots, live.ids, live.canon, classes, hops, root=self.root)
 
     def leaks(self) -> list[str]:
-        """What is left behind once nobody is served: pins, condemned blocks, blocks of nobody."""
+        """What is left without requests: pins, condemned blocks, blocks without an owner."""
         self.allocator.free(self.index.take_freed())
         stats = self.index.stats()
         total = self.allocator.num_free + stats.indexed

@@ -1,4 +1,4 @@
-"""What travels between two engines: a manifest's bytes, and a lease on the blocks that it names."""
+"""What two engines exchange: a manifest's bytes, and a lease on its blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class LeaseError(Exception):
-    """The sender does not hold these blocks for the reader any more."""
+    """The sender no longer holds these blocks for the reader."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Envelope:
     """One message.
 
     Attributes:
-        sender: Who holds the blocks.
-        lease: The number under which it holds them.
-        raw: The manifest's bytes, as they arrive.
+        sender: The engine that holds the blocks.
+        lease: The number of its lease.
+        raw: The manifest's bytes, as received.
     """
 
     sender: ServingEngine
@@ -32,11 +32,10 @@ class Envelope:
 
 @dataclass
 class Leases:
-    """Which requests a sender keeps for its readers.
+    """The requests that a sender holds for its readers.
 
-    A manifest says what blocks hold, not for how long: that they are not handed out again while
-    somebody may read them is the sender's business. A reader names its lease, and gets blocks of
-    that lease alone.
+    A manifest says what blocks hold, not for how long: the sender must not hand them out while a
+    reader may read them. A reader names its lease, and gets only blocks of that lease.
     """
 
     blocks: dict[int, set[int]] = field(default_factory=dict)
@@ -44,7 +43,7 @@ class Leases:
     next_number: int = 0
 
     def grant(self, request: Hashable, blocks: Sequence[int]) -> int:
-        """Hold a request's blocks for readers, and name the lease."""
+        """Hold a request's blocks for readers, and return the lease's number."""
         number = self.next_number
         self.next_number += 1
         self.blocks[number] = set(blocks)
@@ -52,7 +51,7 @@ class Leases:
         return number
 
     def require(self, number: int, blocks: Sequence[int]) -> None:
-        """Look whether blocks may be read.
+        """Check that blocks may be read.
 
         Raises:
             LeaseError: The lease has ended, or covers other blocks.
@@ -67,7 +66,7 @@ class Leases:
             raise LeaseError(message)
 
     def end(self, number: int) -> Hashable | None:
-        """End a lease, and name the request if that was its last one."""
+        """End a lease, and return the request if that was its last one."""
         self.blocks.pop(number, None)
         request = self.requests.pop(number, None)
         return None if request in self.requests.values() else request

@@ -1,4 +1,4 @@
-"""Rules that decide which blocks a transfer copies: those of the peers, and kvtrie's.
+"""Rules that decide which blocks a transfer copies: those of other engines, and kvtrie's.
 
-Each is written from its description, and says where it was reported.
+Each is written from its description, with a link to the report.
 """

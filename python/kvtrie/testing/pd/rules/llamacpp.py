@@ -1,4 +1,4 @@
-"""How llama.cpp's server reuses chunks of its one cached sequence: remove and shift, in place."""
+"""How llama.cpp's server reuses chunks of its one cached sequence: removes and shifts in place."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShiftReuse:
-    """Remove what the new prompt lacks, and shift what follows: right for the first hole only.
+    """Removes what the new prompt lacks, and shifts what follows: right for the first hole only.
 
-    Two heads walk over the cached tokens and over the prompt. Where both agree for long enough, the
-    cells between them are removed and what follows is shifted. The shift reached to the end of the
-    cache, while the next removal named cells by their index among the cached tokens: behind the
-    first hole these are other cells, and the removal takes KV that the prompt needs and that is
-    counted as present. https://github.com/ggml-org/llama.cpp/pull/12161
+    Two heads walk over the cached tokens and the prompt. Where both agree for long enough, the
+    cells between them are removed and the following ones shifted. The shift reached to the end of
+    the cache, but the next removal named cells by their index among the cached tokens. After the
+    first hole these are other cells, so the removal drops KV that the prompt needs and that counts
+    as present. https://github.com/ggml-org/llama.cpp/pull/12161
 
     Attributes:
         min_match: Tokens that must agree.
-        shift_all: Whether a shift moves every cell behind the hole, and not the chunk alone.
+        shift_all: Whether a shift moves every cell after the hole, or only the chunk.
     """
 
     min_match: int = 1
     shift_all: bool = True
 
     def __call__(self, offer: Computed, want: Want, /) -> Answer:
-        """Walk both sequences once, and keep the cells that are left."""
+        """Walk both sequences once, and keep the remaining cells."""
         old, new = offer.ids[: offer.num_computed], want.ids
         cells: list[int | None] = list(range(len(old)))
         present = _common(old, new)
-        # Behind the common prefix nothing is used unless a chunk claims it.
+        # After the common prefix only claimed chunks are used.
         head_old = head_new = present
         while head_old < len(old) and head_new < len(new):
             match = _common(old[head_old:], new[head_new:])
@@ -65,7 +65,7 @@ class ShiftReuse:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two sequences share from their fronts."""
+    """Length of the common prefix of two sequences."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:
@@ -75,4 +75,4 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 shift_reuse = ShiftReuse()
-"""The rule of `ShiftReuse` as it was reported."""
+"""The rule of `ShiftReuse` as reported."""

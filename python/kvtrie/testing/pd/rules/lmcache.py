@@ -1,4 +1,4 @@
-"""How LMCache follows a request: a list of ids of its own beside the engine's counters."""
+"""How LMCache follows a request: its own list of ids next to the engine's counters."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tracker:
-    """The ids that LMCache believes to lie in a request's slots: slices of the engine's list.
+    """The ids that LMCache assumes in a request's slots: slices of the engine's list.
 
     Each scheduler step it appends `ids[base : base + scheduled]`. The base was the engine's count
-    of computed tokens, which is a second owner of the same length:
+    of computed tokens, a second owner of the same length:
 
     * With asynchronous scheduling the counter is a step ahead of the ids, so the slice of a decode
-      step is empty, and so are all later ones: nothing that was decoded is ever saved.
+      step is empty, and so are all later ones: decoded tokens are never saved.
       https://github.com/LMCache/LMCache/pull/2821
-    * `clamped` takes the smaller of the counter and the list's own length instead. After a
-      preemption, or after a failed load, the counter is below the list: ids that are there already
-      are appended again, and each lies in a slot of another position.
-      https://github.com/LMCache/LMCache/pull/2929. LMCache 0.5.6 clamps, and also rebuilds the
-      list of a preempted request and cuts that of one that was rolled back; without these two, the
-      clamp alone is not enough.
+    * `clamped` takes the smaller of the counter and the list's own length. After a preemption or a
+      failed load, the counter is below the list: ids already in the list are appended again, each
+      at the slot of another position. https://github.com/LMCache/LMCache/pull/2929. LMCache 0.5.6
+      clamps, and also rebuilds the list of a preempted request and cuts that of one that was rolled
+      back; the clamp alone is not enough.
 
     Attributes:
-        ids: What it believes.
+        ids: The assumed ids.
         clamped: Whether the base is clamped.
     """
 
@@ -44,10 +43,10 @@ class Tracker:
         Args:
             num_computed: The engine's counter before this step.
             num_scheduled: Tokens that this step computes.
-            engine_ids: The ids that the engine has by now.
+            engine_ids: The engine's current ids.
 
         Returns:
-            How many ids it appended.
+            The number of appended ids.
         """
         base = min(num_computed, len(self.ids)) if self.clamped else num_computed
         new = engine_ids[base : base + num_scheduled]
@@ -55,10 +54,10 @@ class Tracker:
         return len(new)
 
     def wrong(self, computed: Computed) -> int:
-        """How many ids stand for a slot that holds another token's KV, or none.
+        """The number of ids whose slot holds another token's KV, or none.
 
         Args:
-            computed: The request as the engine knows it.
+            computed: The engine's request.
         """
         pool = computed.engine.pool
         slots = pool.slots(computed.blocks)
@@ -69,9 +68,9 @@ class Tracker:
 
 
 def check_resumed(num_computed: int, num_stored: int, num_cached: int) -> None:
-    """Compare the lengths that a resumed request was given by three owners, as the adapter did.
+    """Compare a resumed request's lengths of three owners, as the adapter did.
 
-    On a full hit the scheduler leaves the last token to compute, so that its counter is one below
+    On a full hit the scheduler leaves the last token to compute, so its counter is one below
     what is stored, and the comparison fails. https://github.com/LMCache/LMCache/pull/2929
 
     Args:
@@ -90,21 +89,21 @@ def check_resumed(num_computed: int, num_stored: int, num_cached: int) -> None:
 
 @dataclass(frozen=True)
 class CountedHit:
-    """A receiver that takes the length of the prompt for the length of the hit.
+    """A receiver that uses the length of the prompt as the length of the hit.
 
     The scheduler says how many tokens to load, the worker retrieves as many as the prompt has, and
-    the two differ by the last token: 894 against 895. Where the sender had computed only the
-    smaller number, the last slot is read though nobody wrote it.
+    the two differ by the last token: 894 and 895. If the sender had computed only the smaller
+    number, the last slot is read although it was never written.
     https://github.com/vllm-project/vllm/issues/52617
 
     Attributes:
-        lengths: After a call, what the scheduler and the worker said.
+        lengths: After a call, the lengths of the scheduler and of the worker.
     """
 
     lengths: list[tuple[int, int]] = field(default_factory=list)
 
     def __call__(self, offer: Computed, want: Want, /) -> Answer:
-        """Load every slot that the prompt has."""
+        """Load every slot of the prompt."""
         end = len(want.ids)
         self.lengths.append((end - 1, end))
         slots = offer.engine.pool.slots(offer.blocks)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def ledger_of(computed: Computed) -> tuple[kvtrie.SequenceLedger, str]:
-    """A ledger that knows what the sender knows about its request.
+    """A ledger with the sender's state of its request.
 
     Args:
         computed: The request.
@@ -29,8 +29,8 @@ def ledger_of(computed: Computed) -> tuple[kvtrie.SequenceLedger, str]:
     seq = kvtrie.TokenSequence(computed.ids, engine.namespace)
     ledger.begin("request", seq, computed.blocks, num_computed=computed.num_computed)
     if computed.lookahead:
-        behind = len(computed.ids) - computed.num_computed + computed.lookahead
-        ledger.schedule("request", behind, num_drafts=computed.lookahead)
+        ahead = len(computed.ids) - computed.num_computed + computed.lookahead
+        ledger.schedule("request", ahead, num_drafts=computed.lookahead)
     return ledger, "request"
 
 
@@ -41,10 +41,10 @@ class RangePlan:
     Attributes:
         policy: What the receiver allows.
         key: The deployment's secret.
-        keep_last: Tokens at the end to compute in any case.
-        planner: What plans instead of `kvtrie.plan_transfer`: a broken one shows that the simulator
-            notices.
-        plans: After a call, what was planned.
+        keep_last: Tokens at the end that are computed anyway.
+        planner: Replaces `kvtrie.plan_transfer`: a broken planner shows that the simulator detects
+            errors.
+        plans: After a call, the plans.
     """
 
     policy: kvtrie.ReusePolicy = kvtrie.EXACT_ONLY
@@ -72,7 +72,7 @@ class RangePlan:
 
 
 def answer_of(plan: kvtrie.TransferPlan, offer: Computed, want: Want) -> Answer:
-    """What a transfer plan says, as copies of slots.
+    """A transfer plan as copies of slots.
 
     Args:
         plan: The plan.
@@ -80,7 +80,7 @@ def answer_of(plan: kvtrie.TransferPlan, offer: Computed, want: Want) -> Answer:
         want: The receiver's.
 
     Returns:
-        The same as pieces and ranges of positions.
+        The plan as pieces and ranges of positions.
     """
     theirs, mine = offer.engine.block_size, want.engine.block_size
     pieces = [
@@ -95,7 +95,7 @@ def answer_of(plan: kvtrie.TransferPlan, offer: Computed, want: Want) -> Answer:
         )
         for _, remote, local, start, end, delta, kind, hops in plan.pairs.tolist()
     ]
-    # What a receiver with a cached prefix need not compute: everything outside `compute`.
+    # A receiver with a cached prefix computes only `compute`.
     claimed, at = [], want.cached
     for start, end in plan.compute.tolist():
         if at < start:

@@ -1,8 +1,7 @@
 """How vLLM's connectors pair the blocks of two engines: by counting them.
 
 Neither side says at which position its list of blocks starts, and nothing compares tokens. So every
-rule here is right as long as both lists end at the same token, and copies wrong KV when they do
-not.
+rule here is right if both lists end at the same token, and copies wrong KV otherwise.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ if TYPE_CHECKING:
 class SuffixTrim:
     """Pull: the receiver's uncached blocks get the last ones of the sender's list.
 
-    A shorter list at the receiver is taken for a cached prefix, so the front of the sender's list
-    is dropped until both are as long. That is wrong as soon as the sender has something in the
-    middle or at the back that the receiver has not:
+    A shorter list at the receiver counts as a cached prefix, so the front of the sender's list is
+    dropped until both have the same length. That is wrong as soon as the sender has something in
+    the middle or at the end that the receiver does not have:
 
-    * https://github.com/vllm-project/vllm/issues/43094: thoughts were stripped from the history;
+    * https://github.com/vllm-project/vllm/issues/43094: reasoning was stripped from the history;
     * https://github.com/vllm-project/vllm/issues/43996: the sender reserved a look-ahead block;
     * https://github.com/vllm-project/vllm/pull/50558: a receiver with more blocks than the sender
-      fails an assertion, and one that has them behind a cached prefix gets blocks of other
+      fails an assertion, and one that has them after a cached prefix gets blocks of other
       positions.
 
     Attributes:
-        clip: If given, the sender's scheduler first keeps only so many blocks as its computed
-            tokens fill, at so many tokens a block: vLLM 0.32 does. Under decode-context parallelism
-            a block of the table spans `block_size` tokens on each rank, and the clip counts those
-            of one rank, so that a look-ahead block stays. A pull under it then pairs blocks by
-            position; a push trims from the end as ever.
-        rounded: Whether the length that the sender reports is rounded up to whole blocks. Wrong
-            when the receiver's prompt ends inside the last block, behind what was computed:
+        clip: If given, the sender's scheduler first keeps only as many blocks as its computed
+            tokens fill, at `clip` tokens per block, as in vLLM 0.32. Under decode-context
+            parallelism a block of the table spans `block_size` tokens on each rank, but the clip
+            counts those of one rank, so a look-ahead block stays. A pull then pairs blocks by
+            position; a push still trims from the end.
+        rounded: Whether the length that the sender reports is rounded up to whole blocks. Wrong if
+            the receiver's prompt ends inside the last block, after the computed tokens:
             https://github.com/vllm-project/vllm/issues/34616.
     """
 
@@ -67,8 +66,8 @@ class SuffixTrim:
 class HeadTrim:
     """Push: the sender writes its first blocks into the receiver's uncached ones.
 
-    The receiver registers only the blocks behind its cached prefix, and the sender cut its own list
-    at the other end: its first blocks land behind the prefix.
+    The receiver registers only the blocks after its cached prefix, but the sender cuts its list at
+    the other end: its first blocks are written after the prefix.
     https://github.com/vllm-project/vllm/pull/48758
     """
 
@@ -79,7 +78,7 @@ class HeadTrim:
 
 
 def _whole_blocks(offer: Computed, want: Want, remote: Sequence[int], end: int) -> Answer:
-    """Copy these blocks into the receiver's uncached ones, and believe in all up to `end`."""
+    """Copy these blocks into the receiver's uncached ones, and claim everything up to `end`."""
     size = offer.engine.block_size
     first = len(want.blocks) - len(want.uncached_blocks)
     pairs = zip(remote, want.uncached_blocks, strict=False)
