@@ -86,7 +86,7 @@ pub(super) fn random(state: &mut u64) -> u64 {
     bits ^ (bits >> 31)
 }
 
-/// The two halves of a product, XORed.
+/// The XOR of the two halves of a product.
 #[inline]
 #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
 pub(super) fn fold(a: u64, b: u64) -> u64 {
