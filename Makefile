@@ -367,8 +367,12 @@ audit: setup $(DENY_TOOL)/bin/cargo-deny $(AUDIT_ENV)/.packages ## licences, sou
 pins: $(VENV)/.python ## write the lists of pinned packages with their hashes (PINS_FLAGS=--upgrade: with newer versions)
 	$(PY) tools/pins.py $(PINS_FLAGS)
 
+# Text in the project's words: tools/words.txt lists words to avoid, each with the one to write, and codespell's own list common
+# misspellings. A line that needs one of them ends with "codespell:ignore WORD" and why. The rest of the code is to follow.
+PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rust/kvtrie-py $(shell find python/kvtrie -name '*.py')
+
 .PHONY: lint
-lint: setup ## formats, lints, types, import contracts, stubs
+lint: setup ## formats, lints, types, words, import contracts, stubs
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
 	$(CARGO) fmt --manifest-path locks/Cargo.toml --check
@@ -378,6 +382,7 @@ lint: setup ## formats, lints, types, import contracts, stubs
 	$(PY) -m ruff check --quiet
 	$(PY) -m ruff format --quiet --check
 	$(PY) -m mypy
+	$(VENV)/bin/codespell --dictionary - --dictionary tools/words.txt $(PLAIN)
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/stubs.py --check
 	$(PY) -m mypy.stubtest kvtrie._core --mypy-config-file pyproject.toml

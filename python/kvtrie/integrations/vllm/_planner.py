@@ -169,7 +169,7 @@ class Planner:
         if plan is None:
             self._counts.add("plans_stale")
             return 0
-        promised, islands = _ranges.usable(
+        promised, after_gaps = _ranges.usable(
             plan,
             num_local,
             behind_gaps=self.resumes_behind_gaps,
@@ -178,14 +178,14 @@ class Planner:
             if live.exact_until is not None
             else lambda token: _lineage.covers(request, token // self._block_size),
         )
-        if promised[0] == promised[1] and not islands:
+        if promised[0] == promised[1] and not after_gaps:
             plan.release()
             return 0
         pinned = self.sources.blocks(used_by(plan))
         self._pool.touch(pinned)
-        live.pending = Pending(plan, pinned, promised, islands)
+        live.pending = Pending(plan, pinned, promised, after_gaps)
         self._pending[request.request_id] = request
-        self._label(request, live, plan, [promised, *islands])
+        self._label(request, live, plan, [promised, *after_gaps])
         return promised[1] - promised[0]
 
     def _label(
@@ -264,7 +264,7 @@ class Planner:
         live = self._live.get(request.request_id)
         if live is None or live.pending is None:
             return None
-        return next((start for start, _ in live.pending.islands if start > position), None)
+        return next((start for start, _ in live.pending.after_gaps if start > position), None)
 
     def jump(self, requests: Sequence[Request]) -> None:
         """Skip cached segments that the next step would compute first."""
@@ -273,9 +273,9 @@ class Planner:
         for request in requests:
             live = self._live.get(request.request_id)
             pending = live.pending if live is not None else None
-            if pending is None or not pending.islands:
+            if pending is None or not pending.after_gaps:
                 continue
-            start, end = pending.islands[0]
+            start, end = pending.after_gaps[0]
             if request.num_computed_tokens == start:
                 request.num_computed_tokens = end
                 pending.jumped = (start, end)
@@ -403,14 +403,14 @@ class Planner:
             pending.jumped = None
             if request_id in output.num_scheduled_tokens:
                 self._load(request, live, pending.plan, start, end, most=end)
-                del pending.islands[0]
+                del pending.after_gaps[0]
                 if self._counts_itself:
                     self._moved[request_id] = request
             elif request.num_computed_tokens == end:
                 request.num_computed_tokens = start
         if not pending.allocated:
             self._note_refusal(request, live)
-        elif pending.islands and request.status == RequestStatus.RUNNING:
+        elif pending.after_gaps and request.status == RequestStatus.RUNNING:
             return
         self._drop_pending(request_id, live)
 

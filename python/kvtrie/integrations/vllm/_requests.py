@@ -31,7 +31,7 @@ class Pending:
         plan: The plan.
         pinned: Its blocks, which the pool may not hand out meanwhile.
         promised: What vLLM was promised: the tokens after its own hit that need no computing.
-        islands: Ranges after a gap that may be copied when the gap is computed, ascending.
+        after_gaps: Ranges after a gap that may be copied when the gap is computed, ascending.
         allocated: Whether vLLM has allocated the request's blocks.
         jumped: The range after a gap that this step skips, if the step includes the request.
     """
@@ -39,7 +39,7 @@ class Pending:
     plan: ReusePlan
     pinned: list[KVCacheBlock]
     promised: Range
-    islands: list[Range]
+    after_gaps: list[Range]
     allocated: bool = False
     jumped: Range | None = None
 
