@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from importlib.util import find_spec
 
 # Two threads at most, before torch is imported anywhere: the suite runs on two cores.
@@ -12,6 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# A shell that runs the tests in the background has them ignore SIGINT, and what they start too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A failing example prints what reproduces it. No deadline: the machine is shared, and a slow step
 # is the timeout's business. HYPOTHESIS_PROFILE=long searches twenty times as far.

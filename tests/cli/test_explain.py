@@ -225,7 +225,7 @@ def test_bad_snapshots(file: File, snapshot: Path, tmp_path: Path, flags: tuple[
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        pytest.param("", "nothing in it", id="empty"),
+        pytest.param("", "it is empty", id="empty"),
         pytest.param(" \n", "no token", id="blank"),
         pytest.param([], "no token", id="empty-list"),
         pytest.param([1, -2], "number 1 is -2", id="negative"),

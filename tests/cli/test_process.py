@@ -65,8 +65,6 @@ NAMES = (
 def start(args: list[str], **options: Any) -> subprocess.Popen[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    # A shell that runs the tests in the background ignores SIGINT for them, and what they start.
-    given.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     return subprocess.Popen([*COMMAND, *args], text=True, env=env, **given)
 
 

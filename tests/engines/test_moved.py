@@ -196,7 +196,7 @@ def test_a_config_that_misstates_its_rope_is_refused(models: Models, ids: Ids) -
     model.config.rope_parameters["rope_theta"] = 500.0
     try:
         generator = Generator(model, num_blocks=16, block_size=4)
-        with pytest.raises(kvtrie.UnsupportedRopeError, match="K of layer 0 is not what"):
+        with pytest.raises(kvtrie.UnsupportedRopeError, match="layer 0 at another position"):
             generator.submit(ids(9), policy=APPROXIMATE)
     finally:
         model.config.rope_parameters["rope_theta"] = theta

@@ -210,13 +210,13 @@ def test_a_call_that_is_long_lets_go_of_the_interpreter(made: Callable[[], Call]
 
 
 def test_a_search_that_is_short_keeps_the_interpreter_however_long_its_prompt_is() -> None:
-    # The prompt is one moved run: it is found at once, and compared as memory. What another thread
-    # asked for before the call, such as pytest's own, may still interrupt a few of the tries.
+    # The prompt is one moved run: it is found at once, and compared as memory. On a busy machine
+    # another thread can run for reasons of its own; a call that lets go has it run in each try.
     text = np.arange(40_000)
-    without = 0
+    ticks = []
     for _ in range(TRIES):
         index, call, plans = searching(text, np.concatenate([[50_000], text[:-1]]))
-        without += not ticks_during(call)
+        ticks.append(ticks_during(call))
         assert plans[0].num_approximate > 39_000
         index.release_many(plans)
-    assert without > TRIES / 2
+    assert min(ticks) == 0, ticks
