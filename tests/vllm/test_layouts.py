@@ -95,11 +95,11 @@ def test_a_backend_whose_pages_are_not_known_is_refused(
     backend: str, spec: Any, channels: int
 ) -> None:
     mine = tensors(KVCacheLayout.LBHNC, spec.num_kv_heads, channels)
-    with pytest.raises(LayoutError, match=f"how attention backend {backend} keeps KV"):
+    with pytest.raises(LayoutError, match=f"how attention backend {backend} stores KV"):
         locate(mine, spec, {backend})
 
 
 def test_packed_kv_is_refused() -> None:
     mine = tensors(KVCacheLayout.LBHNC, HEADS, 2 * DIM + 4)
-    with pytest.raises(LayoutError, match=r"68 channels, the model keeps 2 of 32 \+ 32"):
+    with pytest.raises(LayoutError, match=r"68 channels, and the model keeps 2 of 32 \+ 32"):
         locate(mine, FULL, {"TRITON_ATTN"})
