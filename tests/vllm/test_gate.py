@@ -126,7 +126,7 @@ def test_gate_that_cannot_be_read_is_refused_with_the_fix(tmp_path: Path) -> Non
 def test_a_model_that_is_not_there_cannot_be_identified(tmp_path: Path) -> None:
     config = served()
     config.model_config.model = "nobody/nothing"
-    refused(gate(tmp_path / "gate.json"), config, "not in the cache of the hub")
+    refused(gate(tmp_path / "gate.json"), config, "not in the hub's cache")
 
 
 def test_gate_does_not_speak_of_adapters(tmp_path: Path) -> None:
