@@ -9,6 +9,10 @@ use kvtrie_core::{
     PlanOptions, RadixIndex, Removed, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
 };
 
+use common::{ids, sequence};
+
+mod common;
+
 /// What the binding allows a call that keeps the interpreter.
 const BRIEF: Effort = Effort {
     nodes: 256,
@@ -25,15 +29,6 @@ fn steps(nodes: u64) -> Effort {
 fn namespace(adapter: Option<&str>, salt: Salt) -> Arc<Namespace> {
     let adapter = adapter.map(String::from);
     Arc::new(Namespace::new("m", "bfloat16", "default", adapter, salt).unwrap())
-}
-
-fn sequence(tokens: impl IntoIterator<Item = u32>) -> TokenSequence {
-    let tokens = tokens.into_iter().collect();
-    TokenSequence::new(namespace(None, Salt::Shared), tokens, vec![]).unwrap()
-}
-
-fn ids(range: impl IntoIterator<Item = u32>) -> Vec<BlockId> {
-    range.into_iter().map(BlockId).collect()
 }
 
 fn index(num_blocks: u64) -> RadixIndex {
@@ -509,10 +504,10 @@ fn ids_of_few_blocks_are_not_long_however_many_edges_were_walked() {
     index.lookup(&mut prompt, options, &mut out).unwrap();
     assert_eq!(index.known_edges(&prompt), u64::from(blocks));
     // A quarter of as many blocks as there are steps is the most.
-    for (len, is_answered) in [(1_028, false), (1_027, true), (200, true)] {
+    for (len, is_found) in [(1_028, false), (1_027, true), (200, true)] {
         prompt.truncate(len).unwrap();
         let found = index.lookup_within(&mut prompt, options, BRIEF, &mut out);
-        assert_eq!(found.unwrap().is_some(), is_answered, "{len} blocks");
+        assert_eq!(found.unwrap().is_some(), is_found, "{len} blocks");
     }
     assert_eq!(out.len(), 200);
 }
@@ -638,7 +633,7 @@ fn tagging_takes_a_step_for_each_span_and_edge_and_for_each_block_of_edges_with_
     assert_eq!(tagged.unwrap(), None);
     let tagged = index.tag_within(&seq, &spans, steps(needed));
     assert_eq!(tagged.unwrap(), Some(()));
-    // And one for each run of tags of an edge: one, and two beside the hole.
+    // And one for each run of tags of an edge: one, and two around the hole.
     let needed = needed + 3;
     let tagged = index.tag_within(&seq, &spans, steps(needed - 1));
     assert_eq!(tagged.unwrap(), None);

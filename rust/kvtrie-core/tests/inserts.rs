@@ -1,16 +1,18 @@
-//! What an insert answers and leaves behind where the path has holes, approximate blocks or pins (D2, D12, D14).
+//! What an insert returns and changes where the path has holes, approximate blocks or pins (D2, D12, D14).
 
 #![expect(
     clippy::unwrap_used,
     reason = "a test stops at what it does not expect"
 )]
 
-use std::sync::Arc;
-
 use kvtrie_core::{
-    BlockId, Config, Imported, InsertOptions, Inserted, LookupOptions, Namespace, PlanOptions,
-    RadixIndex, ReusePlan, ReusePolicy, Salt, Source, TokenSequence,
+    Config, Imported, InsertOptions, Inserted, LookupOptions, PlanOptions, RadixIndex, ReusePlan,
+    ReusePolicy, Source,
 };
+
+use common::{ids, sequence};
+
+mod common;
 
 const BLOCK_SIZE: usize = 4;
 
@@ -21,16 +23,6 @@ fn index() -> RadixIndex {
         ..Config::seeded(0)
     })
     .unwrap()
-}
-
-fn sequence(tokens: impl IntoIterator<Item = u32>) -> TokenSequence {
-    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
-    let tokens = tokens.into_iter().collect();
-    TokenSequence::new(Arc::new(namespace), tokens, Vec::new()).unwrap()
-}
-
-fn ids<const N: usize>(raw: [u32; N]) -> Vec<BlockId> {
-    raw.map(BlockId).to_vec()
 }
 
 /// Inserts so many blocks of the tokens 0, 1, 2 and so on.
@@ -64,7 +56,7 @@ fn plan(index: &mut RadixIndex, len: u32) -> ReusePlan {
 }
 
 #[test]
-fn nothing_is_taken_behind_a_hole_whose_offer_is_condemned() {
+fn nothing_is_taken_after_a_hole_whose_offer_is_condemned() {
     let mut index = index();
     put(&mut index, [0, 1, 2], Source::Computed);
     let held = plan(&mut index, 12);
@@ -83,12 +75,12 @@ fn nothing_is_taken_behind_a_hole_whose_offer_is_condemned() {
 }
 
 #[test]
-fn a_block_behind_an_approximate_one_is_not_taken_from_its_pins() {
+fn a_block_after_an_approximate_one_is_not_taken_from_its_pins() {
     let mut index = index();
     put(&mut index, [0, 1, 2], imported(BLOCK_SIZE));
     let held = plan(&mut index, 12);
     assert_eq!(held.blocks(), ids([0, 1, 2]));
-    // The block 7 was computed behind the approximate block 1, and so is no better than the block 2.
+    // The block 7 was computed after the approximate block 1, and so is no better than the block 2.
     let done = put(&mut index, [9, 1, 7], Source::Computed);
     let expected = Inserted {
         blocks: ids([0, 1, 2]),

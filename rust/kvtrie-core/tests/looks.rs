@@ -14,20 +14,14 @@ use kvtrie_core::{
     Source, TokenSequence,
 };
 
+use numbers::Numbers;
+
+#[path = "common/numbers.rs"]
+mod numbers;
+
 const BLOCK_SIZE: usize = 16;
 
-/// A sequence of numbers that is the same everywhere (`SplitMix64`).
-struct Numbers(u64);
-
 impl Numbers {
-    fn below(&mut self, bound: u32) -> u32 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        u32::try_from((mixed ^ (mixed >> 31)) % u64::from(bound)).unwrap()
-    }
-
     fn text(&mut self, len: usize, words: u32) -> Vec<u32> {
         (0..len).map(|_| self.below(words)).collect()
     }

@@ -6,12 +6,14 @@
     reason = "a test stops at what it does not expect, and its numbers are small"
 )]
 
-use std::sync::Arc;
-
 use kvtrie_core::{
-    BlockId, Class, Config, Effort, ErrorKind, Imported, InsertOptions, Move, Namespace,
-    PlanOptions, RadixIndex, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+    BlockId, Class, Config, Effort, ErrorKind, Imported, InsertOptions, Move, PlanOptions,
+    RadixIndex, ReusePlan, ReusePolicy, Source, Span, TokenSequence,
 };
+
+use common::{ids, sequence};
+
+mod common;
 
 const BLOCK_SIZE: usize = 4;
 
@@ -27,20 +29,6 @@ fn index() -> RadixIndex {
         ..Config::seeded(0)
     })
     .unwrap()
-}
-
-fn sequence(tokens: impl IntoIterator<Item = u32>) -> TokenSequence {
-    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
-    TokenSequence::new(
-        Arc::new(namespace),
-        tokens.into_iter().collect(),
-        Vec::new(),
-    )
-    .unwrap()
-}
-
-fn ids(raw: impl IntoIterator<Item = u32>) -> Vec<BlockId> {
-    raw.into_iter().map(BlockId).collect()
 }
 
 fn put(index: &mut RadixIndex, seq: &mut TokenSequence, raw: impl IntoIterator<Item = u32>) {

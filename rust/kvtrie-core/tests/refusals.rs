@@ -181,9 +181,9 @@ fn ids_that_stand_elsewhere_or_come_twice() {
 }
 
 #[test]
-fn an_id_that_is_refused_is_told_with_both_its_places() {
+fn an_id_that_is_refused_is_named_with_both_its_places() {
     let mut index = filled();
-    // The block 1 stands where it is offered, and the block 0 does not.
+    // The block 1 is cached where it is offered, and the block 0 does not.
     let options = InsertOptions {
         start: 2,
         ..InsertOptions::new(6, Source::Computed)

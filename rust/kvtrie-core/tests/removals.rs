@@ -5,12 +5,13 @@
     reason = "a test stops at what it does not expect"
 )]
 
-use std::sync::Arc;
-
 use kvtrie_core::{
-    BlockId, Config, InsertOptions, LookupOptions, Namespace, RadixIndex, Removed, Salt, Source,
-    TokenSequence,
+    BlockId, Config, InsertOptions, LookupOptions, RadixIndex, Removed, Source, TokenSequence,
 };
+
+use common::{ids, sequence};
+
+mod common;
 
 fn index(num_blocks: u64) -> RadixIndex {
     RadixIndex::new(Config {
@@ -19,16 +20,6 @@ fn index(num_blocks: u64) -> RadixIndex {
         ..Config::seeded(0)
     })
     .unwrap()
-}
-
-fn sequence(tokens: impl IntoIterator<Item = u32>) -> TokenSequence {
-    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
-    let tokens = tokens.into_iter().collect();
-    TokenSequence::new(Arc::new(namespace), tokens, Vec::new()).unwrap()
-}
-
-fn ids(raw: impl IntoIterator<Item = u32>) -> Vec<BlockId> {
-    raw.into_iter().map(BlockId).collect()
 }
 
 fn put(index: &mut RadixIndex, seq: &mut TokenSequence, raw: impl IntoIterator<Item = u32>) {

@@ -5,12 +5,14 @@
     reason = "a test stops at what it does not expect"
 )]
 
-use std::sync::Arc;
-
 use kvtrie_core::{
-    BlockId, Config, ErrorKind, InsertOptions, LookupOptions, Namespace, PlanOptions, RadixIndex,
-    Removed, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+    Config, ErrorKind, InsertOptions, LookupOptions, PlanOptions, RadixIndex, Removed, ReusePlan,
+    ReusePolicy, Source, Span, TokenSequence,
 };
+
+use common::{ids, sequence};
+
+mod common;
 
 const BLOCK_SIZE: usize = 2;
 
@@ -21,20 +23,6 @@ fn index(num_blocks: u64) -> RadixIndex {
         ..Config::seeded(0)
     })
     .unwrap()
-}
-
-fn sequence(tokens: impl IntoIterator<Item = u32>) -> TokenSequence {
-    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
-    TokenSequence::new(
-        Arc::new(namespace),
-        tokens.into_iter().collect(),
-        Vec::new(),
-    )
-    .unwrap()
-}
-
-fn ids(raw: impl IntoIterator<Item = u32>) -> Vec<BlockId> {
-    raw.into_iter().map(BlockId).collect()
 }
 
 /// Inserts the whole blocks of a sequence under these ids.

@@ -5,18 +5,11 @@
     reason = "a test stops at what it does not expect"
 )]
 
-use std::sync::Arc;
+use kvtrie_core::{BUILT_IN_KINDS, Config, InsertOptions, RadixIndex, Source, Span, TokenSequence};
 
-use kvtrie_core::{
-    BUILT_IN_KINDS, BlockId, Config, InsertOptions, Namespace, RadixIndex, Salt, Source, Span,
-    TokenSequence,
-};
+use common::{ids, sequence};
 
-fn sequence(tokens: impl IntoIterator<Item = u32>) -> TokenSequence {
-    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
-    let tokens = tokens.into_iter().collect();
-    TokenSequence::new(Arc::new(namespace), tokens, Vec::new()).unwrap()
-}
+mod common;
 
 fn span(start: usize, end: usize, kind: &str) -> Span {
     let kind = kind.into();
@@ -32,10 +25,10 @@ fn of_two_edges() -> (RadixIndex, TokenSequence) {
     })
     .unwrap();
     let (seq, branch) = (sequence(0..24), sequence((0..12).chain(90..94)));
-    let mut put = |mut seq: TokenSequence, ids: &[u32]| {
-        let ids: Vec<BlockId> = ids.iter().copied().map(BlockId).collect();
+    let mut put = |mut seq: TokenSequence, raw: &[u32]| {
+        let blocks = ids(raw.iter().copied());
         let options = InsertOptions::new(seq.len(), Source::Computed);
-        index.insert(&mut seq, &ids, options).unwrap();
+        index.insert(&mut seq, &blocks, options).unwrap();
         seq
     };
     let seq = put(seq, &[0, 1, 2, 3, 4, 5]);
@@ -44,7 +37,7 @@ fn of_two_edges() -> (RadixIndex, TokenSequence) {
 }
 
 #[test]
-fn an_empty_span_beside_others_does_not_name_a_kind() {
+fn an_empty_span_next_to_others_does_not_name_a_kind() {
     let (mut index, seq) = of_two_edges();
     let spans = [span(1, 1, "mine"), span(2, 9, "yours")];
     index.tag(&seq, &spans).unwrap();

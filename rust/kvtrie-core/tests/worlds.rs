@@ -1,7 +1,7 @@
 //! What plans say and take in many small worlds: texts made of pieces of each other, holes, hops, kinds, children in all numbers, and
 //! policies of all fields.
 //!
-//! No rule is worked out here: `tests/model.rs` and `tests/plans.rs` do that. What is pinned down are the choices between answers of the
+//! No rule is worked out here: `tests/model.rs` and `tests/plans.rs` do that. What is pinned down are the choices between results of the
 //! same worth and the work that is spared, which no rule fixes. A change that finds more, or takes less, changes the numbers.
 
 #![expect(
@@ -16,18 +16,12 @@ use kvtrie_core::{
     ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
 };
 
-/// A sequence of numbers that is the same everywhere (`SplitMix64`).
-struct Numbers(u64);
+use numbers::Numbers;
+
+#[path = "common/numbers.rs"]
+mod numbers;
 
 impl Numbers {
-    fn below(&mut self, bound: u32) -> u32 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        u32::try_from((mixed ^ (mixed >> 31)) % u64::from(bound)).unwrap()
-    }
-
     /// A number up to `most`.
     fn up_to(&mut self, most: usize) -> usize {
         self.below(u32::try_from(most + 1).unwrap()) as usize

@@ -1,0 +1,22 @@
+//! What tests of the index begin with.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "a test stops at what it does not expect"
+)]
+
+use std::sync::Arc;
+
+use kvtrie_core::{BlockId, Namespace, Salt, TokenSequence};
+
+/// Tokens in a namespace that all tests share.
+pub(crate) fn sequence(tokens: impl IntoIterator<Item = u32>) -> TokenSequence {
+    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
+    let tokens = tokens.into_iter().collect();
+    TokenSequence::new(Arc::new(namespace), tokens, Vec::new()).unwrap()
+}
+
+/// Block ids from their numbers.
+pub(crate) fn ids(raw: impl IntoIterator<Item = u32>) -> Vec<BlockId> {
+    raw.into_iter().map(BlockId).collect()
+}
