@@ -117,13 +117,26 @@ def test_a_package_needs_terms_that_are_allowed(
     found = [
         {"Name": "thing", "Version": "1.0", "License": license_},
         {"Name": "nvidia-thing", "Version": "1.0", "License": "Other/Proprietary License"},
+        {"Name": "codespell", "Version": "1.0", "License": "GPL-2.0-only"},
     ]
     (tmp_path / "found.json").write_text(json.dumps(found), encoding="utf-8")
     script(tmp_path, "pip-licenses", f"cat {tmp_path}/found.json")
     assert audit.licenses(tmp_path) is allowed
     said = capsys.readouterr().out
     refused = f"audit: packages: thing 1.0: the licence {license_!r} is not allowed\n"
-    assert said == ("audit: packages: licences of 2: checked\n" if allowed else refused)
+    assert said == ("audit: packages: licences of 3: checked\n" if allowed else refused)
+
+
+@pytest.mark.parametrize(
+    ("name", "license_"), [("codespell", "GPL-3.0-only"), ("codespeller", "GPL-2.0-only")]
+)
+def test_a_command_under_the_gpl_is_excepted_by_name_and_terms(
+    audit: ModuleType, name: str, license_: str, tmp_path: Path
+) -> None:
+    found = [{"Name": name, "Version": "1.0", "License": license_}]
+    (tmp_path / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    script(tmp_path, "pip-licenses", f"cat {tmp_path}/found.json")
+    assert not audit.licenses(tmp_path)
 
 
 @pytest.mark.parametrize(
