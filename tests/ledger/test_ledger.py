@@ -474,9 +474,12 @@ def test_ledger_in_a_cycle_is_collected() -> None:
     key.ledger = kvtrie.SequenceLedger(BLOCK)
     seq = sequence(3)
     key.ledger.begin(key, seq, [1])
+    with pytest.raises(ValueError, match="ledger"):
+        seq.extend([1])
     del key
     gc.collect()
     seq.extend([1])
+    assert len(seq) == 4
 
 
 def test_request_whose_name_cannot_be_told_is_refused_all_the_same() -> None:
