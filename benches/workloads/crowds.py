@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 from workloads.documents import Tokens, document
 
-# Far above the seeds of documents that are looked at one by one.
+# Far above the seeds of single documents.
 _CROWD_SEEDS = 1 << 32
 
 
 class Crowd:
     """Documents of one length that hold about so many tokens together.
 
-    They are made when asked for: ten million tokens need no second copy beside the index.
+    They are made when asked for: ten million tokens need no second copy next to the index.
 
     Args:
         cached_tokens: Tokens in all, 10**4 to 10**8.

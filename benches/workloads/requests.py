@@ -1,4 +1,4 @@
-"""Concurrent short requests: one scheduler step's worth."""
+"""Concurrent short requests of one scheduler step."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ _REQUEST_SEEDS = 1 << 50
 
 
 class Requests:
-    """A step's requests, each with a prefix of its own that may be cached and a fresh end.
+    """A step's requests, each with its own prefix, which may be cached, and a fresh end.
 
     Args:
         count: Requests in the step.

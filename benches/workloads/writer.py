@@ -11,7 +11,7 @@ from workloads.texts import TEXTS
 # Apart from the seeds of documents, crowds, trees, chats and requests.
 _WRITER_SEEDS = 1 << 56
 _SHARED = 0x5EED
-# Texts of a shared corpus, of which every conversation uses some.
+# Number of texts in the shared corpus; every conversation uses some.
 _CORPUS = 40
 # A shared beginning of tool results, as headers of commands are.
 _HEADER = 24
@@ -21,22 +21,22 @@ _MARKERS = (
     "channel analysis final message return end placeholder"
 ).split()
 MARKERS = {name: VOCABULARY + number for number, name in enumerate(_MARKERS)}
-"""Ids of the single tokens that templates put between texts; no text has them."""
+"""Ids of the single tokens that templates put between texts; texts never contain them."""
 
 
 class Writer:
-    """Makes texts and markers; what is asked for in the same order is the same.
+    """Makes texts and markers; the same calls in the same order return the same ones.
 
     Args:
         seed: Names the workload's texts.
         number: Which conversation; no two have a text in common unless `shared`.
         text: How texts are drawn, a name in `workloads.texts.TEXTS`.
         shared: Whether conversations share the boilerplate that they share in practice: the first
-            half of the system prompt from its first token on, its second half behind a line of the
-            conversation's own, the beginning of each tool result, and the documents.
+            half of the system prompt, its second half after a line of the conversation's own, the
+            beginning of each tool result, and the documents.
 
     Raises:
-        ValueError: There is no such way to draw texts.
+        ValueError: `text` is not a name in `TEXTS`.
 
     Example:
         >>> writer = Writer(seed=0, number=0)

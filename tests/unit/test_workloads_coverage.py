@@ -124,7 +124,7 @@ def test_coverage_with_shared_boilerplate_of(name: str, text: str) -> None:
 
 def test_coverage_where_candidates_are_dropped() -> None:
     workload = WORKLOADS["W01"]
-    short = replace(workload, shape=ChatTurn(system=400, question=20, thought=20, answer=20))
+    short = replace(workload, shape=ChatTurn(system=400, question=20, reasoning=20, answer=20))
     made = [short.build(number, seed=1, shared=True) for number in range(1_000)]
     cache = Cache.of([each.cached for each in made], [each.num_computed for each in made], 16)
     # Somebody new: the boilerplate behind the line of their own stands in all others.
@@ -137,7 +137,7 @@ def test_coverage_where_candidates_are_dropped() -> None:
 def test_answers_of_20_to_255_tokens_are_found_whole(extra: int) -> None:
     for answer in range(20, 256):
         turn = WORKLOADS["W01"].build(
-            seed=answer, system=40, question=24, thought=70, answer=answer, extra=extra
+            seed=answer, system=40, question=24, reasoning=70, answer=answer, extra=extra
         )
         (span,) = (span for span in turn.prompt_spans if span.kind == "answer")
         # Within the turn the thought is kept, and the user speaks behind the answer.
