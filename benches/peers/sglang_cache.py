@@ -1,4 +1,4 @@
-"""SGLang's side of every comparison: one of its radix caches and the allocator beneath it.
+"""SGLang's side of every comparison: one of its radix caches and its allocator.
 
 The caches are driven as SGLang's scheduler drives them: `match_prefix`, then `path_device_indices`
 for the token indices, `lock` and `unlock`, `evict`, `alloc` and `insert`, over the paged allocator
@@ -86,17 +86,17 @@ class Theirs:
         return indices
 
     def insert(self, key: Untyped, indices: torch.Tensor, held: int = 0) -> Untyped:
-        """Insert a key with its indices, one a token.
+        """Insert a key with its indices, one per token.
 
         Args:
             key: What to insert.
             indices: From position 0 on.
-            held: Tokens whose indices are the cache's already: it frees duplicates behind them.
+            held: Tokens whose indices the cache already owns: it frees duplicates after them.
         """
         return self.cache.insert(InsertParams(key=key, value=indices, prev_prefix_len=held))
 
     def evict(self, tokens: int) -> int:
-        """Evict at least so many tokens if there are any, and answer how many went.
+        """Evict at least so many tokens if there are any, and return how many it evicted.
 
         Args:
             tokens: How many.

@@ -71,7 +71,7 @@ class Theirs:
         return ids
 
     def match_tokens(self, tokens: list[int]) -> list[int]:
-        """The same for a prompt that is no request yet.
+        """The same for a prompt that is not a request yet.
 
         Args:
             tokens: The prompt.
@@ -107,7 +107,7 @@ class Theirs:
         return answer
 
     def turn_tokens(self, tokens: list[int]) -> tuple[int, list[int]]:
-        """The same for a prompt that is no request yet.
+        """The same for a prompt that is not a request yet.
 
         Args:
             tokens: The prompt.

@@ -1,11 +1,11 @@
-"""What a prompt costs whose windows lead nowhere, and what others' prompts cost beside it.
+"""What a prompt costs whose windows lead nowhere, and what others' prompts cost meanwhile.
 
 `python benches/python/fan.py` prints both tables; every figure is a median.
 
 * The *fan*: each window of a text with a period of nine tokens is cached at 64 places, each near
   the end of an edge with 64 children that share one or two tokens more, so that no run has
   `min_run` tokens. It is planned next to random text of the same length, while another tenant
-  looks a short prompt up, again and again.
+  looks a short prompt up repeatedly.
 * *Neighbours*: a plan of a prompt that moved as a whole, in an index where nobody else has
   anything, where others have as much random text as the fan has, and where they have the fan.
 """
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 PERIOD = 9
 LENGTHS = (1_000, 8_000, 17_000, 100_000)
-# Tokens of each cached text; of which so many before the period begins, and so many before the
-# children begin.
+# Tokens of each cached text, before the period begins, and before the children begin.
 TEXT, HEAD, EDGE = 3 * BLOCK_SIZE, 19, 2 * BLOCK_SIZE
 OWN = 4_000
 
