@@ -1,9 +1,9 @@
-"""An engine over fake KV that knows what its KV is worth, whatever the index says of it.
+"""An engine over fake KV that knows how exact its KV is, whatever the index says.
 
 A slot holds the token, the position and the whole prefix that it was placed under, whether it was
-computed from exact KV of that very prefix, and how often it was placed under another one. Copies
-and computation keep that up to date by what lies in the table at the time. So KV of another prefix,
-an overwritten block, a copy of the wrong slots, a wrong delta or a label that is too good shows.
+computed from exact KV of that prefix, and how often it was placed under another one. Copies and
+computation update that from the table at the time. So KV of another prefix, an overwritten block, a
+copy of the wrong slots, a wrong delta or a label that is too good is detected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WrongKVError(AssertionError):
 
 
 def tokens_of(seq: kvtrie.TokenSequence) -> list[Any]:
-    """Tokens as KV depends on them: in an item, on what it stands for."""
+    """Tokens as KV depends on them: in an item, on the item's digest and offset."""
     tokens: list[Any] = seq[0 : len(seq)].tolist()
     for item in seq.items:
         for position in range(item.start, item.end):
@@ -43,7 +43,7 @@ class KV(NamedTuple):
 
     Attributes:
         token: The token.
-        position: Where it was placed: K is turned for this position.
+        position: Where it was placed: K is rotated for this position.
         prefix: A digest of namespace and tokens up to and with it, under which it was placed.
         exact: Whether it was computed there, from exact KV alone.
         hops: How often it was placed under another prefix or position.
@@ -89,14 +89,14 @@ class FakeKV:
                 self.slots.pop(block * self.block_size + offset, None)
 
     def holds(self, slot: int, right: KV, what: str) -> KV:
-        """What lies in a slot, which must be there for this token, position and prefix."""
+        """The content of a slot, which must be for this token, position and prefix."""
         found = self.slots.get(slot)
         if found is None or found[:3] != right[:3]:
             raise WrongKVError(f"{what}: slot {slot} holds {found}, not {right}")
         return found
 
     def apply(self, moves: Any, seq: kvtrie.TokenSequence, table: Any) -> None:
-        """Copy, each run turned by its delta; a source that was overwritten is copied as it is."""
+        """Copy, each run rotated by its delta; an overwritten source is copied as it is."""
         right, size = placed(seq), self.block_size
         at = {int(block): place for place, block in enumerate(table)}
         for source, dest, count, delta in moves.tolist():
@@ -112,7 +112,7 @@ class FakeKV:
                 self.slots[dest + i] = found.copied_to(wanted)
 
     def compute(self, seq: kvtrie.TokenSequence, start: int, end: int, table: Any) -> None:
-        """What a forward pass does: each token sees all before it, as it lies in the table."""
+        """A forward pass: each token attends to all before it, as they are in the table."""
         right = placed(seq)
         exact = True
         for position in range(end):
@@ -123,7 +123,7 @@ class FakeKV:
             exact = exact and found.exact
 
     def read(self, seq: kvtrie.TokenSequence, table: Any, start: int, end: int) -> list[KV]:
-        """What lies in the table for a range of positions, of which each must be right."""
+        """The table's content for a range of positions, of which each must be right."""
         right = placed(seq)
         return [
             self.holds(self.slot(table, position), right[position], f"position {position}")
@@ -155,7 +155,7 @@ class Engine:
         self.known: list[tuple[kvtrie.TokenSequence, list[KV]]] = []
 
     def take(self, ids: Any) -> None:
-        """What the index hands out is free."""
+        """Blocks that the index gives up are free."""
         self.pool.free(ids)
 
     def verify(self) -> None:
@@ -174,12 +174,12 @@ class Engine:
                     raise WrongKVError(f"an exact match answers {found}, not {right[position]}")
 
     def know(self, seq: kvtrie.TokenSequence) -> None:
-        """Look at this sequence from now on: what is found of it must be right."""
+        """Check lookups of this sequence from now on."""
         copy = kvtrie.TokenSequence(seq[0 : len(seq)], seq.namespace, items=seq.items)
         self.known.append((copy, placed(copy)))
 
     def load(self, seq: kvtrie.TokenSequence, exact_until: int, hops: int) -> None:
-        """Bring KV from elsewhere: right up to `exact_until`, of another context behind it."""
+        """Import KV: right up to `exact_until`, of another context after it."""
         try:
             blocks = self.pool.allocate(len(seq) // self.block_size, evict_from=self.index)
         except kvtrie.OutOfBlocksError:
@@ -206,14 +206,14 @@ class Engine:
         assert self.pool.num_free == self.num_blocks
 
     def abandon(self) -> None:
-        """Let go of all plans after a failure, so that none warns."""
+        """Release all plans after a failure, so that none warns."""
         for request in self.requests:
             if request.plan is not None and not request.plan.released:
                 request.plan.release()
 
 
 class Request:
-    """One prompt through the loop; `lines()` pauses behind every line of it."""
+    """One prompt through the loop; `lines()` pauses after every line of it."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class Request:
         engine.know(self.seq)
 
     def source(self) -> Any:
-        """Where the KV of the table came from."""
+        """The source of the KV in the table."""
         return self.plan
 
     def got(self, ids: Any) -> None:
@@ -250,7 +250,7 @@ class Request:
         self.held -= set(ids.tolist())
 
     def inserted(self, done: Any) -> None:
-        """What was taken is the index's; what was replaced is ours to free."""
+        """The index owns the blocks that it took; the caller frees those that were replaced."""
         self.held -= set(done.blocks.tolist())
         self.got(done.freed)
 
@@ -337,7 +337,7 @@ class Request:
         engine.know(seq)
 
     def settle(self, first: int) -> None:
-        """The line behind an insert: use what backs the sequence, free what does not."""
+        """The line after an insert: use the blocks that back the sequence, free the others."""
         done, self.done = self.done, None
         self.table[first : first + len(done.blocks)] = done.blocks
         self.free(done.duplicates)
@@ -350,8 +350,8 @@ class Request:
         if self.plan is None:
             return
         if self.done is not None:
-            # Between an insert and the line behind it: the ids it named are in the table still, so
-            # that the insert below names its duplicates again; what it freed is named only once.
+            # Between an insert and the line after it, its duplicates are still in the table, so the
+            # insert below returns them again; freed blocks are returned only once.
             self.free(self.done.freed)
         if self.table is None:
             if self.fresh is not None:
@@ -365,7 +365,7 @@ class Request:
         self.plan.release()
         engine.take(index.take_freed())
 
-    # --- what the plan says is so -----------------------------------------------------------------
+    # --- checks of the plan -----------------------------------------------------------------
 
     def label(self, kv: KV, segment: Any, what: str) -> None:
         """A slot as it will be is as exact as its segment says, and moved no more often."""
@@ -378,7 +378,7 @@ class Request:
             raise WrongKVError(f"{what}: {kv} is used against the policy, by {most} hops")
 
     def check_plan(self) -> None:
-        """Segments cover the prompt once; what is in place holds what they say."""
+        """Segments cover the prompt once; slots in place have what they say."""
         engine, plan, segments = self.engine, self.plan, self.plan.segments
         edges = [0, *segments["end"].tolist()]
         assert segments["start"].tolist() == edges[:-1]
@@ -407,12 +407,12 @@ class Request:
                 "plans, approximate in place": APPROXIMATE
                 in segments["class"][segments["start"] < in_place],
                 "plans, more than one hop": bool((segments["hops"] > 1).any()),
-                "plans, exact behind a gap": EXACT in copied["class"][copied["start"] > in_place],
+                "plans, exact after a gap": EXACT in copied["class"][copied["start"] > in_place],
             }
         )
 
     def check_sources(self) -> None:
-        """Every slot that is copied holds the token, the delta and the hops that are said."""
+        """Every copied slot has the token, the delta and the hops that the plan says."""
         engine, plan, size = self.engine, self.plan, self.engine.block_size
         right = placed(self.seq)
         at = {int(block): place for place, block in enumerate(self.table)}
@@ -435,7 +435,7 @@ class Request:
         assert sorted(read) == plan.source_blocks.tolist()
 
     def check_reused(self) -> None:
-        """After the copies, all that is not computed lies in the table as it was said."""
+        """After the copies, all reused tokens are in the table, as exact as planned."""
         for segment in self.plan.segments:
             if segment["class"] != COMPUTE:
                 start, end = segment["start"], segment["end"]
@@ -524,7 +524,7 @@ class Traffic:
         del engine.known[:-12]
 
     def go(self, which: int, *, abort: bool) -> None:
-        """Run a request on for some lines, or end it where it stands."""
+        """Run a request for some more lines, or end it."""
         request, lines = self.running[which]
         ended = abort
         for _ in range(0 if abort else self.rng.randint(1, 16)):

@@ -1,4 +1,5 @@
-//! Random calls on a ledger while errors are injected at random: what fails has changed nothing, and is made again.
+//! Random calls on a ledger while errors are injected at random: a call that fails has changed nothing, and is
+//! repeated.
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -48,7 +49,7 @@ impl Test {
 
 #[test]
 fn failed_calls_change_nothing() {
-    // What is injected is not told.
+    // Injected panics are not printed.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         if !panic.to_string().contains("a failpoint") {
