@@ -61,9 +61,9 @@ def test_settings_are_refused_before_a_weight_is_loaded(
         ask({})
 
 
-def test_the_log_says_what_is_going_to_be_reused() -> None:
+def test_the_log_says_what_will_be_reused() -> None:
     may = kvtrie.ReusePolicy(approximate=True)
-    thoughts = Tagger.from_ids(reasoning=([7], [8]), initial="assistant", boundary="never")
+    reasoning = Tagger.from_ids(reasoning=([7], [8]), initial="assistant", boundary="never")
 
     def said(cleared: kvtrie.ReusePolicy, tagger: Tagger | None = None, **given: Any) -> str:
         return _planner.summary(_settings.Settings.read(given), cleared, tagger)
@@ -71,7 +71,7 @@ def test_the_log_says_what_is_going_to_be_reused() -> None:
     assert said(kvtrie.EXACT_ONLY) == "exact reuse only (no gate); chat format: unknown"
     failed = said(kvtrie.EXACT_ONLY, gate="a.json")
     assert failed.startswith("exact reuse only (the gate does not clear the policy)")
-    assert said(may, thoughts, gate="a.json") == (
+    assert said(may, reasoning, gate="a.json") == (
         "approximate reuse (gate: a.json); chat format: from_ids"
     )
     assert "for requests that opt in" in said(may, gate="unchecked", default="exact")
