@@ -1,4 +1,4 @@
-"""Calls that turn out to be long let go of the interpreter, however short their arguments are."""
+"""Calls that take long detach from the interpreter, however short their arguments are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Call = tuple["RadixIndex", "Callable[[], object]", list["kvtrie.ReusePlan"]]
 
 @pytest.fixture(autouse=True)
 def never() -> Iterator[None]:
-    """Switch threads only where one lets go of the interpreter."""
+    """Switch threads only where one detaches from the interpreter."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1_000)
     yield
@@ -160,7 +160,7 @@ def many_tags_on_few_tokens() -> Call:
 
 
 def searching(cached: npt.ArrayLike, prompt: npt.ArrayLike) -> Call:
-    """A plan that looks for moved runs in what is cached."""
+    """A plan that searches moved runs."""
     tokens = np.asarray(cached, np.uint32)
     tokens = tokens[: len(tokens) // SIZE * SIZE]
     index = kvtrie.RadixIndex(len(tokens) // SIZE, SIZE, seed=0)
