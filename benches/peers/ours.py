@@ -129,8 +129,7 @@ class Ours:
             sequences: The prompts.
 
         Returns:
-            The ids that were found and the ids that back the new tokens, each one request after
-            the other.
+            The ids that were found and the ids of the new tokens, each one request after the other.
         """
         index, pool = self.index, self.pool
         batch = index.plan_many(sequences, keep_last=1)

@@ -1,7 +1,7 @@
 """Engines with visible KV: what a ledger calls final and computed is so, slot by slot.
 
 Every slot of a fake pool holds the tokens that its KV was computed with. The engine drafts,
-schedules ahead of what it knows, preempts, and subtracts refused drafts from its counter late.
+schedules ahead of what it knows, preempts, and takes refused drafts out of its counter late.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Engine:
     def check(self) -> None:
         _, end = self.ledger.final_range(0)
         assert end <= len(self.tokens)
-        # A step that was just issued is under way: only KV that is written can be checked.
+        # A step that was just issued is on its way: only what it wrote can be looked at.
         for at in range(min(end, self.device_computed)):
             assert self.kv[at] == tuple(self.tokens[: at + 1]), at
 

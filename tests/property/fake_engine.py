@@ -1,9 +1,9 @@
-"""An engine over fake KV that knows how exact its KV is, whatever the index says.
+"""An engine over fake KV that knows what its KV is worth, whatever the index says of it.
 
 A slot holds the token, the position and the whole prefix that it was placed under, whether it was
-computed from exact KV of that prefix, and how often it was placed under another one. Copies and
-computation update that from the table at the time. So KV of another prefix, an overwritten block, a
-copy of the wrong slots, a wrong delta or a label that is too good is detected.
+computed from exact KV of that very prefix, and how often it was placed under another one. Copies
+and computation keep that up to date by what lies in the table at the time. So KV of another prefix,
+an overwritten block, a copy of the wrong slots, a wrong delta or a label that is too good shows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WrongKVError(AssertionError):
 
 
 def tokens_of(seq: kvtrie.TokenSequence) -> list[Any]:
-    """Tokens as KV depends on them: in an item, on the item's digest and offset."""
+    """Tokens as KV depends on them: in an item, on what it stands for."""
     tokens: list[Any] = seq[0 : len(seq)].tolist()
     for item in seq.items:
         for position in range(item.start, item.end):
@@ -43,7 +43,7 @@ class KV(NamedTuple):
 
     Attributes:
         token: The token.
-        position: Where it was placed: K is rotated for this position.
+        position: Where it was placed: K is turned for this position.
         prefix: A digest of namespace and tokens up to and with it, under which it was placed.
         exact: Whether it was computed there, from exact KV alone.
         hops: How often it was placed under another prefix or position.
@@ -89,14 +89,14 @@ class FakeKV:
                 self.slots.pop(block * self.block_size + offset, None)
 
     def holds(self, slot: int, right: KV, what: str) -> KV:
-        """The content of a slot, which must be for this token, position and prefix."""
+        """What lies in a slot, which must be there for this token, position and prefix."""
         found = self.slots.get(slot)
         if found is None or found[:3] != right[:3]:
             raise WrongKVError(f"{what}: slot {slot} holds {found}, not {right}")
         return found
 
     def apply(self, moves: Any, seq: kvtrie.TokenSequence, table: Any) -> None:
-        """Copy, each run rotated by its delta; an overwritten source is copied as it is."""
+        """Copy, each run turned by its delta; a source that was overwritten is copied as it is."""
         right, size = placed(seq), self.block_size
         at = {int(block): place for place, block in enumerate(table)}
         for source, dest, count, delta in moves.tolist():
@@ -112,7 +112,7 @@ class FakeKV:
                 self.slots[dest + i] = found.copied_to(wanted)
 
     def compute(self, seq: kvtrie.TokenSequence, start: int, end: int, table: Any) -> None:
-        """A forward pass: each token attends to all before it, as they are in the table."""
+        """What a forward pass does: each token sees all before it, as it lies in the table."""
         right = placed(seq)
         exact = True
         for position in range(end):
@@ -123,7 +123,7 @@ class FakeKV:
             exact = exact and found.exact
 
     def read(self, seq: kvtrie.TokenSequence, table: Any, start: int, end: int) -> list[KV]:
-        """The table's content for a range of positions, of which each must be right."""
+        """What lies in the table for a range of positions, of which each must be right."""
         right = placed(seq)
         return [
             self.holds(self.slot(table, position), right[position], f"position {position}")
@@ -179,7 +179,7 @@ class Engine:
         self.known.append((copy, placed(copy)))
 
     def load(self, seq: kvtrie.TokenSequence, exact_until: int, hops: int) -> None:
-        """Import KV: right up to `exact_until`, of another context after it."""
+        """Bring KV from elsewhere: right up to `exact_until`, of another context after it."""
         try:
             blocks = self.pool.allocate(len(seq) // self.block_size, evict_from=self.index)
         except kvtrie.OutOfBlocksError:

@@ -37,7 +37,7 @@ def test_collected_plan_releases_itself_and_warns() -> None:
 
 def test_collected_plan_of_a_cycle() -> None:
     index, seq = filled()
-    gc.disable()  # the collector must not run before the warning is expected
+    gc.disable()  # the collector must not come before the warning is waited for
     try:
         home: list[Any] = [index.plan(seq)]
         home.append(home)
@@ -247,29 +247,29 @@ def test_batches_that_share_sequences_do_not_wait_for_each_other() -> None:
     assert index.stats().live_plans == 0
 
 
-def test_long_calls_detach_from_the_interpreter() -> None:
+def test_long_calls_let_go_of_the_interpreter() -> None:
     index = kvtrie.RadixIndex(num_blocks=200_000, block_size=1)
     seq = kvtrie.TokenSequence(np.arange(200_000), SPACE)
     index.insert(
         seq, np.arange(200_000, dtype=np.int32), num_computed=200_000, source=kvtrie.COMPUTED
     )
-    count, seen, stop = 0, 0, threading.Event()
+    ticks, seen, stop = 0, 0, threading.Event()
 
-    def run() -> None:
-        nonlocal count
+    def tick() -> None:
+        nonlocal ticks
         while not stop.wait(1e-5):
-            count += 1
+            ticks += 1
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=tick, daemon=True)
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # so that the other thread runs only in a call that detaches
+    sys.setswitchinterval(1000)  # so that only a call that lets go lets the other thread run
     try:
         thread.start()
-        count = 0
+        ticks = 0
         # On a busy machine the other thread may not get a processor during one call.
         for _ in range(1000):
             index.check()
-            seen = count
+            seen = ticks
             if seen:
                 break
     finally:
@@ -281,7 +281,7 @@ def test_long_calls_detach_from_the_interpreter() -> None:
 
 def test_a_batch_does_not_keep_its_plans_alive_in_a_cycle() -> None:
     class Holder:
-        """Can be referenced weakly."""
+        """Can be watched."""
 
         batch: kvtrie.PlanBatch
 

@@ -1,4 +1,4 @@
-//! Hostile manifests: typed errors, memory of four times the bytes at most, and never a wrong load.
+//! Manifests from an enemy: typed errors, memory of four times the bytes at most, and never a load that is not true.
 //!
 //! One test alone, since the counter of bytes is the process's. `KVTRIE_HOSTILE` says how many manifests, 20,000 if nobody does.
 
@@ -17,11 +17,11 @@ use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
-/// Memory of a message, in addition to that for the bytes.
+/// What a message takes beside the memory for the bytes.
 const MESSAGE: usize = 1024;
 const GROUPS: [(u32, usize); 2] = [(0, 4), (7, 6)];
 
-/// A generator of choices, the same in each run.
+/// A generator of choices: the same ones each time.
 struct Choices(u64);
 
 impl Choices {
@@ -112,7 +112,7 @@ fn bin(out: &mut Vec<u8>, bytes: &[u8]) {
     out.extend(bytes);
 }
 
-/// What all tests share.
+/// What everybody in the tests knows.
 struct World {
     tokens: Vec<u32>,
     tables: Vec<Vec<BlockId>>,
@@ -169,7 +169,7 @@ impl World {
         }
     }
 
-    /// Reads bytes, counts the memory, and plans with the manifest. Returns the reason of a refusal.
+    /// Reads bytes and counts what that takes; plans with what comes of it. Answers the reason of a refusal.
     fn receive(&self, raw: &[u8]) -> Option<Refusal> {
         let region = Region::new(ALLOCATOR);
         let read = TransferManifest::from_bytes(raw, &TransferLimits::default());
@@ -214,7 +214,7 @@ impl World {
         (self.tokens.clone(), local.collect())
     }
 
-    /// Every load has the tokens of the sender, whoever wrote the manifest.
+    /// Whoever wrote the manifest, what is loaded of it is true.
     fn check(&self, plan: &TransferPlan) {
         for pair in plan.pairs() {
             let (at, _) = GROUPS

@@ -1,5 +1,4 @@
-//! Random calls on a ledger while errors are injected at random: a call that fails has changed nothing, and is
-//! repeated.
+//! Random calls on a ledger while errors are injected at random: what fails has changed nothing, and is made again.
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -49,7 +48,7 @@ impl Test {
 
 #[test]
 fn failed_calls_change_nothing() {
-    // Injected panics are not printed.
+    // What is injected is not told.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         if !panic.to_string().contains("a failpoint") {

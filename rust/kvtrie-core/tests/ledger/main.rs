@@ -46,7 +46,7 @@ enum Call {
     Fill {
         at: usize,
     },
-    /// Drafts are issued, and claimed before it is known which were accepted.
+    /// Drafts are issued, and claimed before anybody knows which were accepted.
     Speculate {
         at: usize,
         drafts: usize,
@@ -99,7 +99,7 @@ fn ids() -> impl Strategy<Value = Vec<i64>> {
     prop::collection::vec(id, 0..6)
 }
 
-/// Unrelated texts, and one text with a part left out.
+/// Texts that know nothing of each other, and one text with a part left out.
 fn texts() -> impl Strategy<Value = Vec<u32>> {
     let without = |(cut, len): (usize, usize)| -> Vec<u32> {
         let text = (0..48u32).map(|at| at * at % 23 % 7);
@@ -200,8 +200,8 @@ struct Live {
     given_until: usize,
     /// Up to where the source, and what was in place, said that blocks are exact.
     said: usize,
-    /// Up to where the index returned that they are.
-    returned: usize,
+    /// Up to where the index answered that they are.
+    answered: usize,
 }
 
 struct Test {
@@ -245,7 +245,7 @@ impl Test {
         }
     }
 
-    /// Everything that a refused call must not change.
+    /// Everything that a refused call must leave alone.
     fn dump(&self) -> String {
         let seqs: Vec<_> = self
             .live
@@ -564,7 +564,7 @@ impl Test {
         for at in there {
             naive.slots[at].present = true;
         }
-        // Tokens before the first gap are the same as claimed ones.
+        // What no gap lies before is the same as claimed.
         for at in 0..naive.issued() {
             naive.slots[at] = naive::Slot {
                 present: false,
@@ -592,7 +592,7 @@ impl Test {
             given: 0,
             given_until: 0,
             said,
-            returned: usize::MAX,
+            answered: usize::MAX,
         });
         Ok(())
     }
@@ -695,7 +695,7 @@ impl Test {
         if !done.blocks.is_empty()
             && done.num_exact < committed.min(live.exact_until() / SIZE * SIZE)
         {
-            live.returned = done.num_exact;
+            live.answered = done.num_exact;
         }
         if !matches!(live.source, LedgerSource::Plan(_)) && !done.blocks.is_empty() {
             live.hold(done.num_exact, &mut self.twin.index);
@@ -823,7 +823,7 @@ fn same<T: std::fmt::Debug, E: std::fmt::Debug>(
 
 impl Live {
     fn exact_until(&self) -> usize {
-        self.said.min(self.returned)
+        self.said.min(self.answered)
     }
 
     /// How exact a block is, and the hops of its KV.
@@ -845,7 +845,7 @@ impl Live {
         (Class::Approximate, hops)
     }
 
-    /// Plans what is in place, so that it stays; then releases the plan before it.
+    /// What stands in place is planned, so that it stays; then the plan before it is released.
     fn hold(&mut self, num_exact: usize, index: &mut RadixIndex) {
         let policy = ReusePolicy {
             approximate: num_exact < self.naive.committed,
@@ -876,7 +876,7 @@ impl Live {
         usize::try_from(self.naive.verified() as i64 + ahead).unwrap_or(0)
     }
 
-    /// Appends to the twin's sequence what the request got.
+    /// The twin's sequence gets what the request has got.
     fn follow(&mut self) {
         let known = self.twin.len();
         self.twin
@@ -932,7 +932,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_ledger_returns_what_a_list_of_slots_does(calls in prop::collection::vec(calls(), 1..60)) {
+    fn a_ledger_answers_as_a_list_of_slots_does(calls in prop::collection::vec(calls(), 1..60)) {
         let mut test = Test::new();
         for call in &calls {
             test.run(call);

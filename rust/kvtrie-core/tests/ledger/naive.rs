@@ -22,7 +22,7 @@ pub(crate) struct Request {
 }
 
 /// Whether a call is one that cannot be.
-pub(crate) type Outcome<T = ()> = Result<T, ()>;
+pub(crate) type Answer<T = ()> = Result<T, ()>;
 
 impl Request {
     pub(crate) fn new(block_size: usize, tokens: Vec<u32>, table: Vec<u32>) -> Self {
@@ -66,7 +66,7 @@ impl Request {
             .collect()
     }
 
-    pub(crate) fn schedule(&mut self, tokens: usize, drafts: usize) -> Outcome {
+    pub(crate) fn schedule(&mut self, tokens: usize, drafts: usize) -> Answer {
         let free = |(at, slot): (usize, &Slot)| (!slot.present && !slot.issued).then_some(at);
         let next: Vec<usize> = self
             .slots
@@ -87,16 +87,16 @@ impl Request {
         Ok(())
     }
 
-    pub(crate) fn confirm(&mut self, computed: usize) -> Outcome {
+    pub(crate) fn confirm(&mut self, computed: usize) -> Answer {
         if !self.can_claim(computed) {
             return Err(());
         }
         let claimed = self.until(|_, slot| slot.present || slot.claimed);
         let drafts = self.drafts.len();
         self.claim(computed);
-        let from = self.after_present(computed);
+        let from = self.behind_present(computed);
         if from < claimed || self.drafts.len() < drafts {
-            // The engine reports its position, without the refused drafts.
+            // The engine says where it stands: it has counted out what was refused.
             for (at, slot) in self.slots.iter_mut().enumerate() {
                 slot.issued = at < computed;
             }
@@ -106,11 +106,11 @@ impl Request {
     }
 
     fn can_claim(&self, computed: usize) -> bool {
-        computed >= self.verified() && computed <= self.issued() && self.knows_whose(computed)
+        computed >= self.verified() && computed <= self.issued() && self.tells_whose(computed)
     }
 
-    /// Whether it is known which step's drafts a claim that decreases leaves out.
-    fn knows_whose(&self, computed: usize) -> bool {
+    /// Whether it is known whose drafts a claim that comes down has counted out.
+    fn tells_whose(&self, computed: usize) -> bool {
         let claimed = self.until(|_, slot| slot.present || slot.claimed);
         computed >= claimed
             || self
@@ -119,7 +119,7 @@ impl Request {
                 .is_none_or(|drafts| drafts[0] < self.tokens.len())
     }
 
-    fn after_present(&self, mut at: usize) -> usize {
+    fn behind_present(&self, mut at: usize) -> usize {
         while self.slots.get(at).is_some_and(|slot| slot.present) {
             at += 1;
         }
@@ -131,8 +131,8 @@ impl Request {
         let before = self.drafts.len();
         self.drafts.retain(|drafts| drafts[0] >= len);
         if self.drafts.len() < before {
-            // The positions of steps under way decrease by the number of refused drafts.
-            let refused = self.issued().saturating_sub(self.after_present(computed));
+            // What is under way stands so much further in front as was refused.
+            let refused = self.issued().saturating_sub(self.behind_present(computed));
             self.drafts
                 .retain(|drafts| drafts[0] >= self.tokens.len() + refused);
             for drafts in &mut self.drafts {
@@ -152,15 +152,15 @@ impl Request {
         computed: usize,
         scheduled: usize,
         drafts: usize,
-    ) -> Outcome {
+    ) -> Answer {
         let mut next = self.clone();
         if computed < next.verified() || computed > next.issued() {
             return Err(());
         }
         next.append(new)?;
         next.claim(computed);
-        // Present slots after the counter are skipped.
-        let from = next.after_present(computed);
+        // What is there behind the counter is passed over.
+        let from = next.behind_present(computed);
         next.drafts.retain(|drafts| drafts[0] < from);
         for slot in &mut next.slots[computed..] {
             slot.issued = false;
@@ -173,7 +173,7 @@ impl Request {
         Ok(())
     }
 
-    pub(crate) fn append(&mut self, ids: &[i64]) -> Outcome {
+    pub(crate) fn append(&mut self, ids: &[i64]) -> Answer {
         let known: Vec<i64> = {
             let mut ids = ids.to_vec();
             while ids.last() == Some(&-1) {
@@ -186,7 +186,7 @@ impl Request {
         Ok(())
     }
 
-    pub(crate) fn add_blocks(&mut self, blocks: &[u32]) -> Outcome {
+    pub(crate) fn add_blocks(&mut self, blocks: &[u32]) -> Answer {
         let mut all = self.table.clone();
         for id in blocks {
             if all.contains(id) {
@@ -200,8 +200,8 @@ impl Request {
         Ok(())
     }
 
-    /// Returns the positions whose KV is gone, and the blocks that were cut.
-    pub(crate) fn rollback(&mut self, to: usize, drop: bool) -> Outcome<(Vec<usize>, Vec<u32>)> {
+    /// Answers the positions whose KV is gone, and the blocks that were cut.
+    pub(crate) fn rollback(&mut self, to: usize, drop: bool) -> Answer<(Vec<usize>, Vec<u32>)> {
         if to < self.committed || to > self.issued() {
             return Err(());
         }

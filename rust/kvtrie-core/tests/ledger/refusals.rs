@@ -211,7 +211,7 @@ fn what_is_said_to_be_there() {
         begin(&table[..2], Present::Below(8)),
         Ok((8, vec![(8, 12)]))
     );
-    // Blocks in place are present, whatever `present` says.
+    // What is in place is there, whatever else is.
     assert_eq!(begin(&table, Present::Below(3)), Ok((8, vec![(8, 12)])));
     assert_eq!(begin(&table, Present::Below(12)), Ok((8, vec![])));
     let gaps = Present::AllBut(&[(8, 9), (9, 9), (9, 10)]);

@@ -117,7 +117,7 @@ fn a_step_that_fails_rolls_back_every_request_before() {
         };
         let error = ledger.step(&step, visit).unwrap_err();
         assert_eq!(error.at, Some(failing));
-        // Each request before it was visited twice: to append its ids, and to remove them.
+        // Each request before it was visited twice: for its ids, and to take them back.
         assert_eq!(calls.get(), 2 * failing + 1);
         for (seq, tokens) in seqs.iter().zip(4..) {
             let tokens: Vec<u32> = (0..tokens).collect();
@@ -136,7 +136,7 @@ fn a_step_forgets_the_drafts_that_were_given_up() {
     assert_eq!(ledger.lookahead(id), Ok((5, 7)));
     ledger.append(id, &mut seq, &[51]).unwrap();
     ledger.confirm(id, 6).unwrap();
-    // Nothing was verified, so steps under way stay so.
+    // Nothing was verified, so what is under way stays so.
     assert_eq!(ledger.lookahead(id), Ok((6, 7)));
 }
 
@@ -150,14 +150,14 @@ fn a_rollback_forgets_the_draft_at_its_position() {
         ledger.schedule(id, 7 - to, 0).unwrap();
         ledger.confirm(id, 7).unwrap();
         ledger.append(id, &mut seq, &[50, 51, 52]).unwrap();
-        // An id after a draft says nothing about the KV there before the engine has counted.
+        // An id behind a draft says nothing about the KV there before the engine has counted.
         let end = if kept { 5 } else { 7 };
         assert_eq!(ledger.final_end(id), Ok(end), "rolled back to {to}");
     }
 }
 
 #[test]
-fn a_rollback_forgets_the_segments_after_gaps() {
+fn a_rollback_forgets_the_islands_behind_it() {
     // KV of 0..2, 4..6 and 8..10 of 12 tokens.
     let begin = |ledger: &mut SequenceLedger, seq: &mut TokenSequence| {
         let begin = Begin {
@@ -166,7 +166,7 @@ fn a_rollback_forgets_the_segments_after_gaps() {
         };
         ledger.begin(seq, &ids(0..3), begin).unwrap()
     };
-    // With tokens issued before, and the KV that is gone then.
+    // With what is issued before, and what KV is gone then.
     let cases = [
         (0, 1, vec![(1, 2), (4, 6), (8, 10)]),
         (1, 3, vec![(4, 6), (8, 10)]),
@@ -187,7 +187,7 @@ fn a_rollback_forgets_the_segments_after_gaps() {
             _ => &[(there, 12)],
         };
         assert_eq!(ledger.missing(id).unwrap(), missing, "rolled back to {to}");
-        // Tokens issued from there on skip nothing.
+        // What is issued from there on passes over nothing.
         ledger.schedule(id, 12 - to, 0).unwrap();
         assert_eq!(ledger.lookahead(id), Ok((there, 12)));
     }
@@ -224,7 +224,7 @@ fn a_finish_after_its_plan_claims_what_is_committed_as_exact() {
 fn a_finish_offers_what_is_final_and_computed_alone() {
     let mut index = index();
     let (mut ledger, mut seq, id) = begun(9);
-    // A draft at 10, and an id after it that no claim has confirmed.
+    // A draft at 10, and an id behind it that no claim has confirmed.
     ledger.schedule(id, 3, 2).unwrap();
     ledger.confirm(id, 12).unwrap();
     ledger.append(id, &mut seq, &[50, 51, 52]).unwrap();
@@ -265,11 +265,11 @@ fn a_ledger_knows_its_block_size_and_which_requests_live() {
 }
 
 #[test]
-fn a_commit_that_is_less_exact_lowers_the_labels() {
+fn an_answer_that_is_less_exact_lowers_the_labels() {
     let mut index = index();
     let (mut ledger, mut seq, id) = begun(4);
     ledger.commit(id, &mut seq, &mut index).unwrap();
-    // The plan that holds the block is released, and other KV replaces it.
+    // Somebody releases what holds the block, and other KV takes its place.
     let pin = Arc::clone(&ledger.pins(id).unwrap()[0]);
     index.release(&pin).unwrap();
     assert_eq!(index.evict(1), ids(0..1));
@@ -283,7 +283,7 @@ fn a_commit_that_is_less_exact_lowers_the_labels() {
     assert_eq!(ledger.labels(id, 0, 8).unwrap().len(), 1);
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!((done.blocks, done.num_exact), (ids(1..2), 0));
-    // The hops that the index has there are not known.
+    // Which hops the index has there is not known.
     assert_eq!(labels(&ledger, id, 16), [(0, 16, Class::Approximate, 0)]);
     // A commit of nothing says the same.
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
@@ -291,7 +291,7 @@ fn a_commit_that_is_less_exact_lowers_the_labels() {
 }
 
 #[test]
-fn spans_that_the_index_has_are_not_removed() {
+fn spans_that_the_index_has_are_not_taken_back() {
     let mut index = index();
     let (mut ledger, mut seq, id) = begun(8);
     let span = |start, end| Span {
@@ -303,11 +303,11 @@ fn spans_that_the_index_has_are_not_removed() {
     ledger.append(id, &mut seq, &[50, 51, 52, 53]).unwrap();
     let given = [span(0, 4), span(6, 10), span(8, 12)];
     ledger.tag(id, &given).unwrap();
-    // Only the spans are new: of the second the committed part, of the third nothing.
+    // Nothing is new but the spans: of the second, what is committed; of the third, nothing.
     ledger.commit(id, &mut seq, &mut index).unwrap();
-    let tags: Vec<_> = index.tags(&seq);
-    let tags: Vec<_> = tags.iter().map(|span| (span.start, span.end)).collect();
-    assert_eq!(tags, [(0, 4), (6, 8)]);
+    let told: Vec<_> = index.tags(&seq);
+    let told: Vec<_> = told.iter().map(|span| (span.start, span.end)).collect();
+    assert_eq!(told, [(0, 4), (6, 8)]);
     ledger.tag(id, &[span(0, 2)]).unwrap();
     ledger.untag(id).unwrap();
     assert_eq!(ledger.spans(id), Ok(given[..2].to_vec()));
@@ -340,12 +340,12 @@ fn a_plan_in_place_leads_the_table_whatever_the_source_says() {
 }
 
 #[test]
-fn only_blocks_in_place_are_held_and_they_stay_when_others_replace_them() {
+fn what_is_held_is_in_place_alone_and_stays_beside_what_takes_its_place() {
     let mut index = index_of_moved_runs();
     let mut known = sequence(0..24);
     let options = InsertOptions::new(24, Source::Computed);
     index.insert(&mut known, &ids(20..26), options).unwrap();
-    // Approximate blocks, whose later tokens are cached elsewhere too.
+    // Approximate blocks, whose tokens further on stand elsewhere too.
     let tokens: Vec<u32> = (90..94).chain(2..22).collect();
     let mut seq =
         TokenSequence::new(Arc::clone(known.namespace()), tokens.clone(), vec![]).unwrap();
@@ -363,7 +363,7 @@ fn only_blocks_in_place_are_held_and_they_stay_when_others_replace_them() {
         (pin.num_tokens(Class::Compute), pin.segments().len()),
         (16, 2)
     );
-    // Another request computes the first block: the ledger's pin of the replaced block must stay.
+    // Another request computes the first block: the ledger's pin of what it takes the place of must stay.
     let mut other =
         TokenSequence::new(Arc::clone(known.namespace()), tokens.clone(), vec![]).unwrap();
     let options = InsertOptions::new(4, Source::Computed);
@@ -379,7 +379,7 @@ fn only_blocks_in_place_are_held_and_they_stay_when_others_replace_them() {
 }
 
 #[test]
-fn blocks_in_place_have_the_hops_that_the_index_has() {
+fn what_is_in_place_has_the_hops_that_the_index_has() {
     let mut index = index();
     for (end, from) in [(16, imported(8, 1)), (20, imported(8, 3))] {
         let options = InsertOptions::new(end, Source::Imported(from));
@@ -402,7 +402,7 @@ fn blocks_in_place_have_the_hops_that_the_index_has() {
     };
     let table = [8, 9, 10, 11, 12, 0, 1, 2].map(BlockId);
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
-    // Blocks computed after approximate ones are approximate, with unknown hops.
+    // What is computed behind approximate blocks is approximate, with hops that nobody has said.
     let sources = [
         (LedgerSource::Imported(imported(30, 2)), 2),
         (LedgerSource::Computed, 0),
@@ -421,7 +421,7 @@ fn blocks_in_place_have_the_hops_that_the_index_has() {
 }
 
 #[test]
-fn a_commit_lowers_only_labels_that_were_exact() {
+fn an_answer_lowers_the_labels_of_what_was_said_to_be_exact_alone() {
     let mut index = index();
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     let mut seq = sequence(0..24);
@@ -455,13 +455,13 @@ fn a_commit_lowers_only_labels_that_were_exact() {
 }
 
 #[test]
-fn drafts_under_way_move_back_by_the_number_of_refused_ones() {
+fn drafts_under_way_stand_so_much_further_in_front_as_others_were_refused() {
     let (mut ledger, mut seq, id) = begun(4);
-    // A token and three drafts; then, before their result is known, a token and two more drafts.
+    // A token and three drafts; then, before anybody knows of them, a token and two drafts more.
     step(&mut ledger, (id, &mut seq), (4, 4, 3), &[]);
     step(&mut ledger, (id, &mut seq), (8, 3, 2), &[]);
     assert_eq!(ledger.lookahead(id), Ok((4, 11)));
-    // One of the three is right, and two are not: the second step begins at 6, its drafts at 7.
+    // One of the three is right, and two are not: what is under way begins at 6, its drafts at 7.
     step(&mut ledger, (id, &mut seq), (9, 0, 0), &[50, 51]);
     assert_eq!(ledger.lookahead(id), Ok((6, 9)));
     ledger.append(id, &mut seq, &[52, 53]).unwrap();
@@ -473,9 +473,9 @@ fn drafts_under_way_move_back_by_the_number_of_refused_ones() {
 }
 
 #[test]
-fn held_blocks_are_not_worse_than_the_committed_ones() {
+fn what_is_held_is_no_worse_than_what_was_committed() {
     let mut index = index_of_moved_runs();
-    // After an exact block, the index has an approximate one.
+    // Behind an exact block, the index has an approximate one.
     let options = InsertOptions::new(8, Source::Imported(imported(4, 1)));
     index
         .insert(&mut sequence(0..8), &ids(8..10), options)
@@ -485,7 +485,7 @@ fn held_blocks_are_not_worse_than_the_committed_ones() {
     ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!(ledger.pins(id).unwrap()[0].blocks(), ids(8..9));
     ledger.finish(id, &mut seq, &mut index).unwrap();
-    // All but the first token are cached elsewhere too: that copy is not used.
+    // All but the first token stand elsewhere too: that is not copied.
     index
         .insert(
             &mut sequence(40..56),
