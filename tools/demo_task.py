@@ -37,7 +37,7 @@ RULES = (
     "People get a number, and boxes stand on a shelf.",
     "A new number is one more than the one that is named, and 0 comes after 9.",
     "Use the tool to find the shelf of a box, and do not guess.",
-    "Think before you answer, and keep your thoughts short.",
+    "Think before you answer, and keep your thoughts short.",  # codespell:ignore thoughts: learnt
     "Nobody but you writes the numbers down, so look at your own earlier answers.",
 )
 

@@ -28,7 +28,7 @@ VOCAB = 512
 
 def workloads() -> list[str]:
     """The ids of the workloads that are asked for, variants included."""
-    from workloads.registry import WORKLOADS  # noqa: PLC0415 - behind the path above
+    from workloads.registry import WORKLOADS  # noqa: PLC0415 - after the path above
 
     return [name for name in WORKLOADS if name.startswith(FAMILIES)]
 

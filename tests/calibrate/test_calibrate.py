@@ -261,7 +261,7 @@ def test_command_reads_a_chat_file_and_shows_tables(tmp_path: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
     "no such model": (lambda tmp: [tmp / "none"], "not a model directory"),
     "no config": (lambda tmp: [tmp], "config.json"),
-    "unknown policy": (lambda _: ["gqa", "--policies", "exact,rotat"], "unknown policy 'rotat'"),
+    "unknown policy": (lambda _: ["gqa", "--policies", "exact,turn"], "unknown policy 'turn'"),
     "no policy": (lambda _: ["gqa", "--policies", ","], "no policy"),
     "no chat file": (lambda tmp: ["gqa", "--conversations", tmp / "none.jsonl"], "No such file"),
     "no folder": (lambda tmp: ["gqa", "--out", tmp / "a" / "b.json"], "there is no directory"),

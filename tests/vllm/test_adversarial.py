@@ -222,7 +222,7 @@ def test_a_surprise_is_counted_and_vllm_goes_on(
 
 def test_what_a_request_may_not_say_is_refused_and_counted(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE)
-    assert vllm.ask(EDITED, mode="aproximate").finished
+    assert vllm.ask(EDITED, mode="approx").finished
     assert vllm.counts["requests_refused"] == 1
 
 
