@@ -49,12 +49,7 @@ class Effort:
     quick: bool = False
 
     def of(self, full: int, quick: int) -> int:
-        """One of two sizes.
-
-        Args:
-            full: The size to measure with.
-            quick: The size to test with.
-        """
+        """One of two sizes."""
         return quick if self.quick else full
 
 
@@ -181,12 +176,7 @@ def pauses(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile.
-
-    Args:
-        values: Any order.
-        percent: 0 to 100.
-    """
+    """The nearest-rank percentile."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 

@@ -129,11 +129,7 @@ class Theirs:
         return self._stored[digest]
 
     def prefix(self, tokens: Sequence[int]) -> int:
-        """How many tokens of the leading chunks are stored.
-
-        Args:
-            tokens: The prompt.
-        """
+        """How many tokens of the leading chunks are stored."""
         found = 0
         for digest in self.hasher.compute_chunk_hashes(tokens):
             if digest not in self._stored:
@@ -142,18 +138,10 @@ class Theirs:
         return found
 
     def match(self, tokens: Sequence[int]) -> list[Untyped]:
-        """What the matcher finds, at any position of the prompt.
-
-        Args:
-            tokens: The prompt.
-        """
+        """What the matcher finds, at any position of the prompt."""
         matches: list[Untyped] = self.matcher.match_sub_sequence(tokens)
         return matches
 
     def find(self, tokens: Sequence[int]) -> Found:
-        """Prefix and matches.
-
-        Args:
-            tokens: The prompt.
-        """
+        """Prefix and matches."""
         return Found(self.prefix(tokens), self.match(tokens))

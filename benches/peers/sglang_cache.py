@@ -56,19 +56,11 @@ class Theirs:
         self.cache = UnifiedRadixCache(params) if core == RUST else RadixCache(params)
 
     def key(self, tokens: Tokens) -> Untyped:
-        """A key over tokens.
-
-        Args:
-            tokens: What it names.
-        """
+        """A key over tokens."""
         return RadixKey(array("q", tokens.astype(np.int64).tobytes()))
 
     def match(self, key: Untyped) -> tuple[Untyped, torch.Tensor]:
-        """The node where a key's match ends, and the indices up to there.
-
-        Args:
-            key: What to look for.
-        """
+        """The node where a key's match ends, and the indices up to there."""
         found = self.cache.match_prefix(MatchPrefixParams(key=key))
         node = found.last_device_node
         return node, self.cache.path_device_indices(node)
@@ -96,11 +88,7 @@ class Theirs:
         return self.cache.insert(InsertParams(key=key, value=indices, prev_prefix_len=held))
 
     def evict(self, tokens: int) -> int:
-        """Evict at least so many tokens if there are any, and return how many it evicted.
-
-        Args:
-            tokens: How many.
-        """
+        """Evict at least so many tokens if there are any, and return how many it evicted."""
         evicted: int = self.cache.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted
         return evicted
 
@@ -130,19 +118,12 @@ class Theirs:
             self.store(tokens)
 
     def grow(self, tree: Tree) -> None:
-        """Insert a tree step by step.
-
-        Args:
-            tree: What to insert.
-        """
+        """Insert a tree step by step."""
         for tokens, start in tree.inserts():
             self.store(tokens, start)
 
     def turn(self, key: Untyped) -> tuple[int, torch.Tensor]:
         """A whole turn of a request: match, lock, evict and allocate, insert, unlock.
-
-        Args:
-            key: The prompt.
 
         Returns:
             How many tokens were found, and the row of indices afterwards.

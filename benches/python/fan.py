@@ -43,12 +43,7 @@ OWN = 4_000
 
 
 def repeated(start: int, count: int) -> Tokens:
-    """Tokens of the text with a period.
-
-    Args:
-        start: Position of the first.
-        count: How many.
-    """
+    """Tokens of the text with a period."""
     return (np.arange(start, start + count) % PERIOD).astype(np.uint32)
 
 
@@ -89,12 +84,7 @@ def fan(places: int) -> list[Tokens]:
 
 
 def planned(index: kvtrie.RadixIndex, seq: kvtrie.TokenSequence) -> None:
-    """Plan and release.
-
-    Args:
-        index: Where.
-        seq: The prompt.
-    """
+    """Plan and release."""
     index.plan(seq, MOVED).release()
 
 
@@ -115,22 +105,12 @@ def seconds(index: kvtrie.RadixIndex, text: Tokens, space: kvtrie.Namespace) -> 
 
 
 def median(index: kvtrie.RadixIndex, texts: Iterable[Tokens], space: kvtrie.Namespace) -> float:
-    """Median seconds of the plans of these prompts.
-
-    Args:
-        index: Where.
-        texts: The prompts.
-        space: Their namespace.
-    """
+    """Median seconds of the plans of these prompts."""
     return statistics.median(seconds(index, text, space) for text in texts)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and print.
-
-    Args:
-        arguments: Of the command line.
-    """
+    """Measure and print."""
     parser = argparse.ArgumentParser(description="What a prompt whose windows lead nowhere costs.")
     parser.add_argument("--places", type=int, default=64, help="places of a window")
     parser.add_argument("--rounds", type=int, default=21, help="plans of each kind")

@@ -82,12 +82,7 @@ class Round:
 
 
 def sequence(ids: Tokens | list[int], space: kvtrie.Namespace = TENANT) -> kvtrie.TokenSequence:
-    """A sequence that no index has seen.
-
-    Args:
-        ids: Its tokens.
-        space: Its namespace.
-    """
+    """A sequence that no index has seen."""
     return kvtrie.TokenSequence(ids, space)
 
 
@@ -102,13 +97,7 @@ def looks_up(index: kvtrie.RadixIndex) -> Callable[[], object]:
 
 
 def inserted(index: kvtrie.RadixIndex, ids: Tokens, first: int = 0) -> kvtrie.TokenSequence:
-    """The sequence after its whole blocks were inserted, in one edge, with ids from `first` on.
-
-    Args:
-        index: Where.
-        ids: Tokens.
-        first: The first block id.
-    """
+    """The sequence after its whole blocks were inserted, in one edge, with ids from `first` on."""
     seq, blocks = sequence(ids), len(ids) // index.block_size
     table = np.arange(first, first + blocks, dtype=np.int32)
     index.insert(seq, table, num_computed=len(ids), source=kvtrie.COMPUTED)
@@ -409,12 +398,7 @@ CASES: tuple[Callable[[], Case], ...] = (
 
 
 def longest_wait(probe: Callable[[], object], meanwhile: Callable[[], object]) -> float:
-    """The longest of the probes that another thread makes while this one is inside a call.
-
-    Args:
-        probe: What the other thread repeats.
-        meanwhile: The call.
-    """
+    """The longest of the probes that another thread makes while this one is inside a call."""
     begun, over = threading.Event(), threading.Event()
     waits: list[tuple[float, float]] = []
 
@@ -442,11 +426,7 @@ def longest_wait(probe: Callable[[], object], meanwhile: Callable[[], object]) -
 
 
 def measured(make: Callable[[], Case]) -> tuple[Case, Round]:
-    """One round of a case.
-
-    Args:
-        make: Makes it.
-    """
+    """One round of a case."""
     case = make()
     spent = [0.0, 0.0]
 
@@ -465,11 +445,7 @@ def measured(make: Callable[[], Case]) -> tuple[Case, Round]:
 
 
 def row(make: Callable[[], Case]) -> figures.Row:
-    """The medians of a case's rounds.
-
-    Args:
-        make: Makes the case.
-    """
+    """The medians of a case's rounds."""
     rounds = [measured(make) for _ in range(ROUNDS)]
     case = rounds[0][0]
     waited, idle, cpu = (

@@ -177,10 +177,6 @@ def rows_of(name: str, result: Replay, ideal: float) -> list[figures.Row]:
 def measured(trace: Trace, path: Path) -> list[figures.Row]:
     """Replay one trace with every pool.
 
-    Args:
-        trace: Which one.
-        path: Its file.
-
     Raises:
         RuntimeError: The index found another share of blocks than the trace allows.
     """

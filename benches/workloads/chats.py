@@ -25,17 +25,9 @@ class Chat:
         self._seed = _CHAT_SEEDS + number
 
     def after(self, turns: int) -> Tokens:
-        """All tokens after so many turns.
-
-        Args:
-            turns: How many.
-        """
+        """All tokens after so many turns."""
         return document(self._seed, self.history + turns * self.turn)
 
     def new(self, turn: int) -> Tokens:
-        """The tokens that a turn appends.
-
-        Args:
-            turn: Which turn, from 0 on.
-        """
+        """The tokens that a turn appends."""
         return document(self._seed, self.turn, start=self.history + turn * self.turn)

@@ -35,12 +35,7 @@ def close_turn(name: str) -> Callable[[Writer, ChatTurn], Conversation]:
 
 
 def keep(writer: Writer, shape: ChatTurn) -> Conversation:
-    """The reasoning stays, and a new question is appended.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The reasoning stays, and a new question is appended."""
     head = _head(writer, shape)
     turn, _ = KEEP.turn(writer, shape.reasoning, shape.answer)
     return conversation([*head, *turn], [*head, *turn, *_asked(writer, shape.question, KEEP)])
@@ -95,13 +90,7 @@ class _Run:
         calls: Sequence[Pieces] | None = None,
         results: Sequence[Pieces] | None = None,
     ) -> Pieces:
-        """Head and rounds, with other reasoning, calls or results than the generated ones.
-
-        Args:
-            reasoning: One per round.
-            calls: One per round.
-            results: One per round.
-        """
+        """Head and rounds, with other reasoning, calls or results than the generated ones."""
         reasoning = [old for old, _ in self.reasoning] if reasoning is None else reasoning
         calls = self.calls if calls is None else calls
         results = self.results if results is None else results
@@ -116,12 +105,7 @@ class _Run:
 
 
 def inside_loop(writer: Writer, shape: AgentRun) -> Conversation:
-    """A tool answers, and its result is appended.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """A tool answers, and its result is appended."""
     run = _Run(writer, shape)
     everything = run.rounds()
     # The last call was generated; its result and the markers around it are new.
@@ -169,24 +153,14 @@ def clear_results(
 
 
 def clear_reasoning(writer: Writer, shape: AgentRun) -> Conversation:
-    """One token replaces the reasoning of every round but the last.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """One token replaces the reasoning of every round but the last."""
     run = _Run(writer, shape, TEMPLATES["clear"])
     prompt = run.rounds(reasoning=[left for _, left in run.reasoning])
     return conversation(run.cached(), [*prompt, *run.final, *run.asked])
 
 
 def retokenise(writer: Writer, shape: AgentRun) -> Conversation:
-    """The history is detokenised and tokenised again: generated text differs at its edges.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The history is detokenised and tokenised again: generated text differs at its edges."""
     run = _Run(writer, shape)
     edges = _Edges(writer)
     run.reasoning = [edges.of(generated) for generated, _ in run.reasoning]
@@ -230,12 +204,7 @@ class _Edges:
 
 
 def flip_effort(writer: Writer, shape: AgentRun) -> Conversation:
-    """The reasoning effort and the list of tools change, both in the head.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The reasoning effort and the list of tools change, both in the head."""
     tools = shape.system // 3
     rest = shape.system + shape.extra - tools
     opened = flat(writer.mark("bos"), writer.text(min(10, rest), "system"))
@@ -257,12 +226,7 @@ def flip_effort(writer: Writer, shape: AgentRun) -> Conversation:
 
 
 def edit_result(writer: Writer, shape: AgentRun) -> Conversation:
-    """The second tool result is edited, and the reasoning after it is dropped.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The second tool result is edited, and the reasoning after it is dropped."""
     run = _Run(writer, shape, TEMPLATES["qwen3"])
     edited = min(1, shape.rounds - 1)
     results = list(run.results)
@@ -278,11 +242,7 @@ def edit_result(writer: Writer, shape: AgentRun) -> Conversation:
 
 
 def slide(dropped: int) -> Callable[[Writer, LongChat], Conversation]:
-    """The oldest turns after the system prompt are dropped.
-
-    Args:
-        dropped: How many.
-    """
+    """The oldest turns after the system prompt are dropped."""
 
     def client(writer: Writer, shape: LongChat) -> Conversation:
         head, turns = _chat(writer, shape)
@@ -293,12 +253,7 @@ def slide(dropped: int) -> Callable[[Writer, LongChat], Conversation]:
 
 
 def compact(writer: Writer, shape: LongChat) -> Conversation:
-    """A summary replaces all turns but the last two.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """A summary replaces all turns but the last two."""
     head, turns = _chat(writer, shape)
     summary = flat(
         writer.mark("user"),
@@ -309,12 +264,7 @@ def compact(writer: Writer, shape: LongChat) -> Conversation:
 
 
 def edit_first(writer: Writer, shape: LongChat) -> Conversation:
-    """The first user message is edited: most of it is another text.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The first user message is edited: most of it is another text."""
     head, turns = _chat(writer, shape)
     same = max(1, shape.question // 14)
     edited = shape.question - 2 * same
@@ -351,12 +301,7 @@ def change_head(start: int, old: int, new: int) -> Callable[[Writer, LongChat], 
 
 
 def reorder_documents(writer: Writer, shape: Rag) -> Conversation:
-    """The documents come in another order.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The documents come in another order."""
     head, documents, question, answer = _documents(writer, shape)
     order = sorted(range(shape.documents), key=lambda n: (n // 8, _NEW_ORDER.index(n % 8)))
     return conversation(
@@ -366,24 +311,14 @@ def reorder_documents(writer: Writer, shape: Rag) -> Conversation:
 
 
 def drop_document(writer: Writer, shape: Rag) -> Conversation:
-    """The third document is gone.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The third document is gone."""
     head, documents, question, answer = _documents(writer, shape)
     left = [document for number, document in enumerate(documents) if number != 2]
     return conversation(flat(head, documents, question, answer), flat(head, left, question))
 
 
 def question_first(writer: Writer, shape: Rag) -> Conversation:
-    """The question is repeated before the documents, in five tokens.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The question is repeated before the documents, in five tokens."""
     head, documents, question, answer = _documents(writer, shape)
     return conversation(
         flat(head, documents, question, answer),

@@ -41,11 +41,7 @@ class Crowd:
         return map(self.__getitem__, range(self._count))
 
     def stranger(self, number: int) -> Tokens:
-        """A document of the same length that is not in the crowd.
-
-        Args:
-            number: Which one, from 0 on.
-        """
+        """A document of the same length that is not in the crowd."""
         return document(self._base + self._count + number, self.length)
 
     @property

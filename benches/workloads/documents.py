@@ -64,9 +64,6 @@ def documents(seed: int, count: int, length: int) -> npt.NDArray[np.uint32]:
 def other_first_token(tokens: Tokens) -> Tokens:
     """A copy with another first token: nothing of it is cached.
 
-    Args:
-        tokens: What is cached.
-
     Returns:
         The copy.
     """
@@ -77,9 +74,6 @@ def other_first_token(tokens: Tokens) -> Tokens:
 
 def other_last_token(tokens: Tokens) -> Tokens:
     """A copy with another last token: all but the last block is cached.
-
-    Args:
-        tokens: What is cached.
 
     Returns:
         The copy.

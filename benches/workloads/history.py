@@ -108,11 +108,7 @@ class Conversation:
         )
 
     def edited(self, action: Action) -> tuple[Edit, ...]:
-        """The edits of one sort.
-
-        Args:
-            action: Which.
-        """
+        """The edits of one sort."""
         return tuple(edit for edit in self.edits if edit.action == action)
 
 

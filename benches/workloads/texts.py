@@ -20,12 +20,7 @@ _SCATTER = np.uint64(0x9E37_79B1)
 
 
 def uniform(seed: int, length: int) -> Tokens:
-    """Ids drawn evenly, so that a run of 16 tokens is in one text only.
-
-    Args:
-        seed: Names the text.
-        length: How many tokens.
-    """
+    """Ids drawn evenly, so that a run of 16 tokens is in one text only."""
     return document(seed, length)
 
 

@@ -45,23 +45,12 @@ class Tree:
 
 
 def one_edge(seed: int, length: int) -> Tree:
-    """A path that is inserted at once.
-
-    Args:
-        seed: Names the path.
-        length: Its tokens.
-    """
+    """A path that is inserted at once."""
     return Tree(document(seed, length), edge=length)
 
 
 def grown(seed: int, length: int, edge: int = 512) -> Tree:
-    """A path that grew by `edge` tokens at a time, as a conversation does.
-
-    Args:
-        seed: Names the path.
-        length: Its tokens.
-        edge: Tokens per step.
-    """
+    """A path that grew by `edge` tokens at a time, as a conversation does."""
     return Tree(document(seed, length), edge=edge)
 
 

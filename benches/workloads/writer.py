@@ -57,12 +57,7 @@ class Writer:
         self._written = 0
 
     def text(self, length: int, kind: str) -> Piece:
-        """A text of the conversation's own.
-
-        Args:
-            length: How many tokens.
-            kind: What they are.
-        """
+        """A text of the conversation's own."""
         return Piece(self._draw(self._next_seed(), length), kind)
 
     def mark(self, *names: str, kind: str = "") -> list[Piece]:
@@ -75,11 +70,7 @@ class Writer:
         return [Piece(np.array([MARKERS[name]], dtype=np.uint32), kind) for name in names]
 
     def system(self, length: int) -> list[Piece]:
-        """A system prompt.
-
-        Args:
-            length: How many tokens.
-        """
+        """A system prompt."""
         own = min(20 + self.number % 23, length)
         if not self._shared or length < 2 * own:
             return [self.text(length, "system")]
@@ -91,11 +82,7 @@ class Writer:
         ]
 
     def result(self, length: int) -> list[Piece]:
-        """A tool result.
-
-        Args:
-            length: How many tokens.
-        """
+        """A tool result."""
         if not self._shared or length < 2 * _HEADER:
             return [self.text(length, "tool_result")]
         return [
@@ -134,11 +121,7 @@ def _mixed(*parts: int) -> int:
 
 
 def flat(*groups: Piece | Sequence[Piece]) -> list[Piece]:
-    """Pieces and lists of pieces as one list.
-
-    Args:
-        groups: In order.
-    """
+    """Pieces and lists of pieces as one list."""
     pieces: list[Piece] = []
     for group in groups:
         pieces.extend([group] if isinstance(group, Piece) else group)
@@ -146,9 +129,5 @@ def flat(*groups: Piece | Sequence[Piece]) -> list[Piece]:
 
 
 def one_token(value: int) -> Tokens:
-    """A text of one token.
-
-    Args:
-        value: Its id.
-    """
+    """A text of one token."""
     return np.array([value], dtype=np.uint32)
