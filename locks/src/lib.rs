@@ -4,8 +4,8 @@
 //! and index. Its rules, as `rust/kvtrie-py/src/{lib,detach,batch,ledger}.rs` keep them:
 //!
 //! 1. The order is the ledger, sequences by address, the allocator, the index. `step` takes its sequences one at a time.
-//! 2. An attached thread waits for no lock: it tries, and detaches from the interpreter while it waits.
-//! 3. A call that panics while it holds a lock poisons it: later calls that take it get an error and read nothing.
+//! 2. An attached thread waits for no lock: it tries, and lets go of the interpreter while it waits.
+//! 3. A call that panics while it holds a lock poisons it: whoever takes it later gets an error and sees nothing.
 //!
 //! [`run`] makes calls in several threads, and panics where a thread sees what no finished call has left. The scheduler finds
 //! deadlocks. Each [`Twin`] breaks one rule, and the test fails unless that is detected.
