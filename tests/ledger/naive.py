@@ -147,10 +147,10 @@ class NaiveRequest:
         """Positions whose KV is gone, and blocks that are cut."""
         if not self.committed <= to <= self.issued:
             raise RefusedError
-        cut = range(to, len(self.slots))
+        rest = range(to, len(self.slots))
         verified = self.verified
-        gone = [at for at in cut if at < verified or self.slots[at].present]
-        for at in cut:
+        gone = [at for at in rest if at < verified or self.slots[at].present]
+        for at in rest:
             self.slots[at] = Slot()
         self.drafts = [drafts for drafts in self.drafts if drafts[0] < to]
         keep = -(-to // self.size) if drop_blocks else len(self.table)
