@@ -77,7 +77,7 @@ class Shape:
         )
 
     def pool(self, num_tokens: int, device: str, layers: int | None = None) -> KVPool:
-        """A pool in which so many tokens are moved, between blocks that are far apart."""
+        """A pool in which `num_tokens` tokens are moved, between blocks that are far apart."""
         layout = self.layout(layers)
         rope = RopeSpec((self.rotary,) * layout.num_layers, self.head_dim)
         num_blocks = SPREAD * -(-num_tokens // BLOCK_SIZE) + 8

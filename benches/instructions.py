@@ -97,7 +97,7 @@ def build() -> Path:
 
 
 def callgrind(binary: Path, operation: Operation, calls: int, out: Path, *options: str) -> None:
-    """Runs so many calls of an operation under callgrind.
+    """Runs `calls` calls of an operation under callgrind.
 
     The preparation is the same for every number of calls.
     """

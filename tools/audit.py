@@ -42,7 +42,7 @@ LICENSES = frozenset(
 )
 # torch's CUDA libraries, under NVIDIA's own terms: a GPU needs them, and kvtrie ships none.
 OTHER_TERMS = ("cuda-", "nvidia-")
-# A command of `make lint`, under these terms alone: kvtrie neither imports it nor ships it.
+# A command of `make lint`, only under these terms: kvtrie neither imports it nor ships it.
 COMMANDS = {"codespell": "GPL-2.0-only"}
 
 

@@ -176,7 +176,7 @@ KINDS: Final = {
 
 
 class Wiring:
-    """Sets single heads of a model by hand, whatever kind of attention it has.
+    """Sets single heads of a model by hand, for any kind of attention.
 
     What a head reads and writes is given as matrices on the residual stream after the norm: rows
     to compare (``match``), rows to copy (``read``) and where to put the copy (``write``).

@@ -16,7 +16,7 @@ Blocks = npt.NDArray[np.int32]
 
 
 class Ours:
-    """An index whose pool holds so many tokens.
+    """An index, its pool, and an engine's calls.
 
     Args:
         cached_tokens: Tokens that the pool holds.
@@ -38,7 +38,7 @@ class Ours:
         return kvtrie.TokenSequence(tokens, NAMESPACE)
 
     def room(self, tokens: int) -> Blocks:
-        """Block ids for so many tokens, evicted where none are free.
+        """Block ids for `tokens` tokens, evicted where none are free.
 
         Args:
             tokens: A multiple of the block size.

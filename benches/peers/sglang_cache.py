@@ -66,7 +66,7 @@ class Theirs:
         return node, self.cache.path_device_indices(node)
 
     def room(self, tokens: int) -> torch.Tensor:
-        """Indices for so many tokens, evicted where none are free.
+        """Indices for `tokens` tokens, evicted where none are free.
 
         Args:
             tokens: A multiple of the page size.
@@ -88,7 +88,7 @@ class Theirs:
         return self.cache.insert(InsertParams(key=key, value=indices, prev_prefix_len=held))
 
     def evict(self, tokens: int) -> int:
-        """Evict at least so many tokens if there are any, and return how many it evicted."""
+        """Evict at least `tokens` tokens if there are any, and return how many it evicted."""
         evicted: int = self.cache.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted
         return evicted
 

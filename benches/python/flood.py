@@ -67,7 +67,7 @@ def seconds(act: Callable[[], object]) -> float:
 
 
 def timed(word: int, seed: int, siblings: int) -> dict[str, float]:
-    """Seconds of each operation on all the blocks, in an index of their own."""
+    """Seconds of each operation on all the blocks, in a new index."""
     # Every operation on new sequences, which remember nothing.
     new, again = blocks(word, siblings), blocks(word, siblings)
     index = kvtrie.RadixIndex(siblings, BLOCK_SIZE, moved_runs=False, seed=seed)

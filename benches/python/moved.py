@@ -156,7 +156,7 @@ def plans(
 
 
 def agent_runs() -> Iterator[figures.Row]:
-    """Prompts of W11 with so many cached tokens."""
+    """Prompts of W11 in indexes of several sizes."""
     for cached in POPULATIONS:
         made = population(
             WORKLOADS["W11"],
@@ -306,7 +306,7 @@ def with_strangers(runs: Tokens, stranger: int) -> Tokens:
 
     Args:
         runs: One per row.
-        stranger: Another one for each call; it offsets the tokens between the runs.
+        stranger: The token after the first run; the others are offset from it.
     """
     strange = np.arange(len(runs), dtype=np.uint32) * np.uint32(4096) + np.uint32(stranger)
     return np.concatenate([runs, strange[:, None]], axis=1).ravel()

@@ -164,7 +164,7 @@ class Finished:
         return cls(name, case, stream, asked, needed)
 
     def left(self, policy: str, *, pressed: bool) -> Left:
-        """Close the turn and plan the next prompt, in an index of its own.
+        """Close the turn and plan the next prompt, in a new index.
 
         Args:
             policy: A name in `POLICIES`.

@@ -116,7 +116,7 @@ fn config(tokens: u64) -> Config {
 /// Inserts the whole blocks from `start` on, under new ids.
 ///
 /// # Errors
-/// If the pool has too few ids, or the tokens before `start` are not cached.
+/// As [`RadixIndex::insert`].
 ///
 /// # Panics
 /// If the index did not take every id.

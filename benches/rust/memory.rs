@@ -1,5 +1,5 @@
 //! Reports what cached tokens cost in memory: bytes asked of the allocator, and resident pages, which include what the
-//! allocator adds. Each shape is measured in a process of its own.
+//! allocator adds. Each shape is measured in its own process.
 //!
 //! `memory [--json]`
 

@@ -25,7 +25,7 @@ class Chat:
         self._seed = _CHAT_SEEDS + number
 
     def after(self, turns: int) -> Tokens:
-        """All tokens after so many turns."""
+        """All tokens after `turns` turns."""
         return document(self._seed, self.history + turns * self.turn)
 
     def new(self, turn: int) -> Tokens:

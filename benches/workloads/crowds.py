@@ -1,4 +1,4 @@
-"""Crowds: how many documents fill a cache of so many tokens."""
+"""Crowds: documents that fill a cache of a given size."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ _CROWD_SEEDS = 1 << 32
 
 
 class Crowd:
-    """Documents of one length that hold about so many tokens together.
+    """Documents of one length, together of about `cached_tokens` tokens.
 
     They are made when asked for: ten million tokens need no second copy next to the index.
 

@@ -61,7 +61,7 @@ class Writer:
         return Piece(self._draw(self._next_seed(), length), kind)
 
     def mark(self, *names: str, kind: str = "") -> list[Piece]:
-        """Markers of a template, each one token and a piece of its own.
+        """Markers of a template, each a piece of one token.
 
         Args:
             names: Which, as in `MARKERS`.

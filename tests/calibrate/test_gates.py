@@ -43,7 +43,7 @@ FIRST4 = kvtrie.ReusePolicy(min_run=16, recompute_first=4)
 
 
 def control(*figures: gates.Figures, lost: int = 250) -> gates.Control:
-    """A control on the data of these figures that loses so many answers in each scenario."""
+    """A control on the data of these figures that loses `lost` answers in each scenario."""
     return gates.Control(
         "unrotated",
         tuple(replace(one, lost=min(lost, one.right_full), gained=0) for one in figures),

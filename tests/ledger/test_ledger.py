@@ -1,4 +1,4 @@
-"""What SequenceLedger promises, one situation a test. Positions are worked out by hand."""
+"""What SequenceLedger promises, one situation per test. Positions are worked out by hand."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class Ledgers(RuleBasedStateMachine):
         whole = naive.verified // SIZE
         offered = naive.table[naive.committed // SIZE : whole]
         done = (self.ledger.finish if last else self.ledger.commit)(name, self.index)
-        # Exactly so many, and ours where no other block was first.
+        # As many blocks as expected, ours where no other block was first.
         assert len(done.blocks) == len(offered)
         assert set(offered) == {*done.blocks.tolist(), *done.duplicates.tolist()} & set(offered)
         assert self.index.lookup(seq, touch=False).num_tokens >= whole * SIZE

@@ -188,7 +188,7 @@ class Removals:
 
 
 def run(removals: int, *, first: int = 0, each: int = 20_000) -> collections.Counter[str]:
-    """Make so many removals.
+    """Make `removals` removals.
 
     Args:
         removals: How many.

@@ -293,7 +293,7 @@ class Twin:
     # --- choosing ---------------------------------------------------------------------------------
 
     def chance(self, share: float) -> bool:
-        """True in so many cases."""
+        """True in this share of cases."""
         return self.rng.random() < share
 
     def tokens(self, most: int) -> list[int]:
@@ -413,7 +413,7 @@ class Twin:
     # --- sequences --------------------------------------------------------------------------------
 
     def new_sequence(self) -> None:
-        """A new sequence: of its own, or an edit of another."""
+        """A new sequence: of new tokens, or an edit of another."""
         if len(self.pairs) >= MAX_SEQUENCES:
             self.pairs.pop(self.rng.randrange(len(self.pairs)))
         if self.pairs and self.chance(0.85):
@@ -770,7 +770,7 @@ class Twin:
             self.counts["discarded"] += len(got[0])
 
     def quarantine(self) -> None:
-        """Quarantine an id or two, whatever they are: never so many that no pool is left."""
+        """Quarantine one or two ids of any state, but keep a part of the pool."""
         if len(self.model.quarantined) > self.num_blocks // 4:
             return
         ids = [self.rng.randrange(self.num_blocks)]

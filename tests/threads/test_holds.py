@@ -62,7 +62,7 @@ def ticks_during(call: Callable[[], object]) -> int:
 def path(
     blocks: int, size: int = SIZE, *, edges: bool = False
 ) -> tuple[RadixIndex, kvtrie.TokenSequence]:
-    """An index with one path of so many blocks, each an edge if so asked; and another like it."""
+    """An index with one path of `blocks` blocks, optionally each an edge, and another like it."""
     index = kvtrie.RadixIndex(4 * blocks, size)
     ids = np.arange(blocks * size)
     seq = kvtrie.TokenSequence(ids, NS)

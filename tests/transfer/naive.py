@@ -316,7 +316,7 @@ def is_count(value: object) -> bool:
 
 
 def listed(value: Any, length: int | None, what: str, limit: int | None = None) -> list[Any]:
-    """A list of so many entries."""
+    """A list of `length` entries."""
     if not isinstance(value, list) or (length is not None and len(value) != length):
         raise Refused("malformed", what)
     if limit is not None and len(value) > limit:

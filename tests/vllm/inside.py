@@ -111,7 +111,7 @@ class Inside:
     # --- what must hold --------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every block is free or owned, as often as it is counted, and the index agrees."""
+        """Every block is free or owned, its count of owners is right, and the index agrees."""
         owners: Counter[int] = Counter()
         for manager in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
             for blocks in manager.req_to_blocks.values():

@@ -118,7 +118,7 @@ def test_mla_on_a_cpu(
     engines: _Engines, deepseek: Path, monkeypatch: pytest.MonkeyPatch, *, amx: bool
 ) -> None:
     # Where the processor has AMX, vLLM takes another backend for MLA, which takes these weights in
-    # bfloat16 alone; no backend computes anything here.
+    # bfloat16 only; no backend computes anything here.
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     said = refused(engines, deepseek, connector=APPROXIMATE, max_model_len=1024, dtype="bfloat16")
     assert "the model has latent attention (MLA), which vLLM runs on a CPU without" in said

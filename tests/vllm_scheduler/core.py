@@ -87,7 +87,7 @@ class Core(Inside):
             **options,
         }
         config = EngineArgs(model=str(model), **options).create_engine_config()
-        # vLLM turns this off on a CPU, whatever is asked: a real engine there never has it.
+        # vLLM always disables this on a CPU: a real engine there never has it.
         config.scheduler_config.async_scheduling = in_flight
         if second_runner:
             config.__class__ = _SecondRunner

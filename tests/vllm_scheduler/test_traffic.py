@@ -191,7 +191,7 @@ def test_exact_reuse_alone(core: Callable[..., Core], in_flight: bool) -> None:
 
 @in_flight
 def test_without_the_connector(core: Callable[..., Core], in_flight: bool) -> None:
-    """What the traffic, the worker and the shadow say of vLLM alone."""
+    """The same traffic, worker and shadow with plain vLLM."""
     vllm = core(in_flight=in_flight, **SMALL)
     run = Run(vllm, seed=41 + in_flight)
     run.go(NUM_REQUESTS)

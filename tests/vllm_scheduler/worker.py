@@ -130,7 +130,7 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         self._kv = np.zeros(0, np.uint64)
         self._position = np.zeros(0, np.int64)
         self._size = int(config.cache_config.block_size)
-        # Model runner V2 looks at the scheduler's count of new requests alone.
+        # Model runner V2 reads the scheduler's count for new requests only.
         self._counts_itself = config.use_v2_model_runner
 
     # --- what vLLM asks when it starts -----------------------------------------------------------

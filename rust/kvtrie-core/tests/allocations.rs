@@ -1,6 +1,6 @@
 //! What is allocated: nothing by a lookup, and a known number of bytes for cached tokens.
 //!
-//! One test alone, since the counter is the process's.
+//! Only one test, since the counter is the process's.
 
 use std::alloc::System;
 use std::sync::Arc;

@@ -45,7 +45,7 @@ fn insert(index: &mut RadixIndex, seq: &mut TokenSequence, ids: &[BlockId]) {
     index.insert(seq, ids, options).unwrap();
 }
 
-/// An index with a sequence of so many blocks, in one edge.
+/// An index with a sequence of `blocks` blocks, in one edge.
 fn of_one_edge(blocks: u32) -> (RadixIndex, TokenSequence) {
     let mut index = index(8 * u64::from(blocks));
     let mut seq = sequence(0..blocks);
@@ -53,7 +53,7 @@ fn of_one_edge(blocks: u32) -> (RadixIndex, TokenSequence) {
     (index, seq)
 }
 
-/// As [`of_one_edge`], with a branch after each block, so that each is an edge of its own.
+/// As [`of_one_edge`], with a branch after each block, so that each is an edge.
 fn of_many_edges(blocks: u32) -> (RadixIndex, TokenSequence) {
     let (mut index, seq) = of_one_edge(blocks);
     for at in 1..blocks {
@@ -430,7 +430,7 @@ fn an_exact_plan_over_approximate_blocks_is_long_and_over_exact_ones_is_not() {
         .unwrap();
     assert!(!planned(&mut approximate, blocks));
     assert!(planned(&mut approximate, 100));
-    // One hole in the first of a few edges, with exact blocks alone in the others.
+    // One hole in the first of a few edges, with only exact blocks in the others.
     let mut broken = index(2_000);
     for end in [50, 300, blocks] {
         insert(&mut broken, &mut sequence(0..end), &ids(0..end));

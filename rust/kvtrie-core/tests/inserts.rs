@@ -25,7 +25,7 @@ fn index() -> RadixIndex {
     .unwrap()
 }
 
-/// Inserts so many blocks of the tokens 0, 1, 2 and so on.
+/// Inserts one block per id, of the tokens 0, 1, 2 and so on.
 fn put<const N: usize>(index: &mut RadixIndex, raw: [u32; N], source: Source<'_>) -> Inserted {
     let len = N * BLOCK_SIZE;
     let mut seq = sequence(0..u32::try_from(len).unwrap());
@@ -42,7 +42,7 @@ fn imported(exact_until: usize) -> Source<'static> {
     })
 }
 
-/// A plan for so many tokens from 0 on, with all cached ones, approximate or not.
+/// A plan for `len` tokens from 0 on, with all cached ones, approximate or not.
 fn plan(index: &mut RadixIndex, len: u32) -> ReusePlan {
     let policy = ReusePolicy {
         approximate: true,

@@ -451,7 +451,7 @@ fn pieces_of_long_prompts_are_found_if_they_are_long_enough() {
     }
 }
 
-/// Ten texts of 40 tokens of their own, 64 that all have, and 40 of their own again.
+/// Ten texts of 40 unique tokens, 64 that all have, and 40 unique ones again.
 #[test]
 fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
     let mut index = RadixIndex::new(Config {

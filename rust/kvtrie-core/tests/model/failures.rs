@@ -5,7 +5,7 @@
 //! leaves an unusable
 //! index: it is dropped, its engine begins with an empty one, and the sequences, which know the old one, are kept.
 //!
-//! `KVTRIE_FAILURES` is the number of calls; without it, so many as take a few seconds.
+//! `KVTRIE_FAILURES` is the number of calls; the default takes a few seconds.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -115,7 +115,7 @@ impl Pair {
     }
 }
 
-/// Runs histories until so many calls are made.
+/// Runs histories until `calls` calls are made.
 fn run_calls(calls: usize) -> Met {
     let mut met = Met::default();
     let seed = std::env::var("KVTRIE_FAILURES_SEED").map_or(1, |seed| seed.parse().unwrap());

@@ -151,7 +151,7 @@ fn policy() -> impl Strategy<Value = ReusePolicy> {
         )
 }
 
-/// One of the first so many letters, mostly a plain token.
+/// One of the first `letters` letters, mostly a plain token.
 fn letter(letters: u32) -> impl Strategy<Value = u32> {
     prop_oneof![4 => 0..letters.min(3), 1 => 0..letters]
 }
