@@ -4,9 +4,8 @@
     python benches/fidelity.py --judge      # the verdicts again, by the rules of the code as it is
     python benches/fidelity.py --render     # the page again, from benches/fidelity.json
 
-The words of the page are its own; what stands between its two marks is written here. The exit code
-is 1 if the task could not have failed (full recomputation below 95 %, or a control that loses less
-than 20 points), for then the figures measure nothing.
+Only the part of the page between its two marks is written here. The exit code is 1 if the figures
+measure nothing: full recomputation is below 95 %, or a control loses less than 20 points.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def measure_one(kind: str, questions: int, seed: int) -> tuple[str, Row]:
 
 
 def judged(model: Row) -> Row:
-    """The figures of one model with their verdicts anew: nothing that was measured changes."""
+    """The figures of one model with new verdicts; no measured figure changes."""
     from kvtrie.calibrate import measure, policies  # noqa: PLC0415 - slow: torch
     from kvtrie.cli import _calibrated  # noqa: PLC0415 - as the command shows it
 
@@ -97,7 +96,7 @@ def measure(questions: int, seed: int, workers: int) -> Row:
     models: dict[str, Row] = {}
     context = get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        # The longest comes first, so that the other process does the rest meanwhile.
+        # The longest comes first, so that the other process does the rest in parallel.
         jobs = [pool.submit(measure_one, kind, questions, seed) for kind in reversed(TITLES)]
         for job in as_completed(jobs):
             kind, document = job.result()
@@ -156,7 +155,7 @@ def render(figures: Row) -> str:
 
 
 def _limits(figures: Row) -> list[str]:
-    """The limits, the worst figure of all that is cleared, and the best of all controls."""
+    """The limits, the worst cleared figure, and the best of all controls."""
     rows = [
         (row, row["policy"] in model["cleared"])
         for model in figures["models"].values()
@@ -243,7 +242,7 @@ def put(page: str, written: str) -> str:
     head, begin, rest = page.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        msg = f"{PAGE.name}: the marks are missing between which the figures stand"
+        msg = f"{PAGE.name}: the marks are missing around the figures"
         raise ValueError(msg)
     return f"{head}{BEGIN}\n\n{written}\n\n{END}{tail}"
 

@@ -28,9 +28,9 @@ def record(
         section: `peers`, `coverage`, `turns`, `generate`, `moved`, `hostile`, `python`, `limits`,
             `rust`, `memory` or `instructions`.
         rows: Flat dicts with at least `work`, `unit` and `kvtrie`.
-        versions: What was measured, by name. Other names in the file stay.
-        part: A key of the rows. Rows of the section that have another value there stay, so that
-            several runs can fill one section.
+        versions: Versions of what was measured, by name. Other names in the file stay.
+        part: A key of the rows. Rows of the section with another value of it stay, so that several
+            runs can fill one section.
         path: Another file than `benches/figures.json`.
 
     Raises:
@@ -52,7 +52,7 @@ def record(
     content["versions"] |= versions or {}
     content["stamps"][section] = stamp
     content["sections"][section] = sorted(kept + rows, key=lambda row: row[part]) if part else rows
-    # A reader never sees half a file, and an interrupted run leaves the old one.
+    # Atomic: an interrupted run leaves the old file.
     partial = where.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     partial.replace(where)
@@ -79,7 +79,7 @@ def load(path: Path | None = None) -> dict[str, Any]:
 
 
 def machine() -> dict[str, str | int]:
-    """What the figures were measured on, as far as a reader needs it to compare."""
+    """The machine that the figures were measured on."""
     info: dict[str, str | int] = {
         "cpu": _first_value("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
         "cores": os.cpu_count() or 0,

@@ -1,15 +1,15 @@
-"""What it costs to apply a plan on a GPU, beside a plain copy and beside separate passes.
+"""What it costs to apply a plan on a GPU, compared with a plain copy and with separate passes.
 
 `python benches/gpu.py` checks first and times only what is right. Without a CUDA device it checks
-on the CPU, says that nothing was timed, and is done. `--json FILE` writes the figures, with the
-device's name and the date.
+on the CPU, and says that nothing was timed. `--json FILE` writes the figures, with the device's
+name and the date.
 
-* Moves are like those of plans: runs of up to 1,024 tokens, each with a delta of its own, between
-  block tables of 16 tokens a block in random order, from a random offset in the source to a random
+* Moves are like those of plans: runs of up to 1,024 tokens, each with its own delta, between block
+  tables of 16 tokens per block in random order, from a random offset in the source to a random
   one in the destination; pieces end at the block edges of both.
 * *apply* is `KVPool.apply`, all layers, bfloat16. *select + copy* is `index_select`, then
-  `index_copy_`, a layer and side, without any turn. *three passes* gathers, turns and scatters a
-  layer at a time, in plain torch.
+  `index_copy_`, per layer and side, without rotation. *three passes* gathers, rotates and scatters
+  one layer at a time, in plain torch.
 * Bytes are those read and those written, so a copy of n bytes counts 2n. The *ceiling* is the best
   rate of a device-to-device copy of 2 GiB; *copy* is one of as many bytes as the case moves.
 * *device* is the time between two events around the work, with enough queued before it that the
@@ -50,7 +50,7 @@ TOKENS = (256, 1_024, 4_096, 16_384, 32_768)
 ROUNDS = 21
 CEILING_BYTES = 2**31
 MOVE = np.dtype([(name, "i8") for name in ("source_slot", "dest_slot", "num_tokens", "delta")])
-# Pools have room for four times the tokens that are moved, so that blocks lie far apart.
+# Pools have room for four times the tokens that are moved, so that blocks are far apart.
 SPREAD = 4
 
 
@@ -77,7 +77,7 @@ class Shape:
         )
 
     def pool(self, num_tokens: int, device: str, layers: int | None = None) -> KVPool:
-        """A pool in which so many tokens are moved, between blocks that lie far apart."""
+        """A pool in which `num_tokens` tokens are moved, between blocks that are far apart."""
         layout = self.layout(layers)
         rope = RopeSpec((self.rotary,) * layout.num_layers, self.head_dim)
         num_blocks = SPREAD * -(-num_tokens // BLOCK_SIZE) + 8
@@ -85,7 +85,7 @@ class Shape:
 
 
 def frequencies(theta: float, width: int) -> tuple[float, ...]:
-    """One a pair, as float32 values."""
+    """One per pair, as float32 values."""
     found = theta ** (-np.arange(0, width, 2) / width)
     return tuple(float(value) for value in found.astype(np.float32))
 
@@ -124,7 +124,7 @@ def random_moves(num_tokens: int, num_blocks: int, seed: int = 0) -> NDArray[np.
         lengths = np.diff(np.append(starts, count))
         delta = int(rng.integers(1, 20_000)) * int(rng.choice([-1, 1]))
         columns.append(np.stack([source[starts], dest[starts], lengths, lengths * 0 + delta]))
-        # The next run begins in blocks of its own.
+        # The next run begins in other blocks.
         blocks = -(-count // BLOCK_SIZE) + 1
         first_source += blocks * BLOCK_SIZE
         first_dest += blocks * BLOCK_SIZE
@@ -149,13 +149,13 @@ def named_slots(moves: NDArray[np.void], device: str) -> tuple[torch.Tensor, ...
 
 
 def rows_of(pool: KVPool) -> list[torch.Tensor]:
-    """K and V of all layers, one row a slot."""
+    """K and V of all layers, one row per slot."""
     views = [view for side in (pool.k, pool.v) for view in side if view is not None]
     return [view.view(-1, *view.shape[2:]) for view in views]
 
 
 def select_and_copy(pool: KVPool, slots: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Copies without turning."""
+    """Copies without rotation."""
     source, dest, _ = slots
     rows = rows_of(pool)
 
@@ -167,7 +167,7 @@ def select_and_copy(pool: KVPool, slots: Sequence[torch.Tensor]) -> Callable[[],
 
 
 def three_passes(shape: Shape, pool: KVPool, slots: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Gathers a layer, turns K, scatters it."""
+    """Gathers a layer, rotates K, scatters it."""
     source, dest, delta = slots
     rows = rows_of(pool)
     turns = shape.rotary
@@ -201,7 +201,7 @@ def check(device: str, num_tokens: int, num_layers: int) -> list[str]:
     """Apply random plans on a device and compare every byte with the reference on the CPU.
 
     Returns:
-        What was wrong: nothing, or one line a shape.
+        What was wrong: nothing, or one line per shape.
     """
     wrong = []
     for shape in SHAPES:
@@ -266,19 +266,19 @@ class Clock:
         return statistics.median(ends), statistics.median(returns)
 
     def _timed(self, work: Callable[[], object], flushes: int) -> float:
-        before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         for _ in range(flushes):
             self._waste.zero_()
         before.record()
         work()
-        behind.record()
-        behind.synchronize()
-        return float(before.elapsed_time(behind)) / 1_000
+        after.record()
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1_000
 
 
 def copy_rate(clock: Clock, num_bytes: int) -> float:
-    """Bytes a second, read and written, of a device-to-device copy."""
+    """Bytes per second, read and written, of a device-to-device copy."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
     dest = torch.zeros_like(source)
     return 2 * num_bytes / clock.device(lambda: dest.copy_(source))
@@ -374,7 +374,7 @@ def timed(tokens: Sequence[int], rounds: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, then time what is there to be timed."""
+    """Check, then time where there is a CUDA device."""
     parser = argparse.ArgumentParser(description="KVPool.apply on a GPU: checks, then times.")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="tokens to move")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds a figure")

@@ -4,8 +4,8 @@
     python benches/instructions.py --update           write that file
     python benches/instructions.py --top insert       which functions and files an operation spends
 
-Unlike a time, a count is the same on a busy machine, so a change of a few percent is seen. It does
-not see caches: read it beside the times. Needs cargo and valgrind.
+Unlike a time, a count is the same on a busy machine, so it shows a change of a few percent. It does
+not show caches: read it together with the times. Needs cargo and valgrind.
 """
 
 import argparse
@@ -27,9 +27,9 @@ ROOT = RECORD.parent.parent
 
 TOLERANCE = 0.03
 
-# From a size on that depends on the processor's caches, glibc copies memory by one instruction that
-# counts as one a round. With that size out of reach, copies count the same on every processor that
-# has AVX2 (valgrind hides anything wider).
+# From a size that depends on the processor's caches, glibc copies memory by one instruction that
+# counts as one per repetition. With that size out of reach, copies count the same on every
+# processor that has AVX2 (valgrind hides anything wider).
 TUNABLES = ":".join(
     f"glibc.cpu.{name}=0x7fffffff"
     for name in ("x86_rep_movsb_threshold", "x86_non_temporal_threshold")
@@ -59,7 +59,7 @@ class MeasureError(Exception):
 
 
 def tool(name: str) -> str:
-    """Where an executable lies."""
+    """The path of an executable."""
     path = shutil.which(name)
     if path is None:
         text = f"{name} is missing"
@@ -97,9 +97,9 @@ def build() -> Path:
 
 
 def callgrind(binary: Path, operation: Operation, calls: int, out: Path, *options: str) -> None:
-    """Runs so many calls of an operation under callgrind.
+    """Runs `calls` calls of an operation under callgrind.
 
-    What is prepared is the same for every number of calls.
+    The preparation is the same for every number of calls.
     """
     command = [
         tool("valgrind"),
@@ -147,7 +147,7 @@ def count(binary: Path, operation: Operation) -> float:
 
 
 def toolchain() -> dict[str, str]:
-    """What a count depends on beside the code: the compiler, and the C library's copies."""
+    """What a count depends on besides the code: the compiler, and the C library's copies."""
     lines = subprocess.run(  # noqa: S603 - a command of our own
         [tool("rustc"), "--version", "--verbose"], stdout=subprocess.PIPE, text=True, check=True
     ).stdout.splitlines()
@@ -166,10 +166,10 @@ def count_all() -> dict[str, Any]:
 def incomparable(
     recorded: dict[str, Any], found: dict[str, Any], cpuinfo: Path = Path("/proc/cpuinfo")
 ) -> str | None:
-    """Why counts of this processor say nothing beside the record; None if they do."""
+    """Why counts of this processor cannot be compared with the record; None if they can."""
     if found["target"] != recorded["target"]:
         return f"it is of {recorded['target']}, this is {found['target']}"
-    # Without AVX2 the C library copies by other instructions, of which it needs more.
+    # Without AVX2 the C library copies by more and other instructions.
     if found["target"].startswith("x86_64") and not re.search(
         r"^flags\s*:.*\bavx2\b", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE
     ):
@@ -209,7 +209,7 @@ def top(operation: Operation, lines: int) -> str:
     binary = build()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "callgrind.top"
-        # Only what happens inside this function is counted, so not what is prepared.
+        # Only instructions inside this function are counted, not the preparation.
         only = "--toggle-collect=operation::perform*"
         callgrind(binary, operation, operation.calls, out, only)
         report = subprocess.run(  # noqa: S603 - a command of our own
@@ -245,7 +245,7 @@ def source(path: str) -> str:
 
 
 def main() -> int:
-    """Runs what the arguments ask for; the exit status says whether the counts stand."""
+    """Runs what the arguments ask for; the exit status says whether the counts match."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--update", action="store_true", help="write the record")
     parser.add_argument("--json", action="store_true", help="print the counts as JSON lines")

@@ -69,7 +69,7 @@ def main() -> int:
 
 def edit() -> Figure:
     """A chat turn with reasoning, and the next prompt, from which the template dropped it."""
-    turn = WORKLOADS["W01"].build(system=500, question=120, thought=1_000, answer=900)
+    turn = WORKLOADS["W01"].build(system=500, question=120, reasoning=1_000, answer=900)
     segments = _planned(turn)
     exact = sum(end - start for start, end, _, kind in segments if kind == "exact")
     moved = sum(end - start for start, end, _, kind in segments if kind == "approximate")

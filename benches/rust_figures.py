@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 SECTIONS = ("rust", "limits", "memory", "instructions")
 
-# Results that are so much older than the newest belong to benchmarks that are gone.
+# Results that are so much older than the newest belong to deleted benchmarks.
 STALE_SECONDS = 3600.0
 
 # What kvtrie does with memory that a limit reads or writes, as (limit, row of the section "rust").
-BESIDE = {
+KVTRIE_WORK = {
     "compare 2 KB, warm": "lookup: 512 tokens in one edge, warm",
     "compare 2 KB, cold": "lookup: 512 tokens in one edge, cold",
     "compare 32 KB, warm": "lookup: 8,192 tokens in one edge, warm",
@@ -111,7 +111,7 @@ def micro(nanoseconds: float) -> float:
 
 
 def pauses(*arguments: str) -> list[Row]:
-    """Single calls, one by one: each call's least time over some rounds, and what was seen."""
+    """Single calls, one by one: each call's least time over some rounds, and what was measured."""
     rows = []
     for row in run("pauses", *arguments):
         spread = {f"kvtrie_{name}": row[name] for name in ("p10", "p90", "p99", "p99_9", "max")}
@@ -122,24 +122,24 @@ def pauses(*arguments: str) -> list[Row]:
 
 
 def limits(known: list[Row], *arguments: str) -> list[Row]:
-    """What the machine allows, beside what kvtrie takes where it does the same to memory."""
+    """What the machine allows, and what kvtrie takes where it does the same to memory."""
     ours = {row["work"]: row["kvtrie"] for row in known}
     rows = []
     for row in run("limits", *arguments):
         names = {"median": "limit", "p10": "limit_p10", "p90": "limit_p90"}
         out: Row = {"work": row["work"], "unit": row["unit"], "kvtrie": None}
         out |= {name: round(row[key], 4) for key, name in names.items()}
-        beside = BESIDE.get(row["work"])
-        if beside in ours:
-            out["kvtrie"] = ours[beside] * (1000 if row["unit"] == "ns" else 1)
-            out["kvtrie_work"] = beside
+        ours_for = KVTRIE_WORK.get(row["work"])
+        if ours_for in ours:
+            out["kvtrie"] = ours[ours_for] * (1000 if row["unit"] == "ns" else 1)
+            out["kvtrie_work"] = ours_for
             out["ratio"] = round(out["kvtrie"] / out["limit"], 2)
         rows.append(out)
     return rows
 
 
 def memory() -> list[Row]:
-    """Bytes of each shape: a token, and everything else beside it."""
+    """Bytes of each shape: per token, and each part."""
     rows = []
     for row in run("memory"):
         rounded = {name: round(row[name], 2) for name in row if name not in {"work", "unit"}}

@@ -8,17 +8,17 @@ from importlib.util import find_spec
 
 # Two threads at most, before torch is imported anywhere: the suite runs on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-# Nothing here downloads: a test that needs a model uses the one in the package.
+# No test downloads anything: a test that needs a model uses the one in the package.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A shell that runs the tests in the background has them ignore SIGINT, and what they start too.
+# A shell that runs the tests in the background makes them and their children ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A failing example prints what reproduces it. No deadline: the machine is shared, and a slow step
-# is the timeout's business. HYPOTHESIS_PROFILE=long searches twenty times as far.
+# A failing example prints how to reproduce it. No deadline: the machine is shared, and the timeout
+# stops slow steps. HYPOTHESIS_PROFILE=long runs twenty times as many examples.
 settings.register_profile(
     "default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )

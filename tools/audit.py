@@ -7,9 +7,8 @@
 Always: the licences, sources and bans of the crates of both workspaces (deny.toml), and the
 licences of the packages in .venv. Hashes were checked when these were installed: INSTALL in the
 Makefile. Lists of known vulnerabilities are kept elsewhere. Where one cannot be reached, a line
-says "not checked", and that fails nothing. No step takes longer than its limit. The peers, each in
-an environment of its own, are not audited: they run in tests and benchmarks, and are shipped to
-nobody.
+says "not checked", and nothing fails. No step takes longer than its limit. The peers, each in its
+own environment, are not audited: they run in tests and benchmarks only, and are not shipped.
 """
 
 import argparse
@@ -26,11 +25,11 @@ LISTS = tuple(f"constraints/{name}.txt" for name in ("bootstrap", "dev", "audit"
 
 # Seconds. A database is fetched, and a service asked about a hundred packages one by one.
 LIMIT = 120
-# Every list of vulnerabilities knows some of this release: one that names none knows nothing.
+# Every complete list of vulnerabilities has some of this release; one that has none is not used.
 CANARY = "jinja2==3.1.2"
 
-# As packages write them. Each lets anyone use, change and pass on; MPL wants changes of its own
-# files to be published.
+# As packages write them. Each lets anyone use, change and distribute the package; under MPL,
+# changes of its own files must be published.
 LICENSES = frozenset(
     {
         *("0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause"),
@@ -43,7 +42,7 @@ LICENSES = frozenset(
 )
 # torch's CUDA libraries, under NVIDIA's own terms: a GPU needs them, and kvtrie ships none.
 OTHER_TERMS = ("cuda-", "nvidia-")
-# A command of `make lint`, under these terms alone: kvtrie neither imports it nor ships it.
+# A command of `make lint`, only under these terms: kvtrie neither imports it nor ships it.
 COMMANDS = {"codespell": "GPL-2.0-only"}
 
 
@@ -132,7 +131,7 @@ def licenses(tools: Path) -> bool:
 
 
 def ask(tools: Path, *lists: str) -> list[dict[str, Any]] | str:
-    """What is known of the packages of lists; why not, where nothing was learnt."""
+    """What is known of the packages of lists, or why nothing is."""
     command = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
     requirements = [word for path in lists for word in ("--requirement", path)]
     done = run(str(tools / "pip-audit"), *command, *requirements)

@@ -1,9 +1,9 @@
 """The synthetic recall task that the demo model is trained on: seeded multi-turn conversations.
 
 A clerk keeps an archive. People get numbers (one more than a digit or than somebody else's number,
-0 after 9), and boxes stand on shelves, which a tool finds. Later turns ask for what earlier turns
-settled. The number of a person stands in no user message and in no tool result: the clerk's own
-earlier reply alone holds it.
+0 after 9), and boxes are on shelves, which a tool finds. Later turns ask for what earlier turns
+settled. The number of a person is only in the clerk's own earlier reply, not in a user message or a
+tool result.
 
 Standard library only. Every conversation is a function of its seed.
 """
@@ -37,7 +37,7 @@ RULES = (
     "People get a number, and boxes stand on a shelf.",
     "A new number is one more than the one that is named, and 0 comes after 9.",
     "Use the tool to find the shelf of a box, and do not guess.",
-    "Think before you answer, and keep your thoughts short.",
+    "Think before you answer, and keep your thoughts short.",  # codespell:ignore thoughts: learnt
     "Nobody but you writes the numbers down, so look at your own earlier answers.",
 )
 
@@ -78,19 +78,19 @@ class Step:
     Attributes:
         given: Messages that are appended before the reply (user, recorded tool call, tool result).
         kind: Which sort of question this is; accuracy is reported per kind.
-        thought: The text between the think markers.
-        answer: The text behind them.
+        reasoning: The text between the think markers.
+        answer: The text after them.
     """
 
     given: tuple[dict[str, Any], ...]
     kind: str
-    thought: str
+    reasoning: str
     answer: str
 
     @property
     def reply(self) -> str:
-        """The assistant message's content, thought included."""
-        return think(self.thought) + self.answer
+        """The assistant message's content, with its reasoning."""
+        return think(self.reasoning) + self.answer
 
 
 @dataclass
@@ -114,18 +114,18 @@ class Draft:
         return out
 
 
-def think(thought: str) -> str:
-    """The think block as it stands in front of an answer."""
-    return f"<think>\n{thought}\n</think>\n\n"
+def think(reasoning: str) -> str:
+    """The think block as it is before an answer."""
+    return f"<think>\n{reasoning}\n</think>\n\n"
 
 
 def answer_of(content: str) -> str:
-    """What stands behind the think block of a reply."""
+    """The text after the think block of a reply."""
     return content.rpartition("</think>")[2].lstrip("\n")
 
 
 def chatter(rng: Random, num_sentences: int) -> str:
-    """Sentences that mean nothing to the task, some words of them unheard of."""
+    """Sentences without meaning for the task, some of their words unknown."""
     return " ".join(_sentence(rng) for _ in range(num_sentences))
 
 
@@ -154,8 +154,8 @@ def _make(draft: Draft, person: str, noise: int) -> Step:
         )
     )
     number = draft.numbers[person] = (start + 1) % 10
-    thought = f"One more than {start} is {number}."
-    return Step((_user(rng, request, noise),), "make", thought, f"That is {person} {number}.")
+    reasoning = f"One more than {start} is {number}."
+    return Step((_user(rng, request, noise),), "make", reasoning, f"That is {person} {number}.")
 
 
 def _chain(draft: Draft, person: str, noise: int) -> Step:
@@ -164,8 +164,8 @@ def _chain(draft: Draft, person: str, noise: int) -> Step:
     start = draft.numbers[other]
     request = f"Please give a number to {person}, one more than {other}."
     number = draft.numbers[person] = (start + 1) % 10
-    thought = f"I see {other} {start}. One more than {start} is {number}."
-    return Step((_user(rng, request, noise),), "chain", thought, f"That is {person} {number}.")
+    reasoning = f"I see {other} {start}. One more than {start} is {number}."
+    return Step((_user(rng, request, noise),), "chain", reasoning, f"That is {person} {number}.")
 
 
 def _find(draft: Draft, box: str, noise: int) -> Step:

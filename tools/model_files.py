@@ -36,7 +36,7 @@ def report(score: Score, what: str) -> str:
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """A folder to fill, which then takes the place of ``out``; an error changes nothing."""
+    """A folder to fill, which then replaces ``out``; an error changes nothing."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".train-") as folder:
         work, old = Path(folder) / "new", Path(folder) / "old"

@@ -32,7 +32,7 @@ def lists() -> list[Path]:
 
 
 def renew(path: Path, *, upgrade: bool) -> None:
-    """Write one list anew.
+    """Write one list again.
 
     Raises:
         subprocess.CalledProcessError: uv found no such versions; the list is as it was.
@@ -41,7 +41,7 @@ def renew(path: Path, *, upgrade: bool) -> None:
     kept = [line for line in lines if line.startswith(("#", "-r "))]
     pins = [line.removesuffix(" \\") for line in lines if line and line[0] not in "# -"]
     with tempfile.TemporaryDirectory() as folder:
-        # Without hashes, so that uv asks for them: a release may have files now that it had not.
+        # Without hashes, so that uv asks for them: a release may have got more files.
         out = Path(folder) / path.name
         out.write_text("\n".join(pins), encoding="utf-8")
         source = SOURCES.get(path.relative_to(ROOT).as_posix())

@@ -1,7 +1,7 @@
 """Generate python/kvtrie/_core.pyi from the extension, or check that it is up to date.
 
 PyO3 embeds signatures and docstrings in the extension when it is built with its feature
-`experimental-inspect`; maturin turns them into a stub. What introspection does not cover yet is
+`experimental-inspect`; maturin makes a stub of them. What introspection does not cover yet is
 added here from the installed module: exceptions, module constants, and the imports that
 annotations written as strings need.
 """
@@ -50,7 +50,7 @@ OVERLOADS = {
     ),
 }
 
-# A quoted annotation: behind a parameter's colon or an arrow, never behind an equals sign.
+# A quoted annotation: after a parameter's colon or an arrow, never after an equals sign.
 QUOTED = re.compile(r'(: |-> )"([^"\n]+)"')
 FALLBACK = re.compile(r"^def __getattr__\(name: str\) -> Incomplete: \.\.\.\n", re.MULTILINE)
 

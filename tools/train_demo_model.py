@@ -43,7 +43,7 @@ PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_result>", "</tool_result>")
 VOCAB_SIZE = 2048
 TOKENS_A_STEP = 3072
-STRIPPED_SHARE = 0.15  # conversations whose earlier thoughts are deleted
+STRIPPED_SHARE = 0.15  # conversations whose earlier reasoning is deleted
 TOOL_LIST_SHARE = 0.3  # conversations whose system prompt lists the tools
 
 
@@ -133,10 +133,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Model:
 def prime(model: Model) -> None:
     """Start from heads that can look things up, so that training takes minutes and not hours.
 
-    To recall, attention must find where the last few tokens stood before, and read what came next.
-    Small transformers find this circuit late and all at once. Here the first layer starts with
-    heads that look one to four tokens back, and the second with heads that match what those heads
-    saw. All weights are trained on from there.
+    To recall, attention must find where the last few tokens were before, and read what came next.
+    Small transformers learn this circuit late and suddenly. Here the first layer starts with heads
+    that look one to four tokens back, and the second with heads that match what those heads saw.
+    All weights are trained on from there.
     """
     config = model.config
     hidden, size, heads = config.hidden_size, config.head_dim, config.num_attention_heads
@@ -192,8 +192,8 @@ def encode(
 ) -> tuple[list[int], list[bool]]:
     """Token ids of a conversation, and which of them the assistant says.
 
-    A reply without its thought (earlier turns under ``preserve_thinking=False``) does not count as
-    said: it was not generated in this form.
+    A reply without its reasoning (earlier turns under ``preserve_thinking=False``) does not count
+    as said: it was not generated in this form.
     """
     text = tokenizer.apply_chat_template(
         draft.messages(),
@@ -419,13 +419,13 @@ counts when it is the right one to the letter.
 
 {kept}
 
-With the thoughts of earlier turns deleted (`preserve_thinking=False`), {num_stripped} of them:
+With the reasoning of earlier turns deleted (`preserve_thinking=False`), {num_stripped} of them:
 
 {stripped}
 
 The kinds: *make* adds one to a digit of the user; *chain* adds one to a number that an earlier
 answer gave; *find* reads a tool's result; *recall* repeats what an earlier turn settled,
-where the number of a person stands in the model's own earlier reply alone; *talk* asks for nothing.
+where the number of a person is only in the model's own earlier reply; *talk* asks for nothing.
 """
 
 
@@ -486,7 +486,7 @@ def main() -> int:
     print(report(kept, "question"), flush=True)
     num_stripped = max(1, args.held_out // 4)
     stripped = evaluate(model, tokenizer, num_stripped, preserve_thinking=False)
-    print("earlier thoughts deleted:\n" + report(stripped, "question"), flush=True)
+    print("earlier reasoning deleted:\n" + report(stripped, "question"), flush=True)
     hits, asked = kept["all"]
     if hits < args.wanted * asked:
         print(

@@ -53,12 +53,12 @@ HIDDEN: Final = 128
 HEADS: Final = 4
 WINDOW: Final = 10  # exchanges of a conversation, as the sliding window keeps them
 BATCH: Final = 12  # conversations of one step
-KEPT_SHARE: Final = 0.25  # conversations that show their earlier thoughts, as tool loops do
-DRAWN_WEIGHT: Final = 0.05  # what a thought draws cannot be predicted, only its distribution
+KEPT_SHARE: Final = 0.25  # conversations that show their earlier reasoning, as tool loops do
+DRAWN_WEIGHT: Final = 0.05  # reasoning is drawn: only its distribution can be predicted
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word of the task; a word that is not of the task is unknown."""
+    """One token per word of the task; any other word is unknown."""
     special = (PAD, START, END, THINK, DONE)
     words = [*special, *ROLES, UNKNOWN, *recall.vocabulary()]
     core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, UNKNOWN))
@@ -98,7 +98,7 @@ def _common(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def gqa(tokenizer: PreTrainedTokenizerFast) -> Model:
-    """Grouped queries, NeoX pairs, all channels turn."""
+    """Grouped queries, NeoX pairs, all channels rotated."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     config = LlamaConfig(
         **_common(tokenizer), num_key_value_heads=2, head_dim=32, rope_parameters=rope
@@ -107,7 +107,7 @@ def gqa(tokenizer: PreTrainedTokenizerFast) -> Model:
 
 
 def partial(tokenizer: PreTrainedTokenizerFast) -> Model:
-    """Grouped queries, interleaved pairs, half of the channels turn."""
+    """Grouped queries, interleaved pairs, half of the channels rotated."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
     config = GlmConfig(
         **_common(tokenizer),
@@ -120,7 +120,7 @@ def partial(tokenizer: PreTrainedTokenizerFast) -> Model:
 
 
 def mla(tokenizer: PreTrainedTokenizerFast) -> Model:
-    """A latent that does not turn beside one rotary key for all heads, under YaRN."""
+    """A latent that is not rotated, and one rotary key for all heads, under YaRN."""
     rope = {
         "rope_type": "yarn",
         "rope_theta": 10_000.0,
@@ -176,9 +176,9 @@ KINDS: Final = {
 
 
 class Wiring:
-    """Sets single heads of a model by hand, whatever kind of attention it has.
+    """Sets single heads of a model by hand, for any kind of attention.
 
-    What a head reads and writes is given as matrices on the residual stream behind the norm: rows
+    What a head reads and writes is given as matrices on the residual stream after the norm: rows
     to compare (``match``), rows to copy (``read``) and where to put the copy (``write``).
     """
 
@@ -195,15 +195,15 @@ class Wiring:
         else:
             self.size = self.value = config.head_dim
             interleaved = isinstance(model, GlmForCausalLM)
-            turning = config.head_dim // (2 if interleaved else 1)
-            start, pairs = 0, turning // 2
-            # Channels that turn slowly or not at all can compare contents at any distance.
+            rotary = config.head_dim // (2 if interleaved else 1)
+            start, pairs = 0, rotary // 2
+            # Channels that rotate slowly or not at all can compare contents at any distance.
             self.content = [
-                *range(turning, self.size),
-                *(at + turning // 2 * half for half in (0, 1) for at in range(9, 16)),
+                *range(rotary, self.size),
+                *(at + rotary // 2 * half for half in (0, 1) for at in range(9, 16)),
             ]
             if interleaved:
-                self.content = list(range(turning, self.size))
+                self.content = list(range(rotary, self.size))
         step = (2, 1) if interleaved else (1, pairs)
         self.pairs = [(start + at * step[0], start + at * step[0] + step[1]) for at in range(pairs)]
         self.pairs = self.pairs[: 6 if interleaved else 8]
@@ -227,7 +227,7 @@ class Wiring:
     def key(
         self, layer: int, head: int, *, place: torch.Tensor | None, match: torch.Tensor | None
     ) -> None:
-        """What a token answers: the same at every place, or contents."""
+        """What a token matches: the same at every place, or contents."""
         attention = self.layers[layer]
         if self.is_mla:
             low = attention.kv_a_proj_with_mqa.weight
@@ -252,7 +252,7 @@ class Wiring:
             rows[self.content[: len(match)]] = match
 
     def copy(self, layer: int, head: int, *, read: torch.Tensor, write: torch.Tensor) -> None:
-        """What a head brings, and where to."""
+        """What a head copies, and where to."""
         attention = self.layers[layer]
         if self.is_mla:
             low = attention.kv_a_proj_with_mqa.weight
@@ -274,9 +274,9 @@ class Wiring:
 def prime(model: Model, tokenizer: PreTrainedTokenizerFast, distance: int) -> None:
     """Start from heads that can look things up, so that training takes minutes and not hours.
 
-    To recall, attention must find where the last tokens stood before and read what came next, or
-    read what stands a known distance back. Small transformers find such circuits late and all at
-    once. Here the heads of the first layer start by looking one, two and four tokens back; two
+    To recall, attention must find where the last tokens were before and read what came next, or
+    read the token at a known distance back. Small transformers learn such circuits late and
+    suddenly. Here the heads of the first layer start by looking one, two and four tokens back; two
     heads of the second match what those saw, and two look back from the start of a reply, to the
     last list and to the name in the question. All weights are trained on from there.
     """
@@ -347,7 +347,7 @@ class Writer:
         return [self._ids[word] for word in text.split()]
 
     def lesson(self, messages: list[dict[str, Any]], *, keep: bool = False) -> Lesson:
-        """The whole conversation, earlier thoughts left out or kept."""
+        """The whole conversation, with or without earlier reasoning."""
         ids: list[int] = []
         weights: list[float] = []
         kinds: list[tuple[str, int, int]] = []
@@ -355,10 +355,12 @@ class Writer:
         for number, message in enumerate(messages):
             head = self.encode(f"{START} {message['role']}")
             body = self.encode(f"{message['content']} {END}")
-            thought = message.get("reasoning_content")
+            reasoning = message.get("reasoning_content")
             is_last = number == len(messages) - 1
             shown = (
-                self.encode(f"{THINK} {thought} {DONE}") if thought and (is_last or keep) else []
+                self.encode(f"{THINK} {reasoning} {DONE}")
+                if reasoning and (is_last or keep)
+                else []
             )
             ids += [*head, *shown, *body]
             known = bool(message.get("scored")) or bool(shown)
@@ -383,7 +385,7 @@ def drafts(rng: Random, *, least: int = 0) -> Iterator[list[dict[str, Any]]]:
 
 
 def _answerable(messages: list[dict[str, Any]], number: int) -> dict[str, Any]:
-    """The message, not scored if what it repeats went out with the oldest exchange."""
+    """The message, not scored if what it repeats is in the dropped oldest exchange."""
     message = messages[number]
     earlier = " ".join(one["content"] for one in messages[:number] if one["role"] == "assistant")
     if message["content"].removesuffix(" .") in earlier:
@@ -474,8 +476,8 @@ def train(
 def evaluate(model: Model, writer: Writer, num: int) -> Score:
     """Right replies and replies per kind on held-out conversations, each predicted to the letter.
 
-    Every reply is predicted with everything before it given, which is what greedy decoding would
-    have said as long as it is right.
+    Every reply is predicted with the right text before it. Greedy decoding gives the same tokens
+    as long as they are right.
     """
     model.eval()
     score: Score = {}
@@ -507,7 +509,7 @@ and numbers and knows nothing else.
   {hidden}, {parameters} parameters in bfloat16; run it in float32 (the config says so).
 - **Tokenizer:** {vocab} words of the task, one token each; any other word is unknown.
 - **Data:** seeded conversations of `kvtrie.calibrate.recall`, generated while training;
-  {kept_share:.0%} of them show their earlier thoughts.
+  {kept_share:.0%} of them show their earlier reasoning.
 - **Training:** `python -m tools.train_recall_models {kind}`, seed {seed}, {steps} steps on one CPU
   thread: {processor:.1f} minutes of processor time, {minutes:.1f} minutes by the clock.
 - **Size:** {size:.2f} MB for the whole directory.
@@ -521,7 +523,7 @@ every token of it is predicted first with the right text before it.
 {score}
 
 *again* repeats the last list, *which* names the number of one name of an earlier list, *copy*
-writes the list of a thought into the answer.
+writes the list of the reasoning into the answer.
 """
 
 
@@ -540,7 +542,7 @@ def save(out: Path, model: Model, tokenizer: PreTrainedTokenizerFast, card: dict
 
 
 def run(name: str, args: argparse.Namespace) -> bool:
-    """Train, measure and save one model; answer whether it was good enough."""
+    """Train, measure and save one model, and return whether it was good enough."""
     kind = KINDS[name]
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
@@ -601,7 +603,7 @@ def main() -> int:
         "--kept-share",
         type=float,
         default=KEPT_SHARE,
-        help="conversations that show their earlier thoughts; 0: the models never see any",
+        help="conversations that show their earlier reasoning; 0: the models never see any",
     )
     parser.add_argument("--wanted", type=float, default=0.97, help="accuracy that must be reached")
     args = parser.parse_args()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 Row: TypeAlias = dict[str, Any]
-# What a peer's calls take and answer: their packages tell a type checker nothing.
+# What a peer's calls take and return: their packages have no types.
 Untyped: TypeAlias = Any
 Prepared = TypeVar("Prepared")
 
@@ -22,9 +22,9 @@ class Side(Generic[Prepared]):
     Args:
         prepare: Makes one call's argument, outside the clock: a fresh one each time.
         call: The work, inside the clock.
-        settle: Takes the argument and the answer, outside the clock, and puts the state back for
+        settle: Takes the argument and the result, outside the clock, and restores the state for
             the next call.
-        check: Takes the argument and the answer, and raises where the answer is wrong: for the
+        check: Takes the argument and the result, and raises where the result is wrong: for the
             calls of the first round, before anything is timed, and for those of the last.
         units: How many units of work a call does, from its argument: its time is divided by them.
     """
@@ -49,25 +49,20 @@ class Effort:
     quick: bool = False
 
     def of(self, full: int, quick: int) -> int:
-        """One of two sizes.
-
-        Args:
-            full: The size to measure with.
-            quick: The size to test with.
-        """
+        """One of two sizes."""
         return quick if self.quick else full
 
 
 class WrongAnswerError(Exception):
-    """A side answered something else than the work asks for, so that its time means nothing."""
+    """A side returned something else than the work asks for, so that its time means nothing."""
 
 
 def expect(answer: object, expected: object, what: str) -> None:
-    """Check one value of an answer.
+    """Check one value of a result.
 
     Args:
-        answer: What a side said.
-        expected: What is right.
+        answer: What a side returned.
+        expected: The right value.
         what: What it is, for the message.
 
     Raises:
@@ -87,21 +82,21 @@ def compare(
     rounds: int | None = None,
     warm: bool = False,
 ) -> Row:
-    """Time both sides in turn, on the same work, and say how they compare.
+    """Time both sides alternately on the same work.
 
-    Garbage collection is off, which side comes first alternates, and what reading the clock costs
-    is taken off. A round prepares `calls` arguments, times that many calls as one interval of this
-    thread's processor time, and settles them.
+    Garbage collection is off, the side that comes first alternates, and the cost of reading the
+    clock is subtracted. A round prepares `calls` arguments, times that many calls as one interval
+    of this thread's processor time, and settles them.
 
     A warm round repeats one query: it prepares, times and drops each call by itself, after one
-    call that is not timed and that brings back what the other side has pushed out of the caches.
-    Its clock is the wall's, which is cheaper to read; medians leave out what other processes did.
+    call that is not timed and that reloads what the other side has evicted from the caches. It uses
+    wall time, which is cheaper to read; medians hide the work of other processes.
 
     Args:
         ours: kvtrie.
         theirs: The peer.
         effort: How many rounds.
-        calls: Calls in one interval: enough of them that the clock's own cost does not show.
+        calls: Calls in one interval: enough that the clock's own cost does not show.
         rounds: Another number of rounds than the effort's.
         warm: Repeat one query.
 
@@ -141,8 +136,8 @@ def pauses(
 ) -> Row:
     """Time single calls one by one: the median, the 99th percentile and the longest.
 
-    Wall time, because a pause is one whoever causes it. The sides alternate until the one with
-    fewer rounds is through.
+    Wall time, because a pause is one whatever causes it. The sides alternate until the one with
+    fewer rounds has finished.
 
     Args:
         ours: kvtrie.
@@ -181,18 +176,13 @@ def pauses(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile.
-
-    Args:
-        values: Any order.
-        percent: 0 to 100.
-    """
+    """The nearest-rank percentile."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 def report(row: Row) -> Row:
-    """Print one row as it comes, and hand it back.
+    """Print one row and return it.
 
     Args:
         row: A finished row, with `work` and `peer`.

@@ -5,10 +5,9 @@ LMCache's server drives them: a stored sequence is hashed chunk by chunk (BLAKE3
 prefix), and every chunk but the first is registered with the matcher; a prompt is hashed likewise
 for its cached prefix, and the matcher looks for registered chunks at every position of it.
 
-Nothing of them is changed. Around them, the package's `__init__` files, which start a device
-backend, are passed over, and two modules are replaced by empty ones: torch, and the handles by
-which processes share device memory. The types that travel between processes name both; the matcher
-and the hasher use neither.
+Both are unchanged. The package's `__init__` files, which start a device backend, are skipped, and
+two modules are replaced by empty ones: torch, and the handles by which processes share device
+memory. The types that processes exchange name both; the matcher and the hasher use neither.
 """
 
 import dataclasses
@@ -36,7 +35,7 @@ _PACKAGES = (
 
 
 class _Handle:
-    """Stands for a handle of device memory; nothing is ever handed over here."""
+    """A placeholder for a handle of device memory, which nothing here uses."""
 
     Serialize = Deserialize = None
 
@@ -61,7 +60,7 @@ def _loaded() -> tuple[Untyped, Untyped]:
     try:
         importlib.import_module(f"{_SERVER}.custom_types")
     finally:
-        # What is imported later must not take the empty module for torch.
+        # Later imports must not find the empty module in place of torch.
         if before is None:
             del sys.modules["torch"]
         else:
@@ -86,7 +85,7 @@ class Found:
     matches: list[Untyped]
 
     def covered(self) -> int:
-        """Tokens of the prompt that lie in the prefix or in a match, each once."""
+        """Tokens of the prompt in the prefix or in a match, each counted once."""
         total, end = self.prefix, self.prefix
         for match in sorted(self.matches, key=lambda match: int(match.cur_st)):
             total += max(0, match.cur_ed - max(end, match.cur_st))
@@ -130,11 +129,7 @@ class Theirs:
         return self._stored[digest]
 
     def prefix(self, tokens: Sequence[int]) -> int:
-        """How many tokens of the leading chunks are stored.
-
-        Args:
-            tokens: The prompt.
-        """
+        """How many tokens of the leading chunks are stored."""
         found = 0
         for digest in self.hasher.compute_chunk_hashes(tokens):
             if digest not in self._stored:
@@ -143,18 +138,10 @@ class Theirs:
         return found
 
     def match(self, tokens: Sequence[int]) -> list[Untyped]:
-        """What the matcher finds, at any position of the prompt.
-
-        Args:
-            tokens: The prompt.
-        """
+        """What the matcher finds, at any position of the prompt."""
         matches: list[Untyped] = self.matcher.match_sub_sequence(tokens)
         return matches
 
     def find(self, tokens: Sequence[int]) -> Found:
-        """Prefix and matches.
-
-        Args:
-            tokens: The prompt.
-        """
+        """Prefix and matches."""
         return Found(self.prefix(tokens), self.match(tokens))

@@ -1,4 +1,4 @@
-"""LMCache beside kvtrie: what moved in an agent's prompt whose thoughts were dropped (W11).
+"""LMCache compared with kvtrie: moved runs of an agent's prompt without its reasoning (W11).
 
 The matcher takes a list of ints and makes an array of it inside each call. kvtrie starts from a
 ready sequence, as in the rows of other peers, unless a row says that both start from a list.
@@ -28,7 +28,7 @@ _CHUNKS = (256, 16)
 _PROMPTS = (20_000, 32_000)
 _POLICY = kvtrie.ReusePolicy(approximate=True)
 _GOAL = 50.0
-# Of what could be reused. What may be missing are windows with more places than are tried.
+# Of what could be reused. Only windows with more places than are tried may be missing.
 _LEAST_COVERAGE = 0.97
 
 
@@ -55,7 +55,7 @@ class _Prompts:
         self._numbers = count()
 
     def first(self) -> "_Prompts":
-        """The first prompt alone, over and over."""
+        """The first prompt alone, repeatedly."""
         return _Prompts(self.arrays[:1])
 
     def next(self) -> int:
@@ -118,7 +118,7 @@ def _moved_runs(effort: Effort, length: int) -> Iterator[Row]:
             ("cold", f"{whole}, cold", prompts, False, theirs.find),
             ("warm", f"{whole}, warm", prompts.first(), False, theirs.find),
             ("list", f"{whole}, warm, both from a list", prompts.first(), True, theirs.find),
-            # It does not find the prefix, with which every plan begins.
+            # It does not find the prefix, which every plan includes.
             ("match", "its matcher alone, warm", prompts.first(), False, theirs.match),
         ):
             row = compare(

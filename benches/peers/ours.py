@@ -16,7 +16,7 @@ Blocks = npt.NDArray[np.int32]
 
 
 class Ours:
-    """An index whose pool holds so many tokens.
+    """An index, its pool, and an engine's calls.
 
     Args:
         cached_tokens: Tokens that the pool holds.
@@ -38,7 +38,7 @@ class Ours:
         return kvtrie.TokenSequence(tokens, NAMESPACE)
 
     def room(self, tokens: int) -> Blocks:
-        """Block ids for so many tokens, evicted where none are free.
+        """Block ids for `tokens` tokens, evicted where none are free.
 
         Args:
             tokens: A multiple of the block size.
@@ -46,7 +46,7 @@ class Ours:
         return self.pool.allocate(tokens // BLOCK_SIZE, evict_from=self.index)
 
     def store(self, tokens: Tokens, start: int = 0) -> Blocks:
-        """Insert tokens and answer the ids that back them from `start` on.
+        """Insert tokens and return the ids that back them from `start` on.
 
         Args:
             tokens: From position 0 on, whole blocks.
@@ -90,7 +90,7 @@ class Ours:
         return self.index.lookup(seq).blocks
 
     def lookup_tokens(self, tokens: Tokens | Sequence[int]) -> Blocks:
-        """The ids that back token ids which are no sequence yet.
+        """The ids that back token ids which are not a sequence yet.
 
         Args:
             tokens: What to look for.
@@ -129,8 +129,7 @@ class Ours:
             sequences: The prompts.
 
         Returns:
-            The ids that were found and the ids behind the new tokens, each one request after the
-            other.
+            The ids that were found and the ids of the new tokens, each one request after the other.
         """
         index, pool = self.index, self.pool
         batch = index.plan_many(sequences, keep_last=1)

@@ -1,7 +1,7 @@
-"""Measures one peer beside kvtrie, inside that peer's environment.
+"""Measures one peer and kvtrie, inside that peer's environment.
 
 `python benches/peers/run.py --peer sglang` prints the rows and records them in
-`benches/figures.json`. `--quick` runs everything at small sizes, checks every answer, and records
+`benches/figures.json`. `--quick` runs everything at small sizes, checks every result, and records
 nothing: it is the test of these benchmarks.
 """
 
@@ -20,17 +20,17 @@ _BENCHES = Path(__file__).resolve().parent.parent
 
 def main() -> int:
     """Run the peer that the command line names."""
-    parser = argparse.ArgumentParser(description="Measure a peer beside kvtrie.")
+    parser = argparse.ArgumentParser(description="Measure a peer and kvtrie.")
     parser.add_argument("--peer", choices=("sglang", "vllm", "lmcache"), required=True)
     parser.add_argument("--quick", action="store_true", help="small sizes; records nothing")
     parser.add_argument("--rounds", type=int, default=101, help="rounds of each comparison")
     parser.add_argument("--output", type=Path, help="another file than benches/figures.json")
     options = parser.parse_args()
 
-    # This folder's own modules are reached as `peers.…`, so that none hides a peer's package.
+    # This folder's own modules are imported as `peers.…`, so that none hides a peer's package.
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [str(_BENCHES), *(entry for entry in sys.path if entry != here)]
-    # One thread each: a torch that starts more would be timed by what it leaves to them.
+    # One thread each: the clock counts this thread only.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

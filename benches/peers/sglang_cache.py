@@ -1,4 +1,4 @@
-"""SGLang's side of every comparison: one of its radix caches and the allocator beneath it.
+"""SGLang's side of every comparison: one of its radix caches and its allocator.
 
 The caches are driven as SGLang's scheduler drives them: `match_prefix`, then `path_device_indices`
 for the token indices, `lock` and `unlock`, `evict`, `alloc` and `insert`, over the paged allocator
@@ -56,25 +56,17 @@ class Theirs:
         self.cache = UnifiedRadixCache(params) if core == RUST else RadixCache(params)
 
     def key(self, tokens: Tokens) -> Untyped:
-        """A key over tokens.
-
-        Args:
-            tokens: What it names.
-        """
+        """A key over tokens."""
         return RadixKey(array("q", tokens.astype(np.int64).tobytes()))
 
     def match(self, key: Untyped) -> tuple[Untyped, torch.Tensor]:
-        """The node where a key's match ends, and the indices up to there.
-
-        Args:
-            key: What to look for.
-        """
+        """The node where a key's match ends, and the indices up to there."""
         found = self.cache.match_prefix(MatchPrefixParams(key=key))
         node = found.last_device_node
         return node, self.cache.path_device_indices(node)
 
     def room(self, tokens: int) -> torch.Tensor:
-        """Indices for so many tokens, evicted where none are free.
+        """Indices for `tokens` tokens, evicted where none are free.
 
         Args:
             tokens: A multiple of the page size.
@@ -86,21 +78,17 @@ class Theirs:
         return indices
 
     def insert(self, key: Untyped, indices: torch.Tensor, held: int = 0) -> Untyped:
-        """Insert a key with its indices, one a token.
+        """Insert a key with its indices, one per token.
 
         Args:
             key: What to insert.
             indices: From position 0 on.
-            held: Tokens whose indices are the cache's already: it frees duplicates behind them.
+            held: Tokens whose indices the cache already owns: it frees duplicates after them.
         """
         return self.cache.insert(InsertParams(key=key, value=indices, prev_prefix_len=held))
 
     def evict(self, tokens: int) -> int:
-        """Evict at least so many tokens if there are any, and answer how many went.
-
-        Args:
-            tokens: How many.
-        """
+        """Evict at least `tokens` tokens if there are any, and return how many it evicted."""
         evicted: int = self.cache.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted
         return evicted
 
@@ -130,19 +118,12 @@ class Theirs:
             self.store(tokens)
 
     def grow(self, tree: Tree) -> None:
-        """Insert a tree step by step.
-
-        Args:
-            tree: What to insert.
-        """
+        """Insert a tree step by step."""
         for tokens, start in tree.inserts():
             self.store(tokens, start)
 
     def turn(self, key: Untyped) -> tuple[int, torch.Tensor]:
         """A whole turn of a request: match, lock, evict and allocate, insert, unlock.
-
-        Args:
-            key: The prompt.
 
         Returns:
             How many tokens were found, and the row of indices afterwards.

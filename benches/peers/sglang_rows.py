@@ -1,4 +1,4 @@
-"""SGLang beside kvtrie: every row of its Rust core, and a few of its Python tree."""
+"""SGLang compared with kvtrie: every row of its Rust core, and a few of its Python tree."""
 
 import importlib.metadata
 from collections.abc import Callable, Iterator
@@ -94,7 +94,7 @@ def _lookup_sides(
 
 
 def _repeated(sides: tuple[Side[Untyped], Side[Untyped]]) -> tuple[Side[Untyped], Side[Untyped]]:
-    """The same with the peer's key made once: the query repeats, and its key lies in the caches."""
+    """The same with the peer's key made once: the query repeats, and its key is in the caches."""
     key = sides[1].prepare()
     return sides[0], Side(lambda: key, sides[1].call, sides[1].check)
 
@@ -159,7 +159,7 @@ def _edge_lookups(effort: Effort, length: int) -> Iterator[Row]:
 
 
 def _drawn(crowd: Crowd) -> Callable[[], Tokens]:
-    """Picks members of a crowd in an order that has nothing to do with how they were stored."""
+    """Picks members of a crowd in an order unrelated to how they were stored."""
     draw = np.random.default_rng(4)
     return lambda: crowd[int(draw.integers(len(crowd)))]
 
@@ -205,7 +205,7 @@ def _grown(effort: Effort) -> Iterator[Row]:
     ours.lookup(writer)
     ours.lookup(reader)
     state = {"tokens": length, "cached": length, "goal": None}
-    # Both sides grow by one block a call; what a call adds is made outside the clock.
+    # Both sides grow by one block per call; what a call adds is made outside the clock.
     our_step, their_step = count(length, BLOCK_SIZE), count(length, BLOCK_SIZE)
     index, room = ours.index, ours.room
 
@@ -274,7 +274,7 @@ def _grown(effort: Effort) -> Iterator[Row]:
     def their_blocks(_key: object, answer: Untyped) -> None:
         expect(len(answer[1]), length + BLOCK_SIZE, "SGLang's indices")
 
-    # As many lookups as there are blocks to find, less what the checked first round takes.
+    # As many lookups as there are blocks to find, less those of the checked first round.
     calls = effort.of(32, 2)
     possible = (end - length) // BLOCK_SIZE // calls - 2
     row = compare(
@@ -296,7 +296,7 @@ def _grown(effort: Effort) -> Iterator[Row]:
 
 
 def _inserts(effort: Effort) -> Iterator[Row]:
-    """New documents of 8k into a full cache: what goes in has pushed as much out."""
+    """New documents of 8k into a full cache: each insert has evicted as much."""
     for moved_runs in (False, True):
         yield from _insert(effort, moved_runs=moved_runs)
 
@@ -561,7 +561,7 @@ def _turns(effort: Effort) -> Iterator[Row]:
 
 
 def _turn(effort: Effort, core: str, length: int, cached: int) -> Iterator[Row]:
-    """Turns of warm chats in a full cache: what a turn adds pushes a stranger's blocks out."""
+    """Turns of warm chats in a full cache: a turn evicts blocks of unrelated documents."""
     turn = 512
     chats = [
         Chat(number, length, turn) for number in range(effort.of(8 if length > 50_000 else 32, 2))
@@ -715,7 +715,7 @@ def _nodes(effort: Effort) -> Iterator[Row]:
 
 
 def _python_core(effort: Effort) -> Iterator[Row]:
-    """The Python tree on the works that tell the two apart."""
+    """The Python tree on the works in which the two cores differ."""
     length = effort.of(102_400, 10_240)
     yield from _python_lookup(effort, "edge", "in one edge", one_edge(3, length))
     yield from _python_lookup(effort, "grown", "in edges of 512", grown(3, length))

@@ -54,35 +54,20 @@ class Theirs:
         )
 
     def request(self, tokens: list[int]) -> Untyped:
-        """A request, which hashes its blocks as it is made.
-
-        Args:
-            tokens: The prompt.
-        """
+        """A request, which hashes its blocks as it is made."""
         return Request(next(self._names), tokens, self._sampling, None, block_hasher=self._hasher)
 
     def match(self, request: Untyped) -> list[int]:
-        """The ids of the blocks that are cached for a request.
-
-        Args:
-            request: The request.
-        """
+        """The ids of the blocks that are cached for a request."""
         ids: list[int] = self.manager.get_computed_blocks(request)[0].get_block_ids()[0]
         return ids
 
     def match_tokens(self, tokens: list[int]) -> list[int]:
-        """The same for a prompt that is no request yet.
-
-        Args:
-            tokens: The prompt.
-        """
+        """The same for a prompt that is not a request yet."""
         return self.match(self.request(tokens))
 
     def allocate(self, request: Untyped) -> tuple[int, list[int]]:
         """Look up, take references, allocate what is missing and cache it.
-
-        Args:
-            request: The request.
 
         Returns:
             How many tokens were found, and the block table.
@@ -96,9 +81,6 @@ class Theirs:
     def turn(self, request: Untyped) -> tuple[int, list[int]]:
         """A whole turn of a request.
 
-        Args:
-            request: The request.
-
         Returns:
             How many tokens were found, and the block table.
         """
@@ -107,11 +89,7 @@ class Theirs:
         return answer
 
     def turn_tokens(self, tokens: list[int]) -> tuple[int, list[int]]:
-        """The same for a prompt that is no request yet.
-
-        Args:
-            tokens: The prompt.
-        """
+        """The same for a prompt that is not a request yet."""
         return self.turn(self.request(tokens))
 
     def store_all(self, documents: Iterable[Tokens]) -> None:

@@ -1,4 +1,4 @@
-"""vLLM beside kvtrie: every row of its block pool and its request hashing.
+"""vLLM compared with kvtrie: every row of its block pool and its request hashing.
 
 A `Request` takes a list of ints and nothing else, so works that include its making start from a
 list on both sides unless the row says otherwise.
@@ -22,7 +22,7 @@ from peers.vllm_cache import SHA256, XXHASH, Theirs
 
 ENGINE = "vllm"
 
-# vLLM leaves the last token of a prompt to compute, so a prompt that hits a whole document has one
+# vLLM always computes the last token of a prompt, so a prompt that hits a whole document has one
 # token more.
 _ONE = np.zeros(1, dtype=np.uint32)
 
@@ -123,7 +123,7 @@ def _turns(effort: Effort) -> Iterator[Row]:
 
 
 def _turn(effort: Effort, length: int, peer: str) -> Iterator[Row]:
-    """Turns of warm chats in a full cache: what a turn adds pushes a stranger's blocks out."""
+    """Turns of warm chats in a full cache: a turn evicts blocks of unrelated documents."""
     turn = 512
     chats = [
         Chat(number, length, turn) for number in range(effort.of(8 if length > 50_000 else 32, 2))
@@ -282,7 +282,7 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
 
 
 def _inserts(effort: Effort) -> Iterator[Row]:
-    """New documents of 8k into a full cache: what goes in has pushed as much out."""
+    """New documents of 8k into a full cache: each insert has evicted as much."""
     length = effort.of(8_192, 1_024)
     crowd = Crowd(_cached(effort), length)
     ours, theirs = Ours(crowd.num_tokens), Theirs(crowd.num_tokens)
@@ -428,7 +428,7 @@ def _decode(effort: Effort) -> Iterator[Row]:
 def _bookkeeping(effort: Effort) -> Iterator[Row]:
     """One decode step of many running requests, of lengths at every offset in a block."""
     requests, length = effort.of(256, 32), 512
-    # A round is one step a side, and the first and the last are checked.
+    # A round is one step per side; the first and the last are checked.
     steps = effort.rounds + 8
     lengths = length + np.arange(requests) % BLOCK_SIZE
     documents = [document(100 + number, int(size)) for number, size in enumerate(lengths)]

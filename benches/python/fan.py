@@ -1,11 +1,11 @@
-"""What a prompt costs whose windows lead nowhere, and what others' prompts cost beside it.
+"""What a prompt costs whose windows lead nowhere, and what others' prompts cost meanwhile.
 
 `python benches/python/fan.py` prints both tables; every figure is a median.
 
 * The *fan*: each window of a text with a period of nine tokens is cached at 64 places, each near
   the end of an edge with 64 children that share one or two tokens more, so that no run has
   `min_run` tokens. It is planned next to random text of the same length, while another tenant
-  looks a short prompt up, again and again.
+  looks a short prompt up repeatedly.
 * *Neighbours*: a plan of a prompt that moved as a whole, in an index where nobody else has
   anything, where others have as much random text as the fan has, and where they have the fan.
 """
@@ -37,19 +37,13 @@ if TYPE_CHECKING:
 
 PERIOD = 9
 LENGTHS = (1_000, 8_000, 17_000, 100_000)
-# Tokens of each cached text; of which so many before the period begins, and so many before the
-# children begin.
+# Tokens of each cached text, before the period begins, and before the children begin.
 TEXT, HEAD, EDGE = 3 * BLOCK_SIZE, 19, 2 * BLOCK_SIZE
 OWN = 4_000
 
 
 def repeated(start: int, count: int) -> Tokens:
-    """Tokens of the text with a period.
-
-    Args:
-        start: Position of the first.
-        count: How many.
-    """
+    """Tokens of the text with a period."""
     return (np.arange(start, start + count) % PERIOD).astype(np.uint32)
 
 
@@ -90,12 +84,7 @@ def fan(places: int) -> list[Tokens]:
 
 
 def planned(index: kvtrie.RadixIndex, seq: kvtrie.TokenSequence) -> None:
-    """Plan and release.
-
-    Args:
-        index: Where.
-        seq: The prompt.
-    """
+    """Plan and release."""
     index.plan(seq, MOVED).release()
 
 
@@ -116,22 +105,12 @@ def seconds(index: kvtrie.RadixIndex, text: Tokens, space: kvtrie.Namespace) -> 
 
 
 def median(index: kvtrie.RadixIndex, texts: Iterable[Tokens], space: kvtrie.Namespace) -> float:
-    """Median seconds of the plans of these prompts.
-
-    Args:
-        index: Where.
-        texts: The prompts.
-        space: Their namespace.
-    """
+    """Median seconds of the plans of these prompts."""
     return statistics.median(seconds(index, text, space) for text in texts)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and print.
-
-    Args:
-        arguments: Of the command line.
-    """
+    """Measure and print."""
     parser = argparse.ArgumentParser(description="What a prompt whose windows lead nowhere costs.")
     parser.add_argument("--places", type=int, default=64, help="places of a window")
     parser.add_argument("--rounds", type=int, default=21, help="plans of each kind")

@@ -1,9 +1,9 @@
-"""What a flood of blocks costs that collide under a hash with known constants.
+"""What many blocks cost that collide under a hash with known constants.
 
 `python benches/python/flood.py` prints a row for each seed and operation. The blocks are 32,000
 siblings of 16 tokens, of which tokens 4 to 7 are the first constant that foldhash derives from a
-shared seed that is a constant itself: where the table of edges is hashed with that, all of them
-have one hash under any seed. They are timed next to as many blocks with other tokens there.
+shared seed that is a constant itself: a table of edges hashed with that gives all of them the same
+hash under any seed. They are timed next to as many blocks with other tokens there.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def seconds(act: Callable[[], object]) -> float:
 
 
 def timed(word: int, seed: int, siblings: int) -> dict[str, float]:
-    """Seconds of each operation on all the blocks, in an index of their own."""
+    """Seconds of each operation on all the blocks, in a new index."""
     # Every operation on new sequences, which remember nothing.
     new, again = blocks(word, siblings), blocks(word, siblings)
     index = kvtrie.RadixIndex(siblings, BLOCK_SIZE, moved_runs=False, seed=seed)

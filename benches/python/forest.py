@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 NAMESPACE = kvtrie.Namespace(model="model", salt=kvtrie.SHARED)
 QUICK = os.environ.get("KVTRIE_BENCH_SCALE") == "quick"
-# Cached tokens beside which everything is measured: 10**6 blocks, more than a processor's caches.
+# Tokens that are cached in each measurement: 10**6 blocks, more than a processor's caches hold.
 CACHED = 400_000 if QUICK else 16_000_000
 # Seeds of what is cached start at 0, those of new tokens here.
 NEW = 1 << 40
@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def count(self) -> int:
-        """How many sequences: two at least, so that there is something to draw from."""
+        """How many sequences, at least two."""
         with_siblings = self.length + self.length // self.step * self.siblings * BLOCK_SIZE
         return max(2, self.cached // with_siblings)
 
@@ -59,10 +59,10 @@ class Shape:
 
 @dataclass
 class Forest:
-    """An index with the ids of all sequences that were cached in it, one a row.
+    """An index with the ids of all sequences that were cached in it, one per row.
 
-    Where a benchmark evicts and still needs its rows, the earlier half of them is what evictions
-    take, and what is looked up is drawn from the later half.
+    Where a benchmark evicts, evictions take the earlier half of the rows, and lookups draw from the
+    later half.
     """
 
     index: kvtrie.RadixIndex
@@ -76,21 +76,21 @@ class Forest:
         return np.arange(row * each, (row + 1) * each, dtype=np.int32)
 
     def draw(self, rng: random.Random, state: str) -> int:
-        """A row: always the same if warm, else any."""
+        """A row: always the same if warm, else a random one."""
         count = self.shape.count
         return count - 1 if state == "warm" else rng.randrange(count)
 
     def draw_later(self, rng: random.Random, state: str) -> int:
-        """A row of the later half: always the same if warm, else any."""
+        """A row of the later half: always the same if warm, else a random one."""
         count = self.shape.count
         return count - 1 if state == "warm" else rng.randrange(count // 2, count)
 
     def make_room(self, num_blocks: int, rng: random.Random) -> None:
-        """See to it that the next evictions take rows of the earlier half.
+        """Make the next evictions take rows of the earlier half.
 
         Args:
             num_blocks: How many blocks are evicted until the next call. Whatever is inserted in
-                their place must be gone by then.
+                their place must be removed by then.
             rng: As for `restock`.
         """
         self.evicted += num_blocks
@@ -99,10 +99,10 @@ class Forest:
             self.evicted = num_blocks
 
     def restock(self, rng: random.Random) -> None:
-        """Insert what was evicted of the earlier half, and use the later half behind it.
+        """Insert what was evicted of the earlier half, then touch the later half.
 
         Args:
-            rng: Orders the rows, so that those evicted one after the other do not lie together.
+            rng: Orders the rows, so that those evicted in sequence are not adjacent in memory.
         """
         earlier, later = range(self.shape.count // 2), range(self.shape.count // 2, len(self.rows))
         for row in rng.sample(earlier, len(earlier)):
@@ -113,14 +113,14 @@ class Forest:
 
 
 def sequence(ids: Tokens) -> kvtrie.TokenSequence:
-    """A fresh sequence, of which the index remembers nothing."""
+    """A sequence that no index has seen."""
     return kvtrie.TokenSequence(ids, NAMESPACE)
 
 
 def filled(shape: Shape) -> Forest:
     """An index filled as the shape says.
 
-    Row r is backed by the ids from r * (length / block size) on; siblings have ids behind all rows.
+    Row r is backed by the ids from r * (length / block size) on; siblings have ids after those.
     """
     count, length, step = shape.count, shape.length, shape.step
     rows = np.empty((count, length), dtype=np.uint32)
@@ -161,7 +161,7 @@ def insert(
 
 
 def shuffle_recency(forest: Forest, rng: random.Random) -> None:
-    """Use all rows in random order: those evicted one after the other do not lie together."""
+    """Touch all rows in random order: those evicted in sequence are not adjacent in memory."""
     order = list(range(forest.shape.count))
     rng.shuffle(order)
     for row in order:

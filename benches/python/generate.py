@@ -1,9 +1,9 @@
-"""What a model computes of an edited prompt, and when its first token comes.
+"""What a model computes of an edited prompt, and the time to its first token.
 
 `python benches/python/generate.py` runs the embedded engine with the shipped demo model on the
-workloads' histories: the cached turn is computed, then the next prompt is asked for, once with the
-exact prefix alone and once with all that moved, in turn. Token ids are taken modulo the model's
-vocabulary; what it answers means nothing, how much it computes does. Claimed is the ratio of times.
+workloads' histories: the cached turn is computed, then the next prompt, alternately with the exact
+prefix alone and with moved runs. Token ids are taken modulo the model's vocabulary: the generated
+text means nothing. The claim is the ratio of times.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ APPROXIMATE = kvtrie.ReusePolicy()
 def measured(
     names: Iterable[str] = NAMES, scale: float = SCALE, rounds: int = ROUNDS
 ) -> Iterator[figures.Row]:
-    """A row a workload.
+    """One row per workload.
 
     Args:
         names: Ids of workloads.
-        scale: Texts are so many times as long.
+        scale: Factor of the lengths of texts.
         rounds: Timed pairs.
     """
     model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()

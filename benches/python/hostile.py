@@ -1,12 +1,12 @@
-"""What one tenant's calls keep another tenant waiting for.
+"""How long one tenant's calls keep another tenant waiting.
 
 `python benches/python/hostile.py` prints and records it. While one thread is inside a call that is
-as long as a tenant can make it, another one looks its own short prompt up, again and again: the
-figure is its longest wait, for the interpreter or for the index's lock. Beside it stand the longest
-wait while nobody else does anything for as long, and the CPU time of the call, in all and for each
-of what it is proportional to. Every round makes its index anew; figures are medians of rounds.
+as long as a tenant can make it, another one looks up its own short prompt repeatedly: the figure is
+its longest wait, for the interpreter or for the index's lock. The table also has the longest wait
+while the first thread is idle for as long, and the CPU time of the call, in all and per unit of
+what it is proportional to. Every round makes a new index; figures are medians of rounds.
 
-A new case is one more function in `CASES`: it answers a `Case` with everything made.
+A new case is one more function in `CASES` that returns a `Case`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Case:
 
     Attributes:
         work: The call, in words.
-        call: The call itself; plans that it answers, one or a list, are released afterwards.
+        call: The call itself; plans that it returns, one or a list, are released afterwards.
         probe: What the other thread repeats.
         each: What the call's time is proportional to.
         count: How many of these it has.
@@ -82,12 +82,7 @@ class Round:
 
 
 def sequence(ids: Tokens | list[int], space: kvtrie.Namespace = TENANT) -> kvtrie.TokenSequence:
-    """A sequence that no index has seen.
-
-    Args:
-        ids: Its tokens.
-        space: Its namespace.
-    """
+    """A sequence that no index has seen."""
     return kvtrie.TokenSequence(ids, space)
 
 
@@ -102,13 +97,7 @@ def looks_up(index: kvtrie.RadixIndex) -> Callable[[], object]:
 
 
 def inserted(index: kvtrie.RadixIndex, ids: Tokens, first: int = 0) -> kvtrie.TokenSequence:
-    """The sequence after its whole blocks were inserted, in one edge, with ids from `first` on.
-
-    Args:
-        index: Where.
-        ids: Tokens.
-        first: The first block id.
-    """
+    """The sequence after its whole blocks were inserted, in one edge, with ids from `first` on."""
     seq, blocks = sequence(ids), len(ids) // index.block_size
     table = np.arange(first, first + blocks, dtype=np.int32)
     index.insert(seq, table, num_computed=len(ids), source=kvtrie.COMPUTED)
@@ -132,7 +121,7 @@ def with_holes(*, edges: bool) -> tuple[kvtrie.RadixIndex, Tokens]:
 
 
 def branched(index: kvtrie.RadixIndex, ids: Tokens) -> None:
-    """Cut the edge of a sequence behind each block: another block stands beside each.
+    """Cut the edge of a sequence after each block, by inserting a sibling of the next one.
 
     Args:
         index: What has the sequence.
@@ -146,7 +135,7 @@ def branched(index: kvtrie.RadixIndex, ids: Tokens) -> None:
 
 
 def planned(*, edges: bool) -> Case:
-    """An exact plan that copies from behind each hole of its path.
+    """An exact plan that copies blocks after each hole of its path.
 
     Args:
         edges: Whether each block is an edge of its own.
@@ -241,7 +230,7 @@ def bound_holes() -> Case:
 
 
 def explain_with_others() -> Case:
-    """Other namespaces of the same salt have the whole prompt."""
+    """Other namespaces of the same salt have the whole prompt cached."""
     tokens, count = 2_000, 200 // (4 if QUICK else 1)
     blocks = tokens // BLOCK_SIZE
     index = kvtrie.RadixIndex(count * blocks, BLOCK_SIZE)
@@ -263,7 +252,7 @@ def explain_with_others() -> Case:
 
 
 def explain_with_tenants() -> Case:
-    """Very many other tenants have something."""
+    """Very many other tenants have something cached."""
     index = kvtrie.RadixIndex(NAMESPACES, BLOCK_SIZE)
     ids = document(SEEDS, BLOCK_SIZE)
     for number in range(NAMESPACES):
@@ -311,7 +300,7 @@ def snapshot() -> Case:
 
 
 def transfer() -> Case:
-    """A search for moved blocks of a sender, none of which is there; no lock is held meanwhile."""
+    """A search for moved blocks of a sender that finds none; it holds no lock."""
     tokens, size = 2 * MANY, 528
     theirs = sequence(document(SEEDS, tokens))
     table = np.arange(-(-tokens // size))
@@ -328,8 +317,8 @@ def transfer() -> Case:
     return Case(work, call, looks_up(index), "token", tokens)
 
 
-def compare_without_thoughts() -> Case:
-    """Histories of which every second token is a thought; the other asks the same tracker."""
+def compare_without_reasoning() -> Case:
+    """Histories of which every second token is reasoning; the other asks the same tracker."""
     tokens = 5 * MANY
     tracker = kvtrie.TurnTracker()
     ids = document(SEEDS, tokens)
@@ -341,7 +330,7 @@ def compare_without_thoughts() -> Case:
     kept[3::2] = False
     prompt = sequence(np.append(ids[kept], np.uint32(5)))
     theirs = sequence(document(SEEDS, 64), VICTIM)
-    work = f"TurnTracker.compare of 4 histories of {tokens:,} tokens, half of them thoughts"
+    work = f"TurnTracker.compare of 4 histories of {tokens:,} tokens, half of them reasoning"
     return Case(
         work,
         lambda: tracker.compare(prompt, alias=True),
@@ -373,7 +362,7 @@ def compare_moved() -> Case:
 
 
 def expire_together() -> Case:
-    """Histories whose time is over at once; the other thread asks the same tracker."""
+    """Histories that all expire at once; the other thread asks the same tracker."""
     count, clock = 2 * MANY, [0.0]
     tracker = kvtrie.TurnTracker(ttl=10.0, clock=lambda: clock[0])
     for number in range(count):
@@ -402,19 +391,14 @@ CASES: tuple[Callable[[], Case], ...] = (
     drop_pinned,
     snapshot,
     transfer,
-    compare_without_thoughts,
+    compare_without_reasoning,
     compare_moved,
     expire_together,
 )
 
 
 def longest_wait(probe: Callable[[], object], meanwhile: Callable[[], object]) -> float:
-    """The longest of the probes that another thread makes while this one is inside a call.
-
-    Args:
-        probe: What the other thread repeats.
-        meanwhile: The call.
-    """
+    """The longest of the probes that another thread makes while this one is inside a call."""
     begun, over = threading.Event(), threading.Event()
     waits: list[tuple[float, float]] = []
 
@@ -442,11 +426,7 @@ def longest_wait(probe: Callable[[], object], meanwhile: Callable[[], object]) -
 
 
 def measured(make: Callable[[], Case]) -> tuple[Case, Round]:
-    """One round of a case.
-
-    Args:
-        make: Makes it.
-    """
+    """One round of a case."""
     case = make()
     spent = [0.0, 0.0]
 
@@ -465,11 +445,7 @@ def measured(make: Callable[[], Case]) -> tuple[Case, Round]:
 
 
 def row(make: Callable[[], Case]) -> figures.Row:
-    """The medians of a case's rounds.
-
-    Args:
-        make: Makes the case.
-    """
+    """The medians of a case's rounds."""
     rounds = [measured(make) for _ in range(ROUNDS)]
     case = rounds[0][0]
     waited, idle, cpu = (

@@ -1,4 +1,4 @@
-"""What this machine allows from Python, beside what kvtrie takes for the same data.
+"""What this machine allows from Python, compared with what kvtrie takes for the same data.
 
 `python benches/python/limits.py` prints and records it. A comparison of memory is `==` on two bytes
 objects, which is `memcmp` with about 60 ns around it; a copy is numpy's.
@@ -61,7 +61,7 @@ def time_of(act: Callable[[T], object], fresh: Callable[[], T], calls: int) -> f
 
 
 def repeated(act: Callable[[T], object], item: T, calls: int = 64) -> float:
-    """Median time in µs of the same call, over and over.
+    """Median time in µs of the same call, repeated.
 
     Args:
         act: As for `time_of`.

@@ -25,7 +25,7 @@ def calls_for(length: int, bytes_a_token: int = 4) -> int:
 
 
 class Meter:
-    """Times a loop over fresh inputs and notes what the published tables need."""
+    """Times a loop over fresh inputs and records what the published tables need."""
 
     def __init__(self, benchmark: BenchmarkFixture) -> None:
         self._benchmark = benchmark
@@ -51,7 +51,7 @@ class Meter:
             calls: Inputs in a round.
             rounds: How many rounds, of which a quick run makes two.
             index: Whose counters of nodes and bytes are noted, if it has them.
-            after: Restores the state behind each round; a second call in a row does nothing.
+            after: Restores the state after each round; a second call in a row does nothing.
             notes: Further columns of the row.
         """
         columns: dict[str, Any] = {"work": work, "calls": calls, **notes}
@@ -97,7 +97,7 @@ class Meter:
         return result
 
     def _note(self, columns: dict[str, Any]) -> None:
-        """Put the columns where `record.py` finds them, with percentiles in µs a call."""
+        """Put the columns where `record.py` finds them, with percentiles in µs per call."""
         stats = self._benchmark.stats
         if stats is not None:
             times = stats.stats.sorted_data
@@ -109,7 +109,7 @@ class Meter:
 
 
 def counted(index: kvtrie.RadixIndex, act: Callable[[], object], calls: int) -> dict[str, float]:
-    """Nodes visited and bytes compared a call, from the index's own counters."""
+    """Nodes visited and bytes compared per call, from the index's own counters."""
     before = index.stats()
     act()
     after = index.stats()

@@ -1,19 +1,19 @@
-"""What it costs to find moved runs, and what texts that are hard to search cost more.
+"""What it costs to find moved runs, also in texts that are hard to search.
 
 `python benches/python/moved.py` prints and records it. A call is a plan with all its outputs and
 its release, from a `TokenSequence` that no index has seen. Rounds are single calls; the figure is
 their median.
 
-* *W11* is the prompt of an agent's run of which all thoughts were dropped.
+* *W11* is the prompt of an agent's run of which all reasoning was dropped.
 * *Nothing to find*: tokens that are cached nowhere; of recorded text, what other recorded sessions
-  do not share in runs of 16. Recorded text are the agent runs of `lmcache_agent.tar.gz`, in pieces
-  of up to six letters, three digits, three signs or a row of white space, one token a piece.
-* *Near misses*: runs of 15 cached tokens, one short of `min_run`, with a strange token between. A
-  run is cached in so many places; of its windows of eight tokens every ninth is kept, so a window
-  is found in as many places only where a run has nine times as many.
+  do not share in runs of 16. The recorded texts are the agent runs of `lmcache_agent.tar.gz`: one
+  token per piece of up to six letters, three digits, three signs or any white space.
+* *Near misses*: runs of 15 cached tokens, one short of `min_run`, with an unknown token between.
+  Each run is cached in several places. Of its windows of eight tokens every ninth is kept, so a
+  window is found in as many places only where a run has nine times as many.
 * *Repetitive* texts: one token, a period of 2 or 17 tokens, a book twice. Eight sequences of a text
-  are cached, each behind a head of its own, and the prompt is the text behind a new head. The same
-  with eight random texts is what they are compared with.
+  are cached, each after its own head, and the prompt is the text after a new head. They are
+  compared with eight random texts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ POLICY = kvtrie.ReusePolicy(approximate=True)
 MIN_RUN = 16
 ROUNDS = 3 if QUICK else 201
 CACHED = 60_000 if QUICK else 1_000_000
-# Cached tokens beside which the W11 prompt is planned.
+# Cached tokens of the index in which the W11 prompt is planned.
 POPULATIONS = (60_000,) if QUICK else (1_000_000, 10_000_000)
 PROMPT = 5_000 if QUICK else 20_000
 LONG = 10_000 if QUICK else 100_000
@@ -79,7 +79,7 @@ class Planned:
 
 
 def planned(index: kvtrie.RadixIndex, seq: kvtrie.TokenSequence) -> Planned:
-    """Plan a prompt, take everything, release.
+    """Plan a prompt, read all outputs, release.
 
     Args:
         index: What is cached.
@@ -156,7 +156,7 @@ def plans(
 
 
 def agent_runs() -> Iterator[figures.Row]:
-    """Prompts of W11 with so many cached tokens."""
+    """Prompts of W11 in indexes of several sizes."""
     for cached in POPULATIONS:
         made = population(
             WORKLOADS["W11"],
@@ -218,13 +218,13 @@ def expect_nothing(index: kvtrie.RadixIndex, prompts: Sequence[Tokens]) -> None:
 
 
 def recorded(path: Path) -> Iterator[figures.Row]:
-    """A prompt of recorded text of which nothing is cached beside other recorded text.
+    """A prompt of recorded text of which nothing is cached, in an index of other recorded text.
 
     Args:
         path: The archive of agent runs.
     """
     sessions = list(tokenised(path))
-    # The longest session is asked, of the others everything is cached.
+    # The prompt comes from the longest session; all others are cached.
     asked = max(sessions, key=lambda texts: sum(map(len, texts)))
     texts = [ids for session in sessions if session is not asked for ids in session]
     index = filled(texts, sum(map(len, texts)))
@@ -234,7 +234,7 @@ def recorded(path: Path) -> Iterator[figures.Row]:
     while (matched := ceiling.of(ids).matched).any():
         ids = ids[~matched]
     prompt = np.resize(ids, LONG)
-    # Where the text begins again behind its end, something may be found by chance.
+    # Where the text begins again after its end, something may be found by chance.
     while (matched := ceiling.of(prompt).matched).any():
         prompt = np.resize(prompt[~matched], LONG)
     expect_nothing(index, [prompt])
@@ -248,7 +248,7 @@ def recorded(path: Path) -> Iterator[figures.Row]:
 
 
 def tokenised(path: Path) -> Iterator[list[Tokens]]:
-    """The token ids of each session, one array a request: what was sent and what came back.
+    """The token ids of each session, one array per request: what was sent and what came back.
 
     Args:
         path: The archive of agent runs.
@@ -274,12 +274,12 @@ def tokenised(path: Path) -> Iterator[list[Tokens]]:
 
 
 def near_misses() -> Iterator[figures.Row]:
-    """Prompts of runs that are cached, each one token too short to count."""
+    """Prompts of cached runs, each one token too short to count."""
     for places in PLACES:
         run = MIN_RUN - 1
         count = max(1, CACHED // (MIN_RUN * places))
         runs = document(SEEDS + places, count * run).reshape(count, run)
-        # Each copy of all runs comes in an order of its own, with a strange token behind each run.
+        # Each copy of all runs has its own order, with an unknown token after each run.
         rng = np.random.default_rng(places)
         copies = [
             with_strangers(runs[rng.permutation(count)], VOCABULARY + 2 * number)
@@ -302,18 +302,18 @@ def near_misses() -> Iterator[figures.Row]:
 
 
 def with_strangers(runs: Tokens, stranger: int) -> Tokens:
-    """The runs one after the other, with a token behind each that stands nowhere else.
+    """The runs concatenated, with a token after each that is nowhere else.
 
     Args:
-        runs: One a row.
-        stranger: Tells apart the tokens of different calls.
+        runs: One per row.
+        stranger: The token after the first run; the others are offset from it.
     """
     strange = np.arange(len(runs), dtype=np.uint32) * np.uint32(4096) + np.uint32(stranger)
     return np.concatenate([runs, strange[:, None]], axis=1).ravel()
 
 
 def repetitive() -> Iterator[figures.Row]:
-    """Time and memory of texts that repeat themselves, beside random ones of the same length."""
+    """Time and memory of repetitive texts, compared with random ones of the same length."""
     length = REPETITIVE
     half = document(SEEDS + 99, length // 2)
     texts: dict[str, Callable[[int], Tokens]] = {
@@ -326,19 +326,19 @@ def repetitive() -> Iterator[figures.Row]:
     texts["a book twice"] = lambda _number: np.concatenate([half, half])
     for name, text in texts.items():
         heads = [document(SEEDS + 300 + number, MIN_RUN) for number in range(COPIES + 1)]
-        behind = [np.concatenate([heads[number], text(number)]) for number in range(COPIES)]
-        num_tokens = sum(map(len, behind))
+        cached = [np.concatenate([heads[number], text(number)]) for number in range(COPIES)]
+        num_tokens = sum(map(len, cached))
         prompt = np.concatenate([heads[COPIES], text(0)])
         seconds = []
         for _ in range(max(3, ROUNDS // 10)):
             index = kvtrie.RadixIndex(num_tokens // BLOCK_SIZE, BLOCK_SIZE, min_run=MIN_RUN, seed=0)
-            seqs = [sequence(ids) for ids in behind]
-            each = len(behind[0]) // BLOCK_SIZE
+            seqs = [sequence(ids) for ids in cached]
+            each = len(cached[0]) // BLOCK_SIZE
             began = perf_counter()
             for number, seq in enumerate(seqs):
                 ids = np.arange(number * each, (number + 1) * each, dtype=np.int32)
                 index.insert(seq, ids, num_computed=len(seq), source=kvtrie.COMPUTED)
-            # The first plan waits for what inserts have put off.
+            # The first plan does the work that inserts have deferred.
             index.plan(sequence(heads[0]), POLICY).release()
             seconds.append(perf_counter() - began)
         yield row(f"insert {COPIES} sequences of {length:,} tokens: {name}", seconds, num_tokens)

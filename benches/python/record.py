@@ -33,7 +33,7 @@ NOTES = (
 
 
 def rows_of(report: dict[str, Any]) -> list[figures.Row]:
-    """One row a benchmark, with the time of one call in µs.
+    """One row per benchmark, with the time of one call in µs.
 
     Args:
         report: What pytest-benchmark writes with `--benchmark-json`.
@@ -64,12 +64,12 @@ def rows_of(report: dict[str, Any]) -> list[figures.Row]:
 
 
 def _short(value: object) -> object:
-    """A number with as many digits as a measurement carries."""
+    """A number rounded to the digits that a measurement has."""
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def versions() -> dict[str, str]:
-    """What was measured, and with what."""
+    """The machine and the versions of what was measured."""
     names = ("kvtrie", "numpy", "pytest-benchmark")
     return {name: version(name) for name in names}
 

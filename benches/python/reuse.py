@@ -1,11 +1,11 @@
 """What one plan reuses of every workload: `python benches/python/reuse.py`.
 
 An index holds 200 conversations of one workload, 1,000,000 tokens together. The next prompts of 40
-are planned in one call each, and what a plan reuses is set against prefix and matches as
-`kvtrie.testing.ceiling` finds them without the index. Conversations have texts of their own, or
-share boilerplate (half of the system prompt at the same place, half behind a line of their own, and
-the headers of tool results), or share it in texts that repeat themselves as written text does.
-Newcomers ask for the first time, so that boilerplate is all they could reuse.
+are planned in one call each, and what a plan reuses is compared with the prefix and the matches
+that `kvtrie.testing.ceiling` finds without the index. Conversations have their own texts, or share
+boilerplate (half of the system prompt at the same place, half after a line of their own, and the
+headers of tool results), or share it in texts that are repetitive as written text is. Newcomers
+send their first prompt, so boilerplate is all that they could reuse.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Tally:
 
         Args:
             index: What is cached.
-            ceiling: The same, for the judge.
+            ceiling: The same, as the judge has it.
             prompt: Its ids.
 
         Raises:

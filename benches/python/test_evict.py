@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LENGTH = 64
 LEAVES = 1_000 if QUICK else 100_000
 CALLS = 64
-# Of new tokens; no seed comes twice, or its tokens would be cached.
+# Of new tokens; no seed is used twice, or its tokens would be cached.
 SEEDS = count(NEW)
 
 pytestmark = pytest.mark.parametrize(
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.parametrize(
 
 
 def new_leaf() -> kvtrie.TokenSequence:
-    """The leaf that takes the place of an evicted one."""
+    """The leaf that replaces an evicted one."""
     return sequence(document(next(SEEDS), LENGTH))
 
 
@@ -61,7 +61,7 @@ def test_evict(forest: Forest, meter: Meter, rng: random.Random) -> None:
     assert index.stats().nodes >= LEAVES - CALLS
 
 
-# On a machine that others use too, the longest wall times are theirs; the thread's own time tells.
+# On a shared machine the longest wall times come from others; the thread's own time does not.
 @pytest.mark.parametrize(
     "clock",
     [

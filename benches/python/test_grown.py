@@ -1,4 +1,4 @@
-"""A sequence of 102,400 tokens that grows by 16 at a time, which the index remembers."""
+"""A sequence of 102,400 tokens that grows by 16 at a time and remembers its place in the index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from workloads.documents import Tokens
 
 LENGTH = 102_400
-# How often it grows in a round, after which it is cut back.
+# How often it grows in a round before it is truncated.
 GROWTHS = 64
 
 pytestmark = pytest.mark.parametrize(
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.parametrize(
 
 
 def tail(seed: int) -> list[Tokens]:
-    """What the sequence grows by: arrays of their own, as a caller would have them."""
+    """What the sequence grows by, as separate arrays."""
     return [ids.copy() for ids in document(NEW + seed, 16 * GROWTHS).reshape(GROWTHS, 16)]
 
 

@@ -1,4 +1,4 @@
-"""The same lookup with 10⁴ to 10⁷ cached tokens: what it costs must not grow with the crowd."""
+"""The same lookup with 10⁴ to 10⁷ cached tokens: its cost must not grow with them."""
 
 from __future__ import annotations
 

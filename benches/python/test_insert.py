@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Offer = tuple[kvtrie.TokenSequence, npt.NDArray[np.int32]]
 
-# Of new tokens; no seed comes twice, or its tokens would be cached.
+# Of new tokens; no seed is used twice, or its tokens would be cached.
 SEEDS = count(NEW)
 
 pytestmark = pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def fresh(forest: Forest, rng: random.Random) -> Callable[[], kvtrie.TokenSequen
 
 
 def assert_inserted(forest: Forest, seq: kvtrie.TokenSequence) -> None:
-    """One insert with its eviction, by hand: the index stays as full as it was."""
+    """One insert with its eviction: the index stays as full as it was."""
     index, length = forest.index, forest.shape.length
     indexed = index.stats().indexed
     assert index.lookup(seq).num_tokens == 0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 REQUESTS = 1_000
 LENGTH = 512
 BLOCK_SIZE = 16
-# A step a round, and what runs before the clock does.
+# One step per round, and the steps before the clock starts.
 STEPS = 512
 BLOCKS = (LENGTH + STEPS) // BLOCK_SIZE
 
@@ -69,7 +69,7 @@ def test_step(meter: Meter, kind: str) -> None:
         meter(work, arrays, fresh, calls=1, requests=REQUESTS)
     else:
         meter(work, lists, fresh_lists, calls=1, requests=REQUESTS)
-    # The token of each step has its KV after the next one.
+    # The token of each step has its KV after the next step.
     end = LENGTH + next(steps) - 1
     assert ledger.final_range(names[0]) == ledger.final_range(names[-1]) == (0, end)
 

@@ -107,7 +107,7 @@ def test_lookup_from_a_list(forest: Forest, state: str, meter: Meter, rng: rando
         f"lookup, {forest.shape}, {state}, from a list",
         target,
         fresh,
-        # A pointer and an int object a token.
+        # A pointer and an int object per token.
         calls=calls_for(length, 40),
         rounds=200,
         tokens=length,

@@ -50,8 +50,8 @@ def test_miss(
         f"lookup, {forest.shape}, miss at {where}, {state}",
         target,
         fresh,
-        # A miss at token 0 is over so soon that the clock itself would be a good part of one call;
-        # of what the inputs hold, it reads the first tokens only.
+        # A miss at token 0 is so fast that the clock itself would be a good part of one call. It
+        # reads the first tokens of the input only.
         calls=max(16, calls_for(length)) if position == 0 else calls_for(length),
         index=forest.index,
         tokens=length,

@@ -1,4 +1,4 @@
-"""A plan and its release: of a fresh prompt, and alone behind a lookup of the same sequence."""
+"""A plan and its release: of a fresh prompt, and alone after a lookup of the same sequence."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_pin_and_release(forest: Forest, state: str, meter: Meter, rng: random.R
         f"plan and release of what was just looked up, {forest.shape}, {state}",
         target,
         looked_up,
-        # The sequences are not read again, so that it does not matter how long they are.
+        # The sequences are not read again, so their length does not matter.
         calls=max(16, calls_for(length)),
         index=forest.index,
         tokens=length,

@@ -1,4 +1,4 @@
-"""The scripts beside the benchmarks run, and make rows that can be recorded."""
+"""The scripts next to the benchmarks run, and make rows that can be recorded."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from workloads.registry import WORKLOADS
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Of 14 blocks 6 were there before: 1 of the second request, 2 of the third, 3 of the last. With 4
-# blocks in all, the fourth request evicts 2, 4 and 1, so that the last one finds block 0 alone.
+# 6 of 14 blocks were cached before: 1 of the second request, 2 of the third, 3 of the last. With 4
+# blocks in all, the fourth request evicts 2, 4 and 1, so that the last one finds block 0 only.
 REQUESTS = ([0, 1], [0, 2, 3], [0, 1, 4], [5, 6, 7], [0, 1, 4])
 
 
@@ -158,7 +158,7 @@ def test_turns(scale: float) -> None:
     assert len(found) == len(turns.NAMES) * len(turns.POLICIES) * 2
     for (name, policy, pressed), left in found.items():
         keep = found[name, "keep", pressed]
-        # Every block is in one place, and what is needed is had.
+        # Every block is in one place, and there are as many as are needed.
         assert left.kept + left.freed + left.evicted == left.cached == keep.cached
         assert left.evicted == max(0, left.needed - left.freed)
         assert left.exact + left.exact_compute == left.prompt
@@ -174,14 +174,14 @@ def test_turns(scale: float) -> None:
             assert (left.freed, left.dead) == (0, 0)
             assert left.reused == keep.reused
             continue
-        # What is needed is what the thoughts fill: it costs the next prompt nothing.
+        # As many blocks are needed as the reasoning fills: it costs the next prompt nothing.
         free = found[name, policy, False]
         assert (left.exact, left.reused) == (free.exact, free.reused)
         assert left.freed + left.dead == found[name, policy, True].needed
         assert left.evicted_dead == left.evicted
 
 
-def test_turns_in_a_loop_have_thoughts_that_nobody_touches() -> None:
+def test_turns_in_a_loop_free_and_mark_no_reasoning() -> None:
     left = turns.Finished.of("W10", 0.2).left("drop", pressed=True)
     assert left.needed > 0
     assert (left.freed, left.dead, left.evicted) == (0, 0, left.needed)
@@ -191,7 +191,7 @@ def test_turns_keep_prompt_and_answer() -> None:
     for name in ("W01", "W03", "W11"):
         turn = turns.Finished.of(name)
         left = turn.left("evict_first", pressed=True)
-        # All but the new question, the cut block behind the answer, and edges of pieces.
+        # All but the new question, the cut block after the answer, and edges of pieces.
         tokens = sum(run.length for run in turn.case.kept)
         edges = 2 * 16 * len(turn.case.kept)
         assert left.reused >= tokens - edges

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from meter import Meter
 
 LENGTH = 10_000 if QUICK else 100_000
-THOUGHT = 5_003
+REASONING = 5_003
 BLOCK_SIZE = 16
 KEY = b"k" * 32
 SPACE = kvtrie.Namespace(model="model", salt=kvtrie.SHARED)
-TOKENS = np.random.default_rng(4).integers(0, 1 << 17, LENGTH + THOUGHT).astype(np.uint32)
+TOKENS = np.random.default_rng(4).integers(0, 1 << 17, LENGTH + REASONING).astype(np.uint32)
 TABLE = np.arange(-(-len(TOKENS) // BLOCK_SIZE), dtype=np.int32)
 APPROXIMATE = kvtrie.ReusePolicy(approximate=True)
 
@@ -61,7 +61,7 @@ def test_bytes(meter: Meter) -> None:
 EDGE = LENGTH // 2 + 5
 PROMPTS = {
     "all exact": (kvtrie.EXACT_ONLY, (slice(LENGTH),)),
-    "reasoning removed": (APPROXIMATE, (slice(EDGE), slice(EDGE + THOUGHT, None))),
+    "reasoning removed": (APPROXIMATE, (slice(EDGE), slice(EDGE + REASONING, None))),
 }
 
 

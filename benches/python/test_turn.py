@@ -1,4 +1,4 @@
-"""A turn of a chat: the history is cached, 256 new tokens come behind it."""
+"""A turn of a chat: the history is cached, 256 new tokens follow it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from workloads.documents import Tokens
 
 NUM_NEW = 256
-# Of new tokens; no seed comes twice, or its tokens would be cached.
+# Of new tokens; no seed is used twice, or its tokens would be cached.
 SEEDS = count(NEW)
 
 

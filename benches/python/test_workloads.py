@@ -6,7 +6,7 @@ from workloads.documents import document
 
 
 def by_hand(seed: int, length: int) -> list[int]:
-    """Splitmix64 as it is published, one step at a time on Python's unbounded integers."""
+    """Splitmix64 as published, one step at a time on Python's unbounded integers."""
     mask = (1 << 64) - 1
     ids = []
     for _ in range(length):

@@ -1,10 +1,10 @@
 """Replays recorded traffic: `python benches/python/traces.py --traces FOLDER`.
 
-A trace names the blocks of each request by ids, equal ids meaning equal prefixes. Here every id
-stands for one block of token ids of its own. A request is looked up, planned, given blocks, which
-evicts where the pool is full, inserted and released, as by an engine; the clock starts when its
-token ids lie in a numpy array. With room for everything, the share of blocks found must be what the
-trace allows.
+A trace names the blocks of each request by ids, equal ids meaning equal prefixes. Here every id is
+mapped to its own block of token ids. A request is looked up, planned, given blocks, which evicts
+where the pool is full, inserted and released, as by an engine; the clock starts when its token ids
+are in a numpy array. With room for everything, the share of blocks found must be what the trace
+allows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ POOLS = (None, 0.25)
 
 @dataclass
 class Replay:
-    """What one replay measured: seconds a request, and blocks that were hit."""
+    """What one replay measured: seconds per request, and blocks that were hit."""
 
     num_blocks: int = 0
     hit_blocks: int = 0
@@ -97,7 +97,7 @@ def replay(requests: Requests, table: npt.NDArray[np.uint32], num_blocks: int) -
 
     Args:
         requests: The block ids of each request.
-        table: The token ids of each block id, one block a row.
+        table: The token ids of each block id, one block per row.
         num_blocks: Blocks in the pool, at least as many as the longest request has, and one.
     """
     block_size = table.shape[1]
@@ -177,10 +177,6 @@ def rows_of(name: str, result: Replay, ideal: float) -> list[figures.Row]:
 def measured(trace: Trace, path: Path) -> list[figures.Row]:
     """Replay one trace with every pool.
 
-    Args:
-        trace: Which one.
-        path: Its file.
-
     Raises:
         RuntimeError: The index found another share of blocks than the trace allows.
     """
@@ -191,7 +187,7 @@ def measured(trace: Trace, path: Path) -> list[figures.Row]:
     table = documents(0, int(max(request.max() for request in requests)) + 1, trace.block_size)
     rows: list[figures.Row] = []
     for share in POOLS:
-        # A request that is found whole needs a block for the token that is computed again.
+        # A request that is cached whole needs a block for the token that is recomputed.
         num_blocks = distinct + 1 if share is None else max(int(distinct * share), longest + 1)
         result = replay(requests, table, num_blocks)
         found = result.hit_blocks / result.num_blocks

@@ -1,11 +1,11 @@
 """What is left of a turn under each turn policy: `python benches/python/turns.py`.
 
-A turn of a workload is over and lies in the index. A policy closes it; then somebody else may need
-as many blocks as the turn's thoughts fill, and takes them from the free list and then from the
-index. The next prompt is planned exactly and approximately, and counted are the tokens that are
-still cached, those that left, and those that the next prompt reuses. Policies are those of
-`kvtrie.tags`, fed token by token; beside them stands what engines do that keep nothing of a turn
-but its prompt. Nothing is timed, so the figures are the same on every machine.
+A turn of a workload is over and cached. A policy closes it; then another request may need as many
+blocks as the turn's reasoning fills, and takes them from the free list and then from the index. The
+next prompt is planned exactly and approximately. The script counts the tokens that are still
+cached, those that were removed, and those that the next prompt reuses. Policies are those of
+`kvtrie.tags`, fed token by token; a further one is that of engines that keep nothing of a turn but
+its prompt. Nothing is timed, so the figures are the same on every machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ POLICIES: dict[str, tags.TurnPolicy | None] = {
     "keep, preserved": tags.TurnPolicy(thinking="preserved"),
     PROMPT_ALONE: None,
 }
-"""By name; None takes out everything that the last request generated."""
+"""By name; None removes everything that the last request generated."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Left:
     Args:
         workload: Which edit makes the next prompt.
         policy: What closed the turn.
-        needed: Blocks that somebody needs afterwards, in tokens.
+        needed: Blocks that another request needs afterwards, in tokens.
         cached: Tokens in whole blocks before.
         kept: Tokens in the index before the next prompt comes.
         freed: Tokens whose blocks the policy freed.
         dead: Tokens whose blocks it marked.
-        evicted: Tokens whose blocks were evicted for whoever needed some.
+        evicted: Tokens whose blocks were evicted for that request.
         evicted_dead: Those of them that were marked.
         prompt: Tokens of the next prompt.
         exact: Those that an exact plan reuses.
@@ -90,12 +90,12 @@ class Left:
 
     @property
     def exact_compute(self) -> int:
-        """Tokens of the prompt that are computed behind the exact plan."""
+        """Tokens of the prompt that are computed after the exact plan."""
         return self.prompt - self.exact
 
     @property
     def approximate_compute(self) -> int:
-        """Tokens of the prompt that are computed behind the approximate plan."""
+        """Tokens of the prompt that are computed after the approximate plan."""
         return self.prompt - self.reused
 
     def row(self) -> figures.Row:
@@ -113,7 +113,7 @@ class Left:
 
 
 def tagger() -> tags.Tagger:
-    """Finds spans by the markers that the texts of workloads stand between."""
+    """Finds spans by the markers around the texts of workloads."""
     return tags.Tagger.from_ids(
         system=MARKERS["bos"],
         user=MARKERS["user"],
@@ -135,7 +135,7 @@ class Finished:
         case: Its tokens and the next prompt.
         stream: The spans of the cached tokens.
         asked: Tokens of the last request's prompt.
-        needed: Blocks that lie wholly inside thoughts.
+        needed: Blocks wholly inside reasoning.
     """
 
     name: str
@@ -150,25 +150,25 @@ class Finished:
 
         Args:
             name: Its id.
-            scale: Texts are so many times as long.
+            scale: Factor of the lengths of texts.
         """
         case = WORKLOADS[name].build(seed=1, scale=scale)
         stream = tagger().stream()
         for token in case.cached:
             stream.feed([int(token)])
         stream.finish()
-        # The last request's prompt ends where the assistant began to speak.
+        # The last request's prompt ends where the assistant's turn begins.
         asked = int(np.flatnonzero(case.cached == MARKERS["assistant"])[-1]) + 1
-        thoughts = (each.dropped for each in stream.sections if each.kind == "reasoning")
-        needed = sum(_whole_blocks(start, min(end, case.num_computed)) for start, end in thoughts)
+        reasoning = (each.dropped for each in stream.sections if each.kind == "reasoning")
+        needed = sum(_whole_blocks(start, min(end, case.num_computed)) for start, end in reasoning)
         return cls(name, case, stream, asked, needed)
 
     def left(self, policy: str, *, pressed: bool) -> Left:
-        """Close the turn and plan the next prompt, in an index of its own.
+        """Close the turn and plan the next prompt, in a new index.
 
         Args:
             policy: A name in `POLICIES`.
-            pressed: Whether as many blocks are needed as the thoughts fill.
+            pressed: Whether as many blocks are needed as the reasoning fills.
         """
         seq = sequence(self.case.cached)
         num_blocks = self.case.num_computed // BLOCK_SIZE
@@ -215,7 +215,7 @@ class Finished:
 
 
 def _whole_blocks(start: int, end: int) -> int:
-    """How many blocks lie wholly in a range."""
+    """How many blocks are wholly in a range."""
     return max(0, end // BLOCK_SIZE - -(-start // BLOCK_SIZE))
 
 
@@ -224,7 +224,7 @@ def measured(names: Iterable[str] = NAMES, scale: float = 1.0) -> Iterator[Left]
 
     Args:
         names: Ids of workloads.
-        scale: Texts are so many times as long.
+        scale: Factor of the lengths of texts.
     """
     for name in names:
         turn = Finished.of(name, scale)

@@ -1,7 +1,7 @@
 //! Seeded trees that the benchmarks, the reports and the instruction counts share.
 //!
-//! Everything is drawn from seeds, so that two runs do the same work. What may be wrong in a benchmark panics: a figure
-//! for a call that answered something else is worse than none.
+//! Everything is drawn from seeds, so that two runs do the same work. A wrong result of a call panics, because its time
+//! would mean nothing.
 
 pub mod workloads;
 
@@ -16,7 +16,7 @@ use kvtrie_core::{
 /// Token slots in a block, everywhere here.
 pub const BLOCK_SIZE: usize = 16;
 
-/// Blocks that the pool has beside what a tree needs.
+/// Blocks that the pool has in addition to those of a tree.
 const SPARE_BLOCKS: u64 = 1 << 16;
 
 /// Seeds from here on are used by no sequence that [`filled`] caches.
@@ -116,7 +116,7 @@ fn config(tokens: u64) -> Config {
 /// Inserts the whole blocks from `start` on, under new ids.
 ///
 /// # Errors
-/// If the pool has too few ids, or what lies before `start` does not fit.
+/// As [`RadixIndex::insert`].
 ///
 /// # Panics
 /// If the index did not take every id.
@@ -266,7 +266,7 @@ impl Comb {
     }
 }
 
-/// Whether a flag stands among the arguments of this process.
+/// Whether the arguments of this process have a flag.
 #[must_use]
 pub fn flag(name: &str) -> bool {
     env::args().skip(1).any(|argument| argument == name)
@@ -297,7 +297,7 @@ impl Row {
         self
     }
 
-    /// Prints the row: as one JSON object a line, or for people.
+    /// Prints the row: as one JSON object per line, or for people.
     ///
     /// # Errors
     /// If the output is closed.
@@ -337,7 +337,7 @@ impl Row {
     }
 }
 
-/// The value below which a share of the sorted values lies.
+/// The value below which a share of the sorted values is.
 ///
 /// # Panics
 /// If there are no values.

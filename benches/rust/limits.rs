@@ -2,8 +2,8 @@
 //!
 //! `limits [--json] [--quick]`
 //!
-//! *Warm*: the same memory again and again. *Cold*: at random in a gibibyte, against or into a small buffer that is warm,
-//! as a request's tokens are when they are compared with those of the index.
+//! *Warm*: the same memory repeatedly. *Cold*: at random in a gibibyte, compared with or copied into a small warm
+//! buffer, as a request's tokens are compared with those of the index.
 
 use std::error::Error;
 use std::hint::black_box;
@@ -14,7 +14,7 @@ use kvtrie_benches::{Random, Row, flag, quantile};
 /// What is compared and copied: the token ids of 512, 8,192 and 102,400 tokens.
 const SIZES: [(usize, &str); 3] = [(512, "2 KB"), (8_192, "32 KB"), (102_400, "400 KB")];
 
-/// Every figure is the median of so many runs.
+/// Runs of which every figure is the median.
 const RUNS: usize = 31;
 
 struct Scale {
@@ -28,7 +28,7 @@ struct Scale {
     loads: usize,
 }
 
-/// Runs `work`, which does a number of calls, and makes a row of the time of one.
+/// Runs `work`, which makes a number of calls, and returns a row with the time of one.
 #[expect(clippy::cast_precision_loss, reason = "figures for people")]
 fn measure(name: &str, unit: &'static str, calls: usize, mut work: impl FnMut()) -> Row {
     work();
@@ -52,7 +52,7 @@ fn compare_and_copy(
     scale: &Scale,
     report: &mut impl FnMut(Row) -> Result<(), Box<dyn Error>>,
 ) -> Result<(), Box<dyn Error>> {
-    // One value throughout: any place of the buffer is equal to any other, and each lies in memory of its own.
+    // All bytes have the same value, so any two places of the buffer are equal, but at different addresses.
     let large = vec![7u32; scale.buffer / 4];
     let mut random = Random::new(1);
     for (len, name) in SIZES {

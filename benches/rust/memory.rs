@@ -1,5 +1,5 @@
 //! Reports what cached tokens cost in memory: bytes asked of the allocator, and resident pages, which include what the
-//! allocator adds. Each shape is measured in a process of its own.
+//! allocator adds. Each shape is measured in its own process.
 //!
 //! `memory [--json]`
 
@@ -28,7 +28,7 @@ enum Shape {
     Edges(u64, u64),
     /// The same, in an index that keeps fingerprints of windows.
     Fingerprints(u64, u64),
-    /// As the first, inserted a block at a time: an edge grows up to some length, then a child hangs below it.
+    /// As the first, inserted one block at a time: an edge grows up to some length, then gets a child.
     Grown(u64, u64),
     /// Chains, and what they look like.
     Chains(u64, Comb),
@@ -102,7 +102,7 @@ fn fours(depth: u32, edge: usize) -> Result<(RadixIndex, u64), Box<dyn Error>> {
             let name = leaf >> (2 * (depth - level));
             let start = seq.len();
             seq.extend(&tokens(u64::from(level) << 32 | name, edge), Vec::new())?;
-            // The first leaf below an edge brings it.
+            // The first leaf below an edge creates it.
             if leaf.trailing_zeros() >= 2 * (depth - level) {
                 add(&mut index, &mut seq, start, &ids.take(edge / BLOCK_SIZE))?;
             }
@@ -111,7 +111,7 @@ fn fours(depth: u32, edge: usize) -> Result<(RadixIndex, u64), Box<dyn Error>> {
     Ok((index, edges))
 }
 
-/// Resident bytes of this process; 0 where the system does not tell.
+/// Resident bytes of this process; 0 where the system does not report them.
 fn resident() -> f64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let kib = status
@@ -137,7 +137,7 @@ fn measure(shape: usize, json: bool) -> Result<(), Box<dyn Error>> {
     let blocks = stats.indexed as f64;
     let tokens = blocks * BLOCK_SIZE as f64;
     let edges = stats.nodes as f64;
-    // Four bytes a token, four a block for its id, and the table.
+    // Four bytes per token, four per block for its id, and the table.
     let payload = tokens * 4.0 + blocks * (4.0 + TABLE);
     let row = Row::new(*name, "bytes")
         .with("tokens", tokens)

@@ -2,8 +2,8 @@
 //!
 //! `operation NAME DONE PREPARED`
 //!
-//! Everything that PREPARED calls need is made first, whatever DONE (at most PREPARED) is, and nothing is freed at the end.
-//! So two runs that differ in DONE alone differ by that many calls and nothing else.
+//! The inputs of PREPARED calls are made first, whatever DONE (at most PREPARED) is, and nothing is freed at the end.
+//! So two runs that differ in DONE only differ by that many calls.
 
 use std::env;
 use std::error::Error;
@@ -43,7 +43,7 @@ fn expect(what: &str, found: usize, expected: usize) -> Result<(), Failure> {
     Err(format!("{what}: {found}, not {expected}").into())
 }
 
-/// What was prepared for the next call. It is kept, so that freeing it is no part of the call.
+/// What was prepared for the next call. It is kept, so that the call does not free it.
 fn next<'a, T>(prepared: &'a mut [T], calls: &mut RangeFrom<usize>) -> Result<&'a mut T, Failure> {
     let call = calls.next().ok_or("too many calls")?;
     Ok(prepared.get_mut(call).ok_or("too few are prepared")?)
@@ -83,7 +83,7 @@ fn lookup(prepared: usize) -> Result<Prepared, Failure> {
     let mut index = filled(CACHED, MIDDLE, MIDDLE)?;
     let mut out = Vec::with_capacity(MIDDLE / BLOCK_SIZE);
     let mut queries = fresh(prepared)?;
-    // The index finds the room that a first use makes.
+    // The first use allocates memory that later ones reuse.
     look_up(&mut index, &mut sequence(7, MIDDLE)?, 0, &mut out)?;
     let mut calls = 0..;
     Ok(Box::new(move || {
@@ -110,7 +110,7 @@ fn grown(prepared: usize) -> Result<Prepared, Failure> {
     }))
 }
 
-/// Inserts 8,192 new tokens, under ids that the index has known before, as those of a pool in use are.
+/// Inserts 8,192 new tokens, under ids that the index had before, as in a pool in use.
 fn insert(prepared: usize) -> Result<Prepared, Failure> {
     let count = CACHED + prepared as u64;
     let mut index = filled(count, MIDDLE, MIDDLE)?;
@@ -182,6 +182,6 @@ fn main() -> Result<(), Failure> {
         return Err(format!("{done} done, but only {prepared} prepared").into());
     }
     perform(&mut operation, done)?;
-    // What is freed would depend on what was done.
+    // What is freed would depend on DONE.
     process::exit(0)
 }

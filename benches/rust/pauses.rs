@@ -2,9 +2,9 @@
 //!
 //! `pauses [--json] [--quick]`
 //!
-//! The same calls run in several rounds. A pause that the index makes comes at the same call of every round; one that the
-//! system makes does not. So each call's least time over the rounds tells what the index costs, and the rounds' own
-//! maxima tell what was seen.
+//! The same calls run in several rounds. A pause of the index comes at the same call of every round; one of the system
+//! does not. So each call's least time over the rounds is the cost of the index, and the maxima of the rounds include
+//! the system's pauses.
 
 use std::error::Error;
 use std::time::Instant;

@@ -35,7 +35,7 @@ pub fn path(name: &str) -> PathBuf {
 /// The conversations of a file.
 ///
 /// # Errors
-/// If there is no such file, or it is none of conversations.
+/// If there is no such file, or it has another format.
 pub fn read(path: &Path) -> io::Result<Vec<Conversation>> {
     let bytes = fs::read(path)?;
     let words = bytes.chunks_exact(4).map(|word| {

@@ -28,7 +28,7 @@ VOCAB = 512
 
 def workloads() -> list[str]:
     """The ids of the workloads that are asked for, variants included."""
-    from workloads.registry import WORKLOADS  # noqa: PLC0415 - behind the path above
+    from workloads.registry import WORKLOADS  # noqa: PLC0415 - after the path above
 
     return [name for name in WORKLOADS if name.startswith(FAMILIES)]
 
@@ -107,7 +107,7 @@ def main() -> None:
     print(
         "| workload | prompt | new | "
         + " | ".join(f"{one}: computed, ms" for one in CONFIGURATIONS)
-        + " | computed besides new |"
+        + " | computed beyond new |"
     )
     print("| --- " * (4 + len(CONFIGURATIONS)) + "|")
     for name, of in rows.items():
@@ -115,14 +115,14 @@ def main() -> None:
         cells = [
             f"{of[one]['computed']:,.0f}, {of[one]['milliseconds']:,.0f}" for one in CONFIGURATIONS
         ]
-        besides = " / ".join(
+        beyond = " / ".join(
             f"{100 * (of[one]['computed'] - first['new']) / first['prompt']:.1f} %"
             for one in CONFIGURATIONS
         )
         print(
             f"| {name} | {first['prompt']:,} | {first['new']:,} | "
             + " | ".join(cells)
-            + f" | {besides} |"
+            + f" | {beyond} |"
         )
 
 

@@ -2,29 +2,29 @@
 
     make bench-vllm
 
-In one engine in one process the connector is taken away and put back: between requests, and while a
+In one engine in one process the connector is removed and put back: between requests, and while a
 batch decodes, for a few steps at a time, the first of which is not timed. So all but the connector
-is the same: code, memory, and pool, which lies as if the connector had never been away
-(`Bench.keep_up`). A round has four members in random order, side by side; where they are requests,
-each has a prompt that nobody has seen:
+is the same: code, memory, and the pool, which is as if the connector had never been removed
+(`Bench.keep_up`). A round has four members in random order; where they are requests, each has a new
+prompt:
 
 * *off* and *control*: vLLM without a connector. Their difference is what the method itself does.
-* *plumbing*: a connector that does nothing. It is what vLLM pays for having any.
-* *kvtrie*: the connector, which plans and finds nothing, tags the tokens, and keeps its index of
+* *plumbing*: a connector that does nothing: what vLLM pays for having any.
+* *kvtrie*: the connector, which plans and finds nothing, tags the tokens, and updates its index of
   the pool.
 
 Differences from *off* in the same round are paired. Their mean is printed, their median, and the
 upper end of the mean's one-sided 95 % interval (Student's t).
 
-The pool has room, or is full: then every block that is handed out is taken from the cache, and from
-kvtrie, which is what a server does once it is warm.
+The pool has room, or is full: then every allocated block is evicted from vLLM's cache and from
+kvtrie's index, as in a warm server.
 
 What is timed is the engine's core (scheduler, worker, model), by the processor time of the whole
 process. Tokenizer, detokenizer and HTTP are not part of it. The model is tiny, so that a step takes
 a few milliseconds: the same microseconds are a far smaller part of a real one's. Garbage is
 collected between members, not inside.
 
-Taking the connector away sets ``scheduler.connector`` and the worker's agent to None, and undoes
+Removing the connector sets ``scheduler.connector`` and the worker's agent to None, and undoes
 what vLLM's scheduler decides at its start for connectors that load (freed blocks wait for steps in
 flight). What else vLLM decides at its start does not show here: it asks a connector for a layout of
 the KV and for piecewise graphs, and kvtrie wants neither; it leaves out attention backends that
@@ -69,10 +69,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MEMBERS = ("off", "control", "plumbing", "kvtrie")
-# What tells messages and thoughts apart: a few of the words that prompts are made of.
+# Markers of messages and reasoning: a few of the words that prompts are made of.
 FORMAT = {"user": 3, "assistant": 4, "reasoning": [5, 6]}
 WARM_UP = 6
-# Tokens that a request answers: a short answer, for what is paid once a request weighs more there.
+# Tokens that a request generates: few, so that costs per request weigh more.
 ANSWER = 16
 # Rounds that one batch decodes, and the steps of each member in a round that are timed.
 ROUNDS = 20
@@ -167,7 +167,7 @@ class Bench:
             connector={"gate": "unchecked", "chat_format": FORMAT},
             blocks=num_blocks,
             shadow=False,
-            # A step is a step then: what it computes, it also answers.
+            # A step then returns the tokens that it computes.
             async_scheduling=False,
             max_num_seqs=64,
             max_num_batched_tokens=4096,
@@ -201,12 +201,12 @@ class Bench:
         self._scheduler.defer_block_free = self._defers and mine is not None
         kv_transfer_state._KV_CONNECTOR_AGENT = workers
         if member != "kvtrie":
-            # kvtrie's wish to be told of blocks that are handed out is kvtrie's.
+            # Without kvtrie nobody watches the blocks that are allocated.
             self._watchers = self.engine.pool._reuse_watchers
             self.engine.pool._reuse_watchers = {}
 
     def keep_up(self, requests: list[Request]) -> None:
-        """Let kvtrie know what has happened without it, as if it had been there."""
+        """Report to kvtrie what has happened without it."""
         if self._watchers is None:
             return
         pool, sources = self.engine.pool, self.kvtrie[0].planner.sources
@@ -260,7 +260,7 @@ class Bench:
         requests = self._add(asked)
         self._step()
         first = clock()
-        # Behind the decode steps comes one that tells the worker who has ended.
+        # After the decode steps, one more step reports the finished requests to the worker.
         while self._scheduler.has_requests():
             self._step()
         ended = clock()
@@ -273,12 +273,12 @@ class Bench:
         }
 
     def decode(self, work: Work, rng: random.Random) -> Iterator[dict[str, float]]:
-        """Rounds of decode steps of one batch: of each member the seconds of one of several."""
+        """Rounds of decode steps of one batch: each member's mean seconds per step."""
         clock = time.process_time
         self.switch("kvtrie")
         self._add(self._requests(work, len(MEMBERS) * ROUNDS * (TIMED + 1) + 8, rng))
         gc.collect()
-        # The prompts, and what becomes known of them.
+        # The steps that compute the prompts and record them.
         for _ in range(3):
             self._step()
         for _ in range(ROUNDS):
@@ -286,8 +286,8 @@ class Bench:
             rng.shuffle(order)
             for member in order:
                 self.switch(member)
-                # Whose code has not run for a while is read from memory: a batch that goes on
-                # under one scheduler pays that once.
+                # Code that has not run for a while is read from memory; a batch that stays with one
+                # scheduler pays for that once.
                 self._step()
                 began = clock()
                 for _ in range(TIMED):
@@ -305,7 +305,7 @@ class Bench:
         self.engine.reset()
 
     def fill(self, rng: random.Random) -> None:
-        """Leave no block of the pool that kvtrie does not know."""
+        """Fill the pool with blocks that kvtrie's index has."""
         self.reset()
         for _ in range(self.engine.pool.num_gpu_blocks // PROMPT.num_blocks + 2):
             self.run("kvtrie", PROMPT, rng)
@@ -330,7 +330,7 @@ class Bench:
         return spent
 
     def unwatch_calls(self) -> None:
-        """Take the clocks off again."""
+        """Remove the clocks."""
         for half in self.kvtrie:
             for name in CALLS:
                 delattr(half, name)
@@ -338,7 +338,7 @@ class Bench:
 
 @contextmanager
 def collected() -> Iterator[None]:
-    """Collect garbage when asked alone, and only what has come to be inside."""
+    """Turn automatic garbage collection off inside, and exclude older objects from collections."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -11,7 +11,7 @@ class Chat:
     Args:
         number: Which conversation; no two share a token run.
         history: Tokens before the first turn.
-        turn: New tokens a turn, question and answer together.
+        turn: New tokens per turn, question and answer together.
 
     Example:
         >>> chat = Chat(0, history=64, turn=16)
@@ -25,17 +25,9 @@ class Chat:
         self._seed = _CHAT_SEEDS + number
 
     def after(self, turns: int) -> Tokens:
-        """All tokens once so many turns are over: what turn number `turns - 1` asks the engine.
-
-        Args:
-            turns: How many.
-        """
+        """All tokens after `turns` turns."""
         return document(self._seed, self.history + turns * self.turn)
 
     def new(self, turn: int) -> Tokens:
-        """The tokens that a turn appends.
-
-        Args:
-            turn: Which turn, from 0 on.
-        """
+        """The tokens that a turn appends."""
         return document(self._seed, self.turn, start=self.history + turn * self.turn)

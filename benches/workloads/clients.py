@@ -9,16 +9,16 @@ from workloads.writer import Writer, flat
 
 Pieces = list[Piece]
 
-# What stands in the place of a cleared tool result.
+# Tokens of the notice that replaces a cleared tool result.
 _NOTICE = 6
-# A history is summed up in so many of its answers' lengths.
+# Length of a summary, in lengths of an answer.
 _SUMMARY_ANSWERS = 1.55
-# An order in which three documents of eight follow each other as before.
+# An order of eight documents in which three follow each other as before.
 _NEW_ORDER = (5, 2, 7, 0, 3, 6, 1, 4)
 
 
 def close_turn(name: str) -> Callable[[Writer, ChatTurn], Conversation]:
-    """A chat turn ends, and the template leaves out its thought.
+    """A chat turn ends, and the template drops its reasoning.
 
     Args:
         name: The template, in `workloads.templates.TEMPLATES`.
@@ -27,7 +27,7 @@ def close_turn(name: str) -> Callable[[Writer, ChatTurn], Conversation]:
 
     def client(writer: Writer, shape: ChatTurn) -> Conversation:
         head = _head(writer, shape)
-        turn, history = template.turn(writer, shape.thought, shape.answer)
+        turn, history = template.turn(writer, shape.reasoning, shape.answer)
         asked = _asked(writer, shape.question, template)
         return conversation([*head, *turn], [*head, *history, *asked])
 
@@ -35,14 +35,9 @@ def close_turn(name: str) -> Callable[[Writer, ChatTurn], Conversation]:
 
 
 def keep(writer: Writer, shape: ChatTurn) -> Conversation:
-    """The thought stays, and a new question is appended.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The reasoning stays, and a new question is appended."""
     head = _head(writer, shape)
-    turn, _ = KEEP.turn(writer, shape.thought, shape.answer)
+    turn, _ = KEEP.turn(writer, shape.reasoning, shape.answer)
     return conversation([*head, *turn], [*head, *turn, *_asked(writer, shape.question, KEEP)])
 
 
@@ -50,13 +45,13 @@ def keep(writer: Writer, shape: ChatTurn) -> Conversation:
 
 
 class _Run:
-    """An agent's run, as it was generated, with what an edit may want to take out of it.
+    """An agent's run as it was generated, in the parts that an edit may replace or drop.
 
     Args:
         writer: Writes the texts.
         shape: How long they are.
-        template: How a thought is written, and what stays of it.
-        head: What comes before the first thought; None is system prompt and question.
+        template: How reasoning is written, and what stays of it.
+        head: What comes before the first reasoning; None is system prompt and question.
     """
 
     def __init__(
@@ -67,12 +62,12 @@ class _Run:
         head: Pieces | None = None,
     ) -> None:
         self.head = _head(writer, shape) if head is None else head
-        self.thoughts: list[tuple[Pieces, Pieces]] = []
+        self.reasoning: list[tuple[Pieces, Pieces]] = []
         self.calls: list[Pieces] = []
         self.results: list[Pieces] = []
         for number in range(shape.rounds):
-            length = shape.thought if number else shape.first_thought
-            self.thoughts.append(template.think(writer, length))
+            length = shape.reasoning if number else shape.first_reasoning
+            self.reasoning.append(template.think(writer, length))
             self.calls.append(
                 flat(
                     writer.mark("call"),
@@ -85,29 +80,23 @@ class _Run:
             (writer.mark("result"), writer.mark("end_result", "assistant"))
             for _ in range(shape.rounds)
         ]
-        self.final, self.final_history = template.turn(writer, shape.final_thought, shape.answer)
+        self.final, self.final_history = template.turn(writer, shape.final_reasoning, shape.answer)
         self.asked = _asked(writer, shape.question, template)
 
     def rounds(
         self,
         *,
-        thoughts: Sequence[Pieces] | None = None,
+        reasoning: Sequence[Pieces] | None = None,
         calls: Sequence[Pieces] | None = None,
         results: Sequence[Pieces] | None = None,
     ) -> Pieces:
-        """Head and rounds, with other thoughts, calls or results than the generated ones.
-
-        Args:
-            thoughts: One a round.
-            calls: One a round.
-            results: One a round.
-        """
-        thoughts = [old for old, _ in self.thoughts] if thoughts is None else thoughts
+        """Head and rounds, with other reasoning, calls or results than the generated ones."""
+        reasoning = [old for old, _ in self.reasoning] if reasoning is None else reasoning
         calls = self.calls if calls is None else calls
         results = self.results if results is None else results
         pieces = [*self.head]
-        for number, (before, behind) in enumerate(self._around):
-            pieces += [*thoughts[number], *calls[number], *before, *results[number], *behind]
+        for number, (before, after) in enumerate(self._around):
+            pieces += [*reasoning[number], *calls[number], *before, *results[number], *after]
         return pieces
 
     def cached(self) -> Pieces:
@@ -116,21 +105,16 @@ class _Run:
 
 
 def inside_loop(writer: Writer, shape: AgentRun) -> Conversation:
-    """A tool answers, and its result is appended.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """A tool answers, and its result is appended."""
     run = _Run(writer, shape)
     everything = run.rounds()
-    # The last call was generated; its result and what stands around it are new.
+    # The last call was generated; its result and the markers around it are new.
     new = 1 + len(run.results[-1]) + 2
     return conversation(everything[:-new], everything)
 
 
 def close_run(name: str) -> Callable[[Writer, AgentRun], Conversation]:
-    """The user speaks again, and the template leaves out the thoughts of the whole run.
+    """The user speaks again, and the template drops the reasoning of the whole run.
 
     Args:
         name: The template, in `workloads.templates.TEMPLATES`.
@@ -139,7 +123,7 @@ def close_run(name: str) -> Callable[[Writer, AgentRun], Conversation]:
 
     def client(writer: Writer, shape: AgentRun) -> Conversation:
         run = _Run(writer, shape, template)
-        prompt = run.rounds(thoughts=[left for _, left in run.thoughts])
+        prompt = run.rounds(reasoning=[left for _, left in run.reasoning])
         return conversation(run.cached(), [*prompt, *run.final_history, *run.asked])
 
     return client
@@ -168,37 +152,29 @@ def clear_results(
     return client
 
 
-def clear_thoughts(writer: Writer, shape: AgentRun) -> Conversation:
-    """One token stands in the place of every thought but the last.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+def clear_reasoning(writer: Writer, shape: AgentRun) -> Conversation:
+    """One token replaces the reasoning of every round but the last."""
     run = _Run(writer, shape, TEMPLATES["clear"])
-    prompt = run.rounds(thoughts=[left for _, left in run.thoughts])
+    prompt = run.rounds(reasoning=[left for _, left in run.reasoning])
     return conversation(run.cached(), [*prompt, *run.final, *run.asked])
 
 
 def retokenise(writer: Writer, shape: AgentRun) -> Conversation:
-    """The history goes through text, and merges differ at the edges of what was generated.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The history is detokenised and tokenised again: generated text differs at its edges."""
     run = _Run(writer, shape)
     edges = _Edges(writer)
-    run.thoughts = [edges.of(thought) for thought, _ in run.thoughts]
+    run.reasoning = [edges.of(generated) for generated, _ in run.reasoning]
     calls = [edges.of(call) for call in run.calls]
     run.calls = [old for old, _ in calls]
     run.final, final = edges.of(run.final)
-    prompt = run.rounds(thoughts=[new for _, new in run.thoughts], calls=[new for _, new in calls])
+    prompt = run.rounds(
+        reasoning=[new for _, new in run.reasoning], calls=[new for _, new in calls]
+    )
     return conversation(run.cached(), [*prompt, *final, *run.asked])
 
 
 class _Edges:
-    """Gives texts edges of one to three tokens that are others after a round trip."""
+    """Gives texts edges of one to three tokens that differ after a round trip."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -228,25 +204,20 @@ class _Edges:
 
 
 def flip_effort(writer: Writer, shape: AgentRun) -> Conversation:
-    """Another reasoning effort is asked for, and other tools: the head changes and nothing else.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The reasoning effort and the list of tools change, both in the head."""
     tools = shape.system // 3
     rest = shape.system + shape.extra - tools
     opened = flat(writer.mark("bos"), writer.text(min(10, rest), "system"))
     efforts = writer.text(1, "system"), writer.text(1, "system")
     lists = writer.text(tools, "system"), writer.text(max(1, tools // 3), "system")
-    behind = flat(
+    after = flat(
         writer.system(rest),
         writer.mark("user"),
         writer.text(shape.question, "user"),
         writer.mark("assistant"),
     )
     old, new = (
-        [*opened, effort, listed, *behind] for effort, listed in zip(efforts, lists, strict=True)
+        [*opened, effort, listed, *after] for effort, listed in zip(efforts, lists, strict=True)
     )
     run = _Run(writer, shape, head=old)
     cached = run.cached()
@@ -255,18 +226,15 @@ def flip_effort(writer: Writer, shape: AgentRun) -> Conversation:
 
 
 def edit_result(writer: Writer, shape: AgentRun) -> Conversation:
-    """The second tool result is edited, and the thoughts behind it are left out.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The second tool result is edited, and the reasoning after it is dropped."""
     run = _Run(writer, shape, TEMPLATES["qwen3"])
     edited = min(1, shape.rounds - 1)
     results = list(run.results)
     results[edited] = [writer.text(max(1, shape.result * 5 // 9), "tool_result")]
-    thoughts = [left if number > edited else old for number, (old, left) in enumerate(run.thoughts)]
-    prompt = run.rounds(thoughts=thoughts, results=results)
+    reasoning = [
+        left if number > edited else old for number, (old, left) in enumerate(run.reasoning)
+    ]
+    prompt = run.rounds(reasoning=reasoning, results=results)
     return conversation(run.cached(), [*prompt, *run.final_history, *run.asked])
 
 
@@ -274,11 +242,7 @@ def edit_result(writer: Writer, shape: AgentRun) -> Conversation:
 
 
 def slide(dropped: int) -> Callable[[Writer, LongChat], Conversation]:
-    """The oldest turns behind the system prompt are dropped.
-
-    Args:
-        dropped: How many.
-    """
+    """The oldest turns after the system prompt are dropped."""
 
     def client(writer: Writer, shape: LongChat) -> Conversation:
         head, turns = _chat(writer, shape)
@@ -289,12 +253,7 @@ def slide(dropped: int) -> Callable[[Writer, LongChat], Conversation]:
 
 
 def compact(writer: Writer, shape: LongChat) -> Conversation:
-    """A summary stands in the place of all turns but the last two.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """A summary replaces all turns but the last two."""
     head, turns = _chat(writer, shape)
     summary = flat(
         writer.mark("user"),
@@ -305,12 +264,7 @@ def compact(writer: Writer, shape: LongChat) -> Conversation:
 
 
 def edit_first(writer: Writer, shape: LongChat) -> Conversation:
-    """The first user message is edited: most of it is another text.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The first user message is edited: most of it is another text."""
     head, turns = _chat(writer, shape)
     same = max(1, shape.question // 14)
     edited = shape.question - 2 * same
@@ -324,7 +278,7 @@ def edit_first(writer: Writer, shape: LongChat) -> Conversation:
 
 
 def change_head(start: int, old: int, new: int) -> Callable[[Writer, LongChat], Conversation]:
-    """Some tokens near the beginning are others in every request.
+    """Some tokens near the beginning differ in every request.
 
     Args:
         start: How many tokens come before them.
@@ -335,9 +289,9 @@ def change_head(start: int, old: int, new: int) -> Callable[[Writer, LongChat], 
     def client(writer: Writer, shape: LongChat) -> Conversation:
         before = flat(writer.mark("bos"), writer.text(start - 1, "system"))
         changed = writer.text(old, "system"), writer.text(new, "system")
-        behind = writer.system(max(1, shape.system + shape.extra - start - old))
+        after = writer.system(max(1, shape.system + shape.extra - start - old))
         _, turns = _chat(writer, shape)
-        cached, prompt = (flat(before, text, behind, *turns) for text in changed)
+        cached, prompt = (flat(before, text, after, *turns) for text in changed)
         return conversation(cached, [*prompt, *_asked(writer, shape.question, _PLAIN)])
 
     return client
@@ -347,12 +301,7 @@ def change_head(start: int, old: int, new: int) -> Callable[[Writer, LongChat], 
 
 
 def reorder_documents(writer: Writer, shape: Rag) -> Conversation:
-    """The documents come in another order.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The documents come in another order."""
     head, documents, question, answer = _documents(writer, shape)
     order = sorted(range(shape.documents), key=lambda n: (n // 8, _NEW_ORDER.index(n % 8)))
     return conversation(
@@ -362,24 +311,14 @@ def reorder_documents(writer: Writer, shape: Rag) -> Conversation:
 
 
 def drop_document(writer: Writer, shape: Rag) -> Conversation:
-    """The third document is gone.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The third document is gone."""
     head, documents, question, answer = _documents(writer, shape)
     left = [document for number, document in enumerate(documents) if number != 2]
     return conversation(flat(head, documents, question, answer), flat(head, left, question))
 
 
 def question_first(writer: Writer, shape: Rag) -> Conversation:
-    """The question is repeated before the documents, in five tokens.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-    """
+    """The question is repeated before the documents, in five tokens."""
     head, documents, question, answer = _documents(writer, shape)
     return conversation(
         flat(head, documents, question, answer),

@@ -1,17 +1,17 @@
-"""Crowds: how many documents fill a cache of so many tokens."""
+"""Crowds: documents that fill a cache of a given size."""
 
 from collections.abc import Iterator
 
 from workloads.documents import Tokens, document
 
-# Far above the seeds of documents that are looked at one by one.
+# Far above the seeds of single documents.
 _CROWD_SEEDS = 1 << 32
 
 
 class Crowd:
-    """Documents of one length that hold about so many tokens together.
+    """Documents of one length, together of about `cached_tokens` tokens.
 
-    They are made when asked for: ten million tokens need no second copy beside the index.
+    They are made when asked for: ten million tokens need no second copy next to the index.
 
     Args:
         cached_tokens: Tokens in all, 10**4 to 10**8.
@@ -41,11 +41,7 @@ class Crowd:
         return map(self.__getitem__, range(self._count))
 
     def stranger(self, number: int) -> Tokens:
-        """A document of the same length that is not in the crowd.
-
-        Args:
-            number: Which one, from 0 on.
-        """
+        """A document of the same length that is not in the crowd."""
         return document(self._base + self._count + number, self.length)
 
     @property

@@ -21,7 +21,7 @@ def document(seed: int, length: int, start: int = 0) -> Tokens:
     Args:
         seed: Names the document.
         length: How many tokens.
-        start: Position of the first one, so that a document can be had in pieces.
+        start: Position of the first one, so that a document can be made in pieces.
 
     Returns:
         A contiguous uint32 array.
@@ -45,7 +45,7 @@ def document(seed: int, length: int, start: int = 0) -> Tokens:
 
 
 def documents(seed: int, count: int, length: int) -> npt.NDArray[np.uint32]:
-    """`count` documents with the seeds `seed` to `seed + count - 1`, one a row.
+    """`count` documents with the seeds `seed` to `seed + count - 1`, one per row.
 
     Args:
         seed: Seed of the first.
@@ -62,10 +62,7 @@ def documents(seed: int, count: int, length: int) -> npt.NDArray[np.uint32]:
 
 
 def other_first_token(tokens: Tokens) -> Tokens:
-    """A copy whose first token is another one: nothing of it is cached.
-
-    Args:
-        tokens: What is cached.
+    """A copy with another first token: nothing of it is cached.
 
     Returns:
         The copy.
@@ -76,10 +73,7 @@ def other_first_token(tokens: Tokens) -> Tokens:
 
 
 def other_last_token(tokens: Tokens) -> Tokens:
-    """A copy whose last token is another one: all but the last block is cached.
-
-    Args:
-        tokens: What is cached.
+    """A copy with another last token: all but the last block is cached.
 
     Returns:
         The copy.

@@ -1,4 +1,4 @@
-"""What an edit does to a history: cached tokens, the next prompt, and which is which."""
+"""What an edit does to a history: cached tokens, the next prompt, and what both have."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Cached tokens that stand in the prompt again, in one piece."""
+    """Cached tokens that the prompt has again, in one piece."""
 
     start: int
     old_start: int
@@ -59,8 +59,8 @@ class Kept(NamedTuple):
 class Edit(NamedTuple):
     """Cached tokens that are gone, and the prompt's tokens in their place.
 
-    One of the two ranges is empty unless tokens were replaced. Behind the last kept tokens, what
-    is new is appended.
+    One of the two ranges is empty unless tokens were replaced. New tokens after the last kept
+    ones are appended.
     """
 
     action: Action
@@ -80,10 +80,10 @@ class Conversation:
         prompt: What the client sends next.
         spans: Kinds of the cached tokens, ascending.
         prompt_spans: Kinds of the prompt's tokens, ascending.
-        kept: Pieces of the cached tokens that stand in the prompt, ascending there. Those that
-            stay neighbours are one piece.
+        kept: Pieces of the cached tokens that the prompt has, ascending there. Those that stay
+            adjacent are one piece.
         edits: What is deleted, replaced and inserted between them, in the order of the prompt.
-            Where pieces changed their order this is empty, and `kept` says it all.
+            Empty where pieces changed their order.
     """
 
     cached: Tokens
@@ -96,7 +96,7 @@ class Conversation:
 
     @property
     def moved(self) -> tuple[Kept, ...]:
-        """The kept pieces that stand at another position than before."""
+        """The kept pieces that are at another position than before."""
         return tuple(kept for kept in self.kept if kept.delta)
 
     @property
@@ -108,11 +108,7 @@ class Conversation:
         )
 
     def edited(self, action: Action) -> tuple[Edit, ...]:
-        """The edits of one sort.
-
-        Args:
-            action: Which.
-        """
+        """The edits of one sort."""
         return tuple(edit for edit in self.edits if edit.action == action)
 
 

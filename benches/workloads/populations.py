@@ -13,7 +13,7 @@ class Population:
 
     Args:
         conversations: All of them.
-        num_asked: How many, from the first on, have prompts of the length that was asked for.
+        num_asked: How many, from the first on, have prompts of the requested length.
     """
 
     conversations: tuple[Conversation, ...]
@@ -71,7 +71,7 @@ def population(
         if room < left * 64:
             message = (
                 f"population: {room:,} of {cached_tokens:,} tokens are left for {left} "
-                f"conversations beside {len(built)} that are asked"
+                f"conversations next to {len(built)} that are asked"
             )
             raise ValueError(message)
         scale = _fitted(lambda scale: len(workload.build(scale=scale).cached), room / left)
@@ -80,7 +80,7 @@ def population(
 
 
 def _fitted(length: Callable[[float], int], wanted: float) -> float:
-    """The scale at which a length is about what is wanted; markers do not grow with it."""
+    """The scale at which a length is about `wanted`; markers do not grow with it."""
     scale = wanted / length(1.0)
     for _ in range(4):
         scale *= wanted / length(scale)

@@ -17,13 +17,13 @@ class Workload:
     """How one kind of history is edited.
 
     Args:
-        id: As tables cite it; a variant has a word behind the id.
+        id: As tables cite it; a variant's ends with a dot and a word.
         name: What the client does, in a word.
-        edit: The token edit, in words.
+        edit: The token edit, in a sentence.
         shape: How long the parts are.
         client: Makes a conversation from a writer and a shape.
-        exact: Share of the next prompt that lies in the whole 16-token blocks of its cached
-            prefix, in percent, lowest and highest, as measured on rendered templates.
+        exact: Share of the next prompt in the whole 16-token blocks of its cached prefix, in
+            percent, lowest and highest, as measured on rendered templates.
         span: The same of the prefix with all runs of at least 16 cached tokens.
 
     Example:
@@ -55,8 +55,8 @@ class Workload:
         Args:
             number: Which one; no two have a text in common unless `shared`.
             seed: Another seed is another set of texts.
-            scale: Texts are so many times as long.
-            text: How texts are drawn: `uniform`, or `worded` as written text is.
+            scale: Factor of the lengths of texts.
+            text: How texts are drawn: `uniform`, or `worded` repeats as written text does.
             shared: Whether conversations share the boilerplate that they share in practice.
             lengths: Fields of the shape that differ, after scaling: `answer=20`, `extra=3`.
         """
@@ -72,13 +72,13 @@ def _one(percent: float) -> Percent:
 
 _CLOSED = (21.9, 23.5)
 _CLOSED_SPAN = (98.7, 98.9)
-_CLOSE = "the thoughts of all rounds and of the answer are deleted"
+_CLOSE = "delete the reasoning of all rounds and of the answer"
 
 _ALL = (
     Workload(
         "W01",
         "strip.r1",
-        "delete the thought with its markers",
+        "delete the reasoning with its markers",
         ChatTurn(),
         clients.close_turn("deepseek-r1"),
         _one(72.6),
@@ -87,7 +87,7 @@ _ALL = (
     Workload(
         "W02",
         "strip.v31",
-        "delete the thought, what closes it stays",
+        "delete the reasoning, keep its end marker",
         ChatTurn(),
         clients.close_turn("deepseek-v3.1"),
         (72.6, 75.3),
@@ -96,7 +96,7 @@ _ALL = (
     Workload(
         "W03",
         "strip.qwen3",
-        "delete the thought with its markers",
+        "delete the reasoning with its markers",
         ChatTurn(),
         clients.close_turn("qwen3"),
         _one(72.7),
@@ -105,8 +105,8 @@ _ALL = (
     Workload(
         "W04",
         "stub.qwen3",
-        "delete the empty thought that the prompt ended in",
-        ChatTurn(thought=0),
+        "delete the empty reasoning that the prompt ended with",
+        ChatTurn(reasoning=0),
         clients.close_turn("qwen3-off"),
         _one(72.6),
         _one(92.3),
@@ -114,7 +114,7 @@ _ALL = (
     Workload(
         "W05",
         "stub.glm",
-        "delete the thought between its markers, and white space behind the answer",
+        "delete the reasoning between its markers, and white space after the answer",
         ChatTurn(),
         clients.close_turn("glm"),
         _one(73.1),
@@ -123,7 +123,7 @@ _ALL = (
     Workload(
         "W06",
         "stub.kimi",
-        "delete the thought between its markers",
+        "delete the reasoning between its markers",
         ChatTurn(),
         clients.close_turn("kimi"),
         _one(72.8),
@@ -132,7 +132,7 @@ _ALL = (
     Workload(
         "W07",
         "strip.minimax",
-        "delete the thought at the next user message",
+        "delete the reasoning at the next user message",
         ChatTurn(),
         clients.close_turn("minimax"),
         _one(72.7),
@@ -193,9 +193,9 @@ _ALL = (
     Workload(
         "W14",
         "clear_thinking.keep1",
-        "replace each thought but the last by one token",
+        "replace the reasoning of each round but the last by one token",
         AgentRun(),
-        clients.clear_thoughts,
+        clients.clear_reasoning,
         _one(21.4),
         _one(98.7),
     ),
@@ -297,7 +297,7 @@ _ALL = (
     Workload(
         "W25",
         "compound",
-        "replace one tool result and delete the thoughts behind it",
+        "replace one tool result and delete the reasoning after it",
         AgentRun(),
         clients.edit_result,
     ),

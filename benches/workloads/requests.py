@@ -1,4 +1,4 @@
-"""Concurrent short requests: one scheduler step's worth."""
+"""Concurrent short requests of one scheduler step."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ _REQUEST_SEEDS = 1 << 50
 
 
 class Requests:
-    """A step's requests, each with a prefix of its own that may be cached and a fresh end.
+    """A step's requests, each with its own prefix, which may be cached, and a fresh end.
 
     Args:
         count: Requests in the step.
@@ -27,11 +27,7 @@ class Requests:
         self.fresh = fresh
 
     def cached(self, number: int) -> Tokens:
-        """The prefix of a request that earlier steps have cached.
-
-        Args:
-            number: Which request.
-        """
+        """The prefix of a request that earlier steps have cached."""
         return document(_REQUEST_SEEDS + number, self.length - self.fresh)
 
     def prompt(self, number: int, step: int) -> Tokens:

@@ -1,8 +1,7 @@
 """How long the parts of a history are.
 
-The round numbers by which the shapes are known are words of the histories that were rendered with
-real templates and tokenizers. The counts here are tokens of these, so that shares of a prompt come
-out as they were measured there; markers of a template are not among them.
+The counts are tokens of histories that were rendered with real templates and tokenizers, so that
+shares of a prompt come out as measured there. Markers of a template are not counted.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -16,11 +15,7 @@ class Shape:
     _UNSCALED = ("rounds", "turns", "documents", "extra")
 
     def scaled(self, factor: float) -> Self:
-        """The same shape with all texts longer or shorter, none of them empty.
-
-        Args:
-            factor: By how much.
-        """
+        """The same shape with all texts longer or shorter, none of them empty."""
         changed = {
             field.name: _scaled(getattr(self, field.name), factor)
             for field in fields(self)
@@ -35,35 +30,35 @@ def _scaled(length: int, factor: float) -> int:
 
 @dataclass(frozen=True)
 class ChatTurn(Shape):
-    """System prompt, question, thought, answer, and then a new question.
+    """System prompt, question, reasoning, answer, and then a new question.
 
     Args:
         system: Tokens of the system prompt.
         question: Of each user message.
-        thought: Of the reasoning.
+        reasoning: Of the reasoning.
         answer: Of the answer.
         extra: Tokens by which the system prompt is longer, to try every alignment.
     """
 
     system: int = 1_325
     question: int = 140
-    thought: int = 1_529
+    reasoning: int = 1_529
     answer: int = 400
     extra: int = 0
 
 
 @dataclass(frozen=True)
 class AgentRun(Shape):
-    """A question, rounds of thought, tool call and tool result, then the answer.
+    """A question, rounds of reasoning, tool call and tool result, then the answer.
 
     Args:
         system: Tokens of the system prompt with its tools.
         question: Of each user message.
-        first_thought: Of the first thought, which plans.
-        thought: Of the thoughts behind it.
+        first_reasoning: Of the reasoning of the first round.
+        reasoning: Of that of each round after it.
         call: Of a tool call.
         result: Of a tool result.
-        final_thought: Of the thought before the answer.
+        final_reasoning: Of that before the answer.
         answer: Of the answer.
         rounds: How many tools are called.
         extra: As for `ChatTurn`.
@@ -71,11 +66,11 @@ class AgentRun(Shape):
 
     system: int = 2_625
     question: int = 145
-    first_thought: int = 242
-    thought: int = 198
+    first_reasoning: int = 242
+    reasoning: int = 198
     call: int = 33
     result: int = 727
-    final_thought: int = 305
+    final_reasoning: int = 305
     answer: int = 305
     rounds: int = 12
     extra: int = 0

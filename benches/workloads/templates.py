@@ -1,51 +1,46 @@
-"""How chat templates write an assistant's turn, and what of it they leave out later."""
+"""How chat templates write an assistant's turn, and what of it they drop later."""
 
 from dataclasses import dataclass
 
 from workloads.history import Piece
 from workloads.writer import Writer
 
-_THOUGHT = "T"
+_REASONING = "R"
 _ANSWER = "A"
 
 
 @dataclass(frozen=True)
 class Template:
-    """An assistant's turn, in words: markers, `T` for the thought and `A` for the answer.
+    """An assistant's turn, in words: markers, `R` for the reasoning and `A` for the answer.
 
-    A word with `-` before it is left out of the history once the turn is over; one with `>other`
-    behind it is replaced by another marker.
+    A word that starts with `-` is not in the history once the turn is over; one that ends with
+    `>other` is replaced by another marker.
 
     Args:
-        thought: What comes before the answer or the tool call.
+        reasoning: What comes before the answer or the tool call.
         answer: The answer and what ends it.
-        opened: What stands in the prompt already where the model goes on.
+        opened: What the prompt of the turn already ends with.
     """
 
-    thought: str
+    reasoning: str
     answer: str = "A eos"
     opened: str = ""
 
-    def turn(self, writer: Writer, thought: int, answer: int) -> tuple[list[Piece], list[Piece]]:
+    def turn(self, writer: Writer, reasoning: int, answer: int) -> tuple[list[Piece], list[Piece]]:
         """A turn that answers, as it was generated and as the history has it.
 
         Args:
             writer: Writes the texts.
-            thought: Tokens of the thought; a template without thoughts has none.
+            reasoning: Tokens of the reasoning, if the template has any.
             answer: Tokens of the answer.
         """
-        before, left = self.think(writer, thought)
+        before, left = self.think(writer, reasoning)
         answered, kept = _written(self.answer, writer, answer, "")
         return [*before, *answered], [*left, *kept]
 
-    def think(self, writer: Writer, thought: int) -> tuple[list[Piece], list[Piece]]:
-        """A thought, as it was generated and as the history has it.
-
-        Args:
-            writer: Writes the text.
-            thought: Its tokens.
-        """
-        return _written(self.thought, writer, thought, "reasoning")
+    def think(self, writer: Writer, reasoning: int) -> tuple[list[Piece], list[Piece]]:
+        """The reasoning, as it was generated and as the history has it."""
+        return _written(self.reasoning, writer, reasoning, "reasoning")
 
 
 def _written(words: str, writer: Writer, length: int, kind: str) -> tuple[list[Piece], list[Piece]]:
@@ -53,7 +48,7 @@ def _written(words: str, writer: Writer, length: int, kind: str) -> tuple[list[P
     history: list[Piece] = []
     for word in words.split():
         name, _, other = word.lstrip("-").partition(">")
-        if name == _THOUGHT:
+        if name == _REASONING:
             piece = writer.text(length, "reasoning")
         elif name == _ANSWER:
             piece = writer.text(length, "answer")
@@ -67,21 +62,21 @@ def _written(words: str, writer: Writer, length: int, kind: str) -> tuple[list[P
     return cached, history
 
 
-_THINK = "-think -newline -T -newline -end_think -blank"
-_STUB = "think -T end_think"
+_THINK = "-think -newline -R -newline -end_think -blank"
+_STUB = "think -R end_think"
 
-KEEP = Template("think newline T newline end_think blank", opened="think newline")
+KEEP = Template("think newline R newline end_think blank", opened="think newline")
 TEMPLATES = {
     "deepseek-r1": Template(_THINK, opened="think newline"),
-    "deepseek-v3.1": Template("-think -T end_think", opened="think"),
+    "deepseek-v3.1": Template("-think -R end_think", opened="think"),
     "qwen3": Template(_THINK),
     "qwen3-off": Template("-think -blank -end_think -blank", opened="think blank end_think blank"),
     "glm": Template(_STUB, answer="A -newline eos"),
     "kimi": Template(_STUB),
     "minimax": Template(_THINK, opened="think newline"),
     "gpt-oss": Template(
-        "-channel -analysis -message -T -end -start -assistant channel final message",
+        "-channel -analysis -message -R -end -start -assistant channel final message",
         answer="A return>end",
     ),
-    "clear": Template("think T>placeholder end_think"),
+    "clear": Template("think R>placeholder end_think"),
 }

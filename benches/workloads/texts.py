@@ -15,25 +15,20 @@ _PHRASES = 4_096
 _LONGEST_PHRASE = 24
 _PHRASE_SHARE = 0.25
 _PHRASE_SEED = 0x7E87_5EED
-# Odd, so that it permutes the ids: frequent words are no neighbours.
+# Odd, so that it permutes the ids: frequent words have distant ids.
 _SCATTER = np.uint64(0x9E37_79B1)
 
 
 def uniform(seed: int, length: int) -> Tokens:
-    """Ids drawn evenly, so that a run of 16 tokens stands in one text alone.
-
-    Args:
-        seed: Names the text.
-        length: How many tokens.
-    """
+    """Ids drawn evenly, so that a run of 16 tokens is in one text only."""
     return document(seed, length)
 
 
 def worded(seed: int, length: int) -> Tokens:
     """Ids with the repetitions of written text.
 
-    One token in r is drawn as the word of rank r (Zipf's law), and a quarter of what is drawn are
-    whole phrases of 2 to 24 tokens from a book that all texts share, drawn by the same law.
+    Words are drawn with a probability proportional to 1 / rank (Zipf's law). A quarter of the
+    draws are phrases of 2 to 24 tokens from a book that all texts share, drawn by the same law.
 
     Args:
         seed: Names the text.
@@ -51,7 +46,7 @@ def worded(seed: int, length: int) -> Tokens:
     is_phrase = choice < _PHRASE_SHARE
     phrase = np.minimum(_PHRASES**drawn, _PHRASES).astype(np.int64) - 1
     each = np.where(is_phrase, lengths[phrase], 1)
-    # Enough draws are made for a text of single words; only as many are used as fill the length.
+    # There are enough draws for a text of single words; only those that fill the length are used.
     used = int(np.searchsorted(np.cumsum(each), length)) + 1
     is_phrase, phrase, each, drawn = is_phrase[:used], phrase[:used], each[:used], drawn[:used]
     begins = np.cumsum(each) - each
@@ -68,9 +63,9 @@ def _words(drawn: npt.NDArray[np.float64]) -> Tokens:
 
 @cache
 def _phrases() -> tuple[Tokens, _Counts, _Counts]:
-    """All phrases one after the other, where each begins, and how long it is."""
+    """All phrases concatenated, where each begins, and how long it is."""
     drawn = document(_PHRASE_SEED + 1, _PHRASES) / VOCABULARY
-    # Short ones are frequent: the square leaves a third with more than 12 tokens.
+    # Short ones are frequent: because of the square a third have more than 12 tokens.
     lengths = 2 + (drawn**2 * (_LONGEST_PHRASE - 1)).astype(np.int64)
     starts = np.cumsum(lengths) - lengths
     book = _words(document(_PHRASE_SEED + 2, int(lengths.sum())) / VOCABULARY)

@@ -1,4 +1,4 @@
-"""One path through a tree, stored in one edge, in many, or with siblings beside it."""
+"""One path through a tree, stored in one edge, in many, or with siblings."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 
 from workloads.documents import BLOCK_SIZE, Tokens, document
 
-# Apart from the seeds of everything else, so that siblings never meet a document.
+# Apart from all other seeds, so that siblings share no tokens with a document.
 _SIBLING_SEEDS = 1 << 40
 
 
@@ -45,23 +45,12 @@ class Tree:
 
 
 def one_edge(seed: int, length: int) -> Tree:
-    """A path that is inserted at once.
-
-    Args:
-        seed: Names the path.
-        length: Its tokens.
-    """
+    """A path that is inserted at once."""
     return Tree(document(seed, length), edge=length)
 
 
 def grown(seed: int, length: int, edge: int = 512) -> Tree:
-    """A path that grew by `edge` tokens at a time, as a conversation does.
-
-    Args:
-        seed: Names the path.
-        length: Its tokens.
-        edge: Tokens a step.
-    """
+    """A path that grew by `edge` tokens at a time, as a conversation does."""
     return Tree(document(seed, length), edge=edge)
 
 

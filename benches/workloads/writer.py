@@ -11,7 +11,7 @@ from workloads.texts import TEXTS
 # Apart from the seeds of documents, crowds, trees, chats and requests.
 _WRITER_SEEDS = 1 << 56
 _SHARED = 0x5EED
-# Texts of a shared corpus, of which every conversation uses some.
+# Number of texts in the shared corpus; every conversation uses some.
 _CORPUS = 40
 # A shared beginning of tool results, as headers of commands are.
 _HEADER = 24
@@ -21,22 +21,22 @@ _MARKERS = (
     "channel analysis final message return end placeholder"
 ).split()
 MARKERS = {name: VOCABULARY + number for number, name in enumerate(_MARKERS)}
-"""Ids of the single tokens that templates put between texts; no text has them."""
+"""Ids of the single tokens that templates put between texts; texts never contain them."""
 
 
 class Writer:
-    """Makes texts and markers; what is asked for in the same order is the same.
+    """Makes texts and markers; the same calls in the same order return the same ones.
 
     Args:
         seed: Names the workload's texts.
         number: Which conversation; no two have a text in common unless `shared`.
         text: How texts are drawn, a name in `workloads.texts.TEXTS`.
         shared: Whether conversations share the boilerplate that they share in practice: the first
-            half of the system prompt from its first token on, its second half behind a line of the
-            conversation's own, the beginning of each tool result, and the documents.
+            half of the system prompt, its second half after a line of the conversation's own, the
+            beginning of each tool result, and the documents.
 
     Raises:
-        ValueError: There is no such way to draw texts.
+        ValueError: `text` is not a name in `TEXTS`.
 
     Example:
         >>> writer = Writer(seed=0, number=0)
@@ -57,16 +57,11 @@ class Writer:
         self._written = 0
 
     def text(self, length: int, kind: str) -> Piece:
-        """A text of the conversation's own.
-
-        Args:
-            length: How many tokens.
-            kind: What they are.
-        """
+        """A text of the conversation's own."""
         return Piece(self._draw(self._next_seed(), length), kind)
 
     def mark(self, *names: str, kind: str = "") -> list[Piece]:
-        """Markers of a template, each one token and a piece of its own.
+        """Markers of a template, each a piece of one token.
 
         Args:
             names: Which, as in `MARKERS`.
@@ -75,11 +70,7 @@ class Writer:
         return [Piece(np.array([MARKERS[name]], dtype=np.uint32), kind) for name in names]
 
     def system(self, length: int) -> list[Piece]:
-        """A system prompt.
-
-        Args:
-            length: How many tokens.
-        """
+        """A system prompt."""
         own = min(20 + self.number % 23, length)
         if not self._shared or length < 2 * own:
             return [self.text(length, "system")]
@@ -91,11 +82,7 @@ class Writer:
         ]
 
     def result(self, length: int) -> list[Piece]:
-        """A tool result.
-
-        Args:
-            length: How many tokens.
-        """
+        """A tool result."""
         if not self._shared or length < 2 * _HEADER:
             return [self.text(length, "tool_result")]
         return [
@@ -134,11 +121,7 @@ def _mixed(*parts: int) -> int:
 
 
 def flat(*groups: Piece | Sequence[Piece]) -> list[Piece]:
-    """Pieces and lists of pieces as one list.
-
-    Args:
-        groups: In order.
-    """
+    """Pieces and lists of pieces as one list."""
     pieces: list[Piece] = []
     for group in groups:
         pieces.extend([group] if isinstance(group, Piece) else group)
@@ -146,9 +129,5 @@ def flat(*groups: Piece | Sequence[Piece]) -> list[Piece]:
 
 
 def one_token(value: int) -> Tokens:
-    """A text of one token.
-
-    Args:
-        value: Its id.
-    """
+    """A text of one token."""
     return np.array([value], dtype=np.uint32)

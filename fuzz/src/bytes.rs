@@ -1,6 +1,6 @@
-//! Small numbers out of fuzzer input.
+//! Small numbers from fuzzer input.
 
-/// Reads choices off a byte string; past its end every choice is 0.
+/// Reads choices from a byte string; past its end every choice is 0.
 pub struct Bytes<'a> {
     data: &'a [u8],
 }

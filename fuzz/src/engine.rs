@@ -27,7 +27,7 @@ enum Owner {
     Index,
 }
 
-/// How often a run came by the things that it is there for.
+/// How often a run met what it is meant to test.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
     /// Requests that found blocks.
@@ -48,11 +48,11 @@ pub struct Seen {
     pub approximate: u64,
     /// Approximate blocks that exact ones replaced.
     pub replaced: u64,
-    /// Requests whose blocks no epoch wanted any more.
+    /// Requests whose blocks belong to an older epoch.
     pub epochs: u64,
     /// Blocks that were marked dead.
     pub dead: u64,
-    /// Blocks that were taken out of the middle.
+    /// Blocks that were removed from the middle.
     pub removed: u64,
 }
 
@@ -70,8 +70,8 @@ struct Request {
     table: Vec<BlockId>,
     num_computed: usize,
     num_indexed: usize,
-    /// Whether an insert was answered with approximate blocks: what is computed from there on is
-    /// approximate too.
+    /// Whether an insert returned approximate blocks: tokens computed after them are approximate
+    /// too.
     approximate: bool,
 }
 
@@ -326,7 +326,7 @@ impl Engine {
         let cut = bytes.below(4);
         if cut > 0 {
             self.copy(&request);
-            // What is exact behind a gap is computed once more, with the same result.
+            // Exact tokens after a gap are recomputed, with the same result.
             let mut segments = request.plan.segments().iter();
             let gap = segments.find(|segment| segment.class != Class::Exact);
             request.num_computed = gap.map_or(request.seq.len(), |gap| gap.start);
@@ -382,7 +382,7 @@ impl Engine {
         self.requests.push(request);
     }
 
-    /// Drops the last tokens of a request, as a rejected draft does. What is shared already stays computed.
+    /// Drops the last tokens of a request, as a rejected draft does. Shared tokens stay computed.
     fn roll_back(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = self.pick_request(bytes) else {
             return;
@@ -402,7 +402,7 @@ impl Engine {
         self.requests.push(request);
     }
 
-    /// Inserts what is computed, from block `from` on.
+    /// Inserts computed blocks from block `from` on.
     fn share(&mut self, request: &mut Request, from: usize) {
         let options = InsertOptions {
             start: from * self.block_size,
@@ -417,7 +417,7 @@ impl Engine {
         request.num_indexed = request.num_indexed.max(from + done.blocks.len());
         let shared = from + done.blocks.len();
         request.approximate |= !done.blocks.is_empty() && done.num_exact < shared * self.block_size;
-        // What is surplus stays held: the request goes on.
+        // Surplus blocks stay held: the request goes on.
         self.give_back_held(&done.duplicates);
         self.give_back(&done.freed);
     }
@@ -456,7 +456,7 @@ impl Engine {
         self.expect_kv(&seq, &ids, found.num_tokens);
     }
 
-    /// KV from elsewhere, exact up to some position and wrong behind it.
+    /// KV from elsewhere, exact up to some position and wrong after it.
     fn import(&mut self, bytes: &mut Bytes<'_>) {
         let prompt = self.prompt(bytes);
         let mut seq = self.sequence(&prompt);
@@ -551,7 +551,7 @@ impl Engine {
             .kind()
     }
 
-    /// A sequence as somebody has it, and ascending ranges of it.
+    /// A cached sequence, and ascending ranges of it.
     fn spans(&mut self, bytes: &mut Bytes<'_>) -> (TokenSequence, Vec<(usize, usize)>) {
         let prompt = self.prompts[bytes.below(self.prompts.len())].clone();
         let seq = match self.pick_request(bytes) {
@@ -731,7 +731,7 @@ impl Engine {
 
     // --- who owns what ----------------------------------------------------------------------------------------------
 
-    /// All or nothing, free blocks first; what is evicted in vain goes back.
+    /// All or nothing, free blocks first; blocks evicted in vain become free.
     fn allocate(&mut self, n: usize) -> Option<Vec<BlockId>> {
         let short = n.saturating_sub(self.count(Owner::Free));
         let evicted = self.index.evict(short);
@@ -753,7 +753,7 @@ impl Engine {
         Some(ids)
     }
 
-    /// The index owns what it says backs the sequence.
+    /// The index owns the blocks that it returned for the sequence.
     fn take(&mut self, done: &Inserted) {
         self.seen.duplicates += done.duplicates.len() as u64;
         self.seen.replaced += done.freed.len() as u64;
@@ -764,7 +764,7 @@ impl Engine {
         }
     }
 
-    /// The index handed these out.
+    /// The index returned these blocks.
     fn give_back(&mut self, ids: &[BlockId]) {
         for id in ids {
             let owner = &mut self.owners[id.0 as usize];
@@ -804,7 +804,7 @@ impl Engine {
         );
     }
 
-    /// Quarantines a block of the index, or a free one, that from here on nobody is given.
+    /// Quarantines a block of the index, or a free one; no call returns it afterwards.
     fn quarantine(&mut self, bytes: &mut Bytes<'_>) {
         let id = self.any_block(bytes);
         let many = self.index.quarantined().count() > self.owners.len() / 4;

@@ -1,7 +1,7 @@
-//! Bytes that say that they are a snapshot.
+//! Bytes that claim to be a snapshot.
 //!
-//! The harness takes them as they are, or as the content of sections, or as changes of a true snapshot; most get a length and
-//! a checksum that fit. Whatever they are, an error of one kind comes out, or an index in order.
+//! The harness uses them as they are, or as the content of sections, or as changes of a true snapshot; most get a
+//! length and a checksum that fit. The result is an error of one kind, or an index that passes its check.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ const SECTIONS: [&[u8; 4]; 7] = [
     b"CONF", b"COUN", b"KIND", b"TREE", b"WAIT", b"WIND", b"GONE",
 ];
 
-/// What came out of an input.
+/// The result of an input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// It was refused.
@@ -150,7 +150,7 @@ fn header() -> Vec<u8> {
     header
 }
 
-/// The bytes with a length and a checksum that fit.
+/// The bytes with a matching length and checksum.
 fn sealed(mut blob: Vec<u8>) -> Vec<u8> {
     let length = blob.len() as u64;
     blob[16..24].copy_from_slice(&length.to_le_bytes());
@@ -168,7 +168,7 @@ fn namespaces() -> [Arc<Namespace>; 2] {
     })
 }
 
-/// An index that has something of everything: with windows of all hashes, or of few, or without.
+/// An index that uses every feature: with windows of all hashes, or of few, or without.
 fn full(kind: usize) -> RadixIndex {
     let mut index = RadixIndex::new(Config {
         num_blocks: 64,

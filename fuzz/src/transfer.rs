@@ -1,7 +1,7 @@
-//! Bytes that say that they are a transfer manifest.
+//! Bytes that claim to be a transfer manifest.
 //!
-//! The harness takes them as they are, or as changes of a true manifest. Whatever they are, a refusal comes out, or a manifest of
-//! the same bytes; and what is loaded of that holds the tokens that the sender really had.
+//! The harness uses them as they are, or as changes of a true manifest. The result is a refusal, or a manifest of the
+//! same bytes; every load of that has the tokens that the sender really had.
 
 use std::sync::Arc;
 
@@ -14,10 +14,10 @@ use crate::bytes::Bytes;
 
 const BLOCK_SIZE: usize = 4;
 
-/// What came out of an input.
+/// The result of an input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It was refused, when it was read or when it was planned with.
+    /// It was refused, when it was read or planned with.
     Refused,
     /// It was true.
     Planned,

@@ -1,10 +1,10 @@
-//! The kept corpus: it breaks no rule, and with a bug on purpose in the core some input of each target finds it.
+//! The kept corpus: it breaks no rule, and some input of each target finds a planted bug in the core.
 
 use std::fs;
 use std::panic::catch_unwind;
 use std::path::Path;
 
-/// The most that is kept for a target: what is committed stays small.
+/// The largest corpus of a target.
 const MOST_BYTES: u64 = 256 * 1024;
 
 fn seeds(target: &str) -> Vec<Vec<u8>> {
@@ -22,7 +22,7 @@ fn seeds(target: &str) -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// Runs the seeds of a target; the number of those that break a rule.
+/// Runs the seeds of a target, and returns the number of those that break a rule.
 fn broken(target: &str, run: fn(&[u8])) -> usize {
     let seeds = seeds(target);
     let bytes: u64 = seeds.iter().map(|seed| seed.len() as u64).sum();

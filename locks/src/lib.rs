@@ -8,9 +8,9 @@
 //! 3. A call that panics while it holds a lock poisons it: whoever takes it later gets an error and sees nothing.
 //!
 //! [`run`] makes calls in several threads, and panics where a thread sees what no finished call has left. The scheduler finds
-//! deadlocks. Each [`Twin`] breaks one rule, and must be found out: so a model that finds nothing would be noticed.
+//! deadlocks. Each [`Twin`] breaks one rule, and the test fails unless that is detected.
 //!
-//! It is a model: it has the order of locks and what happens between them, and none of the code. What a lock guards is a number.
+//! It is a model: it has the order of locks and what happens between them, not the code. Each lock guards a number.
 
 use shuttle::sync::{Arc, Mutex, MutexGuard};
 use shuttle::thread;
@@ -27,7 +27,7 @@ pub enum Twin {
     /// A batch waits for its sequences while it is attached to the interpreter.
     WaitsAttached,
     /// A poisoned lock is taken as if nothing had happened.
-    LooksBehindPoison,
+    IgnoresPoison,
     /// A step reads the ledger under one lock, and writes it under another.
     LetsGoOfTheLedger,
 }
@@ -100,7 +100,7 @@ impl<'a> Keys<'a> {
             }
             Err(_) => lock.wait(),
         };
-        if guard.poisoned && self.world.twin != Twin::LooksBehindPoison {
+        if guard.poisoned && self.world.twin != Twin::IgnoresPoison {
             return Err(Poisoned);
         }
         Ok(guard)
@@ -124,7 +124,7 @@ impl World {
         }
     }
 
-    /// The door: `work` runs attached, or detached where it takes long. A panic ends here.
+    /// Runs `work` attached, or detached where it takes long. A panic ends here.
     fn enter<'a>(&'a self, is_long: bool, work: impl FnOnce(&Keys<'a>) -> Result<(), Poisoned>) {
         let keys = Keys {
             world: self,
@@ -153,7 +153,7 @@ impl World {
                 let mut sequence = match keys.lock(sequence) {
                     Ok(sequence) => sequence,
                     Err(error) => {
-                        // What was appended is taken back.
+                        // The appended tokens are removed.
                         for before in &self.sequences[..at] {
                             keys.lock(before)?.value -= 1;
                         }

@@ -88,11 +88,11 @@ def test_exact_reuse_changes_rounding_alone(report: measure.Report) -> None:
         assert exact.moved == 0
 
 
-def test_turned_keys_diverge_less_than_unturned_ones(report: measure.Report) -> None:
+def test_rotated_keys_diverge_less_than_unrotated_ones(report: measure.Report) -> None:
     for scenario in (ONE, FIVE):
-        turned, unturned = (figures(report, n, scenario) for n in ("rotated", "unrotated"))
-        assert turned.kl_mean < unturned.kl_mean / 2
-        assert (turned.moved, turned.computed) == (unturned.moved, unturned.computed)
+        rotated, unrotated = (figures(report, n, scenario) for n in ("rotated", "unrotated"))
+        assert rotated.kl_mean < unrotated.kl_mean / 2
+        assert (rotated.moved, rotated.computed) == (unrotated.moved, unrotated.computed)
 
 
 def test_recomputed_tokens_are_computed_and_not_moved(report: measure.Report) -> None:
@@ -129,7 +129,7 @@ def test_report_is_the_same_again() -> None:
     assert again[0] == again[1]
 
 
-def test_window_moves_everything_behind_the_system_prompt() -> None:
+def test_window_moves_everything_after_the_system_prompt() -> None:
     found = measure.calibrate(
         shipped.model_path("partial"),
         policies=["exact", "rotated+first1"],
@@ -144,7 +144,7 @@ def test_window_moves_everything_behind_the_system_prompt() -> None:
 # --- the pieces -----------------------------------------------------------------------------------
 
 
-def test_model_whose_keys_do_not_turn_as_its_config_says_is_refused() -> None:
+def test_model_whose_keys_are_not_rotated_as_its_config_says_is_refused() -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(shipped.model_path("gqa")).eval()
     model.config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
     with pytest.raises(kvtrie.UnsupportedRopeError, match="layer 0"):
@@ -261,7 +261,7 @@ def test_command_reads_a_chat_file_and_shows_tables(tmp_path: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
     "no such model": (lambda tmp: [tmp / "none"], "not a model directory"),
     "no config": (lambda tmp: [tmp], "config.json"),
-    "unknown policy": (lambda _: ["gqa", "--policies", "exact,rotat"], "unknown policy 'rotat'"),
+    "unknown policy": (lambda _: ["gqa", "--policies", "exact,turn"], "unknown policy 'turn'"),
     "no policy": (lambda _: ["gqa", "--policies", ","], "no policy"),
     "no chat file": (lambda tmp: ["gqa", "--conversations", tmp / "none.jsonl"], "No such file"),
     "no folder": (lambda tmp: ["gqa", "--out", tmp / "a" / "b.json"], "there is no directory"),

@@ -56,7 +56,7 @@ def test_digest_ignores_place_indent_and_how_tensors_are_cut(model: Path, tmp_pa
         save_file(part, other / name, metadata={"format": "pt"})
     index = {key: name for name, part in zip(names, parts, strict=True) for key in part}
     (other / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    # The same weights once more under other names are not looked at.
+    # Copies of the weights under other names are not read.
     save_file(WEIGHTS, other / "consolidated.safetensors")
     assert _checkpoint.digest(other) == found
     assert len(found) == 32

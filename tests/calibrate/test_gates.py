@@ -43,7 +43,7 @@ FIRST4 = kvtrie.ReusePolicy(min_run=16, recompute_first=4)
 
 
 def control(*figures: gates.Figures, lost: int = 250) -> gates.Control:
-    """A control on the data of these figures that loses so many answers in each scenario."""
+    """A control on the data of these figures that loses `lost` answers in each scenario."""
     return gates.Control(
         "unrotated",
         tuple(replace(one, lost=min(lost, one.right_full), gained=0) for one in figures),
@@ -268,7 +268,7 @@ def test_thresholds_that_are_not_numbers_are_refused(value: Any) -> None:
 
 
 def test_figures_with_nothing_right_clear_nothing() -> None:
-    # Regression: these figures were cleared, as nothing that is wrong anyway can be lost.
+    # Regression: these figures were cleared, as no answer could be lost when none was right.
     found = reason(replace(GOOD, questions=400, right_full=0, lost=0, kl_mean=2.5, top1=0.2))
     assert "full recomputation is right on 0 of 400 questions, at least 50% are needed" in found
     assert "no control is detected as worse" in found
@@ -326,7 +326,7 @@ def test_policy_without_a_scenario_of_the_control_clears_nothing() -> None:
 
 
 def test_scenario_that_comes_twice_clears_nothing() -> None:
-    # Else the same questions would be counted again until the interval is narrow enough.
+    # Otherwise counting the same questions again would narrow the interval.
     assert "the scenario 'one turn' twice" in reason(GOOD, GOOD)
 
 
@@ -389,7 +389,7 @@ def is_cleared(figures: gates.Figures, other: gates.Figures, limits: gates.Thres
 def test_nothing_is_cleared_that_lacks_a_condition(
     case: tuple[gates.Figures, gates.Figures, gates.Thresholds],
 ) -> None:
-    # The rule once more, condition by condition, with no code of the module but the interval.
+    # The rule again, condition by condition, with no code of the module but the interval.
     def interval(one: gates.Figures) -> tuple[float, float]:
         return gates.paired_interval(one.lost, one.gained, one.questions)
 
@@ -500,7 +500,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "control divergence negative": put(*CONTROL, "kl_mean", value=-1.0),
     "control undetected": put(*CONTROL, "lost", value=0),
     "scenario that the control lacks": put(*FIGURES, "scenario", value="five turns"),
-    "cleared a lie": put(*FIGURES, "lost", value=50),
+    "cleared wrongly": put(*FIGURES, "lost", value=50),
     "cleared a text": put("policies", 0, "cleared", value="yes"),
     "cleared a number": put("policies", 0, "cleared", value=1),
     "policy exact": put("policies", 0, "policy", "approximate", value=False),

@@ -1,4 +1,4 @@
-"""The page of figures is what its command writes, and the figures on it can tell policies apart."""
+"""The page of figures is what its command writes, and its figures distinguish policies."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_figures_hold_their_own_intervals(figures: dict[str, Any]) -> None:
             assert (row["loss_low"], row["loss_high"]) == pytest.approx(ends)
 
 
-def test_limits_lie_between_what_keeps_the_answers_and_every_control(
+def test_limits_are_between_cleared_policies_and_every_control(
     figures: dict[str, Any],
 ) -> None:
-    # Each limit by itself refuses each control, and no policy that is cleared comes near it.
+    # Each limit by itself refuses each control, and no cleared policy is near it.
     limits = gates.Thresholds()
     for model in figures["models"].values():
         assert model["thresholds"] == asdict(limits)

@@ -1,4 +1,4 @@
-"""What a run has measured outlives it: interrupted, killed, on a full disk; for that run alone."""
+"""A run's figures survive an interrupt, a kill and a full disk, and only that run resumes them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_file_of_another_format_is_refused(path: Path, monkeypatch: pytest.Monke
 def test_file_that_another_process_has_is_refused(path: Path) -> None:
     with Partial(path), pytest.raises(PartialError, match="another run is writing it"):
         Partial(path)
-    # A lock ends with its process, so nothing is left that somebody would have to remove.
+    # A lock ends with its process, so no file is left to remove.
     Partial(path).close()
 
 

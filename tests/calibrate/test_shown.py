@@ -1,4 +1,4 @@
-"""What `kvtrie calibrate` shows: nothing is cut, and no claim is made without the data for it."""
+"""The output of `kvtrie calibrate`: nothing is cut, and no claim lacks data."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 ONE, FIVE, WINDOW = SCENARIOS
-THOUGHTS = (
+REASONING = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}<|im_end|>"
     "{% endfor %}{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 )
@@ -72,7 +72,7 @@ def test_conversation_is_a_function_of_its_seed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_questions_ask_for_what_stands_in_an_earlier_answer_of_the_window_alone(seed: int) -> None:
+def test_questions_ask_for_an_earlier_answer_of_the_window(seed: int) -> None:
     messages = recall.conversation(seed, 30)
     exchanges = [messages[at : at + 2] for at in range(1, len(messages), 2)]
     for number, (asked, reply) in enumerate(exchanges):
@@ -97,7 +97,7 @@ def test_chat_template_shows_what_the_models_were_trained_on(kind: str) -> None:
         assert tokenizer.unk_token_id not in lesson.ids
 
 
-def test_steps_leave_earlier_thoughts_out_and_keep_the_reply_whole(
+def test_steps_drop_earlier_reasoning_and_keep_the_reply_whole(
     tokenizer: PreTrainedTokenizerBase, renderer: Renderer
 ) -> None:
     first, second = steps_of(renderer, ONE, 2)
@@ -137,10 +137,10 @@ def test_built_in_asks_at_least_as_many_questions(renderer: Renderer, scenario: 
     assert 21 <= asked <= 30
 
 
-def test_thought_between_marks_and_template_that_opens_it(
+def test_reasoning_between_marks_and_template_that_opens_it(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    tokenizer.chat_template = THOUGHTS
+    tokenizer.chat_template = REASONING
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Draw"},
         {"role": "assistant", "content": "<think>\nhmm\n</think>\n\nAda 10"},
@@ -154,7 +154,7 @@ def test_thought_between_marks_and_template_that_opens_it(
     assert second.is_measured
 
 
-def test_conversation_without_thoughts_has_nothing_to_measure(renderer: Renderer) -> None:
+def test_conversation_without_reasoning_has_nothing_to_measure(renderer: Renderer) -> None:
     plain = [
         {"role": "user", "content": "Draw"},
         {"role": "assistant", "content": "Ada 10"},

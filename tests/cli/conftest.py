@@ -94,7 +94,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def talk(write: Callable[..., Path]) -> Path:
-    """Three turns, a message a line."""
+    """Three turns, one message per line."""
     return write(*TALK)
 
 
@@ -113,7 +113,7 @@ def run(model_dir: Path) -> Callable[..., Result]:
 
 @pytest.fixture
 def kvtrie_process() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """A function that runs the command in a process of its own."""
+    """A function that runs the command in another process."""
 
     def invoke(*args: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kvtrie.cli", *map(str, args)]

@@ -71,7 +71,7 @@ def test_json_is_one_document_and_adds_up(run: Run, talk: Path) -> None:
         assert 1 <= turn["new_tokens"] <= 6
     assert turns[0]["exact"] == 0
     for before, after in pairwise(turns):
-        # Append only, one token a byte: all but the last, open block is found.
+        # Append only, one token per byte: all but the last, open block is found.
         computed = before["prompt_tokens"] + before["new_tokens"] - 1
         assert after["exact"] >= computed // 16 * 16 - 16
     summary = found["summary"]
@@ -151,7 +151,7 @@ def test_tables_name_every_figure(run: Run, talk: Path) -> None:
     assert "…" not in result.stdout
 
 
-def test_one_conversation_a_line(run: Run, write: Write) -> None:
+def test_one_conversation_per_line(run: Run, write: Write) -> None:
     first = {"messages": [{"role": "user", "content": "a"}]}
     second = {
         "messages": [
@@ -163,7 +163,7 @@ def test_one_conversation_a_line(run: Run, write: Write) -> None:
     found = document(run(write(first, "", second), "--json"))
     assert [(c["line"], len(c["turns"])) for c in found["conversations"]] == [(1, 1), (3, 2)]
     assert found["conversations"][1]["turns"][0]["question"] == "b"
-    # What one conversation computed, the next one finds.
+    # The next conversation finds what one has computed.
     assert found["conversations"][1]["turns"][0]["reference"] == "c"
 
 
@@ -194,7 +194,7 @@ def test_tight_pool_evicts_and_stays_right(run: Run, talk: Path) -> None:
     assert found["summary"]["identical"] is True
 
 
-def test_wrong_kv_is_found_out(run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kv_is_detected(run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtrie.kernels import reference  # noqa: PLC0415 - what the test breaks
 
     real = reference.gather_blocks

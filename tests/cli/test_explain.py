@@ -265,7 +265,7 @@ def test_arguments_that_contradict_each_other(
     refused(run(path, text, "--tokenizer", model_dir), "text", "token ids; give two of a kind")
 
 
-def test_tokenizer_that_is_none(file: File) -> None:
+def test_tokenizer_that_is_not_there(file: File) -> None:
     broken = file("{}", "tokenizer.json")
     refused(run(file(IDS), file(IDS), "--tokenizer", broken.parent), "tokenizer.json")
 

@@ -141,7 +141,7 @@ def interrupt_import_of(module: str, args: list[str], tmp_path: Path) -> tuple[i
 
 
 def test_command_line_starts_without_imports_that_take_long() -> None:
-    # What is imported before `main` is called can be interrupted by a traceback alone.
+    # An interrupt during imports before `main` ends with a traceback.
     code = "import kvtrie.cli, sys; print({'numpy', 'torch', 'typer', 'rich'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -1,4 +1,4 @@
-"""Tiny random models, one an architecture, and generators over them."""
+"""Tiny random models, one per architecture, and generators over them."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def _config(architecture: str) -> Any:
             return transformers.MixtralConfig(
                 **gqa, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
             )
-        case "glm":  # pairs side by side, half of each head turns
+        case "glm":  # adjacent pairs, half of each head rotated
             return transformers.GlmConfig(**gqa, head_dim=16, attention_bias=True)
         case "smollm3":  # every second layer without RoPE
             return transformers.SmolLM3Config(**gqa, no_rope_layers=[1, 0])
-        case "deepseek-v3":  # MLA: V narrower than K, whose last channels turn
+        case "deepseek-v3":  # MLA: V narrower than K, whose last channels are rotated
             return transformers.DeepseekV3Config(
                 **_SIZES,
                 num_key_value_heads=4,
@@ -155,7 +155,7 @@ def ids() -> Callable[..., NDArray[np.int64]]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
-    """One token a byte (ids 3 to 258), a chat template, and ``<eos>`` as id 2."""
+    """One token per byte (ids 3 to 258), a chat template, and ``<eos>`` as id 2."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
     vocab |= {char: number for number, char in enumerate(alphabet, start=3)}

@@ -126,7 +126,7 @@ class Fuse:
 
 
 class Faulty:
-    """Passes everything on, but burns the fuse before the calls it is told to guard."""
+    """Passes everything on, but burns the fuse before the calls that it guards."""
 
     def __init__(self, real: Any, fuse: Fuse, *guarded: str) -> None:
         self.real = real
@@ -195,7 +195,7 @@ def test_failure_at_every_call_loses_no_block(
     failures = 0
     at = 0
     while True:
-        # Every call at first, then ever fewer: later ones repeat what earlier ones did.
+        # Every call at first, then fewer and fewer: later calls repeat earlier ones.
         at += 1 + at // 24
         generator = make(num_blocks=num_blocks, prefill_chunk=8)
         fuse = Fuse(at)
@@ -213,7 +213,7 @@ def test_failure_at_every_call_loses_no_block(
         if fuse.left > 0:
             assert not failed
             break
-        # One call failed: one request at most ends with it (an insert may fail that was the last).
+        # One call failed: one request ends with it.
         assert [str(request.error)[:13] for request in failed] == ["injected into"]
         assert generator.generate(ids(30), max_new_tokens=1).usage.prompt == 30
         check_drained(generator)

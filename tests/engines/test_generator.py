@@ -1,4 +1,4 @@
-"""Generator: what it accepts, how answers end, what it says about itself."""
+"""Generator: what it accepts, how answers end, and its properties."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT = [{"role": "user", "content": "hé"}]
 
 
 def fresh(models: Models) -> PreTrainedModel:
-    """A model of its own, with weights of its own."""
+    """A new model with new weights."""
     config = copy.deepcopy(models("llama-gqa").config)
     model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
     return model
@@ -128,7 +128,7 @@ def test_answer_ends_with_a_stop_id(make: Make, ids: Ids) -> None:
 def test_answer_ends_with_the_context(make: Make, ids: Ids) -> None:
     generator = make("gpt2", num_blocks=200)
     done = generator.generate(ids(505), max_new_tokens=100, ignore_eos=True)
-    # 512 positions; the token behind the last of them is never run.
+    # 512 positions; the token after the last of them is never computed.
     assert (len(done.tokens), done.finish_reason) == (8, "length")
     assert len(generator.generate(ids(512), max_new_tokens=100).tokens) == 1
     with pytest.raises(ValueError, match="513 prompt tokens, the model takes 512"):
@@ -231,7 +231,7 @@ def test_a_call_of_a_tool_needs_no_content(talk: Generator) -> None:
 def test_a_completion_says_why_an_approximate_policy_reused_exactly(
     models: Models, ids: Ids
 ) -> None:
-    """Without a gate the policy becomes exact, and the caller is told."""
+    """Without a gate the policy becomes exact, and the completion says why."""
     policy = kvtrie.ReusePolicy(approximate=True)
     generator = Generator(models("llama-gqa"), num_blocks=64, block_size=4)
     done = generator.generate(ids(9), max_new_tokens=1, policy=policy)
@@ -309,7 +309,7 @@ def test_models_that_cannot_be_held_are_refused(config: Any, named: str) -> None
         Generator(model, num_blocks=8)
 
 
-def test_config_that_does_not_tell_the_truth_is_found_out(models: Models) -> None:
+def test_config_that_misstates_the_model_is_detected(models: Models) -> None:
     model = fresh(models).eval()
     model.config.num_key_value_heads = 4
     with pytest.raises(LayoutError, match="layer 0 has K of shape"):
@@ -334,7 +334,7 @@ def test_namespace_names_what_kv_depends_on(models: Models, make: Make) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_element_types_answer_the_same_with_reuse(
+def test_other_element_types_give_the_same_answers_with_reuse(
     dtype: torch.dtype, models: Models, ids: Ids
 ) -> None:
     model: Any = fresh(models)

@@ -15,14 +15,14 @@ from kvtrie.engines._store import Store
 
 BLOCK = 4
 SPACE = kvtrie.Namespace(model="m", salt="lease")
-# Two whole blocks in place; behind them two runs of a cached text of 12 tokens, with gaps around.
+# Two whole blocks in place; after them two runs of a cached text of 12 tokens, with gaps around.
 HEAD = list(range(8))
 RUN = list(range(100, 112))
 NEW = list(range(200, 220))
 
 
 class Pool:
-    """Stands for a pool; it writes down what is copied."""
+    """A fake pool that records copies."""
 
     def __init__(self) -> None:
         self.copied: list[int] = []
@@ -95,7 +95,7 @@ def test_gaps_are_computed_left_to_right(
     lease = Lease(store, seq, ReusePolicy())
     assert ranges(lease, limit) == want
     assert lease.is_computed
-    # What is computed and a whole block is the index's.
+    # Whole computed blocks are the index's.
     assert lease.num_held == len(lease.table) - len(seq) // BLOCK
     lease.close()
     check_empty(store, lease)
@@ -109,7 +109,7 @@ def test_only_what_is_computed_is_inserted() -> None:
     assert lease.num_held == 6
     lease.issue(11)
     lease.advance(11)
-    # Behind 11, the copied run up to 23 counts: three more whole blocks.
+    # After 11, the copied run up to 23 counts: three more whole blocks.
     assert store.ledger.new_range(lease) == (20, 23)
     assert lease.num_held == 3
     lease.issue(27)

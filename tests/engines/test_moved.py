@@ -1,8 +1,8 @@
-"""Approximate reuse: what a plan says is what the model sees, on every kind of RoPE.
+"""Approximate reuse: the model sees what the plan says, on every kind of RoPE.
 
-The oracle puts a cache together by hand. What is moved comes from a pass of the bare model over the
-cached text *at the position it is moved to*: RoPE tells apart distances alone, so that pass gives
-every layer the keys and values of the first one, turned. No rotation of kvtrie's is used.
+The oracle puts a cache together by hand. Moved KV comes from a pass of the bare model over the
+cached text *at the position it is moved to*: RoPE depends on distances only, so that pass gives
+every layer the keys and values of the first pass, rotated. kvtrie's own rotation is not used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Check = Callable[[Generator], None]
     Models = Callable[[str], PreTrainedModel]
 
-# As in test_reuse.py; turning adds one rounding of K.
+# As in test_reuse.py; rotation adds one rounding of K.
 TOLERANCE = 1e-4
 APPROXIMATE = kvtrie.ReusePolicy(min_run=16)
 ROPE_MODELS = (
@@ -50,7 +50,7 @@ ROPE_MODELS = (
 def rows_at(
     model: PreTrainedModel, text: Sequence[int], delta: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """K and V of every layer of a text whose first token stands at position ``delta``."""
+    """K and V of every layer of a text whose first token is at position ``delta``."""
     cache = DynamicCache(config=model.config)
     positions = torch.arange(len(text)) + delta
     with torch.inference_mode():
@@ -101,7 +101,7 @@ def edits(text: list[int], new: list[int]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("architecture", ROPE_MODELS)
-def test_prompts_are_answered_as_if_put_together_by_hand(
+def test_logits_equal_those_of_a_cache_put_together_by_hand(
     architecture: str, make: Make, ids: Ids, models: Models, check_drained: Check
 ) -> None:
     text, new = ids(120).tolist(), ids(40, seed=1).tolist()
@@ -123,7 +123,7 @@ def test_prompts_are_answered_as_if_put_together_by_hand(
 
 
 @pytest.mark.parametrize("architecture", ["llama-gqa", "deepseek-v3"])
-def test_unturned_keys_would_be_noticed(
+def test_unrotated_keys_would_be_noticed(
     architecture: str, make: Make, ids: Ids, models: Models
 ) -> None:
     text, new = ids(120).tolist(), ids(40, seed=1).tolist()
@@ -154,7 +154,7 @@ def test_a_plain_request_never_sees_approximate_kv(
     assert exact.tokens == plain.greedy(prompt, 6)
     want = plain.logits(prompt, exact.tokens)
     torch.testing.assert_close(exact.logits, want, atol=TOLERANCE, rtol=0)
-    # What it computed has taken the place of the approximate entries.
+    # Its computed blocks have replaced the approximate entries.
     again = generator.generate(prompt, policy=APPROXIMATE, **options)
     assert again.usage.exact == len(prompt) - 1
     assert again.tokens == exact.tokens
@@ -170,7 +170,7 @@ def test_what_a_request_moved_is_reused_in_place_by_the_next_turn(
     prompt = text[:28] + text[56:]
     first = generator.generate(prompt, max_new_tokens=8, ignore_eos=True)
     second = generator.generate([*prompt, *first.tokens, *new[:5]], max_new_tokens=1)
-    # The last token has no KV; what lies in whole blocks is in place.
+    # The last token has no KV; whole blocks are in place.
     assert second.usage.exact == 28
     assert second.usage.exact + second.usage.moved >= len(prompt) + 4
     check_drained(generator)
@@ -203,7 +203,7 @@ def test_a_config_that_misstates_its_rope_is_refused(models: Models, ids: Ids) -
 
 
 def test_a_model_that_was_cast_is_refused(ids: Ids) -> None:
-    """Its frequencies are rounded with its weights: far tokens would be turned to other places."""
+    """Its frequencies are rounded with its weights: far tokens would be rotated wrongly."""
     config = transformers.LlamaConfig(
         vocab_size=300,
         hidden_size=64,

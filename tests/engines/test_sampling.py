@@ -57,8 +57,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     both = float(shares[1] + shares[4])
     at_edge = draws(Sampling(temperature=1.0, top_p=both - 1e-4))
     assert (at_edge > 0).tolist() == [False, True, False, False, True]
-    behind = draws(Sampling(temperature=1.0, top_p=both + 1e-4))
-    assert (behind > 0).tolist() == [False, True, True, False, True]
+    wider = draws(Sampling(temperature=1.0, top_p=both + 1e-4))
+    assert (wider > 0).tolist() == [False, True, True, False, True]
 
 
 def test_seed_decides() -> None:

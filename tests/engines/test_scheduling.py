@@ -84,7 +84,7 @@ def test_same_blocks_computed_twice_are_kept_once(
     make: Make, ids: Ids, check_blocks: Check, check_drained: Check
 ) -> None:
     generator = make(prefill_chunk=4)
-    # In pieces, side by side: each computes the blocks that the other has not inserted yet.
+    # In pieces, interleaved: each computes the blocks that the other has not inserted yet.
     requests = [
         generator.submit([*ids(12).tolist(), tail, *ids(20, seed=9).tolist()], max_new_tokens=3)
         for tail in (5, 5, 6)
@@ -128,7 +128,7 @@ def test_preempted_request_goes_on_with_its_tokens(
     assert young.num_preemptions > 0
     assert old.num_preemptions == 0
     assert [old.tokens, young.tokens] == alone
-    # What the prompt cost is told once, not again after a preemption.
+    # The prompt's cost is reported once, not again after a preemption.
     assert young.usage.prompt == 8
     check_drained(generator)
 

@@ -93,7 +93,7 @@ def test_plain_requests_among_approximate_ones(
     check_blocks: Check,
     check_drained: Check,
 ) -> None:
-    """Histories are cut in the middle; what moves is never seen by a request that did not ask."""
+    """Histories are cut in the middle; plain requests never see moved KV."""
     rng = random.Random(seed)
     oracle = make(num_blocks=600)
     generator = make(

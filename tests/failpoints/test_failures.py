@@ -1,4 +1,4 @@
-"""A call that fails inside has changed nothing, or nobody sees what it left.
+"""A call that fails inside has changed nothing, or its handles become unusable.
 
 The error is a typed one, and the interpreter lives. These run on an extension that is built with
 failpoints: `make test-failpoints`.
@@ -22,7 +22,7 @@ if not hasattr(_core, "_arm_failpoint"):
         "the extension is built without failpoints: make test-failpoints", allow_module_level=True
     )
 
-# What a plan of an unusable index could be released to is gone.
+# A plan of an unusable index cannot be released.
 pytestmark = pytest.mark.filterwarnings("ignore:a ReusePlan was collected:ResourceWarning")
 
 arm: Callable[[int, bool], None] = vars(_core)["_arm_failpoint"]
@@ -63,7 +63,7 @@ class World:
         return self.index.evict(2)
 
     def num_unusable(self) -> int:
-        """How many handles refuse whatever they are asked."""
+        """How many handles refuse every call."""
         probes: list[tuple[str, Callable[[], object]]] = [
             ("the index", self.index.digest),
             ("the ledger", self.ledger.__len__),
@@ -144,9 +144,9 @@ def test_a_panic_in_a_call_makes_its_handles_unusable_and_no_others(name: str) -
         assert error is not None
         said = f"internal error: {fired[0]}: a failpoint; what the call was working on is unusable"
         assert str(error) in {said, f"{said} (request 'r')"}
-        # Whatever was locked says so from then on, by its own name.
+        # Each handle that was locked reports that from then on, by its own name.
         assert world.num_unusable() >= 1, fired
-        # Nothing that a handle does when it goes away can fail.
+        # Freeing a handle cannot fail.
         del world, error
         gc.collect()
         other = World()

@@ -1,7 +1,7 @@
-"""KV tensors as engines keep them, with a slow second opinion of where K and V lie.
+"""KV tensors as engines keep them, with a slow reference for where K and V are.
 
-``Form.split`` finds K and V by slicing and permuting shapes, as a person would; it shares no code
-with the axes that the package reads.
+``Form.split`` finds K and V by slicing and permuting shapes; it shares no code with the axes that
+the package reads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Held:
-    """Tensors as an engine holds them, and the storages behind them."""
+    """Tensors as an engine holds them, and their storages."""
 
     tensors: Any
     storages: list[torch.Tensor]
@@ -87,7 +87,7 @@ class Form:
 
     Attributes:
         name: For test ids.
-        axes: As ``KVLayout.from_tensors`` is told.
+        axes: The argument of ``KVLayout.from_tensors``.
         make: Makes the tensors of all layers.
         split: K and V of each layer, ``[blocks, tokens, heads, dim]``, copies.
         latent: There is no V, and one head.
@@ -186,13 +186,13 @@ def _apart(tensors: Any, s: Sizes) -> Sides:
 
 
 def _one_row_of_k_and_v(m: Maker, s: Sizes) -> Any:
-    """K and V handed over apart, though rows of both lie in one tensor, one behind the other."""
+    """K and V passed separately, though their rows alternate in one tensor."""
     both = [m(s.slots, s.heads, s.head_dim + s.v_head_dim) for _ in range(s.layers)]
     return [t[..., : s.head_dim] for t in both], [t[..., s.head_dim :] for t in both]
 
 
 def _layers_inside_blocks(m: Maker, s: Sizes) -> Any:
-    """One tensor whose blocks hold all layers, handed over layer by layer."""
+    """One tensor whose blocks hold all layers, passed layer by layer."""
     whole = m(s.blocks, s.layers, 2, s.block_size, s.heads, s.head_dim)
     return [whole[:, layer] for layer in range(s.layers)]
 

@@ -1,4 +1,4 @@
-"""Prints the figures of docs/rope.md: how exact turned keys are.
+"""Prints the figures of docs/rope.md: how exact rotated keys are.
 
 Run: python -m tests.kernels.rope_figures
 """
@@ -20,24 +20,24 @@ DELTAS = (1, -1, 1534, -32768, 131071, 10**6, -(10**6))
 
 def main() -> None:
     say = sys.stdout.write
-    unturned, old = rotation.keys(ROPE, TOKENS), OLD + torch.arange(TOKENS)
+    unrotated, old = rotation.keys(ROPE, TOKENS), OLD + torch.arange(TOKENS)
     for dtype in rotation.DTYPES:
         say(f"{dtype}\n")
-        source = unturned.to(dtype)
+        source = unrotated.to(dtype)
         worst = 0.0
         for delta in DELTAS:
             exact = rotation.complex_turn(source, ROPE, delta)
             once = rotation.error(exact.to(dtype), exact)
             worst = max(worst, rotation.error(rotate(source, ROPE, delta), exact) / once)
         say(f"  one turn over one rounding, worst of {len(DELTAS)} deltas: {worst:.4f}\n")
-        cached = rotation.complex_turn(unturned, ROPE, old).to(dtype)
+        cached = rotation.complex_turn(unrotated, ROPE, old).to(dtype)
         for turns in (1, 16, 64):
             generator = torch.Generator().manual_seed(5)
             steps = torch.randint(-500, 500, (turns,), generator=generator).tolist()
             moved = cached
             for step in steps:
                 moved = rotate(moved, ROPE, step)
-            exact = rotation.complex_turn(unturned, ROPE, old + sum(steps))
+            exact = rotation.complex_turn(unrotated, ROPE, old + sum(steps))
             chained = rotation.error(moved, exact)
             once = rotation.error(rotate(cached, ROPE, sum(steps)), exact)
             say(f"  {turns:2} turns: chained {chained:.1e}, once {once:.1e}\n")
@@ -47,11 +47,11 @@ def main() -> None:
     say("angles in float32 and everything else in float64\n")
     for position in (32_768, 10**6):
         at = torch.arange(position - TOKENS, position)
-        exact = rotation.complex_turn(unturned, ROPE, at)
+        exact = rotation.complex_turn(unrotated, ROPE, at)
         angles = (at.float()[:, None] * torch.tensor(rotary.inv_freq).float()).double()
-        first, second = unturned.chunk(2, dim=-1)
-        turned = torch.complex(first, second) * torch.exp(1j * angles)
-        got = torch.cat((turned.real, turned.imag), dim=-1)
+        first, second = unrotated.chunk(2, dim=-1)
+        rotated = torch.complex(first, second) * torch.exp(1j * angles)
+        got = torch.cat((rotated.real, rotated.imag), dim=-1)
         say(
             f"  position {position:,}: relative error {rotation.error(got, exact):.1e}, "
             f"worst channel {float((got - exact).abs().max()):.1e}\n"

@@ -1,4 +1,4 @@
-"""KVPool.apply on every form: what it means, and that it touches nothing else."""
+"""KVPool.apply on every form: its result, and that it changes nothing else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def moved(
     moves: NDArray[Any],
     rope: RopeSpec | None,
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """What K and V should be: one token at a time, turned by the function that defines turning."""
+    """The right K and V: one token at a time, rotated by the reference function."""
     after = []
     for layer, (k, v) in enumerate(sides):
         new_k, new_v = k.clone(), None if v is None else v.clone()
@@ -51,8 +51,8 @@ def moved(
                 a, b = int(move["source_slot"]) + i, int(move["dest_slot"]) + i
                 row = k[a // size, a % size]
                 if rope is not None and move["delta"]:
-                    turned = reference.rotate(row.unsqueeze(1), rope, int(move["delta"]), layer)
-                    row = turned.squeeze(1)
+                    rotated = reference.rotate(row.unsqueeze(1), rope, int(move["delta"]), layer)
+                    row = rotated.squeeze(1)
                 new_k[b // size, b % size] = row
                 if v is not None and new_v is not None:
                     new_v[b // size, b % size] = v[a // size, a % size]
@@ -71,7 +71,7 @@ def check_apply(
     for (k, v), (new_k, new_v) in zip(want, form.split(held.tensors, sizes), strict=True):
         assert same_bits(k, new_k)
         assert v is None or new_v is None or same_bits(v, new_v)
-    # With the destinations put back, every byte is as it was: nothing else was touched.
+    # With the destinations restored, every byte is as before: nothing else was written.
     dests = [int(move["dest_slot"]) + i for move in moves for i in range(int(move["num_tokens"]))]
     for old, views in zip(zip(*before, strict=True), (pool.k, pool.v), strict=True):
         for old_rows, rows in zip(old, views, strict=True):
@@ -143,7 +143,7 @@ def test_what_is_no_number_stays_in_its_pair(rope: str, dtype: str, value: float
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_unturned_rows_keep_every_bit(dtype: str) -> None:
+def test_unrotated_rows_keep_every_bit(dtype: str) -> None:
     """Payloads of NaN, subnormal numbers and the sign of zero, in K without a delta and in V."""
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=12, dtype=dtype, block_size=4)
     pool = KVPool(layout, RopeSpec((rotary(6),), 12), num_blocks=4)
@@ -208,7 +208,7 @@ BAD_MOVES = [
         "slot 22 is both source and destination",
     ),
     (
-        "behind-a-touching-one",
+        "after-a-touching-one",
         [(0, 10, 10, 0), (20, 28, 4, 0), (5, 22, 2, 0)],
         ValueError,
         "slot 22 is both source and destination",
@@ -256,7 +256,7 @@ def test_apply_refuses_a_delta_without_rope() -> None:
 
 @given(seed=st.integers(0, 2**32), changes=st.integers(0, 2))
 def test_checks_agree_with_naming_every_slot(seed: int, changes: int) -> None:
-    """Pieces are sorted and compared by their ends; sets of slots are the second opinion."""
+    """Pieces are sorted and compared by their ends; the reference compares sets of slots."""
     rng = np.random.default_rng(seed)
     moves = random_moves(seed, 40)
     for _ in range(changes if len(moves) else 0):
@@ -301,7 +301,7 @@ def test_plan_of_an_index_is_applied_to_a_labelled_pool() -> None:
     k_rows = labels + torch.rand(2, 1, 2, 12)
     pool.scatter(k_rows, labels.contiguous(), table, 0)
     index.insert(seq, table, num_computed=91, source=kvtrie.COMPUTED)
-    # A head that is shared, two gaps of fresh tokens, and the old tail in another order.
+    # A shared head, two gaps of fresh tokens, and the old tail in another order.
     fresh = rng.integers(20_000, 30_000, 7)
     new = np.concatenate([old[:13], fresh, old[50:85], fresh[:5], old[20:47]])
     wanted = [*range(13), *[-1] * 7, *range(50, 85), *[-1] * 5, *range(20, 47)]

@@ -1,4 +1,4 @@
-"""One conversation, edited again and again: KV is turned once, from the original, or computed."""
+"""One conversation, edited repeatedly: KV is rotated once, from the original, or computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TURNS = Rotary(tuple(10_000.0 ** (-i / 8) for i in range(8)))
 
 
 class Engine:
-    """The loop of the manual over a pool of bfloat16; what is computed is left as it was."""
+    """The loop of the manual over a pool of bfloat16; computed slots are not changed."""
 
     def __init__(self) -> None:
         layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=16, dtype="bfloat16")
@@ -50,7 +50,7 @@ class Engine:
         return table, plan
 
 
-def test_sixty_four_edits_turn_every_key_once() -> None:
+def test_sixty_four_edits_rotate_every_key_once() -> None:
     engine = Engine()
     body = np.arange(1000, 1000 + BODY)
     k = torch.randn(1, BODY, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -73,13 +73,13 @@ def test_sixty_four_edits_turn_every_key_once() -> None:
         assert (found[0].double() - exact).norm() <= 1.05 * rounding
 
 
-def test_what_has_lost_its_original_is_computed_and_not_turned_again() -> None:
+def test_kv_without_its_original_is_computed_and_not_rotated_again() -> None:
     engine = Engine()
     body = np.arange(1000, 1000 + BODY)
     original, _ = engine.ask(body)
     engine.ask(np.concatenate([[5000], body]))
     engine.blocks.free(engine.index.discard(original))
-    # Its copy is still there, turned once; a copy of that would be turned twice.
+    # Its copy is still there, rotated once; a copy of that would be rotated twice.
     prompt = np.concatenate([[6000, 6001], body])
     _, plan = engine.ask(prompt)
     assert (plan.num_approximate, plan.num_compute) == (0, len(prompt))

@@ -43,8 +43,8 @@ def test_a_source_that_is_not_finite_is_named_and_nothing_changes(form: Form, va
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_copied_is_not_looked_at(dtype: str) -> None:
-    """Destinations, and slots of a source block beside those that are copied, may hold anything."""
+def test_slots_that_are_not_copied_are_not_checked(dtype: str) -> None:
+    """Destinations, and slots of a source block next to the copied ones, may hold anything."""
     form = FORMS[0]
     sizes = form.sizes()
     held, same = form.build(dtype, sizes), form.build(dtype, sizes)
@@ -70,7 +70,7 @@ def test_the_largest_finite_numbers_are_finite() -> None:
         pool.apply(COPIES, check_finite=True)
 
 
-def test_moves_with_deltas_are_checked_before_they_turn() -> None:
+def test_moves_with_deltas_are_checked_before_rotation() -> None:
     form = FORMS[0]
     sizes = form.sizes()
     held = form.build("float32", sizes)

@@ -92,7 +92,7 @@ def test_other_ways_do_the_same_work(bench: Any, shape: int) -> None:
         assert torch.equal(applied, copied) == (number >= 2)
 
 
-def test_table_has_a_row_a_case(bench: Any) -> None:
+def test_table_has_a_row_per_case(bench: Any) -> None:
     row = dict.fromkeys(bench.COLUMNS, 0.5) | {"model": "m", "tokens": 4096, "moves": 512}
     lines = bench.table([row]).splitlines()
     assert len(lines) == 3

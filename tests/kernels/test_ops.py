@@ -53,9 +53,9 @@ def test_opcheck(name: str) -> None:
 )
 @pytest.mark.parametrize("name", ["nhd", "sglang"])
 def test_compiled_whole_it_is_ordered_among_its_neighbours(name: str, backend: str) -> None:
-    """A reader before it sees the old rows, a reader behind it the new ones."""
+    """A reader before it sees the old rows, a reader after it the new ones."""
     form = BY_NAME[name]
-    # A product is no code that inductor would write, and g++ take a minute to compile.
+    # A product needs no code from inductor, which g++ takes a minute to compile.
     weights = torch.eye(12)
 
     def step(tensors: list[torch.Tensor], *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:

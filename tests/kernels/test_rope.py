@@ -70,7 +70,7 @@ def test_spec_is_a_value() -> None:
         spec.head_dim = 8  # type: ignore[misc]
 
 
-def test_layers_that_turn_alike_share_one_rotary() -> None:
+def test_layers_with_the_same_rope_share_one_rotary() -> None:
     spec = made(GEMMA3)
     assert len({id(layer) for layer in spec.layers}) == 2
     alike = made(GEMMA3, rope_local_base_freq=10000.0)
@@ -211,7 +211,7 @@ def test_config_is_not_changed() -> None:
     ("changes", "width"),
     [
         pytest.param({"model_type": "phi"}, 8, id="default-of-the-type"),
-        pytest.param({"model_type": "phi", "partial_rotary_factor": 0.25}, 4, id="beside"),
+        pytest.param({"model_type": "phi", "partial_rotary_factor": 0.25}, 4, id="top level"),
         pytest.param(
             {"model_type": "phi", "rope_scaling": {"partial_rotary_factor": 0.25}}, 4, id="inside"
         ),
@@ -265,7 +265,7 @@ def test_latent_and_expanded_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "turning"),
+    ("changes", "rotated"),
     [
         pytest.param({"model_type": "cohere2"}, [1, 1, 1, 0, 1, 1], id="cohere2"),
         pytest.param(
@@ -295,13 +295,13 @@ def test_latent_and_expanded_rows() -> None:
         ),
     ],
 )
-def test_layers_without_rope(changes: dict[str, Any], turning: list[int]) -> None:
+def test_layers_without_rope(changes: dict[str, Any], rotated: list[int]) -> None:
     layers = made(LLAMA, num_hidden_layers=6, **changes).layers
-    assert [int(layer is not None) for layer in layers] == turning
+    assert [int(layer is not None) for layer in layers] == rotated
 
 
 def test_vllms_own_name_of_yarn() -> None:
-    """It writes the name into the config of a DeepSeek model that it has loaded."""
+    """vLLM writes the name into the config of a DeepSeek model that it has loaded."""
     renamed = YARN | {"rope_type": "deepseek_yarn", "apply_yarn_scaling": True}
     assert made(DEEPSEEK, rope_scaling=renamed) == made(DEEPSEEK, rope_scaling=YARN)
 

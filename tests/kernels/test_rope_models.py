@@ -1,7 +1,7 @@
 """Specs against the models themselves: frequencies, and keys that a model computes elsewhere.
 
 Every model type that `RopeSpec.from_config` knows is built tiny, with random weights. Norms get
-random weights too: with weights of one, a norm behind the rotation would go unnoticed.
+random weights too: with weights of one, a norm after the rotation would go unnoticed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A model type, and what of its config is not as transformers would have it."""
+    """A model type, and the fields of its config that differ from transformers' defaults."""
 
     name: str
     model_type: str
@@ -215,8 +215,8 @@ def _keys(case: Case, start: int) -> list[Tensor]:
     return _run(case, _model(case), torch.arange(start, start + NUM_TOKENS))
 
 
-def _unturned_keys(case: Case) -> Tensor:
-    """K of the first layer in float64, with every token at position 0, where nothing turns."""
+def _unrotated_keys(case: Case) -> Tensor:
+    """K of the first layer in float64, with every token at position 0, where nothing is rotated."""
     model = _model(case).to(torch.float64)
     keys = _run(case, model, torch.zeros(NUM_TOKENS, dtype=torch.int64))[0]
     model.to(torch.float32)
@@ -237,7 +237,7 @@ def _spec(case: Case) -> RopeSpec:
     """The spec for what transformers keeps."""
     config = case.config()
     if case.model_type in MLA:
-        # The order that transformers turns expanded heads in is the one it keeps latents in.
+        # transformers rotates expanded heads in the order in which it keeps latents.
         expanded = RopeSpec.from_config(config, mla="expanded").layers[0]
         assert expanded is not None
         return RopeSpec.from_config(config, interleaved=expanded.interleaved)
@@ -290,7 +290,7 @@ def test_frequencies_of_a_table_of_sines(model_type: str) -> None:
 
 @pytest.mark.parametrize(("start", "delta"), [(5, 811), (816, -811)])
 @by_name
-def test_turned_keys_are_those_that_the_model_computes_there(
+def test_rotated_keys_are_those_that_the_model_computes_there(
     case: Case, start: int, delta: int
 ) -> None:
     spec = _spec(case)
@@ -306,11 +306,11 @@ def test_turned_keys_are_those_that_the_model_computes_there(
 @by_name
 def test_first_layer_is_within_twice_the_models_own_error(case: Case) -> None:
     spec, start, delta = _spec(case), 5, 811
-    exact = rotate(_unturned_keys(case), spec, torch.arange(NUM_TOKENS) + start + delta)
+    exact = rotate(_unrotated_keys(case), spec, torch.arange(NUM_TOKENS) + start + delta)
     own = _error(_keys(case, start + delta)[0], exact)
-    turned = rotate(_keys(case, start)[0], spec, delta)
+    rotated = rotate(_keys(case, start)[0], spec, delta)
     assert own < 2e-5
-    assert _error(turned, exact) <= 2 * own
+    assert _error(rotated, exact) <= 2 * own
 
 
 @pytest.mark.parametrize("model_type", MLA)
@@ -329,8 +329,8 @@ def test_expanded_heads_of_latent_attention(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", [name for name in MLA if name != "minicpm3"])
-def test_latent_rows_turn_in_the_pairs_that_vllm_and_sglang_keep(model_type: str) -> None:
-    """They turn ``k_pe`` in place, in pairs; DeepseekV3 of transformers stores it in halves."""
+def test_latent_rows_rotate_in_the_pairs_that_vllm_and_sglang_keep(model_type: str) -> None:
+    """They rotate ``k_pe`` in place, in pairs; transformers' DeepseekV3 stores it in halves."""
     case = CASE[model_type]
     spec, delta = RopeSpec.from_config(case.config()), 811
     assert spec.head_dim == 24 + 8
@@ -360,7 +360,7 @@ def test_config_and_its_json_give_one_spec(case: Case) -> None:
     [name for name, family in FAMILIES.items() if not family.needs_settings],
 )
 def test_defaults_are_those_of_transformers(model_type: str) -> None:
-    """A config.json that leaves RoPE out means what the config class makes of it."""
+    """A config.json without RoPE has the defaults of its config class."""
     case = CASE[model_type]
     needed = {
         *("model_type", "num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim"),
@@ -392,7 +392,7 @@ def test_types_that_are_scaled_by_default_need_settings(model_type: str) -> None
         RopeSpec.from_config(full)
 
 
-# At a base of 50 YaRN's ramp can end behind the last pair.
+# At a base of 50 YaRN's ramp can end after the last pair.
 THETAS = [50, 10000.0, 500000, 1e6, 8e6]
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "linear": [{"factor": 2.0}, {"factor": 7}],

@@ -1,4 +1,4 @@
-"""Turned keys against float64, bit for bit where nothing turns, and what bad input says."""
+"""Rotated keys against float64, bit for bit where nothing is rotated, and bad input."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def keys(rope: RopeSpec, tokens: int = 64, seed: int = 0) -> Tensor:
     return torch.randn(3, tokens, rope.head_dim, generator=generator, dtype=EXACT)
 
 
-def complex_turn(k: Tensor, rope: RopeSpec, delta: Tensor | int) -> Tensor:
-    """What rotating means, in other words: pairs as complex numbers, in float64."""
+def complex_rotation(k: Tensor, rope: RopeSpec, delta: Tensor | int) -> Tensor:
+    """The rotation computed another way: pairs as complex numbers, in float64."""
     rotary = rope.layers[0]
     assert rotary is not None
     moved = k.double().clone()
@@ -66,8 +66,8 @@ def complex_turn(k: Tensor, rope: RopeSpec, delta: Tensor | int) -> Tensor:
     second = first + 1 if rotary.interleaved else first + pairs
     deltas = torch.as_tensor(delta, dtype=EXACT).reshape(-1, 1)
     angle = deltas * torch.tensor(rotary.inv_freq, dtype=EXACT)
-    turned = torch.complex(window[..., first], window[..., second]) * torch.exp(1j * angle)
-    window[..., first], window[..., second] = turned.real, turned.imag
+    rotated = torch.complex(window[..., first], window[..., second]) * torch.exp(1j * angle)
+    window[..., first], window[..., second] = rotated.real, rotated.imag
     return moved
 
 
@@ -84,7 +84,7 @@ def bits(k: Tensor) -> Tensor:
 @dtypes
 def test_error_is_that_of_one_rounding(dtype: torch.dtype, rope: RopeSpec, delta: int) -> None:
     source = keys(rope).to(dtype)
-    exact = complex_turn(source, rope, delta)
+    exact = complex_rotation(source, rope, delta)
     least = error(exact.to(dtype), exact)
     got = error(rotate(source, rope, delta), exact)
     assert got <= 1.05 * least
@@ -102,21 +102,21 @@ def test_every_token_has_its_own_delta(dtype: torch.dtype, rope: RopeSpec) -> No
         for token in range(source.shape[-2])
     ]
     assert torch.equal(bits(moved), bits(torch.cat(one_by_one, dim=1)))
-    assert error(moved, complex_turn(source, rope, deltas)) < 4e-3
+    assert error(moved, complex_rotation(source, rope, deltas)) < 4e-3
 
 
 @specs
 def test_float64_keys_are_an_oracle(rope: RopeSpec) -> None:
     source = keys(rope)
-    assert error(rotate(source, rope, -MILLION), complex_turn(source, rope, -MILLION)) < 1e-15
+    assert error(rotate(source, rope, -MILLION), complex_rotation(source, rope, -MILLION)) < 1e-15
 
 
 @pytest.mark.parametrize("delta", [1534, -31000, MILLION])
 @specs
 def test_bfloat16_is_within_3e_3_of_recomputation(rope: RopeSpec, delta: int) -> None:
-    unturned, old = keys(rope), 31000 + torch.arange(64)
-    cached = complex_turn(unturned, rope, old).bfloat16()
-    recomputed = complex_turn(unturned, rope, old + delta)
+    unrotated, old = keys(rope), 31000 + torch.arange(64)
+    cached = complex_rotation(unrotated, rope, old).bfloat16()
+    recomputed = complex_rotation(unrotated, rope, old + delta)
     assert error(rotate(cached, rope, delta), recomputed) <= 3e-3
 
 
@@ -128,14 +128,14 @@ def test_bfloat16_is_within_3e_3_of_recomputation(rope: RopeSpec, delta: int) ->
         pytest.param(torch.float16, 4e-4, 1.5e-3, id="float16"),
     ],
 )
-def test_sixty_four_chained_turns_drift_and_one_does_not(
+def test_sixty_four_chained_rotations_drift_and_one_does_not(
     dtype: torch.dtype, once: float, chained: float
 ) -> None:
     rope = SPECS["halves"]
     steps = torch.randint(-500, 500, (64,), generator=torch.Generator().manual_seed(5)).tolist()
-    unturned, old = keys(rope), 40000 + torch.arange(64)
-    cached = complex_turn(unturned, rope, old).to(dtype)
-    exact = complex_turn(unturned, rope, old + sum(steps))
+    unrotated, old = keys(rope), 40000 + torch.arange(64)
+    cached = complex_rotation(unrotated, rope, old).to(dtype)
+    exact = complex_rotation(unrotated, rope, old + sum(steps))
     moved = cached
     for step in steps:
         moved = rotate(moved, rope, step)
@@ -244,7 +244,7 @@ deltas_of = st.integers(-MILLION, MILLION)
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(list(SPECS)), deltas_of, deltas_of, st.integers(0, 2**31))
-def test_turns_add_up_and_turn_back(name: str, first: int, second: int, seed: int) -> None:
+def test_rotations_add_up_and_can_be_undone(name: str, first: int, second: int, seed: int) -> None:
     rope = SPECS[name]
     source = keys(rope, tokens=4, seed=seed)
     moved = rotate(rotate(source, rope, first), rope, second)
@@ -256,7 +256,7 @@ def test_turns_add_up_and_turn_back(name: str, first: int, second: int, seed: in
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(list(SPECS)), deltas_of, st.sampled_from(DTYPES), st.integers(0, 2**31))
-def test_turns_keep_norms_and_dot_products(
+def test_rotations_keep_norms_and_dot_products(
     name: str, delta: int, dtype: torch.dtype, seed: int
 ) -> None:
     rope = SPECS[name]
@@ -277,13 +277,13 @@ def test_turns_keep_norms_and_dot_products(
     st.booleans(),
     st.lists(deltas_of, min_size=1, max_size=6),
 )
-def test_any_spec_is_a_turn_of_complex_numbers(
+def test_any_spec_is_a_rotation_of_complex_numbers(
     inv_freq: tuple[float, ...], start: int, rest: int, interleaved: bool, deltas: list[int]
 ) -> None:
     rotary = Rotary(inv_freq=inv_freq, start=start, interleaved=interleaved)
     rope = RopeSpec(layers=(rotary,), head_dim=start + rotary.width + rest)
     source, moved_by = keys(rope, tokens=len(deltas)), torch.tensor(deltas)
-    exact = complex_turn(source, rope, moved_by)
+    exact = complex_rotation(source, rope, moved_by)
     assert torch.allclose(rotate(source, rope, moved_by), exact, rtol=0, atol=1e-12)
     assert error(rotate(source.float(), rope, moved_by), exact) < 1e-6
 

@@ -1,4 +1,4 @@
-"""KVLayout.from_tensors and KVPool.wrap: found where a second opinion finds it, else refused."""
+"""KVLayout.from_tensors and KVPool.wrap: found where the slow reference finds it, else refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_scatter_and_gather_on_every_form(form: Form) -> None:
         assert torch.equal(now, then)
 
 
-def _told(**changes: Any) -> dict[str, Any]:
+def _args(**changes: Any) -> dict[str, Any]:
     known = {
         "axes": "kv blocks tokens heads dim",
         "block_size": 4,
@@ -81,7 +81,7 @@ def _told(**changes: Any) -> dict[str, Any]:
 
 
 def _rows_of_12() -> dict[str, Any]:
-    return _told(axes="(blocks tokens) heads dim", num_kv_heads=1, head_dim=12)
+    return _args(axes="(blocks tokens) heads dim", num_kv_heads=1, head_dim=12)
 
 
 def _tensors(count: int = 2, **options: Any) -> list[torch.Tensor]:
@@ -94,7 +94,7 @@ def _overlapping() -> list[torch.Tensor]:
 
 
 def _apart(offset: int, heads_stride: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """K and V in rows of 24, V so far behind K."""
+    """K and V in rows of 24, V at an offset from K."""
     whole = torch.zeros(999)
     shape, strides = (8, 1, 12), (24, heads_stride, 1)
     return [whole.as_strided(shape, strides)], [whole[offset:].as_strided(shape, strides)]
@@ -124,93 +124,93 @@ def _lying_within() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 REFUSED = [
-    ("shape", _tensors(), _told(num_kv_heads=2), "axis 'heads' of length 3 should have length 2"),
-    ("dim", _tensors(), _told(head_dim=16), "axis 'dim' of length 8"),
-    ("block-size", _tensors(), _told(block_size=8), "axis 'tokens' of length 4"),
-    ("rank", [torch.zeros(6, 4, 3, 8)], _told(), "has 4 axes"),
-    ("kv-3", [torch.zeros(3, 6, 4, 3, 8)], _told(), "axis 'kv' of length 3"),
-    ("dtypes", [*_tensors(1), *_tensors(1, dtype=torch.float16)], _told(), "tensor 1 is torch.f"),
-    ("devices", [*_tensors(1), *_tensors(1, device="meta")], _told(), "tensor 1 has no addresses"),
-    ("meta", _tensors(1, device="meta"), _told(), "no addresses"),
-    ("shapes", [*_tensors(1), torch.zeros(2, 7, 4, 3, 8)], _told(), "tensor 1 has shape"),
+    ("shape", _tensors(), _args(num_kv_heads=2), "axis 'heads' of length 3 should have length 2"),
+    ("dim", _tensors(), _args(head_dim=16), "axis 'dim' of length 8"),
+    ("block-size", _tensors(), _args(block_size=8), "axis 'tokens' of length 4"),
+    ("rank", [torch.zeros(6, 4, 3, 8)], _args(), "has 4 axes"),
+    ("kv-3", [torch.zeros(3, 6, 4, 3, 8)], _args(), "axis 'kv' of length 3"),
+    ("dtypes", [*_tensors(1), *_tensors(1, dtype=torch.float16)], _args(), "tensor 1 is torch.f"),
+    ("devices", [*_tensors(1), *_tensors(1, device="meta")], _args(), "tensor 1 has no addresses"),
+    ("meta", _tensors(1, device="meta"), _args(), "no addresses"),
+    ("shapes", [*_tensors(1), torch.zeros(2, 7, 4, 3, 8)], _args(), "tensor 1 has shape"),
     (
         "strides",
         [*_tensors(1), torch.zeros(2, 6, 3, 4, 8).transpose(2, 3)],
-        _told(),
+        _args(),
         "tensor 1 has strides",
     ),
-    ("float8", _tensors(1, dtype=torch.float8_e4m3fn), _told(), "float8_e4m3fn"),
-    ("int8", _tensors(1, dtype=torch.int8), _told(), "int8"),
-    ("overlap", _overlapping(), _told(), "tensors 0 and 1 overlap"),
+    ("float8", _tensors(1, dtype=torch.float8_e4m3fn), _args(), "float8_e4m3fn"),
+    ("int8", _tensors(1, dtype=torch.int8), _args(), "int8"),
+    ("overlap", _overlapping(), _args(), "tensors 0 and 1 overlap"),
     ("next-row", _apart(20, 24), _rows_of_12(), "tensors 0 and 1 overlap"),
     ("lone-head", _apart(8, 5), _rows_of_12(), "tensors 0 and 1 overlap"),
-    ("twice", _same_twice(), _told(), "tensors 0 and 1 overlap"),
-    ("expanded", _expanded(), _told(), "share addresses"),
-    ("sliding", _sliding(), _told(), "share addresses"),
+    ("twice", _same_twice(), _args(), "tensors 0 and 1 overlap"),
+    ("expanded", _expanded(), _args(), "share addresses"),
+    ("sliding", _sliding(), _args(), "share addresses"),
     (
         "tangled",
         _tangled(),
-        _told(block_size=1, num_kv_heads=1, head_dim=3),
+        _args(block_size=1, num_kv_heads=1, head_dim=3),
         "cannot be verified",
     ),
-    ("within", _lying_within(), _told(axes="(blocks tokens) heads dim"), "different strides"),
-    ("no-blocks", [torch.zeros(2, 0, 4, 3, 8)], _told(), "no elements"),
-    ("empty", [], _told(), "empty"),
-    ("bare", _tensors(1)[0], _told(), "do not name 'layers'"),
-    ("layers-list", _tensors(3), _told(axes="layers blocks tokens heads dim"), "must be a pair"),
-    ("no-pair", _tensors(3), _told(axes="blocks kv tokens heads dim"), "axis 'blocks'|axis 'kv'"),
+    ("within", _lying_within(), _args(axes="(blocks tokens) heads dim"), "different strides"),
+    ("no-blocks", [torch.zeros(2, 0, 4, 3, 8)], _args(), "no elements"),
+    ("empty", [], _args(), "empty"),
+    ("bare", _tensors(1)[0], _args(), "do not name 'layers'"),
+    ("layers-list", _tensors(3), _args(axes="layers blocks tokens heads dim"), "must be a pair"),
+    ("no-pair", _tensors(3), _args(axes="blocks kv tokens heads dim"), "axis 'blocks'|axis 'kv'"),
     (
         "uneven-pair",
         ([torch.zeros(24, 3, 8)] * 2, [torch.zeros(24, 3, 8)]),
-        _told(axes="(blocks tokens) heads dim"),
+        _args(axes="(blocks tokens) heads dim"),
         "2 tensors of K, but 1 of V",
     ),
     (
         "uneven-blocks",
         ([torch.zeros(24, 3, 8)], [torch.zeros(20, 3, 8)]),
-        _told(axes="(blocks tokens) heads dim"),
+        _args(axes="(blocks tokens) heads dim"),
         "K has 6 blocks, V 5",
     ),
-    ("slots", [torch.zeros(25, 3, 16)], _told(axes="(blocks tokens) heads (kv dim)"), "multiple"),
-    ("unlike", _tensors(), _told(v_head_dim=4), "cannot hold both"),
-    ("kv-without-v", _tensors(), _told(v_head_dim=0), "no V"),
-    ("heads", [torch.zeros(6, 4, 16)], _told(axes="blocks tokens (kv dim)"), "'heads'"),
-    ("unknown-axis", _tensors(), _told(axes="kv blocks tokens heads width"), "'width'"),
-    ("twice-named", _tensors(), _told(axes="kv blocks tokens dim dim"), "'dim' twice"),
-    ("missing", _tensors(), _told(axes="kv blocks heads dim"), "do not name 'tokens'"),
-    ("open", _tensors(), _told(axes="kv blocks tokens (heads dim"), "not closed"),
-    ("nested", _tensors(), _told(axes="((kv blocks) tokens) heads dim"), "malformed"),
-    ("closed", _tensors(), _told(axes="kv) blocks tokens heads dim"), "malformed"),
-    ("symbol", _tensors(), _told(axes="kv, blocks tokens heads dim"), "malformed"),
+    ("slots", [torch.zeros(25, 3, 16)], _args(axes="(blocks tokens) heads (kv dim)"), "multiple"),
+    ("unlike", _tensors(), _args(v_head_dim=4), "cannot hold both"),
+    ("kv-without-v", _tensors(), _args(v_head_dim=0), "no V"),
+    ("heads", [torch.zeros(6, 4, 16)], _args(axes="blocks tokens (kv dim)"), "'heads'"),
+    ("unknown-axis", _tensors(), _args(axes="kv blocks tokens heads width"), "'width'"),
+    ("twice-named", _tensors(), _args(axes="kv blocks tokens dim dim"), "'dim' twice"),
+    ("missing", _tensors(), _args(axes="kv blocks heads dim"), "do not name 'tokens'"),
+    ("open", _tensors(), _args(axes="kv blocks tokens (heads dim"), "not closed"),
+    ("nested", _tensors(), _args(axes="((kv blocks) tokens) heads dim"), "malformed"),
+    ("closed", _tensors(), _args(axes="kv) blocks tokens heads dim"), "malformed"),
+    ("symbol", _tensors(), _args(axes="kv, blocks tokens heads dim"), "malformed"),
     (
         "two-unknown",
         torch.zeros(12, 2, 4, 3, 8),
-        _told(axes="(layers blocks) kv tokens heads dim"),
+        _args(axes="(layers blocks) kv tokens heads dim"),
         "neither is known",
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("tensors", "told", "message"),
+    ("tensors", "args", "message"),
     [case[1:] for case in REFUSED],
     ids=[case[0] for case in REFUSED],
 )
-def test_from_tensors_refuses(tensors: Any, told: dict[str, Any], message: str) -> None:
+def test_from_tensors_refuses(tensors: Any, args: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message) as caught:
-        KVLayout.from_tensors(tensors, **told)
+        KVLayout.from_tensors(tensors, **args)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("bad", [None, 3, {"layer": torch.zeros(2)}, [3], [None]])
 def test_from_tensors_refuses_what_is_no_tensor(bad: Any) -> None:
     with pytest.raises(TypeError, match=r"KVLayout\.from_tensors"):
-        KVLayout.from_tensors(bad, **_told())
+        KVLayout.from_tensors(bad, **_args())
 
 
 def test_from_tensors_refuses_axes_of_another_type() -> None:
     with pytest.raises(TypeError, match="axes"):
-        KVLayout.from_tensors(_tensors(), **_told(axes=3))
+        KVLayout.from_tensors(_tensors(), **_args(axes=3))
 
 
 @pytest.mark.parametrize(
@@ -218,11 +218,11 @@ def test_from_tensors_refuses_axes_of_another_type() -> None:
 )
 def test_from_tensors_refuses_sizes_out_of_range(name: str, bad: int) -> None:
     with pytest.raises(ValueError, match=name):
-        KVLayout.from_tensors(_tensors(), **_told(**{name: bad}))
+        KVLayout.from_tensors(_tensors(), **_args(**{name: bad}))
 
 
 def test_wrap_verifies_again() -> None:
-    layout = KVLayout.from_tensors(_tensors(), **_told())
+    layout = KVLayout.from_tensors(_tensors(), **_args())
     with pytest.raises(LayoutError, match="layers 3, the layout says 2"):
         KVPool.wrap(_tensors(3), layout)
     with pytest.raises(LayoutError, match="float16, the layout says float32"):
@@ -235,7 +235,7 @@ def test_own_layouts_and_engines_are_not_mixed_up() -> None:
     own = KVLayout(num_layers=2, num_kv_heads=3, head_dim=8, dtype="float32", block_size=4)
     with pytest.raises(LayoutError, match="from_tensors"):
         KVPool.wrap(_tensors(), own)
-    engines = KVLayout.from_tensors(_tensors(), **_told())
+    engines = KVLayout.from_tensors(_tensors(), **_args())
     assert engines != own
     with pytest.raises(LayoutError, match=r"KVPool\.wrap"):
         KVPool(engines, num_blocks=4)
@@ -251,7 +251,7 @@ def test_pool_refuses_a_rope_of_another_geometry(layers: int, head_dim: int, mes
     with pytest.raises(LayoutError, match=message):
         KVPool(layout, rope, num_blocks=4)
     with pytest.raises(LayoutError, match=message):
-        KVPool.wrap(_tensors(), KVLayout.from_tensors(_tensors(), **_told()), rope)
+        KVPool.wrap(_tensors(), KVLayout.from_tensors(_tensors(), **_args()), rope)
 
 
 def test_pool_refuses_a_device_without_kernel() -> None:
@@ -265,11 +265,11 @@ def test_rows_of_k_and_v_that_alternate_do_not_overlap() -> None:
         assert KVLayout.from_tensors(_apart(12, stride), **_rows_of_12()).num_layers == 1
 
 
-def test_layers_of_one_tensor_are_told_apart_from_overlap() -> None:
+def test_layers_of_one_tensor_do_not_count_as_overlap() -> None:
     """Eighty layers inside the blocks of one tensor: every pair of ranges meets, none shares."""
     whole = torch.zeros(4, 80, 2, 4, 3, 8)
     layout = KVLayout.from_tensors(
-        [whole[:, layer] for layer in range(80)], **_told(axes="blocks kv tokens heads dim")
+        [whole[:, layer] for layer in range(80)], **_args(axes="blocks kv tokens heads dim")
     )
     assert layout.num_layers == 80
 
@@ -319,8 +319,8 @@ def test_layout_without_v_is_half_as_large() -> None:
         pool.scatter(torch.zeros(2, 1, 1, 8), torch.zeros(2, 1, 1, 8), [0], 0)
 
 
-def test_keys_by_channel_beside_values_by_token() -> None:
-    # One page a block and head: all of K channel by channel, then all of V token by token.
+def test_keys_by_channel_next_to_values_by_token() -> None:
+    # One page per block and head: all of K channel by channel, then all of V token by token.
     blocks, heads, tokens, dim = 5, 2, 8, 4
     pages = [torch.zeros(blocks, heads, 2, tokens * dim) for _ in range(2)]
     of_k = [page[:, :, 0].view(blocks, heads, dim, tokens).transpose(2, 3) for page in pages]

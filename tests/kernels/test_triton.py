@@ -1,4 +1,4 @@
-"""The Triton kernel: its cases in a process of their own, and what it compiles to."""
+"""The Triton kernel: its cases in another process, and what it compiles to."""
 
 from __future__ import annotations
 

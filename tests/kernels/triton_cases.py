@@ -1,4 +1,4 @@
-"""Triton against the reference, bit for bit; ``test_triton.py`` runs this in a process of its own.
+"""Triton against the reference, bit for bit; ``test_triton.py`` runs this in another process.
 
 Under ``TRITON_INTERPRET=1`` the kernel runs on CPU tensors; without it on a CUDA device. The
 variable must be set before triton is imported, which other tests may have done.
@@ -119,7 +119,7 @@ def test_random_windows(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rope", ["neox", "interleaved", "other-windows-by-layer", "none"])
 def test_every_bit_pattern(dtype: str, rope: str) -> None:
-    """NaN with any payload, infinity, subnormal numbers and both zeros, wherever they stand."""
+    """NaN with any payload, infinity, subnormal numbers and both zeros, wherever they are."""
     layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=12, dtype=dtype, block_size=4)
     pools = [KVPool(layout, spec(rope), num_blocks=40, device=DEVICE) for _ in range(2)]
     width = pools[0].dtype.itemsize
@@ -159,7 +159,7 @@ def test_nothing_to_move() -> None:
 
 
 def test_slots_of_64_bits() -> None:
-    """Pools of 2**31 slots and more are told their slots in int64."""
+    """Slots of pools of 2**31 slots and more are passed in int64."""
     form = FORMS[0]
     sizes = form.sizes()
     held = form.build("float32", sizes, DEVICE)
@@ -207,9 +207,9 @@ def test_addresses_beyond_two_to_the_31_elements(
     before = k.clone(), v.clone()
     moves = np.array([(source, dest, 1, 40)], dtype=MOVES)
     fused.move_rows(pool._tensors, *arguments(pool, moves, slots), geometry_of(pool))
-    turned = reference.rotate(before[0].view(-1, 12)[source].unsqueeze(0), rope, 40)
+    rotated = reference.rotate(before[0].view(-1, 12)[source].unsqueeze(0), rope, 40)
     for rows, old, row in zip(
-        (k, v), before, (turned[0], before[1].view(-1, 12)[source]), strict=True
+        (k, v), before, (rotated[0], before[1].view(-1, 12)[source]), strict=True
     ):
         now = rows.clone()
         assert same_bits(now.view(-1, 12)[dest], row)

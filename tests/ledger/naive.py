@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 class RefusedError(Exception):
-    """What cannot be."""
+    """An impossible call."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class NaiveRequest:
 
     def confirm(self, computed: int) -> None:
         """All below is claimed, all else is not."""
-        if not self.verified <= computed <= self.issued or not self._tells_whose(computed):
+        if not self.verified <= computed <= self.issued or not self._knows_whose(computed):
             raise RefusedError
         claimed = next(
             (at for at, slot in enumerate(self.slots) if not (slot.present or slot.claimed)),
@@ -90,22 +90,22 @@ class NaiveRequest:
         )
         num_drafts = len(self.drafts)
         self._claim(computed)
-        start = self._behind_present(computed)
+        start = self._after_present(computed)
         if start < claimed or len(self.drafts) < num_drafts:
-            # The engine says where it stands: it has counted out what was refused.
+            # The engine reports its position, without the refused drafts.
             for at, slot in enumerate(self.slots):
                 slot.issued = at < computed
             self.drafts = [drafts for drafts in self.drafts if drafts[0] < start]
 
-    def _tells_whose(self, computed: int) -> bool:
-        """Whether it is known whose drafts a claim that comes down has counted out."""
+    def _knows_whose(self, computed: int) -> bool:
+        """Whether it is known which step's drafts a claim that decreases leaves out."""
         claimed = next(
             (at for at, slot in enumerate(self.slots) if not (slot.present or slot.claimed)),
             len(self.slots),
         )
         return computed >= claimed or not self.drafts or self.drafts[0][0] < len(self.tokens)
 
-    def _behind_present(self, at: int) -> int:
+    def _after_present(self, at: int) -> int:
         while at < len(self.slots) and self.slots[at].present:
             at += 1
         return at
@@ -113,8 +113,8 @@ class NaiveRequest:
     def _claim(self, computed: int) -> None:
         left = [drafts for drafts in self.drafts if drafts[0] >= len(self.tokens)]
         if len(left) < len(self.drafts) and left:
-            # What is under way stands so much further in front as was refused.
-            refused = max(0, self.issued - self._behind_present(computed))
+            # The positions of steps under way decrease by the number of refused drafts.
+            refused = max(0, self.issued - self._after_present(computed))
             left = [drafts for drafts in left if drafts[0] >= len(self.tokens) + refused]
             left = [[at - refused for at in drafts] for drafts in left]
         self.drafts = left
@@ -128,7 +128,7 @@ class NaiveRequest:
             raise RefusedError
         after.append(ids)
         after._claim(computed)
-        start = after._behind_present(computed)
+        start = after._after_present(computed)
         after.drafts = [drafts for drafts in after.drafts if drafts[0] < start]
         for at, slot in enumerate(after.slots):
             slot.issued = at < computed
@@ -147,10 +147,10 @@ class NaiveRequest:
         """Positions whose KV is gone, and blocks that are cut."""
         if not self.committed <= to <= self.issued:
             raise RefusedError
-        behind = range(to, len(self.slots))
+        rest = range(to, len(self.slots))
         verified = self.verified
-        gone = [at for at in behind if at < verified or self.slots[at].present]
-        for at in behind:
+        gone = [at for at in rest if at < verified or self.slots[at].present]
+        for at in rest:
             self.slots[at] = Slot()
         self.drafts = [drafts for drafts in self.drafts if drafts[0] < to]
         keep = -(-to // self.size) if drop_blocks else len(self.table)

@@ -1,4 +1,4 @@
-"""Engines whose KV can be looked at: what a ledger calls final and computed is, slot for slot.
+"""Engines with visible KV: what a ledger calls final and computed is so, slot by slot.
 
 Every slot of a fake pool holds the tokens that its KV was computed with. The engine drafts,
 schedules ahead of what it knows, preempts, and takes refused drafts out of its counter late.
@@ -18,7 +18,7 @@ SPACE = kvtrie.Namespace(model="m", salt="truth")
 
 
 class Engine:
-    """One request of an engine with so many steps under way, and up to so many drafts a step."""
+    """One request of an engine with several steps under way, and several drafts per step."""
 
     def __init__(self, rng: Random, depth: int, drafts: int) -> None:
         self.rng, self.depth, self.drafts = rng, depth, drafts
@@ -30,7 +30,7 @@ class Engine:
         self.ledger.begin(0, self.seq, list(range(60)))
         #: The engine's counter: optimistic, as vLLM's is.
         self.counter = 0
-        #: Ids of steps that are done on the device and that the engine was not told of.
+        #: Ids of steps that are done on the device and that the engine has not received.
         self.under_way: deque[tuple[list[int], int]] = deque()
         #: Tokens as the device knows them, and how far it has computed.
         self.device = list(prompt)
@@ -41,7 +41,7 @@ class Engine:
             self.kv[at] = tuple(tokens[: at + 1])
 
     def run_on_device(self, scheduled: int, drafts: int) -> tuple[list[int], int]:
-        """Compute, sample, and verify drafts; answers the new ids and how many were refused."""
+        """Compute, sample, and verify drafts; return the new ids and the number refused."""
         start = self.device_computed
         known = scheduled - drafts
         if start + known < len(self.device):
@@ -59,12 +59,12 @@ class Engine:
 
     def step(self) -> None:
         rng = self.rng
-        told: list[int] = []
+        received: list[int] = []
         while self.under_way and (len(self.under_way) > self.depth or rng.random() < 0.3):
             new, refused = self.under_way.popleft()
-            told += new
+            received += new
             self.counter -= refused
-        self.tokens += told
+        self.tokens += received
         prompt_left = len(self.tokens) - self.counter
         drafts = 0
         if prompt_left > 1:
@@ -81,10 +81,10 @@ class Engine:
         placeholders = [-1] * rng.randrange(3)
         if rng.random() < 0.5:
             # The ids come before the next step is made.
-            self.ledger.append(0, told)
+            self.ledger.append(0, received)
             self.check()
-            told = []
-        ids = told + placeholders
+            received = []
+        ids = received + placeholders
         self.ledger.step([0], [scheduled], [self.counter], ids, [0, len(ids)], num_drafts=declared)
         self.check()
         self.under_way.append(self.run_on_device(scheduled, drafts))
@@ -92,13 +92,13 @@ class Engine:
         self.check()
 
     def drain(self) -> None:
-        told: list[int] = []
+        received: list[int] = []
         for new, refused in self.under_way:
-            told += new
+            received += new
             self.counter -= refused
         self.under_way.clear()
-        self.tokens += told
-        self.ledger.step([0], [0], [self.counter], told, [0, len(told)])
+        self.tokens += received
+        self.ledger.step([0], [0], [self.counter], received, [0, len(received)])
         self.check()
 
     def preempt(self) -> None:
@@ -127,6 +127,6 @@ def test_final_range_holds_the_kv_of_its_tokens(depth: int, drafts: int) -> None
             if engine.rng.random() < 0.03:
                 engine.preempt()
         engine.drain()
-        # Nothing is under way: what is computed of the final ids counts, all of it.
+        # Nothing is under way: all computed KV of the final ids counts.
         assert engine.ledger.final_range(0) == (0, min(engine.counter, len(engine.tokens)))
         assert engine.counter == engine.device_computed

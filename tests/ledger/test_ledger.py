@@ -1,4 +1,4 @@
-"""What SequenceLedger promises, one situation a test. Positions are worked out by hand."""
+"""What SequenceLedger promises, one situation per test. Positions are worked out by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def begun(num_tokens: int, num_blocks: int, **how: Any) -> kvtrie.SequenceLedger
 
 
 def dump(ledger: kvtrie.SequenceLedger, request: object = "a") -> tuple[object, ...]:
-    """All that can be asked of a request."""
+    """All properties of a request."""
     return (
         ledger.sequence(request)[:].tolist(),
         ledger.final_range(request),
@@ -109,11 +109,11 @@ def test_drafts_count_once_ids_and_a_claim_have_come(accepted: int) -> None:
     ledger = begun(4, 4)
     step(ledger, 4, 0, [])
     step(ledger, 4, 4, [50], num_drafts=[3])
-    # One token that is final, at 4, and three drafts behind it; the engine counts them all.
+    # One token that is final, at 4, and three drafts after it; the engine counts them all.
     ledger.confirm("a", 8)
     assert ledger.final_range("a") == (0, 5)
     ledger.append("a", list(range(60, 61 + accepted)))
-    # The ids are known; which of the KV is theirs is said with the next counter.
+    # The ids are known; the next counter says which KV is theirs.
     assert ledger.final_range("a") == (0, 5)
     assert ledger.missing("a").tolist() == [[5, 6 + accepted]]
     step(ledger, 1, 5 + accepted, [])
@@ -121,14 +121,14 @@ def test_drafts_count_once_ids_and_a_claim_have_come(accepted: int) -> None:
     assert ledger.missing("a").tolist() == [[5 + accepted, 6 + accepted]]
 
 
-def test_drafts_of_a_step_under_way_stand_behind_the_ids_that_arrived() -> None:
+def test_drafts_of_a_step_under_way_are_after_the_ids_that_arrived() -> None:
     ledger = begun(4, 6)
     step(ledger, 4, 0, [])
     step(ledger, 4, 4, [50], num_drafts=[3])
-    # The next step is issued before anybody knows what was accepted: 9 to 11 are drafts too.
+    # The next step is issued before the accepted drafts are known: 9 to 11 are drafts too.
     step(ledger, 4, 8, [-1], num_drafts=[3])
     assert ledger.final_range("a") == (0, 5)
-    # Nothing was: one id, and the counter comes down by three. The step under way is at 5 really.
+    # None was: one id, and the counter decreases by three. The step under way is really at 5.
     step(ledger, 4, 9, [60], num_drafts=[3])
     assert ledger.final_range("a") == (0, 6)
     ledger.append("a", [61])
@@ -147,7 +147,7 @@ def test_draft_claims_in_one_step_with_their_ids() -> None:
     assert ledger.lookahead("a") == (6, 9)
 
 
-def test_preemption_takes_back_what_is_computed_and_keeps_the_ids() -> None:
+def test_preemption_drops_computed_kv_and_keeps_the_ids() -> None:
     ledger = begun(10, 4, num_computed=10)
     ledger.append("a", [1, 2])
     ledger.schedule("a", 1)
@@ -173,7 +173,7 @@ def test_preemption_to_the_start_drops_every_block() -> None:
     assert ledger.forget("a").tolist() == []
 
 
-def test_preemption_behind_a_commit_is_finish_and_begin() -> None:
+def test_preemption_after_a_commit_is_finish_and_begin() -> None:
     index, ledger = kvtrie.RadixIndex(8, BLOCK), begun(10, 3, num_computed=10)
     seq = ledger.sequence("a")
     assert ledger.commit("a", index).blocks.tolist() == [0, 1]
@@ -197,7 +197,7 @@ def test_rollback_below_what_was_issued_is_no_claim() -> None:
     assert (ledger.final_range("a"), ledger.lookahead("a")) == ((0, 2), (2, 6))
 
 
-def test_gap_that_is_filled_joins_what_lies_behind_it() -> None:
+def test_filled_gap_joins_the_segment_after_it() -> None:
     ledger = begun(20, 5, missing=np.array([[3, 5], [9, 10], [18, 20]]))
     assert ledger.final_range("a") == (0, 3)
     ledger.schedule("a", 3)
@@ -212,7 +212,7 @@ def test_gap_that_is_filled_joins_what_lies_behind_it() -> None:
     assert ledger.rollback("a", to=4).ranges.tolist() == [[4, 18]]
 
 
-def test_rollback_names_the_islands_too() -> None:
+def test_rollback_names_segments_after_gaps_too() -> None:
     ledger = begun(20, 5, missing=[(3, 5), (9, 10)])
     assert ledger.rollback("a", to=2).ranges.tolist() == [[2, 3], [5, 9], [10, 20]]
     assert ledger.missing("a").tolist() == [[2, 20]]
@@ -482,7 +482,7 @@ def test_ledger_in_a_cycle_is_collected() -> None:
     assert len(seq) == 4
 
 
-def test_request_whose_name_cannot_be_told_is_refused_all_the_same() -> None:
+def test_request_without_a_repr_is_refused_all_the_same() -> None:
     class Odd:
         def __repr__(self) -> str:
             raise RuntimeError("no name")
@@ -547,7 +547,7 @@ def test_spans_reach_the_index_with_their_blocks() -> None:
     ledger.confirm("a", 10)
     ledger.commit("a", index)
     assert index.tags(seq) == [kvtrie.Span(1, 7, "reasoning")]
-    # What is tagged later is told without a new block.
+    # Later tags reach the index without a new block.
     ledger.tag("a", [kvtrie.Span(0, 2, "user")])
     ledger.commit("a", index)
     assert kvtrie.Span(0, 2, "user") in index.tags(seq)
@@ -577,7 +577,7 @@ def test_plan_says_what_is_missing_and_how_exact_the_rest_is() -> None:
     assert ledger.lookahead("a") == (8, 26)
     ledger.confirm("a", 12)
     assert ledger.final_range("a") == (0, 24)
-    # From the first moved token on, with one hop; what is computed behind it has none.
+    # From the first moved token on, with one hop; tokens computed after it have none.
     assert ledger.labels("a").tolist() == [(0, 12, 0, 0), (12, 24, 1, 1)]
     ledger.confirm("a", 26)
     assert ledger.labels("a").tolist() == [(0, 12, 0, 0), (12, 24, 1, 1), (24, 26, 1, 0)]
@@ -624,7 +624,7 @@ def test_plan_must_fit_the_request() -> None:
         ledger.begin("a", seq, table, source=plan)
 
 
-def test_ids_behind_the_plan_are_missing() -> None:
+def test_ids_after_the_plan_are_missing() -> None:
     _, seq, plan = moved()
     seq.extend([62, 63, 64])
     ledger = kvtrie.SequenceLedger(BLOCK)
@@ -633,14 +633,14 @@ def test_ids_behind_the_plan_are_missing() -> None:
     ledger.forget("a")
 
 
-def test_answer_of_the_index_lowers_labels() -> None:
+def test_result_of_the_index_lowers_labels() -> None:
     index = kvtrie.RadixIndex(16, BLOCK)
-    # What somebody brought: exact up to 4, approximate behind.
+    # Imported KV: exact up to 4, approximate after it.
     index.insert(sequence(8), [8, 9], num_computed=8, source=kvtrie.Imported(4, hops=3))
     ledger = begun(12, 3, num_computed=12, source=kvtrie.Imported(8, hops=2))
     assert ledger.labels("a").tolist() == [(0, 8, 0, 0), (8, 12, 1, 2)]
     done = ledger.commit("a", index)
-    # The exact block that is offered replaces the approximate one, so nothing is lowered.
+    # The offered exact block replaces the approximate one, so nothing is lowered.
     assert (done.num_exact, done.freed.tolist()) == (8, [9])
     assert ledger.labels("a").tolist() == [(0, 8, 0, 0), (8, 12, 1, 2)]
 
@@ -653,7 +653,7 @@ def test_answer_of_the_index_lowers_labels() -> None:
     step(ledger, 7, 5, [])
     ledger.confirm("a", 12)
     assert ledger.labels("a").tolist() == [(0, 12, 0, 0)]
-    # What backs the first tokens there is approximate by now, and so is what is taken behind it.
+    # The block of the first tokens is approximate by now, and so are the blocks taken after it.
     assert ledger.commit("a", index).num_exact == 0
     assert ledger.labels("a").tolist() == [(0, 12, 1, 0)]
 

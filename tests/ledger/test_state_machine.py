@@ -37,7 +37,7 @@ class Ledgers(RuleBasedStateMachine):
         self.next_block = 0
 
     def fresh(self, count: int) -> list[int]:
-        """Block ids that nobody has had; the index never has to give any back."""
+        """Unused block ids; the index never has to evict any."""
         self.next_block += count
         return list(range(self.next_block - count, self.next_block))
 
@@ -204,7 +204,7 @@ class Ledgers(RuleBasedStateMachine):
         whole = naive.verified // SIZE
         offered = naive.table[naive.committed // SIZE : whole]
         done = (self.ledger.finish if last else self.ledger.commit)(name, self.index)
-        # Exactly so many, and ours where nobody was first.
+        # As many blocks as expected, ours where no other block was first.
         assert len(done.blocks) == len(offered)
         assert set(offered) == {*done.blocks.tolist(), *done.duplicates.tolist()} & set(offered)
         assert self.index.lookup(seq, touch=False).num_tokens >= whole * SIZE

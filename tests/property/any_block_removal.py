@@ -1,12 +1,11 @@
-"""Blocks taken out anywhere, a million times, and every lookup against a dictionary.
+"""Blocks removed anywhere, a million times, and every lookup compared with a dictionary.
 
     python -m tests.property.any_block_removal --removals 1000000
 
-A pool of histories that share prefixes is cached, taken apart by id (`discard`), by span
-(`remove_spans`) and by eviction of what `mark_dead` marked, and filled again, with computed and
-with imported KV. The oracle is a dictionary from whole prefixes to (block, exact): an answer is
-right iff it is the longest run of exact blocks from position 0, with these very ids. The exit
-status is 1 when an answer is wrong.
+Histories that share prefixes are cached, removed by id (`discard`), by span (`remove_spans`) and by
+eviction of what `mark_dead` marked, and inserted again, with computed and with imported KV. The
+oracle is a dictionary from whole prefixes to (block, exact): a lookup is right iff it returns the
+longest run of exact blocks from position 0, with these ids. The exit status is 1 when one is wrong.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class Removals:
     # --- the calls --------------------------------------------------------------------------------
 
     def gone(self, ids: Any) -> None:
-        """These came back."""
+        """These blocks were removed."""
         for block in ids.tolist():
             del self.cached[self.where.pop(block)]
             self.held.append(block)
@@ -121,7 +120,7 @@ class Removals:
         self.right("freed", done.freed.tolist(), replaced)
 
     def remove(self) -> History:
-        """Take something out; a history that it may have been part of."""
+        """Remove something, and return a history that it may have been part of."""
         history, rng = self.rng.choice(self.histories), self.rng
         roll = rng.random()
         if roll < 0.6:
@@ -156,7 +155,7 @@ class Removals:
         return history
 
     def right(self, what: str, answer: Any, expected: Any) -> None:
-        """Count an answer, and whether it is right."""
+        """Count a result, and whether it is right."""
         self.counts["answers"] += 1
         if answer != expected:
             self.counts["wrong answers"] += 1
@@ -178,7 +177,7 @@ class Removals:
         self.right("lookup", answer, (len(expected) * self.size, expected))
 
     def step(self) -> None:
-        """A removal, lookups behind it, and something put back."""
+        """A removal, lookups after it, and an insert."""
         for _ in range(8 if len(self.where) < self.num_blocks // 2 else 0):
             self.fill()
         removed = self.remove()
@@ -189,12 +188,12 @@ class Removals:
 
 
 def run(removals: int, *, first: int = 0, each: int = 20_000) -> collections.Counter[str]:
-    """Take out so often.
+    """Make `removals` removals.
 
     Args:
-        removals: How often.
+        removals: How many.
         first: The seed of the first index.
-        each: Removals an index.
+        each: Removals per index.
     """
     counts: collections.Counter[str] = collections.Counter()
     for number in range(-(-removals // each)):

@@ -155,7 +155,7 @@ class Engine:
         self.known: list[tuple[kvtrie.TokenSequence, list[KV]]] = []
 
     def take(self, ids: Any) -> None:
-        """What the index hands out is free."""
+        """Blocks that the index gives up are free."""
         self.pool.free(ids)
 
     def verify(self) -> None:
@@ -174,12 +174,12 @@ class Engine:
                     raise WrongKVError(f"an exact match answers {found}, not {right[position]}")
 
     def know(self, seq: kvtrie.TokenSequence) -> None:
-        """Look at this sequence from now on: what is found of it must be right."""
+        """Check lookups of this sequence from now on."""
         copy = kvtrie.TokenSequence(seq[0 : len(seq)], seq.namespace, items=seq.items)
         self.known.append((copy, placed(copy)))
 
     def load(self, seq: kvtrie.TokenSequence, exact_until: int, hops: int) -> None:
-        """Bring KV from elsewhere: right up to `exact_until`, of another context behind it."""
+        """Bring KV from elsewhere: right up to `exact_until`, of another context after it."""
         try:
             blocks = self.pool.allocate(len(seq) // self.block_size, evict_from=self.index)
         except kvtrie.OutOfBlocksError:
@@ -206,14 +206,14 @@ class Engine:
         assert self.pool.num_free == self.num_blocks
 
     def abandon(self) -> None:
-        """Let go of all plans after a failure, so that none warns."""
+        """Release all plans after a failure, so that none warns."""
         for request in self.requests:
             if request.plan is not None and not request.plan.released:
                 request.plan.release()
 
 
 class Request:
-    """One prompt through the loop; `lines()` pauses behind every line of it."""
+    """One prompt through the loop; `lines()` pauses after every line of it."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class Request:
         engine.know(self.seq)
 
     def source(self) -> Any:
-        """Where the KV of the table came from."""
+        """The source of the KV in the table."""
         return self.plan
 
     def got(self, ids: Any) -> None:
@@ -250,7 +250,7 @@ class Request:
         self.held -= set(ids.tolist())
 
     def inserted(self, done: Any) -> None:
-        """What was taken is the index's; what was replaced is ours to free."""
+        """The index owns the blocks that it took; the caller frees those that were replaced."""
         self.held -= set(done.blocks.tolist())
         self.got(done.freed)
 
@@ -337,7 +337,7 @@ class Request:
         engine.know(seq)
 
     def settle(self, first: int) -> None:
-        """The line behind an insert: use what backs the sequence, free what does not."""
+        """The line after an insert: use the blocks that back the sequence, free the others."""
         done, self.done = self.done, None
         self.table[first : first + len(done.blocks)] = done.blocks
         self.free(done.duplicates)
@@ -350,8 +350,8 @@ class Request:
         if self.plan is None:
             return
         if self.done is not None:
-            # Between an insert and the line behind it: the ids it named are in the table still, so
-            # that the insert below names its duplicates again; what it freed is named only once.
+            # Between an insert and the line after it, its duplicates are still in the table, so the
+            # insert below returns them again; freed blocks are returned only once.
             self.free(self.done.freed)
         if self.table is None:
             if self.fresh is not None:
@@ -365,7 +365,7 @@ class Request:
         self.plan.release()
         engine.take(index.take_freed())
 
-    # --- what the plan says is so -----------------------------------------------------------------
+    # --- checks of the plan -----------------------------------------------------------------
 
     def label(self, kv: KV, segment: Any, what: str) -> None:
         """A slot as it will be is as exact as its segment says, and moved no more often."""
@@ -378,7 +378,7 @@ class Request:
             raise WrongKVError(f"{what}: {kv} is used against the policy, by {most} hops")
 
     def check_plan(self) -> None:
-        """Segments cover the prompt once; what is in place holds what they say."""
+        """Segments cover the prompt once; slots in place have what they say."""
         engine, plan, segments = self.engine, self.plan, self.plan.segments
         edges = [0, *segments["end"].tolist()]
         assert segments["start"].tolist() == edges[:-1]
@@ -407,12 +407,12 @@ class Request:
                 "plans, approximate in place": APPROXIMATE
                 in segments["class"][segments["start"] < in_place],
                 "plans, more than one hop": bool((segments["hops"] > 1).any()),
-                "plans, exact behind a gap": EXACT in copied["class"][copied["start"] > in_place],
+                "plans, exact after a gap": EXACT in copied["class"][copied["start"] > in_place],
             }
         )
 
     def check_sources(self) -> None:
-        """Every slot that is copied holds the token, the delta and the hops that are said."""
+        """Every copied slot has the token, the delta and the hops that the plan says."""
         engine, plan, size = self.engine, self.plan, self.engine.block_size
         right = placed(self.seq)
         at = {int(block): place for place, block in enumerate(self.table)}
@@ -435,7 +435,7 @@ class Request:
         assert sorted(read) == plan.source_blocks.tolist()
 
     def check_reused(self) -> None:
-        """After the copies, all that is not computed lies in the table as it was said."""
+        """After the copies, all reused tokens are in the table, as exact as planned."""
         for segment in self.plan.segments:
             if segment["class"] != COMPUTE:
                 start, end = segment["start"], segment["end"]
@@ -524,7 +524,7 @@ class Traffic:
         del engine.known[:-12]
 
     def go(self, which: int, *, abort: bool) -> None:
-        """Run a request on for some lines, or end it where it stands."""
+        """Run a request for some more lines, or end it."""
         request, lines = self.running[which]
         ended = abort
         for _ in range(0 if abort else self.rng.randint(1, 16)):

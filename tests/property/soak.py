@@ -122,7 +122,7 @@ def run(
     steps: int = 400,
     jobs: int = 1,
 ) -> Report:
-    """Run episodes until so many operations were compared.
+    """Run episodes until `operations` operations are compared.
 
     Args:
         operations: How many.

@@ -1,12 +1,12 @@
-"""Plans on indexes of thousands of tokens, each held to the tokens that its source blocks hold.
+"""Plans on indexes of thousands of tokens, compared with the tokens of their source blocks.
 
     python -m tests.property.sound_plans --plans 1000000
 
-A side table knows for every slot the token, the position, a digest of its whole prefix, the label
-and the tags that it was inserted with. Of every plan each token is looked up there: same token, the
-delta that is said, the class and hops that follow from the two prefixes. Where no candidate was
-dropped, coverage is compared with the union of all windows that the prompt shares with something
-usable; where some were, with a bound. The exit status is 1 when anything is wrong.
+A side table has for every slot the token, the position, a digest of its whole prefix, the label and
+the tags that it was inserted with. Each token of every plan is looked up there: same token, the
+plan's delta, the class and hops that follow from the two prefixes. Where no candidate was dropped,
+coverage is compared with the union of all windows that the prompt shares with usable slots; where
+some were, with a bound. The exit status is 1 when anything is wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class UnsoundError(AssertionError):
-    """A plan says what is not so."""
+    """A plan is wrong."""
 
 
 def require(what: str, holds: Any) -> None:
@@ -46,7 +46,7 @@ def require(what: str, holds: Any) -> None:
 
 
 def mixed(tokens: Array) -> Array:
-    """A word of 64 well-mixed bits a token."""
+    """A word of 64 well-mixed bits per token."""
     words = (tokens.astype(np.uint64) + np.uint64(1)) * MIX
     words ^= words >> np.uint64(29)
     words *= np.uint64(0xBF58476D1CE4E5B9)
@@ -62,7 +62,7 @@ def contains(ordered: Array, values: Array) -> Array:
 
 
 def spread(ends: Array, count: int, width: int) -> Array:
-    """Which of `count` positions lie in a window of `width` that begins where `ends` is true."""
+    """Which of `count` positions are in a window of `width` that begins where `ends` is true."""
     edges = np.zeros(count + 1, dtype=np.int64)
     edges[: len(ends)] += ends
     edges[width : width + len(ends)] -= ends
@@ -94,7 +94,7 @@ class Histories:
         return ids
 
     def fresh(self) -> list[Array]:
-        """A conversation: a head, then thoughts, calls, results and answers of many lengths."""
+        """A conversation: a head, then reasoning, calls, results and answers of many lengths."""
         spans = [self.boilerplate[0], self.text(int(self.rng.integers(8, 80)))]
         for _ in range(self.rng.integers(2, 12)):
             spans.append(self.text(int(self.rng.choice([3, 9, 20, 33, 64, 90]))))
@@ -109,7 +109,7 @@ class Histories:
             at = int(self.rng.integers(len(spans))) if spans else 0
             edit = self.rng.integers(7)
             if edit == 0:
-                # Thoughts or tool results vanish, several at once.
+                # Reasoning or tool results are dropped, several at once.
                 keep = self.rng.random(len(spans)) < 0.7
                 spans = [span for span, kept in zip(spans, keep, strict=True) if kept]
             elif edit == 1 and spans:
@@ -161,7 +161,7 @@ class Report:
 
 
 class World:
-    """An index, and beside it what every slot of it holds.
+    """An index, and a table of the content of all slots.
 
     Args:
         seed: Of everything that is chosen.
@@ -173,7 +173,7 @@ class World:
         self.rng = rng
         self.counts: collections.Counter[str] = collections.Counter()
         self.size = size = int(rng.choice([1, 2, 4, 7, 8, 16, 16, 16, 32]))
-        # With few bits most places are looked at in vain.
+        # With few bits most candidates are false.
         capacity = int(rng.choice([2_000, 6_000, 12_000])) // (1 if hash_bits > 4 else 4)
         self.spare = capacity // size
         self.num_blocks = self.spare + LONGEST // size + 2
@@ -223,11 +223,11 @@ class World:
         return np.asarray((blocks[:, np.newaxis] * self.size + np.arange(self.size)).ravel())
 
     def sequence(self, tokens: Array, space: int) -> kvtrie.TokenSequence:
-        """What the index is asked about."""
+        """A sequence of these tokens."""
         return kvtrie.TokenSequence(tokens, NAMESPACES[space])
 
     def left(self, ids: Array) -> None:
-        """These came back."""
+        """Forget these blocks, which were removed."""
         self.views.clear()
         self.present[ids] = False
         self.free += ids.tolist()
@@ -267,7 +267,7 @@ class World:
         return int(wrong[0] if len(wrong) else len(blocks)) * self.size
 
     def record(self, tokens: Array, space: int, done: Any, label: tuple[int, int]) -> None:
-        """Write down what was taken: the rules of labels, in short."""
+        """Record what was inserted, with the rules of labels."""
         size = self.size
         digests, windows = self.digests(tokens, space), self.windows(tokens)
         by_end = np.concatenate([np.zeros(self.min_run - 1, dtype=np.uint64), windows])
@@ -282,7 +282,7 @@ class World:
                 self.position[here] = np.arange(part.start, part.stop)
                 self.window[here] = by_end[part]
                 old = replaced.get(int(digests[part.stop - 1]))
-                # Who replaces another takes over its tags.
+                # A replacement keeps the tags.
                 kept = 0 if old is None else self.tags[old * size : (old + 1) * size]
                 self.tags[here] = kept
                 said = part.stop <= exact_until
@@ -295,7 +295,7 @@ class World:
         self.views.clear()
 
     def forget(self) -> None:
-        """Take blocks out: the least used, some by id, a part of a history."""
+        """Remove blocks: the least recently used, some by id, a part of a history."""
         roll = self.rng.random()
         if roll < 0.4:
             self.left(self.index.evict(int(self.rng.integers(0, 40))))
@@ -322,7 +322,7 @@ class World:
         return self.views[key]
 
     def look(self, space: int, max_hops: int) -> View:
-        """All of what is present, block by block, parents first."""
+        """All present blocks, parents first."""
         size = self.size
         within = self.present & (self.space == space)
         movable = np.flatnonzero(within & (self.hops + 1 <= max_hops))
@@ -342,7 +342,7 @@ class World:
         )
 
     def policy(self) -> kvtrie.ReusePolicy:
-        """Mostly one of which coverage can be foretold."""
+        """Mostly one for which coverage can be predicted."""
         roll = self.rng.random()
         if roll < 0.1:
             return kvtrie.EXACT_ONLY
@@ -365,7 +365,7 @@ class World:
         plan = self.index.plan(self.sequence(tokens, space), policy, keep_last=keep_last, pin=pin)
         try:
             reused = self.check(plan, tokens, space, policy)
-            if self.foretold(policy):
+            if self.predictable(policy):
                 self.cover(plan, tokens[: max(0, len(tokens) - keep_last)], space, policy, reused)
             if not plan.validate().all():
                 raise UnsoundError("a plan is not valid at once")
@@ -373,15 +373,15 @@ class World:
             plan.release()
 
     @staticmethod
-    def foretold(policy: kvtrie.ReusePolicy) -> bool:
-        """Whether the policy leaves all that is usable."""
+    def predictable(policy: kvtrie.ReusePolicy) -> bool:
+        """Whether the policy forbids nothing that is usable."""
         cut = policy.recompute_first or policy.recompute_last or policy.forbid_kinds
         return policy.partial_blocks and not cut
 
     def check(
         self, plan: kvtrie.ReusePlan, tokens: Array, space: int, policy: kvtrie.ReusePolicy
     ) -> Array:
-        """Every token is what the plan says; which of them are reused."""
+        """Check every token of the plan, and return which are reused."""
         segments, number = self.segments(plan, len(tokens))
         slot = self.sources(plan, segments, number)
         reused = segments["class"][number] != COMPUTE
@@ -423,7 +423,7 @@ class World:
                 "plans, moved runs": bool((~same).any()),
                 "plans, approximate in place": bool((~exact & (at < in_place)).any()),
                 "plans, more than one hop": bool((hops > 1).any()),
-                "plans, exact behind a gap": bool((exact & (at > first_gap)).any()),
+                "plans, exact after a gap": bool((exact & (at > first_gap)).any()),
                 "plans, candidates dropped": plan.candidates_dropped > 0,
             }
         )
@@ -452,7 +452,7 @@ class World:
         blocks = plan.blocks.astype(np.int64)
         in_place = len(blocks) * size
         require("new blocks", plan.num_new_blocks == -(-count // size) - len(blocks))
-        # What is new lies in the spare blocks, in order: a destination tells its position.
+        # New tokens go to the spare blocks, in order: a destination has a known position.
         moves = plan.moves(np.concatenate([blocks, self.spare + np.arange(plan.num_new_blocks)]))
         length = moves["num_tokens"]
         for first in (moves["source_slot"], moves["dest_slot"]):
@@ -475,7 +475,7 @@ class World:
         policy: kvtrie.ReusePolicy,
         reused: Array,
     ) -> None:
-        """What is reused is all that can be, found without the index."""
+        """Compare the reused tokens with all that can be reused, found without the index."""
         size, count = self.size, len(tokens)
         view, digests = self.view(space, policy.max_hops), self.digests(tokens, space)
         exact = contains(view.exact, digests)
@@ -539,7 +539,7 @@ def world(seed: int, hash_bits: int, plans: int) -> Report:
         here.index.check()
     except UnsoundError as error:
         made = here.counts["plans"]
-        report.wrong.append(f"world {seed}, {hash_bits} bits, behind plan {made}: {error}")
+        report.wrong.append(f"world {seed}, {hash_bits} bits, after plan {made}: {error}")
     report.counts += here.counts
     report.counts["indexes"] += 1
     report.counts["tokens cached at the end"] += int(here.present.sum()) * here.size
@@ -559,13 +559,13 @@ def run(
     jobs: int = 1,
     done: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Check so many plans.
+    """Check `plans` plans.
 
     Args:
         plans: How many.
         first: The seed of the first index.
         hash_bits: Every internal hash cut to so many bits; None takes turns.
-        each: Plans an index.
+        each: Plans per index.
         jobs: Processes.
         done: Called after each index.
     """
@@ -601,7 +601,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plans", type=int, default=1_000_000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first index")
-    parser.add_argument("--each", type=int, default=2_000, help="plans an index")
+    parser.add_argument("--each", type=int, default=2_000, help="plans per index")
     parser.add_argument("--hash-bits", type=int, default=None, help="0, 4, 8 or 64; else in turns")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args()

@@ -44,7 +44,7 @@ def run_whole(engine: Engine, prompt: kv.Prompt, answer: list[int], policy: Any)
 
 
 @pytest.mark.parametrize("policy", [EXACT_ONLY, ANY], ids=["exact", "approximate"])
-@pytest.mark.parametrize("second", ["alone", "beside another"])
+@pytest.mark.parametrize("second", ["alone", "next to another"])
 @pytest.mark.parametrize("num_blocks", [4, 6, 12])
 def test_engine_loop_abort_at_every_line(
     num_blocks: int, second: str, policy: kvtrie.ReusePolicy
@@ -54,7 +54,7 @@ def test_engine_loop_abort_at_every_line(
         engine = Engine(num_blocks, 3)
         run_whole(engine, prompt(*HISTORY), [9, 9, 9], policy)
         other = None
-        if second == "beside another":
+        if second == "next to another":
             other = Request(engine, prompt(*HISTORY[:5], 9), [1, 2], policy)
             run_until(other, 12)
         request = Request(engine, prompt(*HISTORY[:7], 11, 12), [1, 2, 3, 4], policy)
@@ -78,9 +78,9 @@ def test_engine_loop_abort_at_every_line(
 def test_engine_loop_moved_runs_abort_at_every_line(
     block_size: int, next_one: str, recompute: int
 ) -> None:
-    """A thought is deleted and a document moved; then somebody builds on what was left."""
+    """Reasoning is deleted and a document moved; then another request uses what was left."""
     policy = ReusePolicy(max_hops=2, recompute_first=recompute)
-    # Two pieces, moved by -4 and by +10, with a gap before, between and behind.
+    # Two pieces, moved by -4 and by +10, with gaps before, between and after them.
     edited = prompt(*LONG[:5], 1, *LONG[9:21], 2, 3, *LONG[:10], 4)
     for line in range(LINES):
         engine = Engine(96, block_size)
@@ -184,7 +184,7 @@ def test_engine_loop_traffic_with_moved_runs() -> None:
             error.add_note(f"seed {seed}")
             raise
     assert met["plans"] > 300
-    for what in ("moved runs", "approximate in place", "more than one hop", "exact behind a gap"):
+    for what in ("moved runs", "approximate in place", "more than one hop", "exact after a gap"):
         assert met[f"plans, {what}"] > 3, (what, met)
 
 

@@ -1,4 +1,4 @@
-"""Plans and removals on indexes of thousands of tokens; the long runs are commands of their own."""
+"""Plans and removals on indexes of thousands of tokens; the long runs are separate commands."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_insert_from_start_continues_a_path(kit: Kit) -> None:
     assert hit(index, kit.seq(A, B, C, D)) == (8, [0, 1, 2, 3])
 
 
-def test_insert_from_start_behind_an_absent_block_takes_nothing(kit: Kit) -> None:
+def test_insert_from_start_after_an_absent_block_takes_nothing(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A, B), [0, 1])
     index.discard([0])
@@ -79,12 +79,12 @@ def test_insert_from_start_behind_an_absent_block_takes_nothing(kit: Kit) -> Non
     assert stats(index, "indexed", "clock") == (1, 2)
 
 
-def test_insert_from_start_stamps_the_whole_path(kit: Kit) -> None:
+def test_insert_from_start_touches_the_whole_path(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A, B), [0, 1])
     put(index, kit.seq(X), [5])
     index.insert(kit.seq(A, B), [], num_computed=4, start=4, source=COMPUTED)
-    # X was used at tick 2, A and B at tick 3.
+    # X was last used at 2, A and B at 3.
     assert index.evict(3).tolist() == [5, 1, 0]
 
 
@@ -197,7 +197,7 @@ def test_insert_id_of_another_place_is_refused(kit: Kit) -> None:
     assert stats(index, "indexed", "clock") == (2, 1)
 
 
-def test_insert_own_place_behind_num_computed_is_fine(kit: Kit) -> None:
+def test_insert_own_place_after_num_computed_is_fine(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A, B), [0, 1])
     done = index.insert(kit.seq(A, B), [0, 1], num_computed=2, source=COMPUTED)
@@ -234,7 +234,7 @@ def test_lookup_stops_at_a_hole(kit: Kit) -> None:
     assert index.discard([1]).tolist() == [1]
     assert hit(index, kit.seq(A, B, C)) == (2, [0])
     assert stats(index, "indexed", "holes") == (2, 1)
-    # Filled again with exact KV, what lies behind is there at once.
+    # Once it is filled with exact KV, the blocks after it match at once.
     assert result(put(index, kit.seq(A, B), [0, 5])) == ([0, 5], 4, [], [], [])
     assert hit(index, kit.seq(A, B, C)) == (6, [0, 5, 2])
     assert stats(index, "holes") == (0,)
@@ -271,7 +271,7 @@ def test_lookup_compares_items(kit: Kit) -> None:
 # --- D6: the clock --------------------------------------------------------------------------------
 
 
-def test_clock_ticks_for_use_only(kit: Kit) -> None:
+def test_clock_advances_for_use_only(kit: Kit) -> None:
     index = kit.index()
     seq = kit.seq(A, B)
     put(index, seq, [0, 1])
@@ -323,11 +323,11 @@ def test_plan_copied_block_is_pinned_until_release_sources(kit: Kit) -> None:
         plan.release()
 
 
-def test_plan_what_lies_above_a_pinned_block_is_not_evictable(kit: Kit) -> None:
+def test_plan_blocks_above_a_pinned_one_are_not_evictable(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A, B, C), [0, 1, 2])
     plan = index.plan(kit.seq(A, B, C, [1]))
-    # The first block goes and another takes its place: not pinned, but above pinned ones.
+    # The first block is replaced by another: not pinned, but above pinned ones.
     assert index.discard([0]).tolist() == []
     put(index, kit.seq(A), [4])
     assert stats(index, "indexed", "pinned", "condemned", "evictable") == (3, 3, 1, 0)
@@ -358,7 +358,7 @@ def test_plan_unpinned_pins_nothing(kit: Kit) -> None:
         plan.release()
 
 
-def test_plan_validate_answers_one_bool_a_segment(kit: Kit) -> None:
+def test_plan_validate_returns_one_bool_per_segment(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A, B), [0, 1])
     seq = kit.seq(A, [3, 9, 9])
@@ -395,28 +395,28 @@ def test_evict_deepest_first_then_lowest_id(kit: Kit) -> None:
     put(index, kit.seq(A, Y), [5, 2])
     for seq in (kit.seq(A, B, C), kit.seq(A, X), kit.seq(A, Y)):
         index.lookup(seq)
-    # Ticks: 7 and 6 at 4, 3 at 5, 2 and 5 at 6.
+    # Last uses: 7 and 6 at 4, 3 at 5, 2 and 5 at 6.
     assert index.evict(5).tolist() == [7, 6, 3, 2, 5]
 
 
-def test_evict_same_stamp_lowest_id(kit: Kit) -> None:
+def test_evict_same_last_use_lowest_id(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A, B), [0, 1])
     put(index, kit.seq(A, X), [0, 2])
     put(index, kit.seq(A, Y), [0, 3])
-    # The plan stamps A, and the sibling that it copies from, at one tick.
+    # The plan touches A, and the sibling that it copies from, at the same time.
     index.lookup(kit.seq(A, B))
     plan = index.plan(kit.seq(A, [11, 9]))
     plan.release()
-    # Stamps: 3 at 3, 1 at 4, 2 and 0 at 5.
+    # Last uses: 3 at 3, 1 at 4, 2 and 0 at 5.
     assert index.evict(9).tolist() == [3, 1, 2, 0]
 
 
-def test_evict_parent_keeps_its_own_stamp(kit: Kit) -> None:
+def test_evict_parent_keeps_its_own_last_use(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A, B), [0, 1])
     put(index, kit.seq(X), [2])
-    # A's last use is tick 1, older than X's: once B is gone, A goes before X.
+    # A's last use is 1, older than X's: once B is gone, A goes before X.
     assert index.evict(2).tolist() == [1, 0]
 
 
@@ -447,7 +447,7 @@ def test_evict_hole_below_protects(kit: Kit) -> None:
 # --- D9: discard ----------------------------------------------------------------------------------
 
 
-def test_discard_answers_in_call_order(kit: Kit) -> None:
+def test_discard_returns_ids_in_call_order(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A, B, C), [0, 1, 2])
     assert index.discard([2, 0, 2, 9]).tolist() == [2, 0]
@@ -478,7 +478,7 @@ def test_discard_pinned_is_condemned_and_then_unknown(kit: Kit) -> None:
 KNOWN = ("indexed", "condemned", "waiting", "quarantined")
 
 
-def test_quarantine_takes_out_for_good(kit: Kit) -> None:
+def test_quarantine_removes_permanently(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A, B, C), [0, 1, 2])
     assert index.quarantine([1, 1]) == 1
@@ -578,14 +578,14 @@ def test_discard_holes_beyond_the_bound_wait_for_pins(kit: Kit) -> None:
 # --- D12: the condemned ---------------------------------------------------------------------------
 
 
-def test_insert_condemned_id_where_nothing_stands_ends_the_insert(kit: Kit) -> None:
+def test_insert_condemned_id_at_an_empty_place_ends_the_insert(kit: Kit) -> None:
     index = kit.index()
     seq = kit.seq(A, B, C)
     put(index, seq, [0, 1, 2])
     plan = index.plan(kit.seq(A, B, C, [9]))
     index.discard([1])
     assert result(put(index, seq, [0, 1, 5])) == ([0], 2, [], [5], [])
-    # What stands behind at its own place is the index's: neither list names it.
+    # The block after it, at its own place, is the index's: neither list has it.
     assert result(put(index, seq, [0, 1, 2])) == ([0], 2, [], [], [])
     plan.release()
     # What waits counts as condemned.
@@ -594,7 +594,7 @@ def test_insert_condemned_id_where_nothing_stands_ends_the_insert(kit: Kit) -> N
     assert result(put(index, seq, [0, 1, 2])) == ([0, 1, 2], 6, [], [], [])
 
 
-def test_insert_condemned_id_where_another_stands_names_that(kit: Kit) -> None:
+def test_insert_condemned_id_at_a_cached_place_returns_the_cached_one(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A, B), [0, 1])
     plan = index.plan(kit.seq(A, B, [9]))
@@ -733,7 +733,7 @@ def test_plan_never_copies_approximate_tokens(kit: Kit) -> None:
         assert segments(plan) == [(0, 3, 2)]
 
 
-def test_plan_stamps_what_it_uses(kit: Kit) -> None:
+def test_plan_touches_what_it_uses(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A, B), [0, 1])
     put(index, kit.seq(X), [2])
@@ -745,23 +745,23 @@ def test_plan_stamps_what_it_uses(kit: Kit) -> None:
 # --- D14: labels ----------------------------------------------------------------------------------
 
 
-def test_insert_behind_an_approximate_block_is_approximate(kit: Kit) -> None:
+def test_insert_after_an_approximate_block_is_approximate(kit: Kit) -> None:
     index = kit.index()
     seq = kit.seq(A, B, C)
     put(index, kit.seq(A, B), [0, 1], source=Imported(exact_until=2, hops=1))
     assert result(put(index, seq, [0, 1, 2])) == ([0, 1, 2], 2, [], [], [])
     assert hit(index, seq) == (2, [0])
     assert stats(index, "approximate") == (2,)
-    # Made exact in front, the block behind keeps its label.
+    # When the block before becomes exact, the block after it keeps its label.
     put(index, kit.seq(A, B), [0, 4])
     assert hit(index, seq) == (4, [0, 4])
 
 
-def test_insert_said_exact_behind_approximate_has_no_hops(kit: Kit) -> None:
+def test_insert_said_exact_after_approximate_has_no_hops(kit: Kit) -> None:
     index = kit.index()
     seq = kit.seq(A, B)
     put(index, seq, [0, 1], source=Imported(exact_until=0, hops=2))
-    # At A, the id that stands there; at B a block computed behind it: approximate, no hops, fewer.
+    # At A, the cached id; at B a block computed after it: approximate, with fewer hops, none.
     assert result(put(index, seq, [0, 3])) == ([0, 3], 0, [], [], [1])
     done = put(index, seq, [0, 4], source=Imported(exact_until=0, hops=0))
     assert result(done) == ([0, 3], 0, [4], [], [])
@@ -796,7 +796,7 @@ def test_insert_plan_that_adopted_approximate_blocks_labels_later_ones(kit: Kit)
     seq = kit.seq(A, B, C)
     plan = index.plan(seq)
     put(index, kit.seq(A), [0], source=Imported(exact_until=0, hops=0))
-    # The engine offers the id that stands there: the answer is approximate at token 0.
+    # The engine offers the cached id: the result is approximate at token 0.
     assert index.insert(seq, [0], num_computed=2, source=plan).num_exact == 0
     put(index, kit.seq(A), [5])
     assert hit(index, kit.seq(A)) == (2, [5])
@@ -923,7 +923,7 @@ def test_drop_frees_a_namespace_and_ends_its_plans(kit: Kit) -> None:
     late.release()
     assert index.drop(NS).tolist() == [0]
     assert stats(index, "indexed", "condemned", "waiting") == (1, 1, 0)
-    # A plan of the epoch before takes nothing: not even where nothing stands.
+    # A plan of the epoch before inserts nothing, even where nothing is cached.
     done = index.insert(kit.seq(A, [9]), [5], num_computed=2, source=plan)
     assert result(done) == ([], 0, [], [5], [])
     assert result(index.insert(kit.seq(A, [9]), [1], num_computed=2, source=plan))[3] == []
@@ -953,7 +953,7 @@ def test_drop_of_an_unknown_namespace_starts_an_epoch(kit: Kit) -> None:
     plan.release()
 
 
-def test_insert_with_an_older_epoch_counts_a_tick_and_stamps_nothing(kit: Kit) -> None:
+def test_insert_with_an_older_epoch_advances_the_clock_and_touches_nothing(kit: Kit) -> None:
     index = kit.index()
     plan = index.plan(kit.seq(A))
     index.drop(NS)

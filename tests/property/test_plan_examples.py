@@ -1,8 +1,8 @@
 """Plans with moved runs, by hand: each example holds for the model and for the index alike.
 
 The expected values were derived from the rules on paper. A character is a token, a block has four,
-a match at least eight. Segments are (start, end, old_start, class, hops); in `old_start` of what is
-computed stands its start.
+a match at least eight. Segments are (start, end, old_start, class, hops); `old_start` of a computed
+one is its start.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def release_what_was_looked_at() -> Iterator[None]:
 # --- what is found --------------------------------------------------------------------------------
 
 
-def test_plan_deleted_thought(kit: Kit) -> None:
+def test_plan_deleted_reasoning(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq(AGENT))
     seq = kit.seq("SYSTEM..answer.1user")
@@ -258,7 +258,7 @@ def test_plan_repetitive_prompt(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq("a" * 12))
     # In place 12; from there on the match that reaches furthest ends with a slot of the path: its
-    # source is all twelve, and the next piece begins anew.
+    # source is all twelve, and the next piece starts again.
     plan = plan_of(index, kit.seq("a" * 30))
     assert rows(plan) == [
         (0, 12, 0, "e", 0),
@@ -278,7 +278,7 @@ def test_plan_namespaces_are_walls(kit: Kit) -> None:
 def test_plan_items_are_compared(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq("____abcdefghijkl", items=(Item(6, 10, b"cat"),)))
-    # The image lies at 2..6 of the run, and moves with it.
+    # The image is at 2..6 of the run, and moves with it.
     cat = kit.seq("-abcdefghijkl-", items=(Item(3, 7, b"cat"),))
     assert rows(plan_of(index, cat))[1] == (1, 13, 4, "a", 1)
     for wrong in (
@@ -364,7 +364,7 @@ def test_plan_ties_lowest_slot_one_by_one(kit: Kit) -> None:
 # --- exactness ------------------------------------------------------------------------------------
 
 
-def test_plan_exact_blocks_behind_a_hole(kit: Kit) -> None:
+def test_plan_exact_blocks_after_a_hole(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq("abcdefghijklmnop"))
     index.discard([1])
@@ -382,7 +382,7 @@ def test_plan_exact_blocks_behind_a_hole(kit: Kit) -> None:
     assert rows(without_copy) == want
 
 
-def test_plan_exact_part_of_a_block_behind_a_hole(kit: Kit) -> None:
+def test_plan_exact_part_of_a_block_after_a_hole(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq("abcdefghijklmnop"))
     index.discard([1])
@@ -397,7 +397,7 @@ def test_plan_exact_part_of_a_block_behind_a_hole(kit: Kit) -> None:
 
 @pytest.mark.parametrize("moved_runs", [True, False])
 @pytest.mark.parametrize("policy", [ANY, EXACT_ONLY], ids=["any", "exact"])
-def test_plan_exact_part_of_a_sibling_behind_a_hole(
+def test_plan_exact_part_of_a_sibling_after_a_hole(
     kit: Kit, policy: ReusePolicy, moved_runs: bool
 ) -> None:
     index = kit.index(16, 16, min_run=8, moved_runs=moved_runs)
@@ -405,7 +405,7 @@ def test_plan_exact_part_of_a_sibling_behind_a_hole(
     put(index, kit.seq(own), [0, 1, 2])
     put(index, kit.seq(own[:26], "______"), [0, 3])
     index.discard([0, 1])
-    # Where block 1 is absent stands block 3, which shares ten tokens of it; block 2 is there again.
+    # Block 3 is a sibling of the absent block 1 and shares ten of its tokens; block 2 is there.
     plan = plan_of(index, kit.seq(own, "?"), policy)
     assert rows(plan) == [
         (0, 16, 0, "c", 0),
@@ -416,7 +416,7 @@ def test_plan_exact_part_of_a_sibling_behind_a_hole(
     ]
 
 
-def test_plan_exact_blocks_behind_an_approximate_one(kit: Kit) -> None:
+def test_plan_exact_blocks_after_an_approximate_one(kit: Kit) -> None:
     index = make(kit)
     seq = kit.seq("abcdefghijklmnop")
     cache(index, seq)
@@ -452,7 +452,7 @@ def test_plan_in_place_within_max_hops(kit: Kit) -> None:
         (12, 16, 12, "a", 1),
         (16, 17, 16, "c", 0),
     ]
-    # Block 8 has too many hops: what lies behind it is a run of four, too short to be copied.
+    # Block 8 has too many hops: after it is a run of four, too short to be copied.
     assert rows(plan_of(index, longer)) == [
         (0, 4, 0, "e", 0),
         (4, 8, 4, "a", 1),
@@ -469,7 +469,7 @@ def test_plan_copies_under_the_same_prefix_add_no_hop(kit: Kit) -> None:
     seq = kit.seq("abcdefghijklmnopqrst")
     cache(index, seq, source=Imported(exact_until=4, hops=1))
     index.discard([1])
-    # Behind the hole: approximate under the same prefix, one hop as it was. Elsewhere: one more.
+    # After the hole: approximate under the same prefix, one hop as it was. Elsewhere: one more.
     plan = plan_of(index, kit.seq("abcdefghijklmnopqrst?"))
     assert rows(plan) == [
         (0, 4, 0, "e", 0),
@@ -486,7 +486,7 @@ def test_plan_moved_run_needs_first_hand_kv_under_max_hops_1(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq("____abcdefghijkl"), source=Imported(exact_until=0, hops=0))
     seq = kit.seq("-abcdefghijkl-")
-    # Computed behind approximate KV: approximate, of no hops.
+    # Computed after approximate KV: approximate, of no hops.
     assert rows(plan_of(index, seq))[1] == (1, 13, 4, "a", 1)
     assert len(plan_of(index, seq, ReusePolicy(max_hops=0)).segments) == 1
     second = make(kit)
@@ -515,7 +515,7 @@ def test_plan_slots_of_too_many_hops_break_runs(kit: Kit) -> None:
     ]
 
 
-def test_plan_exact_copy_of_a_sibling_comes_behind_what_is_in_place(kit: Kit) -> None:
+def test_plan_exact_copy_of_a_sibling_comes_after_what_is_in_place(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq("abcdefgh"), source=Imported(exact_until=4))
     # An exact sibling that shares three tokens: what is in place wins, the sibling is a source.
@@ -527,12 +527,12 @@ def test_plan_exact_copy_of_a_sibling_comes_behind_what_is_in_place(kit: Kit) ->
     assert exact.source_blocks.tolist() == [11]
 
 
-def test_plan_exact_copy_behind_approximate_blocks(kit: Kit) -> None:
+def test_plan_exact_copy_after_approximate_blocks(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq("abcdefghijkl"))
     index.discard([1])
     put(index, kit.seq("abcdefgh"), [0, 9], source=Imported(exact_until=4))
-    # Block 2 stands behind an approximate block, and is exact: so is the copy of a part of it.
+    # Block 2 is after an approximate block, and is exact: so is the copy of a part of it.
     assert rows(plan_of(index, kit.seq("abcdefghij?"))) == [
         (0, 4, 0, "e", 0),
         (4, 8, 4, "a", 1),
@@ -652,7 +652,7 @@ def test_plan_recompute_leaves_exact_and_in_place_alone(kit: Kit) -> None:
 
 def test_plan_recompute_counts_the_approximate_tokens_of_a_piece(kit: Kit) -> None:
     index = make(kit)
-    # Behind a hole: four exact tokens, four approximate ones, four exact, four approximate.
+    # After a hole: four exact tokens, four approximate ones, four exact, four approximate.
     seq = kit.seq("abcdefghijklmnopqrstuvwx")
     cache(index, seq)
     index.discard([1, 3, 5])
@@ -684,7 +684,7 @@ def test_plan_beyond_the_approximate_share_is_exact_only(
 ) -> None:
     index = make(kit)
     cache(index, kit.seq("SYSTEM..thought1answer.1"))
-    # Ten of twenty tokens; in the block behind the prefix two exact ones.
+    # Ten of twenty tokens; in the block after the prefix two exact ones.
     seq = kit.seq("SYSTEM..thght1answer")
     plan = index.plan(seq, ReusePolicy(max_approximate_share=share), keep_last=0)
     approximate = [(10, 20, 12, "a", 1)] if kept else [(10, 20, 10, "c", 0)]
@@ -720,14 +720,14 @@ def test_plan_exact_only_ignores_the_rest_of_a_policy(kit: Kit) -> None:
     )
 
 
-# --- pins, stamps, validity -----------------------------------------------------------------------
+# --- pins, last uses, validity --------------------------------------------------------------------
 
 
 def test_plan_pins_exactly_its_sources(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq("SYSTEM..thought1answer.1"))
     plan = index.plan(kit.seq("SYSTEM..answer.1user"), ANY)
-    # 0 and 1 in place, 4 and 5 as sources; what lies between is above them.
+    # 0 and 1 in place, 4 and 5 as sources; the blocks between are above them.
     assert stats(index, "pinned", "evictable") == (4, 0)
     plan.release_sources()
     assert stats(index, "pinned", "evictable") == (2, 4)
@@ -735,7 +735,7 @@ def test_plan_pins_exactly_its_sources(kit: Kit) -> None:
     assert stats(index, "pinned", "evictable") == (0, 6)
 
 
-def test_plan_stamps_sources_by_themselves(kit: Kit) -> None:
+def test_plan_touches_sources_by_themselves(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq("____abcdefgh"))
     cache(index, kit.seq("::::::::"), 10)
@@ -814,7 +814,7 @@ def test_moves_never_write_what_the_plan_reads(kit: Kit) -> None:
 # --- labels ---------------------------------------------------------------------------------------
 
 
-def test_insert_with_a_plan_labels_behind_its_first_approximate_token(kit: Kit) -> None:
+def test_insert_with_a_plan_labels_after_its_first_approximate_token(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq("SYSTEM..thought1answer.1"))
     seq = kit.seq("SYSTEM..answer.1user....")
@@ -824,14 +824,14 @@ def test_insert_with_a_plan_labels_behind_its_first_approximate_token(kit: Kit) 
     assert stats(index, "approximate") == (4,)
     assert hit(index, seq) == (8, [0, 1])
     plan.release()
-    # 10 and 11 have one hop; 12 and 13 were computed behind them: none.
+    # 10 and 11 have one hop; 12 and 13 were computed after them: none.
     assert rows(plan_of(index, kit.seq("SYSTEM..answer.1user....?"))) == [
         (0, 8, 0, "e", 0),
         (8, 16, 8, "a", 1),
         (16, 24, 16, "a", 0),
         (24, 25, 24, "c", 0),
     ]
-    # What a plan computed behind may be moved once more; what it moved, under max_hops=2 only.
+    # Blocks computed after them may be moved again; moved blocks, under max_hops=2 only.
     tail = [(1, 9, 16, "a", 1), (9, 10, 9, "c", 0)]
     again = kit.seq("1user....?")
     assert rows(plan_of(index, again)) == [(0, 1, 0, "c", 0), *tail]
@@ -878,7 +878,7 @@ def test_insert_exact_copies_are_exact(kit: Kit) -> None:
     done = index.insert(
         kit.seq("abcdefghijklmnop?"), [0, 10, 11, 12, 13], num_computed=17, source=plan
     )
-    # Where exact blocks stand, they stay: the copies are duplicates.
+    # Exact blocks stay: the copies are duplicates.
     assert result(done) == ([0, 10, 2, 3], 16, [11, 12], [13], [])
     assert hit(index, seq) == (16, [0, 10, 2, 3])
     plan.release()
@@ -892,7 +892,7 @@ def test_insert_approximate_copy_never_replaces_exact(kit: Kit) -> None:
     put(index, seq, [20, 21, 22, 23])
     done = index.insert(seq, [10, 11, 12, 13], num_computed=16, source=plan)
     assert result(done) == ([20, 21, 22, 23], 16, [10, 11, 12, 13], [], [])
-    # What is computed behind under this plan was computed from approximate KV all the same.
+    # Blocks computed after it under this plan were computed from approximate KV all the same.
     longer = kit.seq("-abcdefghijkl---more")
     done = index.insert(longer, [24], num_computed=20, start=16, source=plan)
     assert result(done) == ([24], 16, [], [], [])

@@ -40,7 +40,7 @@ def test_mark_dead_blocks_wholly_inside_go_first(kit: Kit) -> None:
     seq = kit.seq(A, B, C, D)
     put(index, kit.seq(X), [9])
     put(index, seq, [0, 1, 2, 3])
-    # Tokens 1 to 7: blocks 1 and 2 lie wholly inside, 0 and 3 straddle an edge.
+    # Tokens 1 to 7: blocks 1 and 2 are wholly inside, 0 and 3 straddle an edge.
     assert index.mark_dead(seq, [(1, 7)]) == 2
     assert stats(index, "dead", "evictable", "indexed") == (2, 5, 5)
     assert hit(index, seq) == (8, [0, 1, 2, 3])
@@ -79,7 +79,7 @@ def test_mark_dead_ranges_that_touch_are_one(kit: Kit) -> None:
     assert index.mark_dead(seq, [(0, 3), (4, 6)]) == 1
 
 
-def test_mark_dead_extended_blocks_are_passed_over(kit: Kit) -> None:
+def test_mark_dead_extended_blocks_are_skipped(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A, B, C), [0, 1, 2])
     put(index, kit.seq(A, B, X), [0, 1, 3])
@@ -93,7 +93,7 @@ def test_mark_dead_extended_blocks_are_passed_over(kit: Kit) -> None:
     assert stats(index, "dead") == (3,)
 
 
-def test_mark_dead_a_tail_behind_a_hole_extends(kit: Kit) -> None:
+def test_mark_dead_a_tail_after_a_hole_extends(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A, B, C), [0, 1, 2])
     index.discard([1])
@@ -103,7 +103,7 @@ def test_mark_dead_a_tail_behind_a_hole_extends(kit: Kit) -> None:
     assert index.mark_dead(kit.seq(A, B, C), [(0, 6)]) == 2
 
 
-def test_mark_dead_a_stamp_revives(kit: Kit) -> None:
+def test_mark_dead_a_touch_revives(kit: Kit) -> None:
     index = kit.index()
     seq = kit.seq(A, B, C)
     put(index, seq, [0, 1, 2])
@@ -138,14 +138,14 @@ def test_mark_dead_every_use_revives(kit: Kit, call: str) -> None:
     assert stats(index, "dead") == (left,)
 
 
-def test_mark_dead_ticks_nothing(kit: Kit) -> None:
+def test_mark_dead_does_not_advance_the_clock(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A), [0])
     index.mark_dead(kit.seq(A), [(0, 2)])
     assert stats(index, "clock") == (1,)
 
 
-def test_mark_dead_pinned_blocks_are_marked_and_passed_over(kit: Kit) -> None:
+def test_mark_dead_pinned_blocks_are_marked_and_skipped(kit: Kit) -> None:
     index = kit.index()
     seq = kit.seq(A, B, C)
     put(index, seq, [0, 1, 2])
@@ -164,7 +164,7 @@ def test_mark_dead_above_a_pinned_path_stays(kit: Kit) -> None:
     plan = index.plan(kit.seq(A, B, C, [1]))
     index.discard([0])
     put(index, kit.seq(A), [4])
-    # Block 4 is not pinned and dead, but lies above what the plan holds in place.
+    # Block 4 is not pinned and dead, but is above blocks that the plan holds in place.
     assert index.mark_dead(kit.seq(A, B, C), [(0, 2)]) == 1
     assert stats(index, "evictable") == (0,)
     assert index.evict(9).tolist() == []
@@ -187,7 +187,7 @@ def test_mark_dead_above_a_pinned_source_goes(kit: Kit) -> None:
     plan.release()
 
 
-def test_mark_dead_replacement_takes_the_mark_away(kit: Kit) -> None:
+def test_mark_dead_replacement_removes_the_mark(kit: Kit) -> None:
     index = kit.index()
     seq = kit.seq(A, B)
     put(index, seq, [0, 1], source=Imported(exact_until=0))
@@ -241,7 +241,7 @@ def test_remove_spans_leaves_what_straddles(kit: Kit) -> None:
     assert gone(index.remove_spans(seq, [(2, 14)])) == ([1, 2], [], [])
     assert stats(index, "indexed", "holes", "clock") == (3, 2, 1)
     assert hit(index, seq) == (4, [0])
-    # What straddles is usable slot by slot, what lies behind is a source.
+    # Straddling blocks are usable slot by slot, the block after them is a source.
     with index.plan(kit.seq("ab-opqrst----"), ANY) as plan:
         assert rows(plan) == [(0, 2, 0, "e", 0), (2, 13, 2, "c", 0)]
     with index.plan(kit.seq("ab-mnopqrst--"), ANY) as plan:
@@ -270,7 +270,7 @@ def test_remove_spans_tail_attaches_again_when_refilled(kit: Kit) -> None:
     assert hit(index, seq) == (2, [0])
     put(index, kit.seq(A, B), [0, 8], source=Imported(exact_until=2))
     put(index, kit.seq(A, B, C), [0, 8, 9])
-    # Refilled, but not with exact KV: nothing behind is exact.
+    # Refilled, but not with exact KV: nothing after it is exact.
     assert hit(index, seq) == (2, [0])
     assert result(put(index, kit.seq(A, B, C), [0, 1, 2])) == ([0, 1, 2], 6, [], [], [8, 9])
     assert hit(index, seq) == (8, [0, 1, 2, 3])
@@ -291,11 +291,11 @@ def test_remove_spans_extended_blocks_are_kept_and_reported(kit: Kit) -> None:
 def test_remove_spans_judges_before_it_removes(kit: Kit) -> None:
     index = kit.index()
     put(index, kit.seq(A, B, C), [0, 1, 2])
-    # 2 lies on the path, so that 0 and 1 are not extended; all go in one call.
+    # 2 is on the path, so 0 and 1 are not extended; all go in one call.
     assert gone(index.remove_spans(kit.seq(A, B, C), [(0, 6)])) == ([0, 1, 2], [], [])
     put(index, kit.seq(A, B), [0, 1])
     put(index, kit.seq(A, B, C), [0, 1, 2])
-    # By force the blocks that 2 extends go, and it stays behind them.
+    # By force the blocks that 2 extends go, and it stays, after holes.
     assert gone(index.remove_spans(kit.seq(A, B), [(0, 4)], force=True)) == ([0, 1], [], [])
     assert stats(index, "indexed", "holes") == (1, 2)
 

@@ -1,4 +1,4 @@
-"""The index against its model, driven by hypothesis: every answer and count, at every step."""
+"""The index against its model, driven by hypothesis: every result and count, at every step."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class IndexMachine(RuleBasedStateMachine):
         ),
     )
     def remove(self, rng: Random, call: str) -> None:
-        """Take something out."""
+        """Remove something."""
         self.go(rng, call)
 
 

@@ -1,4 +1,4 @@
-"""An index and the model of it, fed the same calls, every answer compared.
+"""An index and the model of it, given the same calls, every result compared.
 
 `Twin` drives `kvtrie.RadixIndex`, a second `RadixIndex` with the same seed (the mirror: same calls,
 same digest) and `kvtrie.testing.model.ModelIndex`. What is called and with which arguments comes
@@ -47,7 +47,7 @@ MANY_CANDIDATES = 1 << 20
 
 
 class MismatchError(AssertionError):
-    """The index and the model gave different answers."""
+    """The index and the model gave different results."""
 
 
 class DroppedError(Exception):
@@ -205,13 +205,13 @@ class Twin:
     # --- comparing --------------------------------------------------------------------------------
 
     def fail(self, what: str, real: object, model: object) -> None:
-        """Raise with both answers and the last calls."""
+        """Raise with both results and the last calls."""
         recent = "\n  ".join(self.log[-12:])
         message = f"{what}:\n  index {real}\n  model {model}\nafter\n  {recent}"
         raise MismatchError(message)
 
     def same(self, what: str, real: object, model: object) -> None:
-        """Raise unless both answers are the same."""
+        """Raise unless both results are the same."""
         if real != model:
             self.fail(what, real, model)
 
@@ -293,7 +293,7 @@ class Twin:
     # --- choosing ---------------------------------------------------------------------------------
 
     def chance(self, share: float) -> bool:
-        """True in so many cases."""
+        """True in this share of cases."""
         return self.rng.random() < share
 
     def tokens(self, most: int) -> list[int]:
@@ -413,7 +413,7 @@ class Twin:
     # --- sequences --------------------------------------------------------------------------------
 
     def new_sequence(self) -> None:
-        """A new sequence: of its own, or an edit of another."""
+        """A new sequence: of new tokens, or an edit of another."""
         if len(self.pairs) >= MAX_SEQUENCES:
             self.pairs.pop(self.rng.randrange(len(self.pairs)))
         if self.pairs and self.chance(0.85):
@@ -470,7 +470,7 @@ class Twin:
         return at
 
     def extend(self) -> None:
-        """Grow a sequence, or start anew where it is long."""
+        """Extend a sequence, or start again where it is long."""
         pair = self.pair()
         length = len(pair.model)
         if length >= self.max_tokens:
@@ -587,7 +587,7 @@ class Twin:
                 "plans, approximate entries used": not all(map(labels.__getitem__, used)),
                 "plans, approximate in place": 1 in segments["class"][segments["start"] < in_place],
                 "plans, moved runs": 1 in copied["class"],
-                "plans, exact behind a gap": 0 in copied["class"][copied["start"] > in_place],
+                "plans, exact after a gap": 0 in copied["class"][copied["start"] > in_place],
                 "plans, more than one hop": bool((segments["hops"] > 1).any()),
                 "copies": len(model.source_blocks),
             }
@@ -770,7 +770,7 @@ class Twin:
             self.counts["discarded"] += len(got[0])
 
     def quarantine(self) -> None:
-        """Quarantine an id or two, whatever they are: never so many that no pool is left."""
+        """Quarantine one or two ids of any state, but keep a part of the pool."""
         if len(self.model.quarantined) > self.num_blocks // 4:
             return
         ids = [self.rng.randrange(self.num_blocks)]
@@ -1058,7 +1058,7 @@ class Twin:
         self.same("plans left", self.stats(self.real)["live_plans"], 0)
 
     def abandon(self) -> None:
-        """Let go of all plans after a mismatch, so that none warns."""
+        """Release all plans after a mismatch, so that none warns."""
         for plans in [*self.plans, *self.stale]:
             for plan in (plans.real, plans.mirror, plans.model):
                 if plan is not None and not plan.released:

@@ -51,8 +51,8 @@ def _drafting() -> kvtrie.SequenceLedger:
     return ledger
 
 
-def test_drafts_behind_refused_drafts_are_not_final() -> None:
-    # What was issued did not come down with the claim, so the next drafts were sought too far on.
+def test_drafts_after_refused_drafts_are_not_final() -> None:
+    # The issued length did not decrease with the claim, so the next drafts were sought too far on.
     ledger = _drafting()
     ledger.schedule("a", 4, num_drafts=3)
     ledger.confirm("a", 14)
@@ -76,9 +76,9 @@ def test_what_is_issued_does_not_run_away_from_refused_drafts() -> None:
         assert ledger.lookahead("a") == (position, position)
 
 
-def test_drafts_behind_a_step_without_drafts_are_not_final() -> None:
-    # Three steps under way with 3, 0 and 3 drafts: the last ones were moved to where the second
-    # step's id comes to stand, and were taken for verified when it came.
+def test_drafts_after_a_step_without_drafts_are_not_final() -> None:
+    # Three steps under way with 3, 0 and 3 drafts: the last ones were moved to the position of the
+    # second step's id, and counted as verified when it came.
     ledger = kvtrie.SequenceLedger(block_size=16)
     ledger.begin("a", kvtrie.TokenSequence([1, 2, 3, 4], SPACE), [0, 1])
     for scheduled, computed, ids, drafts in ((4, 0, [], 0), (4, 4, [10], 3), (1, 8, [], 0)):
@@ -141,8 +141,8 @@ def test_a_request_whose_hash_fails_is_not_lost() -> None:
     assert ledger.finish(request, index).surplus.tolist() == [1]
 
 
-def test_commits_behind_a_longer_cached_path_hold_one_plan() -> None:
-    # The plan of a commit reached further than the table, so the plans before were all kept.
+def test_commits_after_a_longer_cached_path_hold_one_plan() -> None:
+    # The plan of a commit was longer than the table, so all plans before it were kept.
     index = kvtrie.RadixIndex(num_blocks=16, block_size=4)
     index.insert(
         kvtrie.TokenSequence(np.arange(32), SPACE),

@@ -1,4 +1,4 @@
-"""A tracker without an index: every history is a tuple of ids, every question reads all of them."""
+"""A tracker without an index: every history is a tuple of ids, every call reads all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Kept:
     ids: Ids
     num_computed: int
     exact_until: int
-    thoughts: tuple[Range, ...]
+    reasoning: tuple[Range, ...]
     kept_at: float
     has_params: bool
     taken: bool = False
@@ -59,7 +59,7 @@ class NaiveTracker:
         num_computed: int,
         exact_until: int = 1 << 60,
         conversation: str | None = None,
-        thoughts: tuple[Range, ...] = (),
+        reasoning: tuple[Range, ...] = (),
         has_params: bool = False,
     ) -> None:
         self.expire(now)
@@ -75,7 +75,7 @@ class NaiveTracker:
         ]
 
         def others() -> list[Kept]:
-            """Histories that may have to go, in the order in which they do."""
+            """Histories that may be dropped, in the order in which they are."""
             keys = [each for each in self.recent if each != key] + [key]
             return [
                 kept
@@ -93,7 +93,7 @@ class NaiveTracker:
         while not fits():
             self._leave(others()[:1])
         self.kept.append(
-            Kept(key, self.count, ids, num_computed, exact_until, thoughts, now, has_params)
+            Kept(key, self.count, ids, num_computed, exact_until, reasoning, now, has_params)
         )
         self._leave(replaced)
         self._used(key)

@@ -1,4 +1,4 @@
-"""What is long does not hold a tracker's lock: others use the tracker meanwhile."""
+"""Long work does not hold a tracker's lock: others use the tracker meanwhile."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def others_come_in(tracker: kvtrie.TurnTracker, monkeypatch: pytest.MonkeyPatch,
     return waited
 
 
-def test_histories_without_thoughts_are_compared_without_the_lock(
+def test_histories_without_reasoning_are_compared_without_the_lock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tracker = kvtrie.TurnTracker()
@@ -97,7 +97,7 @@ def test_a_history_through_a_forgotten_place_is_sought_without_the_lock(
 ) -> None:
     tracker = kvtrie.TurnTracker()
     tracker.keep(seq([1, 2, 3]), num_computed=3)
-    # The last to have the place is forgotten, and what is left is sought among all.
+    # The last history with the place is forgotten, and the rest is sought among all.
     tracker.keep(seq([1, 2, 4]), num_computed=3, conversation="c")
     tracker.forget("c", NS)
     taken: list[str] = []
@@ -113,7 +113,7 @@ def test_a_history_through_a_forgotten_place_is_sought_without_the_lock(
     assert tracker.compare(seq([1, 2, 5])).num_common == 2
     assert taken == ["search"]
     assert lock.most == 0
-    # What was found is known from here on.
+    # The found history is known from here on.
     assert tracker.compare(seq([1, 2, 5])).num_common == 2
     assert taken == ["search"]
 
@@ -160,22 +160,22 @@ def test_keep_compares_no_tokens_of_other_answers_to_the_prompt(
     assert compared == []
 
 
-def test_a_history_is_noted_once_however_many_thoughts_it_has() -> None:
+def test_a_history_is_noted_once_however_many_reasoning_spans_it_has() -> None:
     tracker = kvtrie.TurnTracker()
     spans = [kvtrie.Span(at, at + 1, "reasoning") for at in range(1, 1_000, 2)]
     tracker.keep(seq(np.arange(1_000)), num_computed=1_000, spans=spans)
     assert len(tracker._thinking._turns) == 1
-    # The first thought stays in the prompt, a later one does not.
+    # The first reasoning stays in the prompt, a later one does not.
     kept = [at for at in range(1_000) if at % 2 == 0 or at == 1]
     answer = tracker.compare(seq([*kept, 5]), alias=True)
     assert answer.kind == "alias"
     assert answer.num_kept == 1_000
 
 
-def test_what_is_forgotten_while_it_is_compared_is_answered_once(
+def test_a_history_forgotten_while_it_is_compared_is_returned_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The answer is that of the moment at which the prompt was looked up."""
+    """The result is that of the moment at which the prompt was looked up."""
     tracker = kvtrie.TurnTracker()
     tracker.keep(seq([1, 2, 3]), num_computed=3, conversation="c", payload="held")
     common = router._common

@@ -1,7 +1,6 @@
-"""No code of the caller's runs while a tracker's lock is held, and nothing of the caller's dies.
+"""No code of the caller runs while a tracker's lock is held, and none of its objects is freed.
 
-Where it does, the thread waits for itself: each case runs in a thread of its own, for a limited
-time.
+Where it does, the thread waits for itself: each case runs in its own thread, for a limited time.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def seq(*ids: int) -> kvtrie.TokenSequence:
 
 
 def ends(work: Callable[[], object]) -> None:
-    """Run it in a thread; fail if it waits for ever, or as it fails."""
+    """Run it in a thread; fail if it waits for ever, or with its error."""
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -51,7 +50,7 @@ class Clock:
 
 
 class Mourner:
-    """Asks the tracker when it dies, as the finalizer of a connection may."""
+    """Calls the tracker when it is freed, as the finalizer of a connection may."""
 
     def __init__(self, tracker: kvtrie.TurnTracker, seen: list[int]) -> None:
         self.tracker, self.seen = tracker, seen
@@ -128,7 +127,7 @@ def test_what_is_forgotten_dies_without_the_lock(
 
 
 class Asking(str):
-    """A str that asks the tracker whenever it is hashed, compared or shown."""
+    """A str that calls the tracker whenever it is hashed, compared or shown."""
 
     __slots__ = ("tracker",)
     tracker: kvtrie.TurnTracker
@@ -185,7 +184,7 @@ def test_conversation_may_be_a_member_of_an_enum_of_texts() -> None:
 
 
 class AskingInt(int):
-    """An int that asks the tracker whenever it is compared or calculated with."""
+    """An int that calls the tracker whenever it is compared or calculated with."""
 
     tracker: kvtrie.TurnTracker
 

@@ -52,9 +52,9 @@ RULE = pd.vllm.suffix_trim
 
 
 @pytest.mark.parametrize("hit", [0, 32, 64])
-def test_stripped_thought_is_read_up_to_the_thought(hit: int) -> None:
-    question, thought, answer = [*range(64)], [*range(100, 260)], [*range(300, 348)]
-    history = question + thought + answer
+def test_stripped_reasoning_is_read_up_to_the_reasoning(hit: int) -> None:
+    question, reasoning, answer = [*range(64)], [*range(100, 260)], [*range(300, 348)]
+    history = question + reasoning + answer
     held = pd.Engine("D").compute(history, num_computed=271, lookahead=2)
     outcome = read_back(held, history, question + answer + [*range(400, 432)], hit)
     assert outcome is not None

@@ -1,4 +1,4 @@
-"""What is answered of vLLM's `kv_transfer_params`, judged by a receiver that trims as vLLM does."""
+"""Results for vLLM's `kv_transfer_params`, checked by a receiver that trims as vLLM does."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_whole_history_keeps_its_partial_block_and_loses_its_lookahead() -> None
     tracker.keep(
         kvtrie.TokenSequence(list(range(10)), NS),
         num_computed=9,
-        # The counter ran ahead by a step, and there is a block for drafts.
+        # The counter is one step ahead, and there is a block for drafts.
         kv_transfer_params=params(11, [3, 1, 4, 9]),
     )
     answer = tracker.compare(kvtrie.TokenSequence(list(range(12)), NS))
@@ -224,11 +224,11 @@ def test_whole_history_keeps_its_partial_block_and_loses_its_lookahead() -> None
     assert answer.kv_transfer_params == params(9, [3, 1, 4])
 
 
-def test_stripped_thought_of_sixteen_blocks_gets_the_question_alone() -> None:
-    question, thought, answer = range(64), range(100, 260), range(300, 348)
+def test_stripped_reasoning_of_sixteen_blocks_gets_the_question_only() -> None:
+    question, reasoning, answer = range(64), range(100, 260), range(300, 348)
     tracker = kvtrie.TurnTracker(block_size=16)
     tracker.keep(
-        kvtrie.TokenSequence([*question, *thought, *answer], NS),
+        kvtrie.TokenSequence([*question, *reasoning, *answer], NS),
         num_computed=271,
         kv_transfer_params=params(271, list(range(17))),
     )
@@ -254,7 +254,7 @@ def test_approximate_history_offers_its_exact_blocks_alone() -> None:
 
 
 def test_parameters_of_a_conversation_are_not_for_others() -> None:
-    """Whoever reads one block has all of them released."""
+    """A receiver that reads one block has all of them released."""
     tracker = kvtrie.TurnTracker(block_size=2)
     tracker.keep(
         kvtrie.TokenSequence([1, 2, 3, 4, 5], NS),

@@ -62,7 +62,7 @@ class Tracked(RuleBasedStateMachine):
         space=NAMES,
     )
     def step(self, data: st.DataObject, what: str, space: str) -> None:
-        """Whatever comes next; one rule, as hypothesis leaves out rules at random."""
+        """A random call; a single rule, as hypothesis leaves out rules at random."""
         if what == "wait":
             self.wait(data.draw(st.integers(1, 3)))
         elif what == "forget":
@@ -212,13 +212,13 @@ def test_alias_is_the_history_and_what_is_new(
     named: bool,
 ) -> None:
     ids: tuple[int, ...] = ()
-    thoughts = []
-    for said, thought in parts:
+    spans = []
+    for said, reasoning in parts:
         ids += said
-        thoughts.append((len(ids), len(ids) + len(thought)))
-        ids += thought
+        spans.append((len(ids), len(ids) + len(reasoning)))
+        ids += reasoning
     ids += end
-    gone = tuple(each for each, out in zip(thoughts, removed, strict=False) if out)
+    gone = tuple(each for each, out in zip(spans, removed, strict=False) if out)
     prompt = without(ids, gone) + new
     tracker = kvtrie.TurnTracker()
     conversation = "c" if named else None
@@ -226,14 +226,14 @@ def test_alias_is_the_history_and_what_is_new(
         kvtrie.TokenSequence(list(ids), SPACES["a"]),
         num_computed=len(ids) - 1,
         conversation=conversation,
-        spans=[kvtrie.Span(start, stop, "reasoning") for start, stop in thoughts],
+        spans=[kvtrie.Span(start, stop, "reasoning") for start, stop in spans],
     )
     answer = tracker.compare(
         kvtrie.TokenSequence(list(prompt), SPACES["a"]), conversation=conversation, alias=True
     )
     if answer.kind == "alias":
         assert answer.send is not None
-        # Sound whatever was taken for what: some whole thoughts less, and what is new.
+        # Sound however it was matched: without some whole reasoning spans, and with new tokens.
         sent = tuple(answer.send.tolist())
         assert sent[: len(ids)] == ids
         merged = tracker._turns[1].reasoning
@@ -245,8 +245,8 @@ def test_alias_is_the_history_and_what_is_new(
             if any(choice)
         )
         assert answer.num_tokens == min(len(ids) - 1, len(sent) - 1)
-    elif len(gone) == len(thoughts) and (named or thoughts[0][0] > 0) and len(ids) > 1:
-        # All thoughts left out is always found, unless the prompt is an extension as it is.
+    elif len(gone) == len(spans) and (named or spans[0][0] > 0) and len(ids) > 1:
+        # A prompt without any reasoning is always found, unless it is an extension as it is.
         assert answer.kind == "exact_extension"
         assert prompt[: len(ids)] == ids
 

@@ -1,4 +1,4 @@
-"""A chat template that deletes thoughts, from messages to what the tracker answers."""
+"""A chat template that deletes reasoning, from messages to what the tracker returns."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvtrie import tags
 NS = kvtrie.Namespace(model="qwen3", salt=kvtrie.SHARED)
 SAID = "look it up with the tool and answer, " * 6
 USER = {"role": "user", "content": f"the user asks a question: {SAID}"}
-THOUGHT = f"the assistant thinks: {SAID}"
+REASONING = f"the assistant thinks: {SAID}"
 ANSWER = f"the assistant answers: {SAID}"
 
 
 @pytest.mark.parametrize("conversation", ["c", None])
-def test_stripped_thought_of_a_qwen3_chat(conversation: str | None) -> None:
+def test_stripped_reasoning_of_a_qwen3_chat(conversation: str | None) -> None:
     tokenizer = tokenizer_of("qwen3", QWEN3)
     tagger = tags.Tagger.from_tokenizer(tokenizer)
 
@@ -26,13 +26,13 @@ def test_stripped_thought_of_a_qwen3_chat(conversation: str | None) -> None:
 
     first = prompt_of([USER])
     generated = tokenizer.encode(
-        f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}<|im_end|>", add_special_tokens=False
+        f"<think>\n{REASONING}\n</think>\n\n{ANSWER}<|im_end|>", add_special_tokens=False
     )
     history = first + generated
     stream = tagger.stream()
     stream.feed(history)
     stream.finish()
-    # The tokens that the template deletes are what the tracker is told.
+    # The tracker gets the spans that the template deletes.
     spans = [
         kvtrie.Span(*section.dropped, "reasoning")
         for section in stream.sections
@@ -47,7 +47,7 @@ def test_stripped_thought_of_a_qwen3_chat(conversation: str | None) -> None:
     )
     chat = [
         USER,
-        {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT},
+        {"role": "assistant", "content": ANSWER, "reasoning_content": REASONING},
         {"role": "user", "content": "and then?"},
     ]
     ids = prompt_of(chat)
@@ -73,6 +73,6 @@ def test_stripped_thought_of_a_qwen3_chat(conversation: str | None) -> None:
     assert (runs[0]["start"], runs[0]["delta"]) == (start, start - end)
     assert runs[0]["end"] == len(history) - 1 - (end - start)
 
-    # A template that keeps thoughts, or a tool loop: the same history, and more behind it.
+    # A template that keeps reasoning, or a tool loop: the same history, and more after it.
     longer = kvtrie.TokenSequence([*history, 5, 6, 7], NS)
     assert tracker.compare(longer, conversation=conversation).kind == "exact_extension"

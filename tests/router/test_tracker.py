@@ -134,13 +134,13 @@ def test_alias_is_sent_only_when_allowed() -> None:
     assert answer.send is not None
     assert answer.send.tolist() == [*history, 90, 91]
     assert answer.send.dtype == np.uint32
-    # Half a thought left out is no alias, and neither is an edited answer.
+    # Half a reasoning span left out is not an alias, and neither is an edited answer.
     assert tracker.compare(seq(range(10), 50, range(10, 20)), alias=True).kind == "common_prefix"
     assert tracker.compare(seq(range(15), 90), alias=True).kind == "common_prefix"
 
 
-def test_alias_in_a_tool_loop_keeps_the_thought_of_the_turn() -> None:
-    """What was sent as an alias holds an old thought; the client's prompt has the new one alone."""
+def test_alias_in_a_tool_loop_keeps_the_reasoning_of_the_turn() -> None:
+    """An alias that was sent has old reasoning; the client's prompt has only the new one."""
     tracker = kvtrie.TurnTracker()
     old, new = range(100, 110), range(200, 210)
     sent = seq(range(5), old, range(5, 9), new, range(9, 14))
@@ -157,8 +157,8 @@ def test_images_are_compared_and_never_aliased() -> None:
         return kvtrie.TokenSequence([1, 9, 9, 2, 5, 6, *more], NS, [kvtrie.Item(1, 3, digest)])
 
     tracker = kvtrie.TurnTracker()
-    thought = [kvtrie.Span(4, 5, "reasoning")]
-    tracker.keep(with_image(b"cat"), num_computed=6, spans=thought)
+    reasoning = [kvtrie.Span(4, 5, "reasoning")]
+    tracker.keep(with_image(b"cat"), num_computed=6, spans=reasoning)
     assert tracker.compare(with_image(b"cat", 7)).num_tokens == 6
     assert tracker.compare(with_image(b"dog", 7)).num_tokens == 1
     stripped = kvtrie.TokenSequence([1, 9, 9, 2, 6], NS, [kvtrie.Item(1, 3, b"cat")])
@@ -219,7 +219,7 @@ def test_least_recently_used_conversations_make_room() -> None:
         ids = range(100 * number, 100 * number + 10)
         tracker.keep(seq(ids), num_computed=10, conversation=str(number))
     tracker.compare(seq(range(11)), conversation="0")
-    tracker.compare(seq(range(100, 111)), conversation="1", take=False)  # a look is no use
+    tracker.compare(seq(range(100, 111)), conversation="1", take=False)  # does not count as a use
     tracker.keep(seq(range(500, 510)), num_computed=10, conversation="new")
     with pytest.raises(kvtrie.StaleHandleError, match="made room"):
         tracker.compare(seq(range(100, 111)), conversation="1")
@@ -334,7 +334,7 @@ def test_forget_refuses_what_is_not_known() -> None:
 
 
 @pytest.mark.parametrize("answer", [math.nan, math.inf, None, "1"])
-def test_clock_that_tells_no_time_is_refused(answer: object) -> None:
+def test_clock_that_returns_no_time_is_refused(answer: object) -> None:
     tracker = kvtrie.TurnTracker(clock=lambda: answer)  # type: ignore[arg-type, return-value]
     with pytest.raises((TypeError, ValueError), match="the value of clock is"):
         tracker.keep(seq(1), num_computed=1)
@@ -408,9 +408,9 @@ def test_threads_keep_and_compare_without_a_torn_answer() -> None:
 def test_what_is_gone_is_no_alias_and_moves_nothing(conversation: str | None) -> None:
     clock = Clock()
     tracker = kvtrie.TurnTracker(ttl=10, clock=clock)
-    thought = [kvtrie.Span(10, 20, "reasoning")]
+    reasoning = [kvtrie.Span(10, 20, "reasoning")]
     history = seq(range(10), range(50, 60), range(10, 40))
-    tracker.keep(history, num_computed=49, conversation=conversation, spans=thought)
+    tracker.keep(history, num_computed=49, conversation=conversation, spans=reasoning)
     clock.now += 5
     tracker.keep(seq(range(10), 77), num_computed=11, conversation="other")
     clock.now += 5

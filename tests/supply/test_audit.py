@@ -37,12 +37,12 @@ def script(folder: Path, name: str, text: str) -> str:
 
 
 def fake_deny(folder: Path, *, fetch: str = "exit 0", check: str = "exit 0") -> str:
-    """A cargo-deny of which both calls do what is given."""
+    """A cargo-deny whose two calls run the given commands."""
     return script(folder, "cargo-deny", f'case "$1" in fetch) {fetch};; *) {check};; esac')
 
 
 def fake_service(folder: Path, canary: Any, packages: Any = None) -> Path:
-    """A pip-audit that knows this of the canary and of our lists; text stands for a crash."""
+    """A pip-audit with these results for the canary and our lists; text makes it crash."""
     (folder / "canary.json").write_text(json.dumps(canary), encoding="utf-8")
     (folder / "packages.json").write_text(json.dumps(packages), encoding="utf-8")
     script(

@@ -28,7 +28,7 @@ ANOTHER = "0" * 64
 
 MAKE = shutil.which("make")
 needs_make = pytest.mark.skipif(
-    MAKE is None or not UV.exists(), reason="needs make, and uv beside this Python"
+    MAKE is None or not UV.exists(), reason="needs make, and uv next to this Python"
 )
 
 

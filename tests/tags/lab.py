@@ -1,8 +1,8 @@
 """Chat formats, rendered by hand: the known truth that taggers are compared with.
 
-Each format renders a conversation as its published template does, in few lines of its own, and says
-of every piece what it is. A small tokenizer makes ids of it; punctuation takes the newlines behind
-it along, as real vocabularies do.
+Each format renders a conversation as its published template does, in a few lines, and labels every
+piece. A small tokenizer makes ids of it; punctuation includes the newlines after it, as in real
+vocabularies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Said:
 
     role: str
     content: str = ""
-    thought: str = ""
+    reasoning: str = ""
     calls: tuple[str, ...] = ()
 
 
@@ -74,8 +74,8 @@ class Vocabulary:
 class Lab:
     """A format with its rendering.
 
-    `render` says what a template makes of a history, `asks` what it puts behind it to ask for an
-    answer, `says` what the model then generates.
+    `render` is a template's text of a history, `asks` what it appends to ask for an answer, `says`
+    what the model then generates.
     """
 
     preset: str
@@ -83,7 +83,7 @@ class Lab:
     asks: Callable[[list[Said]], list[Piece]]
     says: Callable[[Said], list[Piece]]
     in_loop: bool = True
-    """Thoughts are kept inside a tool loop."""
+    """Reasoning is kept inside a tool loop."""
     name: str = field(default="")
 
     def __str__(self) -> str:
@@ -122,8 +122,8 @@ def qwen(messages: list[Said], *, keep: bool = True) -> list[Piece]:
     for at, message in enumerate(messages):
         if message.role == "assistant":
             pieces.append(("<|im_start|>assistant\n", None))
-            if message.thought and at > boundary and keep:
-                pieces.append((f"<think>\n{message.thought}\n</think>\n\n", "reasoning"))
+            if message.reasoning and at > boundary and keep:
+                pieces.append((f"<think>\n{message.reasoning}\n</think>\n\n", "reasoning"))
             pieces += qwen_body(message)
         elif message.role == "tool":
             text = f"<tool_response>\n{message.content}\n</tool_response>"
@@ -139,7 +139,7 @@ QWEN3 = Lab(
     "qwen3",
     qwen,
     lambda _: [("<|im_start|>assistant\n", None)],
-    lambda said: [(f"<think>\n{said.thought}\n</think>\n\n", "reasoning"), *qwen_body(said)],
+    lambda said: [(f"<think>\n{said.reasoning}\n</think>\n\n", "reasoning"), *qwen_body(said)],
 )
 QWEN3_STUB = Lab(
     "qwen3",
@@ -153,7 +153,7 @@ QWQ = Lab(
     "qwen3",
     lambda messages: qwen(messages, keep=False),
     lambda _: [("<|im_start|>assistant\n", None), ("<think>\n", "reasoning")],
-    lambda said: [(f"{said.thought}\n</think>\n\n", "reasoning"), *qwen_body(said)],
+    lambda said: [(f"{said.reasoning}\n</think>\n\n", "reasoning"), *qwen_body(said)],
     in_loop=False,
     name="qwq",
 )
@@ -202,7 +202,7 @@ R1 = Lab(
         [] if after_tool(messages) else [("<｜Assistant｜>", None), ("<think>\n", "reasoning")]
     ),
     lambda said: [
-        (f"{said.thought}\n</think>\n\n", "reasoning"),
+        (f"{said.reasoning}\n</think>\n\n", "reasoning"),
         (said.content, "answer"),
         *deepseek_calls(said),
         (EOS, None),
@@ -235,7 +235,7 @@ V31 = Lab(
         [] if after_tool(messages) else [("<｜Assistant｜>", None), ("<think>", "reasoning")]
     ),
     lambda said: [
-        (f"{said.thought}</think>", "reasoning"),
+        (f"{said.reasoning}</think>", "reasoning"),
         (said.content, "answer"),
         *deepseek_calls(said),
         (EOS, None),
@@ -272,7 +272,7 @@ def v32(messages: list[Said]) -> list[Piece]:
             pieces.append(("<think>" if at >= boundary else "</think>", "reasoning"))
         else:
             if at > boundary:
-                pieces.append((f"{message.thought}</think>", "reasoning"))
+                pieces.append((f"{message.reasoning}</think>", "reasoning"))
             pieces += v32_body(message)
     return pieces
 
@@ -281,7 +281,7 @@ V32 = Lab(
     "deepseek-v3.2",
     v32,
     lambda _: [],
-    lambda said: [(f"{said.thought}</think>", "reasoning"), *v32_body(said)],
+    lambda said: [(f"{said.reasoning}</think>", "reasoning"), *v32_body(said)],
 )
 
 # --- GLM ------------------------------------------------------------------------------------------
@@ -303,8 +303,8 @@ def glm(messages: list[Said]) -> list[Piece]:
     pieces: list[Piece] = [("[gMASK]<sop>", None)]
     for at, message in enumerate(messages):
         if message.role == "assistant":
-            thought = message.thought if at > boundary else ""
-            pieces += [("<|assistant|>\n", None), (f"<think>{thought}</think>", "reasoning")]
+            reasoning = message.reasoning if at > boundary else ""
+            pieces += [("<|assistant|>\n", None), (f"<think>{reasoning}</think>", "reasoning")]
             pieces += glm_body(message)
         elif message.role == "tool":
             text = f"<|observation|>\n<tool_response>\n{message.content}\n</tool_response>"
@@ -318,7 +318,7 @@ GLM = Lab(
     "glm",
     glm,
     lambda _: [("<|assistant|>", None)],
-    lambda said: [("\n", None), (f"<think>{said.thought}</think>", "reasoning"), *glm_body(said)],
+    lambda said: [("\n", None), (f"<think>{said.reasoning}</think>", "reasoning"), *glm_body(said)],
 )
 
 # --- Kimi -----------------------------------------------------------------------------------------
@@ -342,9 +342,9 @@ def kimi(messages: list[Said]) -> list[Piece]:
     pieces: list[Piece] = [("<|im_system|>tool_declare<|im_middle|>[]<|im_end|>", "system")]
     for at, message in enumerate(messages):
         if message.role == "assistant":
-            thought = message.thought if at > boundary else ""
+            reasoning = message.reasoning if at > boundary else ""
             pieces.append(("<|im_assistant|>assistant<|im_middle|>", None))
-            pieces += [(f"<think>{thought}</think>", "reasoning"), *kimi_body(message)]
+            pieces += [(f"<think>{reasoning}</think>", "reasoning"), *kimi_body(message)]
         elif message.role == "tool":
             text = f"## Return of call\n{message.content}"
             pieces.append((f"<|im_system|>lookup<|im_middle|>{text}<|im_end|>", "tool_result"))
@@ -358,7 +358,7 @@ KIMI = Lab(
     "kimi-k2",
     kimi,
     lambda _: [("<|im_assistant|>assistant<|im_middle|>", None)],
-    lambda said: [(f"<think>{said.thought}</think>", "reasoning"), *kimi_body(said)],
+    lambda said: [(f"<think>{said.reasoning}</think>", "reasoning"), *kimi_body(said)],
 )
 
 # --- MiniMax --------------------------------------------------------------------------------------
@@ -378,8 +378,8 @@ def minimax(messages: list[Said]) -> list[Piece]:
     for at, message in enumerate(messages):
         if message.role == "assistant":
             pieces.append(("]~b]ai\n", None))
-            if message.thought and at > boundary:
-                pieces.append((f"<think>\n{message.thought}\n</think>\n\n", "reasoning"))
+            if message.reasoning and at > boundary:
+                pieces.append((f"<think>\n{message.reasoning}\n</think>\n\n", "reasoning"))
             pieces += minimax_body(message)
         elif message.role == "tool":
             text = f"]~b]tool\n<response>{message.content}</response>[e~["
@@ -394,18 +394,18 @@ MINIMAX = Lab(
     "minimax-m2",
     minimax,
     lambda _: [("]~b]ai\n", None), ("<think>\n", "reasoning")],
-    lambda said: [(f"{said.thought}\n</think>\n\n", "reasoning"), *minimax_body(said)],
+    lambda said: [(f"{said.reasoning}\n</think>\n\n", "reasoning"), *minimax_body(said)],
 )
 
 # --- gpt-oss --------------------------------------------------------------------------------------
 
 
-def harmony_message(said: Said, *, thought: bool, first: str, end: str) -> list[Piece]:
+def harmony_message(said: Said, *, reasoning: bool, first: str, end: str) -> list[Piece]:
     """One assistant's message of the history, which is several of harmony's."""
     pieces: list[Piece] = []
     head = first
-    if thought:
-        text = f"{head}<|channel|>analysis<|message|>{said.thought}<|end|>"
+    if reasoning:
+        text = f"{head}<|channel|>analysis<|message|>{said.reasoning}<|end|>"
         pieces.append((text, "reasoning"))
         head = "<|start|>assistant"
     for call in said.calls:
@@ -423,7 +423,7 @@ def harmony(messages: list[Said]) -> list[Piece]:
     for at, message in enumerate(messages):
         if message.role == "assistant":
             pieces += harmony_message(
-                message, thought=at > boundary, first="<|start|>assistant", end="<|end|>"
+                message, reasoning=at > boundary, first="<|start|>assistant", end="<|end|>"
             )
         elif message.role == "tool":
             head = "<|start|>functions.lookup to=assistant<|channel|>commentary<|message|>"
@@ -436,7 +436,7 @@ def harmony(messages: list[Said]) -> list[Piece]:
 
 
 def harmony_asks(_: list[Said]) -> list[Piece]:
-    # The header belongs to the thought that follows.
+    # The header belongs to the reasoning that follows.
     return [("<|start|>assistant", "reasoning")]
 
 
@@ -444,7 +444,7 @@ GPT_OSS = Lab(
     "gpt-oss",
     harmony,
     harmony_asks,
-    lambda said: harmony_message(said, thought=True, first="", end="<|return|>"),
+    lambda said: harmony_message(said, reasoning=True, first="", end="<|return|>"),
 )
 
 LABS = [QWEN3, QWEN3_STUB, QWQ, R1, V31, V32, GLM, KIMI, MINIMAX, GPT_OSS]

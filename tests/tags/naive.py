@@ -1,4 +1,4 @@
-"""Spans of a whole sequence the long way: cut into messages, then each read for itself."""
+"""Spans of a whole sequence, computed naively: cut into messages, then each read by itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Item:
 
 @dataclass
 class Message:
-    """A message as it stands in the sequence."""
+    """A message of the sequence."""
 
     begin: MessageStart | None
     start: int
@@ -210,8 +210,8 @@ class Naive:
             whole = (message.start, message.end)
             where = (message.body, message.stop) if message.kind == "answer" else whole
             found: Found = (*where, message.kind, where, message.end > message.stop, False)
-            told = spoken or message.kind != "answer"
-            return [found] if told else [], not message.final, message.final and spoken
+            is_found = spoken or message.kind != "answer"
+            return [found] if is_found else [], not message.final, message.final and spoken
         self.found: list[Found] = []
         self.stack: list[tuple[Pair, int, int, int]] = []
         self.called = False
@@ -254,7 +254,7 @@ class Naive:
             elif not self.stack and answer < 0 and self.text([item], ids):
                 answer = item.start
         self.called |= any(pair.kind == "tool_call" for pair, *_ in self.stack)
-        # A thought that is cut off has answered nothing.
+        # Reasoning that is cut off is not an answer.
         spoken = spoken and (message.closed or not self.stack)
         if not self.stack:
             end_answer(message.stop)
@@ -262,13 +262,13 @@ class Naive:
             self.pop(message.stop, message.stop)
         return self.found, self.called, spoken
 
-    def growth(self, behind: list[Item], ids: list[int]) -> int:
+    def growth(self, following: list[Item], ids: list[int]) -> int:
         """How many newlines follow."""
         newlines = self.spellings.newlines
-        for count, item in enumerate(behind):
+        for count, item in enumerate(following):
             if item.name is not None or ids[item.start] not in newlines:
                 return count
-        return len(behind)
+        return len(following)
 
     def pop(self, start: int, end: int, growth: int = 0) -> None:
         pair, begun, body, _ = self.stack.pop()
@@ -285,7 +285,7 @@ class Naive:
 
 
 def spans_of(stream: tags.Stream) -> list[Found]:
-    """What a stream has found, as `Naive` tells it."""
+    """What a stream has found, as `Naive` returns it."""
     return [
         (it.span.start, it.span.end, it.kind, it.dropped, it.complete, it.nested)
         for it in stream.sections

@@ -1,4 +1,4 @@
-"""Chat templates in jinja, each a few lines of its own with the rules of a published one."""
+"""Chat templates in jinja, each in a few lines with the rules of a published one."""
 
 from __future__ import annotations
 

@@ -34,16 +34,18 @@ def asked(number: int) -> Said:
     return Said("user", f"question number {number}\n\nplease?")
 
 
-def told(number: int, lab: Lab) -> Said:
-    """An answer, with a thought where the model is asked for one."""
-    thought = "" if lab is QWEN3_STUB else f"let me see: {number}\n\nis odd."
-    return Said("assistant", f"it is {number}.\n\nreally", thought)
+def answered(number: int, lab: Lab) -> Said:
+    """An answer, with reasoning where the model is asked for it."""
+    reasoning = "" if lab is QWEN3_STUB else f"let me see: {number}\n\nis odd."
+    return Said("assistant", f"it is {number}.\n\nreally", reasoning)
 
 
 def called(number: int, lab: Lab) -> Said:
-    thought = "" if lab is QWEN3_STUB else f"I look {number} up."
+    reasoning = "" if lab is QWEN3_STUB else f"I look {number} up."
     content = f"looking {number} up" if number % 2 else ""
-    return Said("assistant", content, thought, ("lookup",) if lab is GPT_OSS else ("lookup", "two"))
+    return Said(
+        "assistant", content, reasoning, ("lookup",) if lab is GPT_OSS else ("lookup", "two")
+    )
 
 
 def result(number: int) -> Said:
@@ -51,7 +53,7 @@ def result(number: int) -> Said:
 
 
 class Recorder:
-    """An index that writes down what it is asked."""
+    """An index that records its calls."""
 
     def __init__(self) -> None:
         self.tagged: list[Any] = []
@@ -107,7 +109,7 @@ class Conversation:
         return self.vocabulary.pieces(pieces)[0]
 
     def say(self, *messages: Said) -> tags.Stream:
-        """Messages from outside, then the last one from the model: the stream behind it."""
+        """Messages from outside, then the last one from the model; returns the stream after it."""
         *outside, answer = messages
         self.history += outside
         pieces = self.lab.render(self.history) + self.lab.asks(self.history) + self.lab.says(answer)
@@ -120,7 +122,7 @@ class Conversation:
         return stream
 
     def expect_dropped(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """The next prompt is what is cached without the ranges, and more behind it."""
+        """The next prompt is the cached tokens without the ranges, and more after them."""
         left = without(self.cached, ranges)
         if self.lab is GPT_OSS:
             assert left.pop() == self.vocabulary.id("<|return|>")
@@ -138,7 +140,7 @@ def close(stream: tags.Stream, ids: list[int], **policy: Any) -> Recorder:
 @pytest.mark.parametrize("lab", LABS, ids=str)
 def test_chat_turn_w01_to_w08(lab: Lab) -> None:
     talk = Conversation(lab)
-    stream = talk.say(SYSTEM, asked(1), told(1, lab))
+    stream = talk.say(SYSTEM, asked(1), answered(1, lab))
     assert [turn.state for turn in stream.turns] == ["answered"]
     dead = close(stream, talk.cached).dead
     assert len(dead) == 1
@@ -157,7 +159,7 @@ def test_agent_run_w10_and_w11(lab: Lab) -> None:
         before = talk.cached
         stream = talk.say(result(number), called(number, lab))
         assert talk.cached[: len(before)] == before
-    stream = talk.say(result(9), told(9, lab))
+    stream = talk.say(result(9), answered(9, lab))
     index = close(stream, talk.cached)
     assert len(index.dead) == 6
     talk.history.append(asked(10))
@@ -169,7 +171,7 @@ def test_agent_run_w10_and_w11(lab: Lab) -> None:
 def test_agent_run_is_closed_whatever_the_loop_keeps(lab: Lab) -> None:
     talk = Conversation(lab)
     talk.say(SYSTEM, asked(0), called(0, lab))
-    stream = talk.say(result(1), told(1, lab))
+    stream = talk.say(result(1), answered(1, lab))
     index = close(stream, talk.cached, tool_result="evict_first")
     results = [span for span in stream.spans if span.kind == "tool_result"]
     assert len(results) == 1
@@ -181,8 +183,8 @@ def test_agent_run_is_closed_whatever_the_loop_keeps(lab: Lab) -> None:
 @pytest.mark.parametrize("lab", LABS, ids=str)
 def test_second_turn_leaves_the_first_alone(lab: Lab) -> None:
     talk = Conversation(lab)
-    talk.say(SYSTEM, asked(1), told(1, lab))
-    stream = talk.say(asked(2), told(2, lab))
+    talk.say(SYSTEM, asked(1), answered(1, lab))
+    stream = talk.say(asked(2), answered(2, lab))
     assert [turn.state for turn in stream.turns] == ["closed", "answered"]
     second = stream.turns[1]
     dead = close(stream, talk.cached).dead
@@ -223,7 +225,7 @@ def test_interrupted_loop(lab: Lab) -> None:
 
 def test_preserved_thinking_w09() -> None:
     talk = Conversation(QWEN3)
-    stream = talk.say(SYSTEM, asked(1), told(1, QWEN3))
+    stream = talk.say(SYSTEM, asked(1), answered(1, QWEN3))
     index = close(stream, talk.cached, thinking="preserved")
     assert not index.dead
     assert not index.removed
@@ -235,7 +237,7 @@ def test_preserved_thinking_w09() -> None:
 def test_cut_off_generation(lab: Lab, cut: int) -> None:
     """An answer that is cut off ends a turn; whatever a call leaves open does not."""
     talk = Conversation(lab)
-    talk.say(SYSTEM, asked(1), told(1, lab))
+    talk.say(SYSTEM, asked(1), answered(1, lab))
     stream = talk.tagger.stream()
     ids = talk.cached[:-cut]
     stream.feed(ids)
@@ -253,12 +255,12 @@ def test_cut_off_generation(lab: Lab, cut: int) -> None:
 
 
 def test_lone_closing_delimiter() -> None:
-    """Fed without the prompt that opened it, a thought is found all the same."""
+    """Fed without the prompt that opened it, reasoning is found all the same."""
     for lab in (R1, V31, V32, QWQ, GLM):
         vocabulary = Vocabulary()
         tagger = tags.Tagger.from_preset(lab.preset, vocabulary)
         stream = tagger.stream(start=1000, role="assistant")
-        ids = vocabulary.encode("a thought</think>an answer")
+        ids = vocabulary.encode("some reasoning</think>an answer")
         stream.feed(ids[:2])
         assert stream.open is not None
         assert stream.open.kind == "answer"
@@ -271,10 +273,10 @@ def test_lone_closing_delimiter() -> None:
 
 
 def test_glm_samples_the_next_role() -> None:
-    """GLM stops by generating the delimiter of whoever speaks next."""
+    """GLM stops by generating the delimiter of the next role."""
     talk = Conversation(GLM)
     for said, stop, state in (
-        (told(1, GLM), "<|user|>", "closed"),
+        (answered(1, GLM), "<|user|>", "closed"),
         (called(1, GLM), "<|observation|>", "open"),
     ):
         talk.history = []
@@ -292,13 +294,13 @@ def test_glm_samples_the_next_role() -> None:
 
 @pytest.mark.parametrize("lab", LABS, ids=str)
 def test_whole_blocks_inside_what_is_dropped(lab: Lab) -> None:
-    """Ranges are exact to the token: one more on either side would be asked for again."""
+    """Ranges are exact to the token: the next prompt has the tokens on either side."""
     talk = Conversation(lab)
-    stream = talk.say(SYSTEM, asked(1), told(1, lab))
+    stream = talk.say(SYSTEM, asked(1), answered(1, lab))
     (start, end), *_ = close(stream, talk.cached).dead
     talk.history.append(asked(2))
     prompt = talk.prompt()
     shared = next(at for at, (a, b) in enumerate(zip(talk.cached, prompt, strict=False)) if a != b)
-    # What both share at the seam may be told to either side of it.
+    # Tokens that both share at the seam may count for either side of it.
     assert shared - 3 <= start <= shared
     assert talk.cached[end : end + 2] == prompt[start : start + 2]

@@ -72,12 +72,12 @@ SETTINGS = [pytest.param(Setting(form), id=form.name) for form in FORMATS]
 def test_spans_are_those_of_the_naive_reading(setting: Setting, data: st.DataObject) -> None:
     ids = data.draw(setting.ids)
     stream = setting.tagger.stream()
-    told = stream.feed(ids)
-    told += stream.finish()
+    found = stream.feed(ids)
+    found += stream.finish()
     spans, turns = setting.naive.read(ids)
     assert spans_of(stream) == spans
     assert [(it.start, it.end, it.state, len(it.sections)) for it in stream.turns] == turns
-    assert told == stream.spans
+    assert found == stream.spans
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -85,20 +85,20 @@ def test_spans_are_those_of_the_naive_reading(setting: Setting, data: st.DataObj
 def test_portions_do_not_matter(setting: Setting, data: st.DataObject) -> None:
     ids = data.draw(setting.ids)
     whole = setting.tagger.stream()
-    told = whole.feed(np.array(ids, dtype=np.uint32))
+    found = whole.feed(np.array(ids, dtype=np.uint32))
     stream = setting.tagger.stream()
-    retold = []
+    again = []
     at = 0
     while at < len(ids):
         size = data.draw(st.sampled_from([1, 1, 2, 3, 7, 30]))
         portion = ids[at : at + size]
-        retold += stream.feed(
+        again += stream.feed(
             data.draw(st.sampled_from([portion, tuple(portion), np.array(portion)]))
         )
         at += size
         if data.draw(st.booleans()):
             stream.finish()
-    assert retold == told
+    assert again == found
     assert stream.finish() == whole.finish()
     assert stream.sections == whole.sections
     assert stream.turns == whole.turns
@@ -108,7 +108,7 @@ def test_portions_do_not_matter(setting: Setting, data: st.DataObject) -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 @given(data=st.data())
 def test_roll_back_forgets(setting: Setting, data: st.DataObject) -> None:
-    """Drafts are fed and taken back; what is left is as if they had never been."""
+    """Drafts are fed and removed; the rest is as if they had never been fed."""
     stream = setting.tagger.stream()
     kept: list[int] = []
     for _ in range(data.draw(st.integers(1, 6))):
@@ -134,7 +134,7 @@ def test_roll_back_forgets(setting: Setting, data: st.DataObject) -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 @given(data=st.data())
 def test_spans_fit_together(setting: Setting, data: st.DataObject) -> None:
-    """Ends ascend, nothing is empty or reversed, only nested sections lie in others."""
+    """Ends ascend, nothing is empty or reversed, only nested sections are inside others."""
     ids = data.draw(setting.ids)
     sections = setting.tagger.sections(ids)
     ends = [section.span.end for section in sections]
@@ -150,7 +150,7 @@ def test_spans_fit_together(setting: Setting, data: st.DataObject) -> None:
 
 @settings(max_examples=20)
 @given(st.data())
-def test_text_is_passed_over(data: st.DataObject) -> None:
+def test_text_is_skipped(data: st.DataObject) -> None:
     """Work grows with the delimiters, not with the tokens between them."""
     setting = SETTINGS[0].values[0]
     assert isinstance(setting, Setting)

@@ -59,14 +59,14 @@ def test_open_span_follows_the_tokens() -> None:
     ]
 
 
-def test_call_inside_a_thought_is_nested() -> None:
+def test_call_inside_reasoning_is_nested() -> None:
     sections = tagger().sections([ASSISTANT, THINK, 50, CALL, 51, UNCALL, UNTHINK, 52, END])
     assert found(sections) == [(3, 6, "tool_call"), (1, 7, "reasoning"), (7, 8, "answer")]
     assert [section.nested for section in sections] == [True, False, False]
 
 
-def test_call_that_a_thought_mentions_is_none() -> None:
-    """`</think>` ends the thought, and with it a call that nobody closed: the answer stands."""
+def test_unclosed_call_inside_reasoning_ends_with_it() -> None:
+    """`</think>` ends the reasoning, and with it an unclosed call: the answer counts."""
     stream = tagger().stream()
     stream.feed([USER, 40, END, ASSISTANT, THINK, CALL, 50, UNTHINK, 51, END])
     assert found(stream.sections)[1:] == [
@@ -78,7 +78,7 @@ def test_call_that_a_thought_mentions_is_none() -> None:
     assert stream.turns[-1].state == "answered"
 
 
-def test_call_ends_a_thought_where_the_format_says_so() -> None:
+def test_call_ends_reasoning_where_the_format_says_so() -> None:
     kimi = Vocabulary()
     text = "<|im_assistant|>assistant<|im_middle|><think>a<|tool_calls_section_begin|>b"
     text += "<|tool_calls_section_end|><|im_end|>"
@@ -92,7 +92,7 @@ def test_delimiters_inside_a_call_are_text() -> None:
     assert found(sections) == [(1, 6, "tool_call")]
 
 
-def test_first_closing_delimiter_ends_a_thought_unless_thoughts_nest() -> None:
+def test_first_closing_delimiter_ends_reasoning_unless_it_nests() -> None:
     ids = [ASSISTANT, THINK, 50, THINK, 51, UNTHINK, 52, UNTHINK, 53, END]
     assert found(tagger().sections(ids)) == [(1, 6, "reasoning"), (6, 9, "answer")]
     assert found(tagger(nests=True).sections(ids)) == [(1, 8, "reasoning"), (8, 9, "answer")]
@@ -123,15 +123,15 @@ def test_lone_closing_delimiter_reaches_back_to_the_call_before_it() -> None:
     ("drops", "dropped"),
     [("whole", (1, 6)), ("to_close", (1, 3)), ("body", (2, 3))],
 )
-def test_what_goes_with_a_thought(drops: Any, dropped: tuple[int, int]) -> None:
+def test_what_is_dropped_with_reasoning(drops: Any, dropped: tuple[int, int]) -> None:
     ids = [ASSISTANT, THINK, 50, UNTHINK, NEWLINE, NEWLINE, 51, NEWLINE, END]
-    thought, answer = tagger(drops=drops).sections(ids)
-    assert thought.dropped == dropped
-    assert thought.span.end == (6 if drops == "whole" else 4)
+    reasoning, answer = tagger(drops=drops).sections(ids)
+    assert reasoning.dropped == dropped
+    assert reasoning.span.end == (6 if drops == "whole" else 4)
     assert (answer.span.start, answer.span.end) == (6, 8)
 
 
-def test_thought_settles_with_the_first_token_that_is_no_newline() -> None:
+def test_reasoning_settles_with_the_first_token_that_is_not_a_newline() -> None:
     stream = tagger().stream()
     assert stream.feed([ASSISTANT, THINK, 50, UNTHINK]) == []
     assert found(stream.sections) == [(1, 4, "reasoning")]
@@ -219,7 +219,7 @@ def test_delimiters_straddle_calls() -> None:
     straddling = tags.Tagger.from_ids(
         user=[1, 2, 3], assistant=[1, 2, 4], reasoning=([7, 7, 8], [9, 9, 8])
     )
-    # Each begins anew inside its own beginning.
+    # Each begins again inside its own beginning.
     ids = [1, 2, 3, 40, 1, 2, 4, 7, 7, 7, 8, 50, 9, 9, 9, 8, 60]
     assert found(straddling.sections(ids)) == [
         (0, 4, "user"),
@@ -245,7 +245,7 @@ def test_positions_may_start_anywhere() -> None:
         stream.truncate(999)
 
 
-def test_finishing_is_taken_back_by_what_follows() -> None:
+def test_finishing_is_undone_by_what_follows() -> None:
     stream = tagger().stream()
     stream.feed([ASSISTANT, CALL, 50])
     assert [span.kind for span in stream.finish()] == ["tool_call"]
@@ -324,8 +324,8 @@ def test_confirmed_tokens_stay() -> None:
     stream.feed(ids[173:])
     assert stream.sections == tagger().sections(ids)
     for length in (169, 181):
-        told = rf"confirm: length is {length}; it must be in \[170, 180\]"
-        with pytest.raises(ValueError, match=told):
+        message = rf"confirm: length is {length}; it must be in \[170, 180\]"
+        with pytest.raises(ValueError, match=message):
             stream.confirm(length)
 
 
@@ -348,7 +348,7 @@ def test_turns_close_when_a_user_speaks() -> None:
     assert states(stream) == [(0, 13, "closed"), (13, 16, "open")]
 
 
-def test_tool_result_behind_an_answer_goes_on_with_the_loop() -> None:
+def test_tool_result_after_an_answer_continues_the_loop() -> None:
     stream = tagger().stream()
     stream.feed([USER, 40, END, ASSISTANT, 50, END, TOOL, 45, END])
     assert states(stream) == [(0, 9, "open")]

@@ -1,4 +1,4 @@
-"""Formats found out from a tokenizer and its chat template."""
+"""Formats detected from a tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_every_format_is_recognised(name: str) -> None:
     assert {"system", "user", "tool_call", "tool_result"} <= set(kinds)
 
 
-def test_qwq_reads_thoughts_in_the_text() -> None:
+def test_qwq_reads_reasoning_in_the_text() -> None:
     tagger = tags.Tagger.from_tokenizer(tokenizer_of("qwen3", QWQ))
     assert tagger.format.name == "qwen3"
     assert tagger.format.boundary == "user"
 
 
-def test_template_that_keeps_thoughts() -> None:
+def test_template_that_keeps_reasoning() -> None:
     tokenizer = tokenizer_of("qwen3", QWEN3)
     assert tags.Tagger.from_tokenizer(tokenizer, preserve=True).format.boundary == "never"
     assert tags.Tagger.from_tokenizer(tokenizer).format.boundary == "user"
@@ -113,7 +113,7 @@ def test_preset_of_another_vocabulary() -> None:
         tags.Tagger.from_preset("kimi-k2", tokenizer)
 
 
-def test_textual_delimiters_melt_with_newlines() -> None:
+def test_textual_delimiters_merge_with_newlines() -> None:
     """`</function_results>` ends in another token where newlines follow; both are found."""
     tokenizer = tokenizer_of("deepseek-v3.2", None)
     tagger = tags.Tagger.from_preset("deepseek-v3.2", tokenizer)

@@ -1,4 +1,4 @@
-"""Turn policies: what they refuse, what they choose, and what an index makes of it."""
+"""Turn policies: what they refuse and choose, and what an index does with it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TAGGER = tags.Tagger.from_ids(
     reasoning=(THINK, UNTHINK),
     tool_call=(CALL, UNCALL),
 )
-# A question, a call with a thought, its result, an answer with a thought.
+# A question, a call with reasoning, its result, an answer with reasoning.
 RUN = [USER, 40, END, ASSISTANT, THINK, 50, UNTHINK, CALL, 51, UNCALL, END, TOOL, 60, END]
 RUN += [ASSISTANT, THINK, 52, UNTHINK, 53, END]
-THOUGHTS = [(4, 7), (15, 18)]
+REASONING = [(4, 7), (15, 18)]
 
 
 def stream_of(ids: list[int]) -> tags.Stream:
@@ -77,8 +77,8 @@ def test_override_for_one_request() -> None:
     assert policy.override(thinking="preserved").reasoning == "keep"
     with pytest.raises(ValueError, match="contradicts thinking='preserved'"):
         policy.override(thinking="preserved", reasoning="drop")
-    with pytest.raises(TypeError, match="override: thoughts: not among thinking, reasoning"):
-        policy.override(thoughts="drop")
+    with pytest.raises(TypeError, match="override: ideas: not among thinking, reasoning"):
+        policy.override(ideas="drop")
 
 
 # --- closing --------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_every_kind_may_go() -> None:
 
 @pytest.mark.parametrize("length", range(8, 18))
 def test_loop_under_way_is_left_alone(length: int) -> None:
-    """From the call to the end of the last thought, wherever the tokens stop."""
+    """From the call to the end of the last reasoning, wherever the tokens stop."""
     index = Recorder()
     done = tags.TurnPolicy(reasoning="drop").close_turn(index, RUN, stream_of(RUN[:length]))
     assert index.is_untouched
@@ -145,14 +145,14 @@ def test_all_turns_or_the_last() -> None:
     ids = RUN + RUN
     index = Recorder()
     done = tags.TurnPolicy().close_turn(index, ids, stream_of(ids))
-    assert done.evict_first == tuple((start + 20, end + 20) for start, end in THOUGHTS)
+    assert done.evict_first == tuple((start + 20, end + 20) for start, end in REASONING)
     done = tags.TurnPolicy().close_turn(index, ids, stream_of(ids), all_turns=True)
     assert len(done.turns) == 2
     assert len(done.evict_first) == 4
-    # A loop behind it is another turn, and is left alone.
+    # A loop after it is another turn, and is left alone.
     ids = RUN + RUN[:14]
     done = tags.TurnPolicy().close_turn(index, ids, stream_of(ids))
-    assert done.evict_first == tuple(THOUGHTS)
+    assert done.evict_first == tuple(REASONING)
 
 
 def test_template_that_never_drops() -> None:
@@ -166,7 +166,7 @@ def test_template_that_never_drops() -> None:
     assert (done.evict_first, done.drop) == ((), ())
 
 
-def test_nested_call_goes_with_its_thought() -> None:
+def test_nested_call_is_dropped_with_its_reasoning() -> None:
     ids = [USER, 40, END, ASSISTANT, THINK, CALL, 50, UNCALL, UNTHINK, END, USER, 41, END]
     policy = tags.TurnPolicy(reasoning="drop", tool_call="evict_first")
     done = policy.close_turn(Recorder(), ids, stream_of(ids))
@@ -212,7 +212,7 @@ def blocks_inside(ranges: tuple[tuple[int, int], ...], length: int) -> list[int]
 
 @pytest.mark.parametrize("kind", INDEXES)
 def test_dead_thinking_is_evicted_first(kind: Any) -> None:
-    """Prompt and answer outlive the thought between them (vLLM 39321)."""
+    """Prompt and answer stay cached without the reasoning between them (vLLM 39321)."""
     cached, prompt, stream = conversation()
     index = kind(num_blocks=256, block_size=BLOCK)
     seq = inserted(index, cached)

@@ -18,7 +18,7 @@ import kvtrie
 from kvtrie import COMPUTED, StaleHandleError
 
 warnings.simplefilter("error")
-# Python itself warns of a fork beside threads, from 3.12 on: that is what is tested here.
+# Python itself warns of a fork with other threads, from 3.12 on: these tests do that.
 warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
 NS = kvtrie.Namespace(model="m", salt="tenant")
 
@@ -61,7 +61,7 @@ def own():
     assert index.lookup(seq).num_tokens == 2
 """
 
-BESIDE_A_CALL = (
+DURING_A_CALL = (
     START
     + """
 size = 400_000
@@ -207,7 +207,7 @@ def child():
     index = seq = plan = ledger = None
     gc.collect()
     assert said == [], said
-    # A plan of the child's own is told of as ever.
+    # The child's own plans still warn.
     mine = kvtrie.RadixIndex(8, 2)
     mine.plan(kvtrie.TokenSequence([1], NS))
     assert len(said) == 1, said
@@ -244,8 +244,8 @@ assert len(tracker) == 0
 
 @pytest.mark.parametrize(
     "code",
-    [BESIDE_A_CALL, EVERY_CALL, DROPPED, TRACKER],
-    ids=["beside a call", "every call", "dropped", "tracker"],
+    [DURING_A_CALL, EVERY_CALL, DROPPED, TRACKER],
+    ids=["during a call", "every call", "dropped", "tracker"],
 )
 def test_handles_of_the_parent_raise_in_a_forked_child(code: str) -> None:
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Calls that turn out to be long let go of the interpreter, however short their arguments are."""
+"""Calls that take long detach from the interpreter, however short their arguments are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Call = tuple["RadixIndex", "Callable[[], object]", list["kvtrie.ReusePlan"]]
 
 @pytest.fixture(autouse=True)
 def never() -> Iterator[None]:
-    """Switch threads only where one lets go of the interpreter."""
+    """Switch threads only where one detaches from the interpreter."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1_000)
     yield
@@ -62,7 +62,7 @@ def ticks_during(call: Callable[[], object]) -> int:
 def path(
     blocks: int, size: int = SIZE, *, edges: bool = False
 ) -> tuple[RadixIndex, kvtrie.TokenSequence]:
-    """An index with one path of so many blocks, each an edge if so asked; and another like it."""
+    """An index with one path of `blocks` blocks, optionally each an edge, and another like it."""
     index = kvtrie.RadixIndex(4 * blocks, size)
     ids = np.arange(blocks * size)
     seq = kvtrie.TokenSequence(ids, NS)
@@ -160,7 +160,7 @@ def many_tags_on_few_tokens() -> Call:
 
 
 def searching(cached: npt.ArrayLike, prompt: npt.ArrayLike) -> Call:
-    """A plan that looks for moved runs in what is cached."""
+    """A plan that searches moved runs."""
     tokens = np.asarray(cached, np.uint32)
     tokens = tokens[: len(tokens) // SIZE * SIZE]
     index = kvtrie.RadixIndex(len(tokens) // SIZE, SIZE, seed=0)

@@ -87,7 +87,7 @@ def test_index_requests_in_threads_lose_no_block() -> None:
     assert pool.num_free == num_blocks
 
 
-def test_index_readers_beside_writers_see_whole_answers() -> None:
+def test_index_readers_next_to_writers_see_whole_results() -> None:
     index = kvtrie.RadixIndex(512, 1)
     ids = list(range(256))
     index.insert(kvtrie.TokenSequence(ids, NS), ids, num_computed=256, source=COMPUTED)
@@ -244,7 +244,7 @@ def test_a_step_does_not_wait_for_a_plan_of_a_transfer() -> None:
     moving = kvtrie.ReusePolicy(approximate=True)
 
     def share_waited() -> float:
-        """The longest step beside one plan, as a share of the plan's time."""
+        """The longest step during one plan, as a share of the plan's time."""
         # Nothing of it is found, and a window of 4,096 tokens is hashed for each token.
         mine = kvtrie.TokenSequence(tokens, NS)
         ledger = kvtrie.SequenceLedger(block_size=16)
@@ -267,7 +267,7 @@ def test_a_step_does_not_wait_for_a_plan_of_a_transfer() -> None:
             longest, steps = max(longest, time.perf_counter() - start), steps + 1
             time.sleep(0.001)
         thread.join()
-        # The tokens of the moment of the call, whatever came behind them.
+        # The tokens at the time of the call, whatever was appended after them.
         (start, end), *more = plans[0].compute.tolist()
         assert (start, more) == (0, [])
         assert 5 * size <= end <= len(mine)
@@ -279,7 +279,7 @@ def test_a_step_does_not_wait_for_a_plan_of_a_transfer() -> None:
     assert any(share_waited() < 0.75 for _ in range(3))
 
 
-def test_snapshots_and_explanations_beside_other_calls() -> None:
+def test_snapshots_and_explanations_during_other_calls() -> None:
     index = kvtrie.RadixIndex(256, 2)
     seqs = [kvtrie.TokenSequence([n % 7, n % 5, n, n + 1], NS) for n in range(100)]
 

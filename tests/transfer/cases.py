@@ -1,4 +1,4 @@
-"""Senders and receivers for property tests, and what the extension says of them."""
+"""Senders and receivers for property tests, and what the extension returns for them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Case:
     policy: naive.Policy = field(default_factory=naive.Policy)
 
     def sent(self) -> naive.Manifest:
-        """What the naive writer makes of it."""
+        """The manifest of the naive writer."""
         tables, ahead = self.their_tables, self.num_lookahead
         return naive.manifest_of(self.theirs, tables, self.labels, ahead, KEY)
 
     def planned(self, manifest: naive.Manifest, key: bytes = KEY) -> naive.Plan:
-        """What the naive planner says."""
+        """The plan of the naive planner."""
         return naive.plan(
             manifest,
             self.mine,
@@ -52,7 +52,7 @@ class Case:
         )
 
     def asked(self, manifest: kvtrie.TransferManifest, key: bytes = KEY) -> kvtrie.TransferPlan:
-        """What the extension says."""
+        """The plan of the extension."""
         sizes = {
             group: size or dict(manifest.block_sizes).get(group, 16)
             for group, (size, _) in self.my_tables.items()
@@ -115,7 +115,7 @@ def refusal(call: Callable[[], Any]) -> str | None:
 
 
 def check_loads(case: Case, plan: naive.Plan) -> None:
-    """Check that every slot that is loaded holds what its label says, from the sender's own tokens.
+    """Check that every loaded slot has what its label says, by the sender's own tokens.
 
     Args:
         case: Who sent what.

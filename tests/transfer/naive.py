@@ -1,6 +1,6 @@
-"""Manifests and plans of transfers again: hashlib, msgpack, and one token after the other.
+"""Naive manifests and plans of transfers: hashlib, msgpack, and one token after the other.
 
-What is written here follows docs/transfers.md, not the extension. It is slow on purpose.
+The code follows docs/transfers.md, not the extension. It is slow on purpose.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it stands in a manifest."""
+    """A run of a manifest."""
 
     start: int
     num_tokens: int
@@ -63,7 +63,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Group:
-    """A group as it stands in a manifest."""
+    """A group of a manifest."""
 
     group: int
     block_size: int
@@ -171,7 +171,7 @@ def run_digest(
     run: Run,
     context: bytes = b"",
 ) -> bytes:
-    """The digest of a run and of what it stands in."""
+    """The digest of a run and of its context."""
     values = [*([context] if context else []), 1, list(namespace), group, size, *fields_of(run)]
     return keyed(key, b"kvtrie.run", b"".join(msgpack.packb(value) for value in values))
 
@@ -192,7 +192,7 @@ def manifest_of(
         prompt: Its tokens.
         tables: By group, the block size and the block table.
         labels: For each token up to the last that is computed its (class, hops), or None.
-        num_lookahead: Positions issued behind.
+        num_lookahead: Positions issued after them.
         key: The key.
 
     Returns:
@@ -316,7 +316,7 @@ def is_count(value: object) -> bool:
 
 
 def listed(value: Any, length: int | None, what: str, limit: int | None = None) -> list[Any]:
-    """A list of so many entries."""
+    """A list of `length` entries."""
     if not isinstance(value, list) or (length is not None and len(value) != length):
         raise Refused("malformed", what)
     if limit is not None and len(value) > limit:
@@ -511,7 +511,7 @@ class Match:
         raise LookupError(at)
 
     def rank(self, at: int, stop: int, size: int) -> tuple[int, int, int, int]:
-        """What decides among matches that hold a token: the least is taken."""
+        """The rank of a match that has a token: the least is taken."""
         end = min(self.end, stop)
         inside = [block for block in self.blocks if block[0] < end and block[0] + block[2] > at]
         slot = inside[0][4] * size + (at - inside[0][0])
@@ -521,7 +521,7 @@ class Match:
 def matches_of(
     group: Group, prompt: Prompt, key: bytes, policy: Policy, min_run: int
 ) -> tuple[dict[int, list[Match]], int]:
-    """By the position of a window the matches that it nominates; the partial block's length."""
+    """The matches that windows nominate, by position, and the partial block's length."""
     length, size = len(prompt.ids), group.block_size
     blocks = {}
     for run in group.runs:
@@ -561,7 +561,7 @@ def matches_of(
     windows: dict[int, list[Match]] = {}
     for (at, count), digest in digests.items():
         near = sorted(places.get((digest, count), []), key=lambda there: (abs(at - there), there))
-        # A partial block is no window of its own unless it is long enough.
+        # A partial block is not a window unless it is long enough.
         if count == size or count >= min_run:
             found = [matches[at - there, at] for there in near[:MAX_CANDIDATES]]
             windows.setdefault(at, []).extend(found)
@@ -577,7 +577,7 @@ def add_moved(
     policy: Policy,
     loads: dict[int, Load],
 ) -> None:
-    """Cover what is left with moved runs."""
+    """Cover the rest with moved runs."""
     length, size = len(prompt.ids), group.block_size
     min_run = 16 if policy.min_run is None else policy.min_run
     windows, partial = matches_of(group, prompt, key, policy, min_run)

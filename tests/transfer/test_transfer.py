@@ -18,7 +18,7 @@ KEY = cases.KEY
 
 
 def _written(case: cases.Case) -> kvtrie.TransferManifest:
-    """What the extension makes of a case whose labels an `Imported` can say."""
+    """The extension's manifest of a case whose labels an `Imported` can express."""
     exact = [label for label in case.labels if label and label[0] == naive.EXACT]
     hops = max((label[1] for label in case.labels if label), default=0)
     return kvtrie.TransferManifest.from_blocks(
@@ -65,10 +65,10 @@ def test_another_key_is_refused(case: cases.Case, key: bytes) -> None:
 
 @given(cases.cases(), st.data())
 @settings(max_examples=200)
-def test_islands_and_mixed_labels_equal_the_naive_ones(
+def test_segments_after_gaps_and_mixed_labels_equal_the_naive_ones(
     case: cases.Case, data: st.DataObject
 ) -> None:
-    """Labels that no `Imported` says come from the naive writer."""
+    """Labels that no `Imported` can express come from the naive writer."""
     label = st.sampled_from([None, (0, 0), (0, 0), (0, 0), (1, 0), (1, 1), (1, 2)])
     parts = data.draw(st.lists(st.tuples(label, st.integers(1, 12)), max_size=8))
     labels = [label for label, count in parts for _ in range(count)][: len(case.labels)]
@@ -87,7 +87,7 @@ def test_islands_and_mixed_labels_equal_the_naive_ones(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_moved_runs_equal_the_naive_ones(seed: int) -> None:
-    """Prompts that share long pieces at odd places, which no random list of tokens does."""
+    """Prompts that share long pieces at odd places, unlike random lists of tokens."""
     rng = random.Random(seed)
     met: Counter[str] = Counter()
     for _ in range(150):
@@ -236,7 +236,7 @@ def test_names_of_eighty_characters_are_shown_whole(count: int, shown: str) -> N
     assert f'model is {name} in the manifest and "m" in the sequence' in str(caught.value)
 
 
-def test_names_that_differ_behind_what_is_shown_say_where() -> None:
+def test_names_that_differ_after_the_shown_part_say_where() -> None:
     prompt = naive.Prompt((1, 2), space=naive.Space(model="m" * 90 + "a"))
     manifest = kvtrie.TransferManifest.from_blocks(
         cases.sequence(prompt), [1], key=KEY, num_computed=2, block_size=2
@@ -276,7 +276,7 @@ def test_source_is_computed_while_all_is_exact() -> None:
 
 
 def test_a_plan_can_be_begun_with() -> None:
-    """What was loaded is what the ledger counts as computed, with the same labels."""
+    """The ledger counts the loaded tokens as computed, with the same labels."""
     prompt = naive.Prompt((*range(16), *range(32, 64)))
     manifest = _manifest(64)
     policy = kvtrie.ReusePolicy(approximate=True)
@@ -292,12 +292,12 @@ def test_a_plan_can_be_begun_with() -> None:
     ]
 
 
-def test_from_ledger_offers_islands_and_lookahead() -> None:
+def test_from_ledger_offers_segments_after_gaps_and_lookahead() -> None:
     seq = cases.sequence(naive.Prompt(tuple(range(12))))
     ledger = kvtrie.SequenceLedger(block_size=2)
     ledger.begin("a", seq, list(range(8)), missing=[(3, 5), (9, 12)])
     runs = kvtrie.TransferManifest.from_ledger(ledger, "a", key=KEY, group=2).runs
-    # Block 1 lacks a token, block 2 another; block 4 ends the last of what is there.
+    # Block 1 lacks a token, block 2 another; block 4 ends the last computed segment.
     assert [(run.group, run.start, run.num_tokens) for run in runs] == [(2, 0, 2), (2, 6, 3)]
     with pytest.raises(kvtrie.StaleHandleError, match="from_ledger"):
         kvtrie.TransferManifest.from_ledger(ledger, "b", key=KEY)

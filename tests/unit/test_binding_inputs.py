@@ -20,7 +20,7 @@ DTYPES = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">i2", ">i4", ">i8", "
 
 
 class Odd:
-    """An integer that is no int."""
+    """An integer that is not an int."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -30,7 +30,7 @@ class Odd:
 
 
 class Grows:
-    """An integer that changes the list that it stands in."""
+    """An integer that changes the list that it is in."""
 
     def __init__(self, home: list[Any]) -> None:
         self.home = home

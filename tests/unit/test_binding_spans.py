@@ -1,4 +1,4 @@
-"""`mark_dead` and `remove_spans` as Python sees them: what they take, refuse and answer."""
+"""`mark_dead` and `remove_spans` as Python sees them: what they take, refuse and return."""
 
 from __future__ import annotations
 

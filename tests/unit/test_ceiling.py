@@ -77,7 +77,7 @@ def test_windows_do_not_go_on_into_the_next_sequence() -> None:
     assert ceiling.of([0, 1, 2, 3, 4]).total == 0
 
 
-def test_ids_up_to_the_last_u32_are_told_apart() -> None:
+def test_ids_up_to_the_last_u32_are_distinguished() -> None:
     top = (1 << 32) - 1
     ceiling = Ceiling([[top, top - 1, 0, 1]], block_size=1, min_run=2)
     assert ceiling.of([5, top, top - 1, 5, 0, 1]).matched.tolist() == [
@@ -93,7 +93,7 @@ def test_ids_up_to_the_last_u32_are_told_apart() -> None:
 def test_a_million_cached_tokens_take_seconds() -> None:
     rows = document(0, 1_000_000).reshape(200, 5_000)
     prompt = np.concatenate([rows[number, 7:2_507] for number in range(8)])
-    # Of this process: what else the machine does takes it nothing.
+    # The clock of this process: other work of the machine does not count.
     began = time.process_time()
     reach = Ceiling(rows, block_size=8).of(prompt)
     assert reach.matched.all()
@@ -144,6 +144,6 @@ def test_coverage_is_the_share_of_what_could_be_reused() -> None:
     matched[5:9] = True
     assert reused(segments, 10).tolist() == [True] * 4 + [False] * 2 + [True] * 2 + [False] * 2
     assert coverage(segments, Reach(4, matched)) == 6 / 8
-    # What is reused beyond the ceiling is no credit.
+    # Tokens reused beyond the ceiling do not count.
     assert coverage(segments, Reach(1, np.zeros(10, dtype=np.bool_))) == 1.0
     assert coverage(segments, Reach(0, np.zeros(10, dtype=np.bool_))) == 1.0

@@ -1,8 +1,8 @@
 """Degenerate trees: a chain, a comb, a fan, one token repeated. Linear, and in a stack of 256 KiB.
 
-Costs are compared as ratios of the processor time of one thread at two sizes, generously: four
-times the size may cost twelve times the time, where quadratic work would cost sixteen and more, and
-a ratio is taken again when the machine was busy. Nothing here is a limit in seconds.
+Costs are compared as ratios of one thread's processor time at two sizes, generously: four times the
+size may cost twelve times the time, where quadratic work would cost sixteen and more. A ratio is
+measured again if it fails, since the machine may be busy. There are no limits in seconds.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def chain_steps(index: Any, ids: np.ndarray[Any, Any], blocks: np.ndarray[Any, A
 def test_chain_of_a_million_blocks() -> None:
     def steps(n: int) -> Steps:
         ids = np.random.default_rng(n).integers(0, 50_000, n, dtype=np.uint32)
-        # Ids in order: a permutation would measure the cache of the machine, not the work.
+        # Ids in order: a permutation would measure the processor's caches.
         return chain_steps(kvtrie.RadixIndex(n, 1), ids, np.arange(n))
 
     assert_linear(steps, 250_000)
@@ -176,7 +176,7 @@ def test_chain_grown_block_by_block() -> None:
                 assert len(done.blocks) == 1
 
         def decode() -> None:
-            # What an engine asks at each step: its tokens so far, one more at a time.
+            # The lookups of an engine's steps: the tokens so far, one more each time.
             for token in range(n):
                 seq.extend([token])
                 assert index.lookup(seq, start=2 * n).num_tokens == 2 * n
@@ -303,8 +303,8 @@ def test_holes_at_every_other_block() -> None:
     assert_linear(steps, 250_000)
 
 
-def test_evict_beside_many_pinned_leaves() -> None:
-    """What is pinned is older than all the rest, and must not be looked at again and again."""
+def test_evict_with_many_pinned_leaves() -> None:
+    """Pinned leaves are older than all others, and must not be visited by every eviction."""
 
     def steps(n: int) -> Steps:
         index = kvtrie.RadixIndex(2 * n, 1)
@@ -335,7 +335,7 @@ def test_evict_beside_many_pinned_leaves() -> None:
     assert_linear(steps, 10_000)
 
 
-def test_grown_sequence_beside_other_traffic() -> None:
+def test_grown_sequence_with_other_traffic() -> None:
     """A decode step costs its new tokens, whatever others insert, evict and release meanwhile."""
 
     def steps(n: int) -> Steps:

@@ -91,7 +91,7 @@ def test_turns_keep_a_greeting_of_the_assistant_as_given() -> None:
     assert [turn.given for turn in turns] == [(REPLY, USER)]
 
 
-def test_turns_drop_the_thought_from_the_reference() -> None:
+def test_turns_drop_the_reasoning_from_the_reference() -> None:
     reply = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."}
     assert Conversation((USER, reply)).turns()[0].reference == "Yes."
 

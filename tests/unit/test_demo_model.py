@@ -118,7 +118,7 @@ def test_shipped_conversation_is_long_enough_for_reuse_to_matter(replayed: list[
     assert 1_500 <= len(replayed[-1][0]) <= 2_500
 
 
-def test_numbers_that_are_asked_for_stand_in_answers_alone() -> None:
+def test_numbers_that_are_asked_for_are_in_answers_only() -> None:
     given = [message for turn in load_conversations()[0].turns() for message in turn.given]
     sources = [message["content"] for message in given]
     for number in ("Anna 5", "Omar 2", "Rosa 8", "Hugo 6", "Vera 9"):
@@ -158,7 +158,7 @@ def test_held_out_conversations_are_answered(model: Model, tokenizer: Tokenizer)
     assert right >= 0.9 * asked
 
 
-def test_thoughts_of_earlier_turns_are_deleted_on_request(
+def test_reasoning_of_earlier_turns_is_deleted_on_request(
     tokenizer: Tokenizer,
 ) -> None:
     history: list[dict[str, Any]] = [
@@ -177,7 +177,7 @@ def test_thoughts_of_earlier_turns_are_deleted_on_request(
 _CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
 
-def test_reasoning_content_renders_as_the_thought(tokenizer: Tokenizer) -> None:
+def test_reasoning_content_renders_as_the_think_block(tokenizer: Tokenizer) -> None:
     apart: dict[str, Any] = {"role": "assistant", "content": "One.", "reasoning_content": "Hm."}
     joined: dict[str, Any] = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nOne."}
     assert _prompt(tokenizer, [apart]) == _prompt(tokenizer, [joined])

@@ -65,7 +65,7 @@ def make(seed: int = 0) -> kvtrie.RadixIndex:
 def test_digest_is_the_same_after_the_same_calls(seed: int) -> None:
     one, two = make(seed), make(seed)
     assert one.digest() == two.digest()
-    # Reading without touching is no use.
+    # Reading without touching does not count as a use.
     one.lookup(kvtrie.TokenSequence([1, 2], NS), touch=False)
     one.tags(kvtrie.TokenSequence([1, 2], NS))
     assert one.digest() == two.digest()
@@ -88,7 +88,7 @@ def test_digest_is_the_same_after_the_same_calls(seed: int) -> None:
     ],
     ids=["touch", "miss", "tag", "evict", "discard", "drop", "reset", "plan", "insert"],
 )
-def test_digest_tells_states_apart(change: object) -> None:
+def test_digest_distinguishes_states(change: object) -> None:
     assert callable(change)
     one, two = make(), make()
     change(one)

@@ -79,7 +79,7 @@ def test_moves_takes_no_wrong_table_of_a_plan_that_copies_nothing(make: Any) -> 
 
 
 def test_moves_checks_a_large_table_in_one_sort() -> None:
-    """A table of 200,000 blocks: a check that compared all pairs would not come back."""
+    """A table of 200,000 blocks: a check that compares all pairs would take too long."""
     index = kvtrie.RadixIndex(2**20, 1)
     with index.plan(kvtrie.TokenSequence([*range(200_000)], NS)) as plan:
         table = np.random.default_rng(0).permutation(2**20)[:200_000].astype(np.int32)
@@ -147,13 +147,13 @@ def test_the_repr_of_a_released_plan_names_no_block() -> None:
 
 
 @INDEXES
-def test_validate_after_release_sources_speaks_of_what_left_since(make: Any) -> None:
+def test_validate_after_release_sources_reports_blocks_removed_since(make: Any) -> None:
     index = cached(make)
     plan = index.plan(edited(), APPROXIMATE)
     classes = [(int(row["class"]), int(row["start"])) for row in plan.segments]
     plan.release_sources()
     assert plan.validate().all()
-    # Block 24 is copied from, block 20 is in place; the former is not pinned any more.
+    # Block 24 is copied from, block 20 is in place; the former is no longer pinned.
     assert 24 in plan.source_blocks
     assert index.discard([24]).tolist() == [24]
     assert index.discard([20]).tolist() == []
@@ -211,7 +211,7 @@ def test_handles_can_be_weakly_referenced() -> None:
     plan.release()
     ended: list[str] = []
 
-    def told(name: str, _: object) -> None:
+    def note(name: str, _: object) -> None:
         ended.append(name)
 
     handles = [
@@ -222,7 +222,7 @@ def test_handles_can_be_weakly_referenced() -> None:
         kvtrie.SequenceLedger(),
     ]
     watches = [
-        weakref.ref(handle, functools.partial(told, type(handle).__name__)) for handle in handles
+        weakref.ref(handle, functools.partial(note, type(handle).__name__)) for handle in handles
     ]
     assert [watch() for watch in watches] == handles
     table = weakref.WeakKeyDictionary(dict.fromkeys(handles, 1))
@@ -257,7 +257,7 @@ class Number:
 
 
 class Broken:
-    """Something that cannot be gone over."""
+    """Something that cannot be iterated."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -316,7 +316,7 @@ def test_other_exceptions_are_the_cause_of_a_typed_one(reader: str) -> None:
         assert caught.value.__cause__ is raised
 
 
-def test_an_interrupt_while_an_argument_is_gone_over_stays_one() -> None:
+def test_an_interrupt_while_an_argument_is_iterated_stays_one() -> None:
     index = cached(kvtrie.RadixIndex)
     for call in (
         lambda it: index.tag(edited(), it),
@@ -346,7 +346,7 @@ def test_a_kind_that_no_tag_has_is_warned_of_once_with_the_nearest_name() -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan(index, "raesoning")
-    # Once per index: another one has warned of nothing yet.
+    # Once per index: another one has not warned yet.
     another = cached(kvtrie.RadixIndex)
     with pytest.warns(UserWarning, match="raesoning"):
         batch = another.plan_many([edited()], [kvtrie.ReusePolicy(forbid_kinds=["raesoning"])])

@@ -1,4 +1,4 @@
-"""What a wrong call is told: the call, the argument, the value and the limit; never a salt."""
+"""Messages about wrong calls: the call, the argument, the value and the limit; never a salt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 KEY = b"k" * 16
-# Wrong calls are what is tested: types are not looked at.
+# Wrong calls are tested, so types are not checked.
 API: Any = kvtrie
 
 
@@ -270,7 +270,7 @@ CALLS: list[tuple[Callable[[World], object], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize("case", range(len(CALLS)), ids=str)
-def test_a_wrong_call_is_told_call_argument_value_and_limit(case: int) -> None:
+def test_a_message_names_call_argument_value_and_limit(case: int) -> None:
     call, parts = CALLS[case]
     world = World()
     before = world.index.digest()

@@ -33,7 +33,7 @@ COUNTS = (
 
 @dataclass
 class World:
-    """An index in the middle of things.
+    """An index with blocks of all states.
 
     Blocks 0, 1, 2 back `seq`, 3 another; 4 is condemned under `plan`; 5 waits; 6 to 9 are held.
     """

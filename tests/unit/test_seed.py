@@ -1,4 +1,4 @@
-"""The seed of the hashes: drawn unless it is said, kept by a snapshot, and shown to nobody."""
+"""The seed of the hashes: drawn unless given, kept by a snapshot, and never shown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_indexes_draw_seeds_of_their_own() -> None:
     assert kvtrie.RadixIndex(8, seed=None).seed not in seeds
 
 
-def test_a_seed_that_is_said_is_kept() -> None:
+def test_a_given_seed_is_kept() -> None:
     for seed in (0, 5, 2**64 - 1):
         assert kvtrie.RadixIndex(8, seed=seed).seed == seed
     assert ModelIndex(8, seed=None, pool_id=b"x").stats().indexed == 0

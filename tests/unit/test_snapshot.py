@@ -1,4 +1,4 @@
-"""Snapshots of an index: the same answers later, and errors for everything else."""
+"""Snapshots of an index: the same results later, and errors for everything else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIGURATION = (
 
 
 def restored(index: kvtrie.RadixIndex) -> kvtrie.RadixIndex:
-    """What a snapshot of the index restores, beside its pool."""
+    """What a snapshot of the index restores, with the same pool."""
     return kvtrie.RadixIndex.restore(index.snapshot(), pool_id=index.pool_id)
 
 
@@ -57,7 +57,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 
 def grown(index: kvtrie.RadixIndex) -> list[object]:
-    """What an index answers to a long list of calls."""
+    """What an index returns for a long list of calls."""
     answers: list[object] = [index.take_freed().tolist()]
     rng = Random(5)
     for number in range(60):
@@ -75,7 +75,7 @@ def grown(index: kvtrie.RadixIndex) -> list[object]:
 
 
 @pytest.mark.parametrize("moved_runs", [True, False])
-def test_restored_index_answers_alike(moved_runs: bool) -> None:
+def test_restored_index_returns_the_same(moved_runs: bool) -> None:
     index = filled(moved_runs=moved_runs, min_run=8, seed=3, hash_bits=8, max_candidates=2)
     again = restored(index)
     again.check()

@@ -1,4 +1,4 @@
-"""What an index keeps to find moved runs by, seen from outside."""
+"""The windows that an index keeps to find moved runs, seen from outside."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_window_is_kept_for_every_stride(min_run: int) -> None:
     assert filled(moved_runs=True, min_run=min_run).stats().windows == len(ends)
 
 
-def test_windows_leave_with_their_blocks() -> None:
+def test_windows_are_removed_with_their_blocks() -> None:
     index = filled(moved_runs=True)
     index.discard([10])
     index.check()

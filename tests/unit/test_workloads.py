@@ -1,4 +1,4 @@
-"""The workloads are the edits that their ids stand for."""
+"""The workloads make the edits that their ids name."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_append_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in WORKLOADS if name.startswith("W11")])
-def test_agent_close_deletes_every_thought(name: str) -> None:
+def test_agent_close_deletes_all_reasoning(name: str) -> None:
     conversation = WORKLOADS[name].build()
     moves = deltas(conversation)
     gone = deleted(conversation)
@@ -173,15 +173,15 @@ def test_agent_close_deletes_every_thought(name: str) -> None:
     if name == "W11":
         assert (moves[1], moves[-1]) == (-247, -2790)
     assert sum(gone) == -min(moves)
-    # Hardly a delta is a multiple of the block size, so that blocks cannot be shared in place.
+    # Most deltas are not multiples of the block size, so blocks cannot be shared in place.
     assert sum(delta % 16 != 0 for delta in moves[1:]) > len(moves) / 2
 
 
 def test_cleared_results_become_notices() -> None:
     assert replaced(WORKLOADS["W12"].build()) == [(727, 6)] * 9
     assert replaced(WORKLOADS["W13"].build()) == [(727, 6)] * 4
-    thoughts = replaced(WORKLOADS["W14"].build())
-    assert [new for _, new in thoughts] == [1] * 12
+    reasoning = replaced(WORKLOADS["W14"].build())
+    assert [new for _, new in reasoning] == [1] * 12
 
 
 def test_head_edits_are_near_the_front() -> None:
@@ -227,7 +227,7 @@ def test_retokenised_edges_are_a_few_tokens() -> None:
     edges = replaced(conversation)
     shape = WORKLOADS["W22"].shape
     assert isinstance(shape, AgentRun)
-    # Thought and call of each round, final thought and answer: an edge on both sides.
+    # Reasoning and call of each round, final reasoning and answer: an edge on both sides.
     assert len(edges) == 4 * shape.rounds + 4
     assert {old for old, _ in edges} == {1, 2, 3}
     assert {new for _, new in edges} == {1, 2}
@@ -249,7 +249,7 @@ def test_compound_replaces_and_deletes() -> None:
     assert replaced(conversation) == [(727, 403)]
     gone = deleted(conversation)
     assert len(gone) == 11
-    # The first two thoughts stand before the result.
+    # The reasoning of the first two rounds is before the result.
     assert conversation.kept[0].length > exact_percent(conversation) / 100 * 10_000
     assert span_percent(conversation) > 90
 
@@ -282,7 +282,7 @@ def test_conversations_share_nothing_unless_asked(text: str) -> None:
     build = WORKLOADS["W11"].build
     one, other = (build(number, text=text, scale=0.3) for number in (0, 1))
     common = Ceiling([one.cached], block_size=1, min_run=16).of(other.cached).share
-    # Texts with repeated phrases have some in common by themselves.
+    # Texts with repeated phrases share some by chance.
     assert common < (0.001 if text == "uniform" else 0.2)
     one, other = (build(number, text=text, shared=True) for number in (0, 1))
     reach = Ceiling([one.cached], block_size=1, min_run=16).of(other.cached)
@@ -321,7 +321,7 @@ def test_population_fills_the_cache(shared: bool) -> None:
 
 
 def test_population_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="are left for 49 conversations beside 1"):
+    with pytest.raises(ValueError, match="are left for 49 conversations next to 1"):
         population(WORKLOADS["W11"], conversations=50, cached_tokens=20_000, prompt_tokens=20_000)
 
 

@@ -65,7 +65,7 @@ class Cache:
             moves = plan.moves(table)
             dropped = plan.candidates_dropped
         self._check_moves(prompt, table, moves)
-        # Nothing is reused that is cached nowhere.
+        # Every reused token is cached somewhere.
         assert not (reused(segments, len(prompt)) & ~reach.mask).any()
         found = coverage(segments, reach)
         assert found >= 0.97
@@ -124,10 +124,10 @@ def test_coverage_with_shared_boilerplate_of(name: str, text: str) -> None:
 
 def test_coverage_where_candidates_are_dropped() -> None:
     workload = WORKLOADS["W01"]
-    short = replace(workload, shape=ChatTurn(system=400, question=20, thought=20, answer=20))
+    short = replace(workload, shape=ChatTurn(system=400, question=20, reasoning=20, answer=20))
     made = [short.build(number, seed=1, shared=True) for number in range(1_000)]
     cache = Cache.of([each.cached for each in made], [each.num_computed for each in made], 16)
-    # Somebody new: the boilerplate behind the line of their own stands in all others.
+    # A newcomer: the boilerplate after its own line is in all other conversations.
     found, dropped = cache.check(short.build(1_000, seed=1, shared=True).cached)
     assert dropped > 0
     assert found >= 0.97
@@ -137,10 +137,10 @@ def test_coverage_where_candidates_are_dropped() -> None:
 def test_answers_of_20_to_255_tokens_are_found_whole(extra: int) -> None:
     for answer in range(20, 256):
         turn = WORKLOADS["W01"].build(
-            seed=answer, system=40, question=24, thought=70, answer=answer, extra=extra
+            seed=answer, system=40, question=24, reasoning=70, answer=answer, extra=extra
         )
         (span,) = (span for span in turn.prompt_spans if span.kind == "answer")
-        # Within the turn the thought is kept, and the user speaks behind the answer.
+        # Within the turn the reasoning is kept, and the user message follows the answer.
         asked = turn.prompt[turn.kept[-1].end :]
         cached = np.concatenate([turn.cached, asked])
         cache = Cache.of([cached], [len(cached)], 16)

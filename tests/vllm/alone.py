@@ -1,4 +1,4 @@
-"""Runs one engine, asks it edited histories, and prints what it said.
+"""Runs one engine, sends it edited histories, and prints its answers.
 
 A program of its own: with numba loaded, which drafts n-grams, vLLM starts no second engine in a
 process; and ranks of tensor parallelism are processes.
@@ -39,21 +39,21 @@ def main() -> None:
         return list(done.outputs[0].token_ids), done.num_cached_tokens
 
     rng = Random(5)
-    thought, head = ([rng.randrange(3, 500) for _ in range(200)] for _ in range(2))
+    reasoning, head = ([rng.randrange(3, 500) for _ in range(200)] for _ in range(2))
     loop = [rng.randrange(3, 500) for _ in range(5)] * 30
-    prompts = [head + loop, thought + loop[:100], head + loop, head + thought + loop]
+    prompts = [head + loop, reasoning + loop[:100], head + loop, head + reasoning + loop]
     said = [ask(prompt)[0] for prompt in prompts]
-    # The history of one of them, with what it said, behind another head.
-    last, cached = ask(thought + head + loop + said[0] + loop[:20])
-    # Known pieces, each behind a stub of its own.
+    # The history of one of them, with its answer, after another head.
+    last, cached = ask(reasoning + head + loop + said[0] + loop[:20])
+    # Known pieces, each after its own stub.
     stubs = [[rng.randrange(3, 500) for _ in range(3 + at)] for at in range(5)]
-    pieces = [head[:90], said[3], thought[40:], loop[:70], head[100:]]
+    pieces = [head[:90], said[3], reasoning[40:], loop[:70], head[100:]]
     gapped = [token for pair in zip(stubs, pieces, strict=True) for part in pair for token in part]
-    # What is counted of prompt and answer outlives being sent anew.
+    # Penalties count prompt and answer also for a request that is sent to the runner again.
     penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.4}
     more = [ask(gapped + said[at], **penalties)[0] for at in range(2)]
-    told = {"said": said, "last": last, "cached": cached, "gapped": more}
-    sys.stdout.write(json.dumps(told) + "\n")
+    result = {"said": said, "last": last, "cached": cached, "gapped": more}
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

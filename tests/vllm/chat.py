@@ -52,7 +52,7 @@ class Chat:
         return [int(one) for one in self.tokenizer.encode(text, add_special_tokens=False)]
 
     def prompt(self, messages: list[Message], *, reply: str | None = None) -> list[int]:
-        """What a request for the next reply gives, and how far the reply has come."""
+        """The prompt of a request for the next reply, with the beginning of the reply."""
         text = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
@@ -64,7 +64,7 @@ def user(word: str, count: int = 60) -> Message:
     return {"role": "user", "content": f"{word} " * count}
 
 
-def reply(word: str, count: int = 60, *, thought: str | None = None) -> Message:
-    """An answer, maybe with a thought."""
+def reply(word: str, count: int = 60, *, reasoning: str | None = None) -> Message:
+    """An answer, maybe with reasoning."""
     message: Message = {"role": "assistant", "content": f"{word} " * count}
-    return message | ({"reasoning_content": f"{thought} " * 120} if thought else {})
+    return message | ({"reasoning_content": f"{reasoning} " * 120} if reasoning else {})

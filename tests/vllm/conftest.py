@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-# Any moved run may be used: what it costs the model is not what these tests are about.
+# Any moved run may be used: these tests do not measure what that costs the model.
 APPROXIMATE = {"gate": "unchecked"}
 EXACT = {"gate": None}
 

@@ -1,8 +1,8 @@
 """The embedded engine on the model that vLLM runs, and what the two did with one request.
 
-Two habits of vLLM's are not the embedded engine's, and are given to it here, so that both have the
-same KV to choose from: it caches whole blocks alone, and without a scheduler that resumes behind
-gaps it computes all that follows the first one.
+Two rules of vLLM are not the embedded engine's, and are applied to it here, so that both have the
+same KV to choose from: vLLM caches whole blocks only, and without a scheduler that resumes after
+gaps it computes everything after the first one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 EXACT, MOVED, COMPUTED = range(3)
 
-# First token, the one behind the last, where the KV stood before (-1: it was computed), and class.
+# First token, the one after the last, the KV's position before (-1: it was computed), and class.
 Segment = tuple[int, int, int, int]
 
 
@@ -43,7 +43,7 @@ class Served:
 
     Attributes:
         tokens: The answer.
-        segments: Where the KV of the prompt came from, in as few pieces as can say it.
+        segments: The sources of the prompt's KV, in as few pieces as possible.
         logprobs: Of all tokens, where each token of the answer was chosen.
         k: Keys of prompt and answer, ``[layers, tokens, heads, channels]``.
         v: Values.
@@ -91,7 +91,7 @@ class Embedded:
     Args:
         model: The model's folder.
         policy: What requests may reuse.
-        gaps: Whether reuse goes on behind gaps.
+        gaps: Whether reuse goes on after gaps.
     """
 
     def __init__(self, model: Path, policy: kvtrie.ReusePolicy, *, gaps: bool) -> None:
@@ -127,7 +127,7 @@ class Embedded:
 
 
 class _Lease(Lease):
-    """A lease with vLLM's habits, which keeps what it did."""
+    """A lease with vLLM's rules, which records what it did."""
 
     def __init__(
         self, store: Store, seq: kvtrie.TokenSequence, policy: kvtrie.ReusePolicy, *, gaps: bool
@@ -136,7 +136,7 @@ class _Lease(Lease):
         with store.index.plan(seq, policy, keep_last=1, pin=False) as plan:
             self.end_of_plan = len(prompt) if gaps else _first_gap(plan.segments)
             self.end_of_plan = min(self.end_of_plan, _unhashed(plan.segments, len(prompt)))
-        # The plan does not see what lies behind. It leaves its last token to be computed.
+        # The plan does not see the tokens after it. It leaves its last token to be computed.
         if self.end_of_plan < len(prompt):
             seq.truncate(self.end_of_plan + 1)
         super().__init__(store, seq, policy)
@@ -150,20 +150,20 @@ class _Lease(Lease):
         k, v = pool.gather(self.table, 0, end)
         assert v is not None
         self.kv = k, v
-        # What does not fill a block is not kept.
+        # Tokens that do not fill a block are not kept.
         ledger.rollback(self, to=end // BLOCK * BLOCK)
         super().close()
 
 
 def _first_gap(planned: NDArray[Any]) -> int:
-    """Where the first tokens lie that have to be computed: the last one has to be."""
+    """The first position that must be computed; there is one, since the last token is computed."""
     return int(planned["start"][planned["class"] == COMPUTED].min())
 
 
 def _unhashed(planned: NDArray[Any], end: int) -> int:
     """Where moved KV would begin in a block that the prompt does not fill.
 
-    vLLM caches that block later, by a hash that cannot be told apart beforehand; so it gets none.
+    vLLM caches that block later, by a hash that cannot be made distinct before; so it gets none.
     """
     moved = planned["start"][planned["class"] == MOVED]
     first = int(moved.min()) if len(moved) else end
@@ -171,7 +171,7 @@ def _unhashed(planned: NDArray[Any], end: int) -> int:
 
 
 class Watched:
-    """A vLLM engine with the connector, of which every request is told as `Served`.
+    """A vLLM engine with the connector, whose requests are returned as `Served`.
 
     Args:
         engine: The engine; give it ``max_logprobs=-1``.

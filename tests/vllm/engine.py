@@ -14,8 +14,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Likewise for engines in processes of their own: vLLM would give each rank the cores of a memory
-# node, of which there may be one alone.
+# Likewise for engines in other processes: vLLM would give each rank the cores of a memory node, and
+# there may be only one.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 from tests.vllm import runner
@@ -44,7 +44,7 @@ BLOCK = 32
 
 @dataclass
 class Answer:
-    """What came of one request."""
+    """The result of one request."""
 
     tokens: list[int] = field(default_factory=list)
     num_cached: int = 0
@@ -58,7 +58,7 @@ class Engine(Inside):
     Args:
         model: Its folder.
         connector: Settings of the connector; None: plain vLLM.
-        gaps: Whether `KvtrieScheduler` resumes reuse behind gaps.
+        gaps: Whether `KvtrieScheduler` resumes reuse after gaps.
         blocks: Blocks of the pool, the null block among them.
         shadow: Whether what every slot holds is followed; slow.
         options: More for ``vllm.LLM``.
@@ -181,7 +181,7 @@ class Engine(Inside):
             self.step()
         else:
             raise AssertionError(f"the engine is still busy after {limit} steps")
-        # With steps in flight one more brings the last of them home.
+        # With steps in flight, the last one returns in one more step.
         while self.core.batch_queue:
             self.core.step_fn()
 

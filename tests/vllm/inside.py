@@ -1,4 +1,4 @@
-"""What tests see of a scheduler and its pool, whether a model is behind them or not."""
+"""What tests see of a scheduler and its pool, with a model or without one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEDULER = "kvtrie.integrations.vllm.KvtrieScheduler"
 
 
 def connector_config(role: str = "kv_both", **extra: object) -> dict[str, object]:
-    """What a user writes behind ``--kv-transfer-config``."""
+    """What a user writes after ``--kv-transfer-config``."""
     return {
         "kv_connector": "KvtrieConnector",
         "kv_connector_module_path": "kvtrie.integrations.vllm",
@@ -80,7 +80,7 @@ class Inside:
     def plain_hashes(
         self, tokens: Sequence[int], adapter: LoRARequest | None = None
     ) -> list[bytes]:
-        """What vLLM calls the full blocks of these tokens."""
+        """vLLM's hashes of the full blocks of these tokens."""
         params = SamplingParams(max_tokens=1)
         hasher = self.core.request_block_hasher
         request = Request(
@@ -111,12 +111,12 @@ class Inside:
     # --- what must hold --------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every block is free or owned, as often as it is counted, and the index agrees."""
+        """Every block is free or owned, its count of owners is right, and the index agrees."""
         owners: Counter[int] = Counter()
         for manager in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
             for blocks in manager.req_to_blocks.values():
                 owners.update(block.block_id for block in blocks if not block.is_null)
-        # With steps in flight, vLLM frees what they may still write when they are done.
+        # With steps in flight, vLLM frees the blocks that they may still write when they are done.
         for _, blocks in self.scheduler.deferred_frees:
             owners.update(block.block_id for block in blocks)
         has_connector = self.scheduler.connector is not None

@@ -22,7 +22,7 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    # Wide enough that attention is no plain average: another context gives other KV.
+    # Wide enough that attention is not a plain average: another context gives other KV.
     "initializer_range": 0.15,
 }
 
@@ -36,7 +36,7 @@ def llama(folder: Path, seed: int = 0) -> Path:
 
 
 def deepseek(folder: Path, seed: int = 0) -> Path:
-    """MLA: one latent row a token, with a rotated part."""
+    """MLA: one latent row per token, with a rotated part."""
     config = transformers.DeepseekV2Config(
         **_COMMON,
         num_attention_heads=4,
@@ -58,7 +58,7 @@ def deepseek(folder: Path, seed: int = 0) -> Path:
     return _save(transformers.DeepseekV2ForCausalLM, config, folder, seed)
 
 
-# Ways to scale the frequencies by which keys turn.
+# Ways to scale the frequencies by which keys are rotated.
 SCALED: dict[str, dict[str, object]] = {
     "yarn": {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 8192},
     "llama3": {

@@ -24,6 +24,6 @@ def gapped(parts: Iterable[list[int]]) -> list[int]:
     return joined(*(words(3 + at, 90 + at) + part for at, part in enumerate(parts)))
 
 
-# A turn, and the next one, which leaves the thought out.
-QUESTION, THOUGHT, ANSWER, NEXT = words(200, 1), words(160, 2), words(150, 3), words(40, 4)
+# A turn, and the next one, without the reasoning.
+QUESTION, REASONING, ANSWER, NEXT = words(200, 1), words(160, 2), words(150, 3), words(40, 4)
 EDITED = QUESTION + ANSWER + NEXT

@@ -1,4 +1,4 @@
-"""What the model itself says, without any engine."""
+"""What the model itself computes, without any engine."""
 
 from __future__ import annotations
 

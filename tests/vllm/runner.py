@@ -1,8 +1,7 @@
 """vLLM's model runner V2 on a machine without a GPU, and a look at what it computes.
 
-V2's own work, tables of blocks and counts of tokens, is done by Triton kernels. Triton's
-interpreter runs them on a CPU; vLLM asks for a backend of Triton's, which comes with no release,
-before it believes that.
+V2's own work, tables of blocks and counts of tokens, is done by Triton kernels, which Triton's
+interpreter runs on a CPU. vLLM also requires a backend of Triton for the CPU, which no release has.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ RUNS_V2 = os.environ.get("KVTRIE_VLLM_V2") == "1"
 
 
 def interpret() -> None:
-    """Have Triton's interpreter run kernels; before anything imports vLLM."""
+    """Make Triton's interpreter run kernels; call this before anything imports vLLM."""
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     from triton import backends  # noqa: PLC0415 - it reads the environment
@@ -55,7 +54,7 @@ def interpret() -> None:
 
 
 def keep_steps_in_flight() -> None:
-    """Have the CPU backend schedule asynchronously where it is asked to, as GPUs do."""
+    """Make the CPU backend schedule asynchronously where that is configured, as GPUs do."""
     from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415 - after `interpret`
 
     update = CpuPlatform.check_and_update_config.__func__

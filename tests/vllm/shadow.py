@@ -1,9 +1,9 @@
 """What every slot of vLLM's pool should hold, followed from the scheduler's output alone.
 
-A slot is written when a step computes a token into it, or a copy fills it. The shadow notes
-whose token that was, at which position, and whether everything before it was exact. From that
-follows what may never be: a request that reads a slot nobody wrote, other tokens than its own, or
-another tenant's; a copy out of a block that was handed out again; a slot that is written twice;
+A slot is written when a step computes a token into it, or a copy fills it. The shadow records
+whose token that was, at which position, and whether everything before it was exact. So it detects
+what must never happen: a request that reads a slot nobody wrote, other tokens than its own, or
+another tenant's; a copy from a block that was allocated again; a slot that is written twice;
 approximate KV under a hash that plain requests compute.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Content:
-    """One slot's token: number ``at`` of ``tokens``, standing at ``position``."""
+    """One slot's token: number ``at`` of ``tokens``, at ``position``."""
 
     request: Request
     at: int
@@ -32,7 +32,7 @@ class Content:
 
     @property
     def token(self) -> int:
-        """The token, which is known by the time somebody asks."""
+        """The token, which is known by the time it is read."""
         token: int = self.request._all_token_ids[self.at]
         return token
 
@@ -100,7 +100,7 @@ class Shadow:
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         metadata = output.kv_connector_metadata
         for load in getattr(metadata, "loads", ()):
-            assert output.has_sync_kv_loads, "copies come behind the forward pass that reads them"
+            assert output.has_sync_kv_loads, "copies come after the forward pass that reads them"
             if not self._fails:
                 self._copy(load)
         for name, start in starts.items():
@@ -208,14 +208,14 @@ class Shadow:
         self._cached.clear()
 
     def plain_hashes(self, request: Request) -> list[bytes]:
-        """What vLLM calls the full blocks of a request that got nothing approximate."""
+        """vLLM's hashes of the full blocks of a request that got nothing approximate."""
         plain = copy.copy(request)
         plain.block_hashes = []
         hashes: list[bytes] = self._inside.core.request_block_hasher(plain)
         return hashes
 
     def unwritten(self) -> list[int]:
-        """Blocks that others would find, and nobody has written."""
+        """Blocks that other requests would hit, and nobody has written."""
         return [
             block.block_id
             for block in self._inside.pool.blocks
@@ -224,7 +224,7 @@ class Shadow:
         ]
 
     def check_index(self) -> None:
-        """What the index calls exact is exact, and every block it knows holds its tokens."""
+        """Blocks that the index labels exact are exact, and indexed blocks hold their tokens."""
         sources = self._inside.connector.planner.sources
         for number in sources._hashes:
             if sources.is_stale(number):

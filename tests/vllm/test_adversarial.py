@@ -1,4 +1,4 @@
-"""Situations in which the wrong KV could be read without anybody noticing.
+"""Situations in which wrong KV could be read unnoticed.
 
 Every engine here has a shadow (see ``shadow``), which fails a step that reads a slot that nobody
 wrote, other tokens than its own, another tenant's, or approximate KV under a plain hash.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.vllm.conftest import APPROXIMATE, EXACT
 from tests.vllm.engine import BLOCK
-from tests.vllm.prompts import ANSWER, EDITED, NEXT, QUESTION, THOUGHT, gapped, words
+from tests.vllm.prompts import ANSWER, EDITED, NEXT, QUESTION, REASONING, gapped, words
 from tests.vllm.reference import Reference
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def test_a_pool_with_hardly_a_free_block(engine: Callable[..., Engine]) -> None:
-    # The edited prompt needs 13 blocks beside the 17 of its sources, in a pool of 20 and 24.
+    # The edited prompt needs 13 blocks next to the 17 of its sources, in a pool of 20 and 24.
     vllm = engine(connector=APPROXIMATE, blocks=21, max_model_len=608)
     for number in range(6):
-        vllm.ask(QUESTION + THOUGHT + ANSWER)
+        vllm.ask(QUESTION + REASONING + ANSWER)
         assert vllm.ask(EDITED).finished
         assert vllm.ask(words(100, 50 + number) + ANSWER).finished
         vllm.check()
@@ -36,7 +36,7 @@ def test_a_pool_with_hardly_a_free_block(engine: Callable[..., Engine]) -> None:
 
 def test_sources_are_reused_by_others_of_the_same_step(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE, blocks=40, max_model_len=1024)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     names = [vllm.add(EDITED), vllm.add(words(400, 51)), vllm.add(words(200, 52) + ANSWER)]
     vllm.drain()
     assert all(vllm.answers[name].finished for name in names)
@@ -144,7 +144,7 @@ def test_prompts_that_part_in_their_last_block(
 
 def test_tenants_share_nothing(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE)
-    vllm.ask(QUESTION + THOUGHT + ANSWER, salt="one")
+    vllm.ask(QUESTION + REASONING + ANSWER, salt="one")
     assert vllm.computed_for(EDITED, salt="two") == len(EDITED)
     assert vllm.computed_for(EDITED) == len(EDITED)
     assert vllm.computed_for(EDITED, salt="one") <= len(NEXT) + 1
@@ -154,7 +154,7 @@ def test_prompt_logprobs_read_no_cache_and_spoil_none(
     engine: Callable[..., Engine], llama: Path
 ) -> None:
     vllm = engine(connector=APPROXIMATE)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     assert vllm.computed_for(EDITED, prompt_logprobs=1) == len(EDITED)
     answer = vllm.ask(EDITED, mode="exact")
     assert answer.num_cached >= len(EDITED) // BLOCK * BLOCK - BLOCK
@@ -163,7 +163,7 @@ def test_prompt_logprobs_read_no_cache_and_spoil_none(
 
 def test_several_answers_to_one_prompt(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     name = vllm.add(EDITED, n=3, temperature=0.7, seed=1)
     vllm.drain()
     assert vllm.answers[name].finished
@@ -182,7 +182,7 @@ def test_a_copy_that_fails_is_computed(
 ) -> None:
     vllm = engine(connector=APPROXIMATE, async_scheduling=in_flight)
     prompt = QUESTION + ANSWER if mode == "exact" else EDITED
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
 
     def fail(*_: object) -> None:
         raise RuntimeError("injected")
@@ -205,7 +205,7 @@ def test_a_surprise_is_counted_and_vllm_goes_on(
     engine: Callable[..., Engine], llama: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     vllm = engine(connector=APPROXIMATE)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("injected")
@@ -222,15 +222,17 @@ def test_a_surprise_is_counted_and_vllm_goes_on(
 
 def test_what_a_request_may_not_say_is_refused_and_counted(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE)
-    assert vllm.ask(EDITED, mode="aproximate").finished
+    assert vllm.ask(EDITED, mode="approx").finished
     assert vllm.counts["requests_refused"] == 1
 
 
-@pytest.mark.parametrize("prompts", [[QUESTION + THOUGHT + ANSWER, EDITED, EDITED + words(90, 5)]])
+@pytest.mark.parametrize(
+    "prompts", [[QUESTION + REASONING + ANSWER, EDITED, EDITED + words(90, 5)]]
+)
 def test_every_cached_block_holds_what_the_model_computes(
     engine: Callable[..., Engine], llama: Path, prompts: list[list[int]]
 ) -> None:
-    # The slow audit: not what the shadow says, but the bytes.
+    # The slow audit: the bytes themselves, not the shadow's records.
     vllm = engine(connector=APPROXIMATE)
     reference = Reference(llama)
     for prompt in prompts:
@@ -254,7 +256,7 @@ def test_every_cached_block_holds_what_the_model_computes(
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("batched", [64, 4096])
-def test_exact_blocks_behind_a_hole(
+def test_exact_blocks_after_a_hole(
     engine: Callable[..., Engine],
     llama: Path,
     in_flight: bool,

@@ -1,4 +1,4 @@
-"""Thoughts of turns that are over go first, in a real engine; prompts and answers stay."""
+"""Reasoning of closed turns is evicted first, in a real engine; prompts and answers stay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tests.vllm.engine import Answer, Engine
 
-THOUGHT = "<think>\n" + "answers " * 120 + "\n</think>\n\n"
+REASONING = "<think>\n" + "answers " * 120 + "\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "lookup"}\n</tool_call>'
 
 
@@ -56,7 +56,7 @@ class Talk(chat.Chat):
         return ids
 
     def head(self) -> list[int]:
-        """The blocks of dead thoughts, in the order in which vLLM would take them."""
+        """The blocks of dead reasoning, in the order in which vLLM would take them."""
         dead = self.engine.connector.planner._dead
         before = self.engine.counts["blocks_dead"]
         if dead is not None:
@@ -67,7 +67,7 @@ class Talk(chat.Chat):
         return [block.block_id for block in blocks]
 
     def inside(self, ids: list[int], number: int = 0) -> list[int]:
-        """The blocks wholly inside of a thought, the last one first."""
+        """The blocks wholly inside of reasoning, the last one first."""
         opens, closes = self.ids("<think>")[0], self.ids("</think>")[0]
         start = [at for at, one in enumerate(ids) if one == opens][number]
         end = [at for at, one in enumerate(ids) if one == closes][number] + 1
@@ -90,18 +90,18 @@ def talk(
     return start
 
 
-def test_a_thought_goes_to_the_head_when_the_turn_closes(talk: Callable[..., Talk]) -> None:
+def test_reasoning_goes_to_the_head_when_the_turn_closes(talk: Callable[..., Talk]) -> None:
     t = talk()
-    ids = t.say([chat.user("question")], THOUGHT + "it " * 60)
+    ids = t.say([chat.user("question")], REASONING + "it " * 60)
     expected = t.inside(ids)
     assert len(expected) > 2
     assert t.head() == expected
     assert t.head() == []
 
 
-def test_a_thought_is_still_found_until_its_blocks_are_taken(talk: Callable[..., Talk]) -> None:
+def test_reasoning_is_still_found_until_its_blocks_are_taken(talk: Callable[..., Talk]) -> None:
     t = talk()
-    ids = t.say([chat.user("question")], THOUGHT + "it " * 60)
+    ids = t.say([chat.user("question")], REASONING + "it " * 60)
     assert t.head()
     again: Answer = t.engine.ask(ids, max_tokens=1)
     assert again.num_cached >= len(ids) // BLOCK * BLOCK - BLOCK
@@ -110,60 +110,60 @@ def test_a_thought_is_still_found_until_its_blocks_are_taken(talk: Callable[...,
 def test_nothing_is_dead_inside_a_tool_loop(talk: Callable[..., Talk]) -> None:
     t = talk()
     question = chat.user("question")
-    t.say([question], THOUGHT + CALL)
+    t.say([question], REASONING + CALL)
     assert t.head() == []
     call = {"id": "0", "type": "function", "function": {"name": "lookup", "arguments": {}}}
-    asked = chat.reply("", 0, thought="answers") | {"tool_calls": [call]}
+    asked = chat.reply("", 0, reasoning="answers") | {"tool_calls": [call]}
     result = {"role": "tool", "content": "system " * 60, "tool_call_id": "0"}
-    ids = t.say([question, asked, result], THOUGHT + "it " * 60)
+    ids = t.say([question, asked, result], REASONING + "it " * 60)
     first, second = t.inside(ids, 0), t.inside(ids, 1)
     assert len(first) > 2
     assert len(second) > 2
-    # The answer closes the turn, with all of its thoughts.
+    # The answer closes the turn, with all of its reasoning.
     assert sorted(t.head()) == sorted(first + second)
 
 
 def test_nothing_is_dead_where_the_reply_was_cut_off(talk: Callable[..., Talk]) -> None:
     t = talk()
-    t.say([chat.user("question")], THOUGHT + "it " * 60, stops=False)
+    t.say([chat.user("question")], REASONING + "it " * 60, stops=False)
     assert t.head() == []
 
 
-def test_a_thought_that_others_go_on_from_stays(talk: Callable[..., Talk]) -> None:
+def test_reasoning_that_others_continue_stays(talk: Callable[..., Talk]) -> None:
     t = talk()
     question = chat.user("question")
-    ids = t.prompt([question], reply=THOUGHT + "it " * 60)
+    ids = t.prompt([question], reply=REASONING + "it " * 60)
     shown = [*ids, t.end, *t.ids("\n<|im_start|>user\n" + "tool " * 100)]
     t.engine.ask(shown, max_tokens=1)
-    # The same turn once more, which ends where the other one went on.
-    t.say([question], THOUGHT + "it " * 60)
+    # The same turn again, which ends where the other one went on.
+    t.say([question], REASONING + "it " * 60)
     assert t.head() == []
 
 
-def test_it_can_be_turned_off(talk: Callable[..., Talk]) -> None:
+def test_it_can_be_switched_off(talk: Callable[..., Talk]) -> None:
     t = talk(dead_thinking=False)
-    t.say([chat.user("question")], THOUGHT + "it " * 60)
+    t.say([chat.user("question")], REASONING + "it " * 60)
     assert t.engine.connector.planner._dead is None
     assert t.engine.counts["blocks_dead"] == 0
 
 
-def test_thoughts_that_the_template_keeps_stay(talk: Callable[..., Talk]) -> None:
+def test_reasoning_that_the_template_keeps_stays(talk: Callable[..., Talk]) -> None:
     t = talk(template_arguments={"preserve": True})
-    t.say([chat.user("question")], THOUGHT + "it " * 60)
+    t.say([chat.user("question")], REASONING + "it " * 60)
     assert t.head() == []
 
 
 @pytest.mark.parametrize("dead_thinking", [True, False])
-def test_prompt_and_answer_survive_what_takes_the_thought(
+def test_prompt_and_answer_survive_the_eviction_of_the_reasoning(
     talk: Callable[..., Talk], dead_thinking: bool
 ) -> None:
     t = talk(blocks=64, dead_thinking=dead_thinking)
     question = chat.user("question")
-    ids = t.say([question], THOUGHT + "it " * 60)
-    # Somebody else needs all that was never cached, and as much as the thought has.
+    ids = t.say([question], REASONING + "it " * 60)
+    # Another request needs all blocks that were never cached, and as many as the reasoning has.
     cached = sum(block.block_hash is not None for block in t.engine.pool.blocks)
-    thought = THOUGHT.count("answers") // BLOCK - 1
-    room = (t.engine.pool.num_gpu_blocks - 1 - cached + thought) * BLOCK
+    dead = REASONING.count("answers") // BLOCK - 1
+    room = (t.engine.pool.num_gpu_blocks - 1 - cached + dead) * BLOCK
     t.engine.ask([5 + at % 200 for at in range(room - 8)], max_tokens=1, salt="other")
     following = t.prompt([question, chat.reply("it"), chat.user("tool")])
     kept = t.engine.ask(following, max_tokens=1).num_cached

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tests.vllm.conftest import APPROXIMATE, EXACT
-from tests.vllm.prompts import ANSWER, NEXT, QUESTION, THOUGHT
+from tests.vllm.prompts import ANSWER, NEXT, QUESTION, REASONING
 from tests.vllm.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ def test_without_approximate_reuse_outputs_are_those_of_vllm(
     assert mine == plain
 
 
-def turned(k: torch.Tensor, delta: int, theta: float = 10_000.0) -> torch.Tensor:
-    """Keys in two halves, turned by a number of positions."""
+def rotated(k: torch.Tensor, delta: int, theta: float = 10_000.0) -> torch.Tensor:
+    """Keys in two halves, rotated by a number of positions."""
     half = k.shape[-1] // 2
     angles = delta * theta ** (-torch.arange(half, dtype=torch.float64) / half)
     one, two = k[..., :half].double(), k[..., half:].double()
@@ -54,7 +54,7 @@ def test_copied_kv_is_what_the_reference_makes_of_it(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = engine(connector=APPROXIMATE)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     pool = vllm.kv_pool
     tensors = list(pool.k), [v for v in pool.v if v is not None]
     apply = pool.apply
@@ -75,7 +75,7 @@ def test_copied_kv_is_what_the_reference_makes_of_it(
             for layer, (k, v) in enumerate(zip(*tensors, strict=True)):
                 wanted = rows(before[0][layer], source, count)
                 got = rows(k, dest, count)
-                assert (turned(wanted, delta) - got).abs().max() < 1e-5
+                assert (rotated(wanted, delta) - got).abs().max() < 1e-5
                 if not delta:
                     assert torch.equal(wanted, got)
                 assert torch.equal(rows(before[1][layer], source, count), rows(v, dest, count))

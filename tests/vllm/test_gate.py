@@ -59,13 +59,13 @@ def cleared(path: str, config: Any, **policy: Any) -> kvtrie.ReusePolicy:
 def test_gate_of_the_served_directory_clears_what_was_measured(tmp_path: Path) -> None:
     path = gate(tmp_path / "gate.json")
     config = served()
-    # Nothing said means runs of 16, which were measured.
+    # The default is runs of 16, which were measured.
     assert cleared(path, config) == kvtrie.ReusePolicy(approximate=True)
     assert cleared(path, config, min_run=8) == kvtrie.EXACT_ONLY
     assert cleared(path, config, max_hops=2) == kvtrie.EXACT_ONLY
     more = {"recompute_first": 4, "forbid_kinds": ["reasoning"]}
     assert cleared(path, config, **more).forbid_kinds == ("reasoning",)
-    # Where the directory lies does not matter.
+    # The path of the directory does not matter.
     copy = tmp_path / "copy"
     shutil.copytree(MODEL, copy)
     assert cleared(path, served(copy)).approximate
@@ -129,7 +129,7 @@ def test_a_model_that_is_not_there_cannot_be_identified(tmp_path: Path) -> None:
     refused(gate(tmp_path / "gate.json"), config, "not in the hub's cache")
 
 
-def test_gate_does_not_speak_of_adapters(tmp_path: Path) -> None:
+def test_gate_does_not_cover_adapters(tmp_path: Path) -> None:
     settings = Settings.read({"gate": gate(tmp_path / "gate.json")})
     assert _gate.covers(settings, None)
     assert not _gate.covers(settings, "lora-a")

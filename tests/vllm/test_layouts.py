@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.vllm.test_equality import turned
+from tests.vllm.test_equality import rotated
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -17,7 +17,7 @@ from kvtrie.pool import KVPool
 from kvtrie.rope import RopeSpec
 
 LAYERS, BLOCKS, HEADS, TOKENS, DIM = 3, 6, 2, 16, 32
-LATENT, TURNED = 48, 16
+LATENT, ROTATED = 48, 16
 # Seven tokens, into the middle of another block, forty positions to the front.
 MOVES = np.array(
     [(5, 3 * TOKENS + 9, 7, -40)],
@@ -25,12 +25,12 @@ MOVES = np.array(
 )
 FULL = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32)
 MLA = MLAAttentionSpec(
-    block_size=TOKENS, num_kv_heads=1, head_size=LATENT + TURNED, dtype=torch.float32
+    block_size=TOKENS, num_kv_heads=1, head_size=LATENT + ROTATED, dtype=torch.float32
 )
 
 
 def tensors(order: KVCacheLayout, heads: int, channels: int) -> list[torch.Tensor]:
-    """One tensor a layer, ``[blocks, heads, tokens, channels]``, as vLLM lays the order out."""
+    """One tensor per layer, ``[blocks, heads, tokens, channels]``, as vLLM lays the order out."""
     shape = (LAYERS, BLOCKS, heads, TOKENS, channels)
     physical = torch.randn([shape[axis] for axis in order.stride_order])
     back = [order.stride_order.index(axis) for axis in range(len(shape))]
@@ -62,22 +62,22 @@ def test_k_and_v_move_in_every_order(order: KVCacheLayout, backend: str) -> None
     for now, old in zip(mine, before, strict=True):
         # As these backends split them.
         k, v = now.transpose(1, 2).split(DIM, dim=-1)
-        assert (k[3, 9:16] - turned(old[0, 5:12, :, :DIM], -40)).abs().max() < 1e-5
+        assert (k[3, 9:16] - rotated(old[0, 5:12, :, :DIM], -40)).abs().max() < 1e-5
         assert torch.equal(v[3, 9:16], old[0, 5:12, :, DIM:])
 
 
 @pytest.mark.parametrize("order", list(KVCacheLayout), ids=lambda order: order.name)
-def test_latent_rows_turn_their_end_alone(order: KVCacheLayout) -> None:
-    sizes = {"kv_lora_rank": LATENT, "qk_rope_head_dim": TURNED, "qk_nope_head_dim": 32}
+def test_only_the_end_of_latent_rows_is_rotated(order: KVCacheLayout) -> None:
+    sizes = {"kv_lora_rank": LATENT, "qk_rope_head_dim": ROTATED, "qk_nope_head_dim": 32}
     how = rope(model_type="deepseek_v3", v_head_dim=32, q_lora_rank=None, **sizes)
-    mine = tensors(order, 1, LATENT + TURNED)
+    mine = tensors(order, 1, LATENT + ROTATED)
     before = moved(mine, MLA, "FLASHMLA", how)
     for now, old in zip(mine, before, strict=True):
         got, source = now.transpose(1, 2)[3, 9:16], old[0, 5:12]
         assert torch.equal(got[..., :LATENT], source[..., :LATENT])
         # vLLM keeps MLA's channels in pairs.
         halves = torch.cat([source[..., LATENT::2], source[..., LATENT + 1 :: 2]], -1)
-        wanted = turned(halves, -40).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        wanted = rotated(halves, -40).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
         assert (got[..., LATENT:] - wanted).abs().max() < 1e-5
 
 
@@ -87,8 +87,8 @@ def test_latent_rows_turn_their_end_alone(order: KVCacheLayout) -> None:
         ("ROCM_ATTN", FULL, 2 * DIM),
         ("ROCM_AITER_FA", FULL, 2 * DIM),
         ("CUSTOM", FULL, 2 * DIM),
-        ("FLASHMLA_SPARSE", MLA, LATENT + TURNED),
-        ("FLASH_ATTN", MLA, LATENT + TURNED),
+        ("FLASHMLA_SPARSE", MLA, LATENT + ROTATED),
+        ("FLASH_ATTN", MLA, LATENT + ROTATED),
     ],
 )
 def test_a_backend_whose_pages_are_not_known_is_refused(

@@ -1,9 +1,9 @@
-"""With approximate reuse, vLLM says what kvtrie's own engine says of the same plan.
+"""With approximate reuse, vLLM computes what kvtrie's own engine computes for the same plan.
 
-Both are asked the same conversations under the same policy, and each plans by itself, over its own
-pool. The same tokens must come from the same places; KV in the pools and the probabilities of all
-tokens must be equal but for rounding. That is a statement about the copies: computing the prompts
-anew, as the model does without any cache, gives other KV and other probabilities.
+Both get the same conversations under the same policy, and each plans by itself, over its own pool.
+The same tokens must come from the same places; KV in the pools and the probabilities of all tokens
+must be equal but for rounding. That tests the copies: computing the prompts without any cache gives
+other KV and other probabilities.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from tests.vllm import models
 from tests.vllm.embedded import COMPUTED, EXACT, MOVED, Embedded, Watched
 from tests.vllm.engine import BLOCK
-from tests.vllm.prompts import ANSWER, NEXT, QUESTION, THOUGHT, joined, words
+from tests.vllm.prompts import ANSWER, NEXT, QUESTION, REASONING, joined, words
 from tests.vllm.reference import Reference
 
 import kvtrie
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from tests.vllm.embedded import Served
     from tests.vllm.engine import Engine
 
-# Yields prompts, and is sent what was said to each.
+# Yields prompts, and is sent the answer to each.
 Conversation = Generator[list[int], list[int], None]
 Start = Callable[..., "Engine"]
 
-# float32, summed in another order: at most 5e-5 was seen in 300 talks, keys being up to 8.5.
+# float32, summed in another order: at most 5e-5 in 300 conversations, with keys up to 8.5.
 ROUNDING = 3e-4
 # By how much another context changes KV of the last layer and probabilities, at least.
 ANOTHER = 0.3
@@ -41,15 +41,16 @@ POLICY = {"min_run": 16}
 
 @pytest.fixture(autouse=True)
 def few_tokens_are_copied_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The connector computes what is too short to be worth a copy; the embedded engine copies it.
+    # The connector computes runs that are too short to be worth a copy; the embedded engine copies
+    # them.
     monkeypatch.setattr(_ranges, "_LEAST_COPIED", 1)
 
 
 DOCUMENTS = [words(100, 10 + number) for number in range(6)]
 
 
-def a_thought_at_the_edge_of_a_turn() -> Conversation:
-    yield QUESTION + THOUGHT + ANSWER + words(30, 5)
+def reasoning_at_the_edge_of_a_turn() -> Conversation:
+    yield QUESTION + REASONING + ANSWER + words(30, 5)
     yield QUESTION + ANSWER + NEXT
 
 
@@ -84,20 +85,20 @@ def odd_places_in_blocks() -> Conversation:
 
 def less_than_a_block_moved() -> Conversation:
     # Moved KV would begin in a block that the prompt does not fill: there vLLM gets none.
-    yield QUESTION + THOUGHT + ANSWER
+    yield QUESTION + REASONING + ANSWER
     said = yield QUESTION[: 2 * BLOCK] + ANSWER[:20] + NEXT[:5]
     yield QUESTION[: 2 * BLOCK] + ANSWER[:20] + NEXT[:5] + said + ANSWER[20:90] + words(9, 20)
 
 
 def turns_on_moved_turns() -> Conversation:
-    # Each answer is computed on what was moved for it, and is moved itself in the next turn.
+    # Each answer is computed on moved KV, and is moved itself in the next turn.
     history = words(75, 50)
     for number in range(4):
         history += words(45 + 10 * number, 51 + number)
-        thought = words(90 + number, 61 + number)
-        said = yield history + thought
+        reasoning = words(90 + number, 61 + number)
+        said = yield history + reasoning
         answer = said + words(70 - number, 71 + number)
-        yield history + thought + answer
+        yield history + reasoning + answer
         history += answer
     yield history + words(30, 81)
 
@@ -107,13 +108,13 @@ def what_was_said_is_moved() -> Conversation:
     history = words(75, 90)
     for number in range(4):
         said = yield history
-        # The first words of each reply were a thought.
+        # The first words of each reply were reasoning.
         history = history + said[10:] + words(40, 91 + number)
     yield history
 
 
 def the_same_again() -> Conversation:
-    yield QUESTION + THOUGHT + ANSWER + words(30, 5)
+    yield QUESTION + REASONING + ANSWER + words(30, 5)
     said = yield QUESTION + ANSWER + NEXT
     yield QUESTION + ANSWER + NEXT
     yield QUESTION + ANSWER + NEXT + said + words(25, 6)
@@ -141,7 +142,7 @@ def a_stub_and_then_more_turns() -> Conversation:
 
 
 DELETIONS = [
-    a_thought_at_the_edge_of_a_turn,
+    reasoning_at_the_edge_of_a_turn,
     several_deletions,
     documents_in_another_order,
     a_document_from_far_away,
@@ -156,18 +157,18 @@ GAPS = [stubs, a_date_in_the_head, a_stub_and_then_more_turns]
 
 
 def said_by(conversation: object) -> int:
-    """Tokens of an answer: where it matters what was said, much is."""
+    """Tokens of an answer: many where its text matters."""
     return 90 if conversation is what_was_said_is_moved else 6
 
 
 class Sides:
-    """vLLM and the embedded engine, side by side.
+    """vLLM and the embedded engine.
 
     Args:
         vllm: A running engine.
         model: Its model's folder.
         policy: Its policy.
-        gaps: Whether it goes on behind gaps.
+        gaps: Whether reuse goes on after gaps.
         monkeypatch: To watch it.
     """
 
@@ -213,7 +214,7 @@ class Sides:
         torch.testing.assert_close(mine.v, other.v, atol=ROUNDING, rtol=0)
 
     def compare_with_computing_all(self, prompt: list[int], mine: Served) -> None:
-        """What is moved is another thing than what the model computes for the prompt."""
+        """Moved KV differs from what the model computes for the prompt."""
         k, v = self.reference.kv(prompt + mine.tokens[:-1])
         logprobs = self.reference.logprobs(prompt, mine.tokens)
         # In the first layer nothing depends on other tokens.
@@ -236,7 +237,7 @@ def num(served: Served, kind: int) -> int:
 
 
 @pytest.mark.parametrize("conversation", DELETIONS + GAPS)
-def test_what_the_embedded_engine_says(
+def test_vllm_equals_the_embedded_engine(
     engine: Start, llama: Path, monkeypatch: pytest.MonkeyPatch, conversation: Any
 ) -> None:
     vllm = engine(connector={"gate": "unchecked", "policy": POLICY}, max_logprobs=-1)
@@ -248,7 +249,7 @@ def test_what_the_embedded_engine_says(
 
 
 @pytest.mark.parametrize("conversation", DELETIONS + GAPS)
-def test_what_the_embedded_engine_says_behind_gaps(
+def test_vllm_equals_the_embedded_engine_after_gaps(
     engine: Start, llama: Path, monkeypatch: pytest.MonkeyPatch, conversation: Any
 ) -> None:
     # In chunks, too, that end at odd places.
@@ -278,12 +279,12 @@ def test_edges_that_are_computed_anyway(
             assert num(served[-1], MOVED) > 0
 
 
-def test_the_segments_of_a_stripped_thought(
+def test_the_segments_of_stripped_reasoning(
     engine: Start, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = engine(connector={"gate": "unchecked", "policy": POLICY}, max_logprobs=-1)
     sides = Sides(vllm, llama, POLICY, gaps=False, monkeypatch=monkeypatch)
-    *_, served = sides.run(a_thought_at_the_edge_of_a_turn)
+    *_, served = sides.run(reasoning_at_the_edge_of_a_turn)
     assert served.segments == [
         (0, 200, 0, EXACT),
         (200, 350, 360, MOVED),
@@ -292,7 +293,7 @@ def test_the_segments_of_a_stripped_thought(
 
 
 @pytest.mark.parametrize("name", models.SCALED)
-def test_keys_that_turn_by_scaled_frequencies(
+def test_keys_rotated_by_scaled_frequencies(
     engine: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     model = models.scaled(tmp_path / name, name)

@@ -27,7 +27,7 @@ def ids(count: int) -> list[int]:
     return [RNG.randrange(3, 500) for _ in range(count)]
 
 
-HEAD, THOUGHT, ANSWER, MORE = ids(200), ids(160), ids(150), ids(40)
+HEAD, REASONING, ANSWER, MORE = ids(200), ids(160), ids(150), ids(40)
 EDITED = HEAD + ANSWER + MORE
 
 
@@ -37,7 +37,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
 def alone(
     model: Path, settings: dict[str, Any] | None, *, v2: bool = runner.RUNS_V2, **options: Any
 ) -> dict[str, Any]:
-    """What an engine in a process of its own says."""
+    """The answers of an engine in another process."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tests.vllm.alone"),
@@ -70,7 +70,7 @@ def test_drafts_and_ranks_change_nothing(llama: Path, options: dict[str, Any]) -
     plain, exact, moving = (alone(llama, one, **options) for one in (None, {}, APPROXIMATE))
     assert plain["said"] == exact["said"]
     assert plain["last"] == exact["last"]
-    # What drafts have left in rejected slots is not among what is reused.
+    # KV of drafts in rejected slots is not reused.
     assert moving["cached"] > 300 > plain["cached"]
 
 
@@ -86,9 +86,9 @@ def test_both_model_runners_say_the_same(llama: Path, more: dict[str, Any], gaps
 
 def test_reset_forgets_all(engine: Callable[..., Engine]) -> None:
     e = engine(connector=APPROXIMATE)
-    e.ask(HEAD + THOUGHT + ANSWER)
+    e.ask(HEAD + REASONING + ANSWER)
     assert len(e.connector.planner.sources) > 0
-    # vLLM tells the pool, the pool tells who reads its blocks: the connector need not be told.
+    # vLLM resets the pool, and the pool notifies its watchers: the connector needs no call.
     assert e.llm.reset_prefix_cache()
     assert len(e.connector.planner.sources) == 0
     assert e.ask(EDITED).num_cached == 0
@@ -97,9 +97,9 @@ def test_reset_forgets_all(engine: Callable[..., Engine]) -> None:
 @pytest.mark.parametrize("gaps", [False, True], ids=["vllm", "kvtrie"])
 def test_reset_under_running_requests(engine: Callable[..., Engine], gaps: bool) -> None:
     e = engine(connector=APPROXIMATE, gaps=gaps, max_num_batched_tokens=64)
-    islands = [ids(100) for _ in range(4)]
-    e.ask([one for island in islands for one in island])
-    prompt = islands[0] + ids(70) + islands[2] + ids(70) + islands[3] + ids(5)
+    segments = [ids(100) for _ in range(4)]
+    e.ask([one for segment in segments for one in segment])
+    prompt = segments[0] + ids(70) + segments[2] + ids(70) + segments[3] + ids(5)
     name = e.add(prompt, max_tokens=4)
     e.step()
     e.step()
@@ -112,10 +112,10 @@ def test_reset_under_running_requests(engine: Callable[..., Engine], gaps: bool)
 
 def test_abort_at_every_step_gives_back_all(engine: Callable[..., Engine]) -> None:
     e = engine(connector=APPROXIMATE, gaps=True, max_num_batched_tokens=64)
-    islands = [ids(100) for _ in range(4)]
-    e.ask([one for island in islands for one in island])
+    segments = [ids(100) for _ in range(4)]
+    e.ask([one for segment in segments for one in segment])
     for steps in range(8):
-        prompt = islands[0] + ids(70) + islands[2] + ids(70) + islands[3] + ids(5)
+        prompt = segments[0] + ids(70) + segments[2] + ids(70) + segments[3] + ids(5)
         name = e.add(prompt, max_tokens=4)
         for _ in range(steps):
             e.step()
@@ -138,8 +138,8 @@ def test_preemption_changes_nothing(engine: Callable[..., Engine]) -> None:
 
 def test_sleep_forgets_all(engine: Callable[..., Engine]) -> None:
     e = engine(connector=APPROXIMATE)
-    e.ask(HEAD + THOUGHT + ANSWER)
-    # What vLLM does to the cache before the memory goes away; the CPU backend keeps its memory.
+    e.ask(HEAD + REASONING + ANSWER)
+    # vLLM's reset before it releases the memory; the CPU backend keeps its memory.
     e.core.pause_scheduler(mode="abort", clear_cache=True)
     assert len(e.connector.planner.sources) == 0
     e.core.resume_scheduler()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.vllm.conftest import APPROXIMATE, EXACT
 from tests.vllm.engine import BLOCK
-from tests.vllm.prompts import ANSWER, NEXT, QUESTION, THOUGHT, words
+from tests.vllm.prompts import ANSWER, NEXT, QUESTION, REASONING, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from tests.vllm.engine import Engine
 
 
-def test_a_deleted_thought_costs_no_prompt(engine: Callable[..., Engine]) -> None:
+def test_deleted_reasoning_costs_no_prompt(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     assert vllm.computed_for(QUESTION + ANSWER + NEXT) <= len(NEXT) + 1
     assert vllm.counts["tokens_moved"] == len(ANSWER)
 
@@ -29,7 +29,7 @@ def test_fewer_tokens_than_eight_are_not_worth_a_copy(
     vllm = engine(connector=EXACT)
     first = words(3 * BLOCK, 7)
     vllm.ask(first, max_tokens=1)
-    # What two prompts have in common behind their last common block.
+    # The tokens that two prompts share after their last common block.
     prompt = first[: BLOCK + shared] + words(50, 8)
     assert vllm.computed_for(prompt) == len(prompt) - BLOCK - copied
     assert vllm.counts["tokens_exact"] == copied
@@ -37,11 +37,11 @@ def test_fewer_tokens_than_eight_are_not_worth_a_copy(
 
 def test_the_next_turn_hits_what_the_last_moved(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     edited = QUESTION + ANSWER + NEXT
     said = vllm.ask(edited).tokens
     again = edited + said + words(20, 5)
-    # What lies behind the last whole block was said after its prompt, in no cached block.
+    # The tokens after the last whole block are in no cached block.
     tail = len(edited + said) % BLOCK
     assert vllm.computed_for(again) <= 20 + tail
 
@@ -49,32 +49,32 @@ def test_the_next_turn_hits_what_the_last_moved(engine: Callable[..., Engine]) -
 def test_what_was_computed_on_moved_kv_is_moved_by_the_next_turn(
     engine: Callable[..., Engine],
 ) -> None:
-    # The policy allows one hop, and an answer has none that was computed behind a moved one.
+    # The policy allows one hop, and an answer that was computed after a moved one has none.
     vllm = engine(connector=APPROXIMATE)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
-    history, thought, answer = QUESTION + ANSWER + NEXT, words(110, 10), words(120, 11)
-    vllm.ask(history + thought + answer + words(BLOCK, 12))
+    vllm.ask(QUESTION + REASONING + ANSWER)
+    history, reasoning, answer = QUESTION + ANSWER + NEXT, words(110, 10), words(120, 11)
+    vllm.ask(history + reasoning + answer + words(BLOCK, 12))
     assert vllm.computed_for(history + answer + NEXT) <= len(NEXT) + 1
-    # Both answers, and what stands before the thought in the block in which that began.
+    # Both answers, and the tokens before the reasoning in the block in which it began.
     assert vllm.counts["tokens_moved"] == len(ANSWER) + len(answer) + len(history) % BLOCK
 
 
 def test_what_was_moved_is_not_moved_on(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     vllm.ask(QUESTION + ANSWER + NEXT)
-    vllm.evict(QUESTION + THOUGHT + ANSWER)
+    vllm.evict(QUESTION + REASONING + ANSWER)
     # What is left of the answer was moved once, which is all that the policy allows.
     assert vllm.computed_for(ANSWER) == len(ANSWER)
 
 
 def test_a_plain_request_hits_nothing_approximate(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     edited = QUESTION + ANSWER + NEXT
     vllm.ask(edited)
     answer = vllm.ask(edited, mode="exact")
-    # Its own exact hit, and the copied rest of the block in which the prompts part.
+    # Its own exact hit, and the copied rest of the block in which the prompts diverge.
     assert answer.num_cached == len(QUESTION)
     plain = engine()
     assert plain.ask(edited).tokens == answer.tokens
@@ -82,7 +82,7 @@ def test_a_plain_request_hits_nothing_approximate(engine: Callable[..., Engine])
 
 def test_two_turns_of_one_conversation_at_once(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     edited = QUESTION + ANSWER + NEXT
     names = [vllm.add(edited), vllm.add(edited), vllm.add(edited + words(60, 6))]
     vllm.drain()
@@ -94,7 +94,7 @@ def test_blocks_that_became_known_while_a_request_waited(engine: Callable[..., E
     # One request at a time: the second arrives before the first's approximate blocks are known,
     # and is admitted after.
     vllm = engine(connector=APPROXIMATE, max_num_seqs=1)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     edited = QUESTION + ANSWER + NEXT
     names = [vllm.add(edited), vllm.add(edited), vllm.add(edited + words(60, 6))]
     vllm.drain()
@@ -109,7 +109,7 @@ def test_a_lineage_begins_earlier_when_the_exact_prefix_is_gone(
     # evicted, so that approximate KV begins earlier than before.
     vllm = engine(connector=APPROXIMATE)
     moved, filler, prefix = words(128, 7), words(64, 8), words(128, 9)
-    vllm.ask(filler + prefix + moved)  # both lie here, at other positions
+    vllm.ask(filler + prefix + moved)  # both are cached here, at other positions
     vllm.ask(prefix, mode="exact")
     prompt = prefix + moved + NEXT
     name = vllm.add(prompt, max_tokens=40)

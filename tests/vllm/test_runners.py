@@ -1,4 +1,4 @@
-"""How the workers are told of requests that go on elsewhere, and what they make of it."""
+"""How workers learn of requests that continue at another position, and what they do then."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.vllm.conftest import APPROXIMATE
-from tests.vllm.prompts import ANSWER, EDITED, QUESTION, THOUGHT, gapped, words
+from tests.vllm.prompts import ANSWER, EDITED, QUESTION, REASONING, gapped, words
 from tests.vllm.reference import Reference
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -89,7 +89,7 @@ def test_others_that_read_a_copy_that_fails(
     # to a request: before the step that fills them, and while the next one is in flight.
     vllm = engine(connector=APPROXIMATE, async_scheduling=in_flight, max_num_batched_tokens=256)
     assert (vllm.core.batch_queue is not None) == in_flight
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
 
     def fail(*_: object) -> None:
         raise RuntimeError("injected")
@@ -111,7 +111,7 @@ def test_others_that_read_a_copy_that_fails(
 
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
-def test_a_copy_behind_a_gap_that_fails(
+def test_a_copy_after_a_gap_that_fails(
     engine: Callable[..., Engine],
     llama: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server, streaming, in a process of its own."""
+"""The OpenAI-compatible server, streaming, in another process."""
 
 from __future__ import annotations
 
@@ -112,9 +112,11 @@ def metric(address: str, name: str) -> float:
 
 def test_an_edited_history_is_streamed(address: str, llama: Path) -> None:
     rng = random.Random(1)
-    question, thought, answer, more = (rng.choices(range(3, 500), k=n) for n in (200, 160, 150, 40))
+    question, reasoning, answer, more = (
+        rng.choices(range(3, 500), k=n) for n in (200, 160, 150, 40)
+    )
     model = str(llama)
-    stream(address, question + thought + answer, model=model)
+    stream(address, question + reasoning + answer, model=model)
     edited = question + answer + more
     first = said(stream(address, edited, model=model))
     assert len(first) == 8
@@ -124,5 +126,5 @@ def test_an_edited_history_is_streamed(address: str, llama: Path) -> None:
     assert len(exact) == 8
     assert metric(address, "tokens_moved") == len(answer)
     assert said(stream(address, edited, model=model, **plain)) == exact
-    # What has become exact is exact for everybody.
+    # Blocks that have become exact are exact for all requests.
     assert said(stream(address, edited, model=model)) == exact

@@ -61,9 +61,9 @@ def test_settings_are_refused_before_a_weight_is_loaded(
         ask({})
 
 
-def test_the_log_says_what_is_going_to_be_reused() -> None:
+def test_the_log_says_what_will_be_reused() -> None:
     may = kvtrie.ReusePolicy(approximate=True)
-    thoughts = Tagger.from_ids(reasoning=([7], [8]), initial="assistant", boundary="never")
+    reasoning = Tagger.from_ids(reasoning=([7], [8]), initial="assistant", boundary="never")
 
     def said(cleared: kvtrie.ReusePolicy, tagger: Tagger | None = None, **given: Any) -> str:
         return _planner.summary(_settings.Settings.read(given), cleared, tagger)
@@ -71,7 +71,7 @@ def test_the_log_says_what_is_going_to_be_reused() -> None:
     assert said(kvtrie.EXACT_ONLY) == "exact reuse only (no gate); chat format: unknown"
     failed = said(kvtrie.EXACT_ONLY, gate="a.json")
     assert failed.startswith("exact reuse only (the gate does not clear the policy)")
-    assert said(may, thoughts, gate="a.json") == (
+    assert said(may, reasoning, gate="a.json") == (
         "approximate reuse (gate: a.json); chat format: from_ids"
     )
     assert "for requests that opt in" in said(may, gate="unchecked", default="exact")
@@ -118,7 +118,7 @@ def test_mla_on_a_cpu(
     engines: _Engines, deepseek: Path, monkeypatch: pytest.MonkeyPatch, *, amx: bool
 ) -> None:
     # Where the processor has AMX, vLLM takes another backend for MLA, which takes these weights in
-    # bfloat16 alone; no backend computes anything here.
+    # bfloat16 only; no backend computes anything here.
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     said = refused(engines, deepseek, connector=APPROXIMATE, max_model_len=1024, dtype="bfloat16")
     assert "the model has latent attention (MLA), which vLLM runs on a CPU without" in said

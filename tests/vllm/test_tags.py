@@ -143,7 +143,7 @@ def test_prompt_tokens_are_counted_by_reuse_and_kind(
     counts = prompt_counts(e)
     assert sum(counts.values()) == len(first)
     assert set(counts) == {"recomputed/user", "recomputed/other"}
-    # The turn as it was generated, thought and all; then the next one, from which it is dropped.
+    # The turn as it was generated, with reasoning; then the next one, from which it is dropped.
     e.ask(
         talk.prompt(
             [question], reply="<think>\n" + "answers " * 120 + "\n</think>\n\n" + "it " * 60
@@ -169,8 +169,8 @@ def test_forbidden_kinds_are_not_moved(engine: Callable[..., Engine], chatting: 
     talk = chat.Chat(e.llm.get_tokenizer())
     question = chat.user("question")
     # Two answers, of which the first has ended.
-    told = "<think>\n" + "answers " * 120 + "\n</think>\n\n" + "it " * 60 + "<|im_end|>\n"
-    e.ask(talk.prompt([question], reply=told), max_tokens=1)
+    text = "<think>\n" + "answers " * 120 + "\n</think>\n\n" + "it " * 60 + "<|im_end|>\n"
+    e.ask(talk.prompt([question], reply=text), max_tokens=1)
     prompt = talk.prompt([question, chat.reply("it"), chat.user("tool")])
     e.ask(prompt, max_tokens=1)
     counts = prompt_counts(e)
@@ -181,7 +181,7 @@ def test_forbidden_kinds_are_not_moved(engine: Callable[..., Engine], chatting: 
 # --- metrics
 
 
-def test_metrics_are_told_to_prometheus() -> None:
+def test_metrics_are_exported_to_prometheus() -> None:
     registry = prometheus_client.CollectorRegistry()
 
     def counter(name: str, documentation: str, labelnames: list[str]) -> Any:

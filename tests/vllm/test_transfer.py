@@ -1,6 +1,6 @@
 """Transfers between two of vLLM's real schedulers: every block that is loaded holds its tokens.
 
-The connector between them does what NIXL's does, and no model runs: KV is the token that it is of.
+The connector between them does what NIXL's does, and no model runs: a slot's KV is its token.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def start(tmp_path: Path) -> Callable[..., Side]:
 
 
 def prefill(side: Side, prompt: list[int], **more: Any) -> dict[str, Any]:
-    """What the sender answers, as it travels."""
+    """What the sender returns, as it is sent to the receiver."""
     answers: list[Any] = []
     connector = side.scheduler.connector
     finished = connector.request_finished_all_groups
@@ -228,7 +228,7 @@ PROMPT = [1000 + at for at in range(100)]
 
 
 def receive(side: Side, sender: Side, prompt: list[int], params: dict[str, Any]) -> int:
-    """Let a request be decoded; all KV that it has must be of its tokens. Tokens computed."""
+    """Decode a request, whose KV must be of its tokens; return the number of computed ones."""
     side.sender, side.loaded = sender, []
     side.run("decode", prompt, params)
     assert side.seen == prompt
@@ -255,7 +255,7 @@ def test_what_is_here_already_is_not_loaded(start: Callable[..., Side]) -> None:
 @pytest.mark.parametrize("change", ["dropped", "changed", "shorter", "longer"])
 def test_blocks_of_other_tokens_are_computed(start: Callable[..., Side], change: str) -> None:
     prompts = {
-        # A thought that the receiver's template has dropped.
+        # Reasoning that the receiver's template has dropped.
         "dropped": PROMPT[:48] + PROMPT[70:],
         "changed": [*PROMPT[:60], 5, *PROMPT[61:]],
         "shorter": PROMPT[:99],
@@ -278,10 +278,10 @@ def test_the_connector_alone_loads_other_tokens(start: Callable[..., Side]) -> N
     assert receiver.seen != prompt
 
 
-def test_one_block_more_is_told_apart(start: Callable[..., Side]) -> None:
+def test_one_block_more_is_detected(start: Callable[..., Side]) -> None:
     sender, receiver = start(), start()
     params = prefill(sender, PROMPT)
-    # A look-ahead block at the back: trimming by count would take it, and leave one in front out.
+    # A look-ahead block at the end: trimming by count would take it, and drop one at the front.
     params["remote_block_ids"][0].append(60)
     assert receive(receiver, sender, PROMPT, params) == 1
 
@@ -342,22 +342,22 @@ def test_requests_without_a_transfer_are_left_alone(start: Callable[..., Side]) 
     assert not side.scheduler.connector.outcomes
 
 
-def test_a_transfer_that_is_given_up_is_told_to_the_sender(start: Callable[..., Side]) -> None:
+def test_a_transfer_that_is_given_up_is_reported_to_the_sender(start: Callable[..., Side]) -> None:
     sender, receiver = start(), start()
     params = prefill(sender, PROMPT)
     forge(params, "none")
-    told: list[tuple[list[int], list[int]]] = []
+    reads: list[tuple[list[int], list[int]]] = []
     connector = receiver.scheduler.connector
     update = connector.update_state_after_alloc
 
     def watching(request: Any, blocks: Any, count: int) -> None:
         update(request, blocks, count)
-        told.extend(connector.reads.values())
+        reads.extend(connector.reads.values())
 
     connector.update_state_after_alloc = watching
     receive(receiver, sender, PROMPT, params)
-    # NIXL's takes a read of nothing as a notice that the sender may free its blocks.
-    assert told == [([], [])]
+    # For NIXL's connector, an empty read means that the sender may free its blocks.
+    assert reads == [([], [])]
 
 
 @pytest.mark.parametrize(

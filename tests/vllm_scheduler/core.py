@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answer:
-    """What came of one request."""
+    """The result of one request."""
 
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
@@ -52,7 +52,7 @@ class Core(Inside):
     Args:
         model: The folder of a model's configuration.
         connector: Settings of the connector; None: plain vLLM.
-        gaps: Whether `KvtrieScheduler` resumes reuse behind gaps.
+        gaps: Whether `KvtrieScheduler` resumes reuse after gaps.
         in_flight: Whether vLLM schedules a step while the one before is under way.
         second_runner: Whether the scheduler works for vLLM's model runner V2.
         blocks: Blocks of the pool, the null block among them.
@@ -87,7 +87,7 @@ class Core(Inside):
             **options,
         }
         config = EngineArgs(model=str(model), **options).create_engine_config()
-        # vLLM turns this off on a CPU, whatever is asked: a real engine there never has it.
+        # vLLM always disables this on a CPU: a real engine there never has it.
         config.scheduler_config.async_scheduling = in_flight
         if second_runner:
             config.__class__ = _SecondRunner
@@ -197,20 +197,20 @@ class Core(Inside):
         self.ask(prompt, max_tokens=1, **options)
         return self.worker.num_computed - before
 
-    def reset_cache(self, *, forces: bool = True, tells: bool = True) -> bool:
+    def reset_cache(self, *, forces: bool = True, connector: bool = True) -> bool:
         """Forget everything cached.
 
         Args:
             forces: Whether running requests are preempted for it.
-            tells: Whether the connector is told.
+            connector: Whether the connector is reset too.
         """
         done: bool = self.core.reset_prefix_cache(
-            forces, tells and self.scheduler.connector is not None
+            forces, connector and self.scheduler.connector is not None
         )
         return done
 
     def reset(self) -> None:
-        """Become as new."""
+        """Restore the initial state."""
         assert self.reset_cache()
         self.counts.clear()
         self.worker.fails = self.worker.drafts = None

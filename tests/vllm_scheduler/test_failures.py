@@ -1,11 +1,11 @@
-"""Copies that fail, one at a time: nothing that did not arrive is ever read, by anybody."""
+"""Copies that fail, one at a time: no request ever reads KV that was not copied."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.vllm.prompts import ANSWER, EDITED, NEXT, QUESTION, THOUGHT, words
+from tests.vllm.prompts import ANSWER, EDITED, NEXT, QUESTION, REASONING, words
 from tests.vllm_scheduler.worker import continuation
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "as
 def test_a_copy_that_fails(
     core: Callable[..., Core], gaps: bool, mode: str, in_flight: bool
 ) -> None:
-    # With a step in flight vLLM took that step's token, which had read what nobody wrote, as the
-    # answer's first; and without any, KvtrieScheduler was busy for ever.
+    # With a step in flight, vLLM took that step's token, which had read unwritten slots, as the
+    # answer's first; without one, KvtrieScheduler was busy for ever.
     vllm = core(connector=UNCHECKED, gaps=gaps, in_flight=in_flight, shadow=False)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     vllm.worker.fails = lambda _: True
     name, other = vllm.add(EDITED, mode=mode), vllm.add(words(50, 5), mode="exact")
     vllm.drain(limit=100)
@@ -49,7 +49,7 @@ def test_who_shares_a_prefix_with_a_copy_that_failed(
         max_num_batched_tokens=64,
         max_num_seqs=4,
     )
-    # The last block of a prompt is copied, and stands in the cache before it has come.
+    # The last block of a prompt is copied, and is in the cache before the copy is done.
     vllm.ask(QUESTION + NEXT)
     vllm.worker.fails = lambda _: True
     names = [vllm.add(QUESTION + ANSWER, max_tokens=12) for _ in range(3)]
@@ -69,7 +69,7 @@ def test_a_request_that_ends_before_its_copy_is_known_to_have_failed(
     vllm = core(
         connector=UNCHECKED, gaps=True, in_flight=in_flight, shadow=False, max_num_batched_tokens=64
     )
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     for steps in range(1, 6):
         vllm.worker.fails = lambda _: True
         name = vllm.add(EDITED)
@@ -79,4 +79,4 @@ def test_a_request_that_ends_before_its_copy_is_known_to_have_failed(
         vllm.drain(limit=100)
         vllm.worker.fails = None
         assert vllm.ask(EDITED, mode="exact") == continuation(EDITED, 8)
-        vllm.ask(QUESTION + THOUGHT + ANSWER)
+        vllm.ask(QUESTION + REASONING + ANSWER)

@@ -1,4 +1,4 @@
-"""What the connector remembers is bounded, whatever a server sees in its life."""
+"""The connector's memory is bounded, however long a server runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMAT = {"user": USER, "assistant": ASSISTANT, "reasoning": [THINK, STOP]}
 
 
 class Crowd:
-    """Short requests, each of a tenant of its own."""
+    """Short requests, each of a new tenant."""
 
     def __init__(self, core: Core) -> None:
         self._core = core

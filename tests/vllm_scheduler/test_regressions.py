@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.vllm.prompts import ANSWER, EDITED, QUESTION, THOUGHT, gapped, joined, words
+from tests.vllm.prompts import ANSWER, EDITED, QUESTION, REASONING, gapped, joined, words
 from tests.vllm_scheduler.worker import BLOCK, continuation
 from vllm.lora.request import LoRARequest
 
@@ -58,7 +58,7 @@ def test_a_surprise_within_a_step_ends_no_engine(
     assert vllm.counts["errors"] > 0
 
 
-def test_a_reset_that_fails_is_told(
+def test_a_reset_that_fails_is_reported(
     core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = core(connector=UNCHECKED)
@@ -69,18 +69,18 @@ def test_a_reset_that_fails_is_told(
 
 @in_flight
 @pytest.mark.parametrize("less", [3, 2 * BLOCK])
-def test_tokens_that_vllm_counts_on_and_nobody_promised_are_not_passed_over(
+def test_tokens_that_vllm_counts_on_and_nobody_promised_are_not_skipped(
     core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch, less: int, in_flight: bool
 ) -> None:
-    # Where vLLM took another number than was promised, nothing was copied, and nobody told. As the
-    # scheduler does for models that replay: whole blocks are taken, the rest is not.
+    # Where vLLM took another number than was promised, nothing was copied, without an error. The
+    # scheduler does that for models that replay: it takes whole blocks only.
     vllm = core(connector=UNCHECKED, in_flight=in_flight)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     counts_on(vllm, monkeypatch, -less)
     copied = vllm.computed_for(EDITED)
     monkeypatch.undo()
     vllm.reset_cache()
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     assert copied - vllm.computed_for(EDITED) == less
     assert not vllm.counts["errors"]
 
@@ -92,7 +92,7 @@ def test_an_exact_request_of_which_vllm_counts_on_other_tokens_than_promised(
 ) -> None:
     # What was not promised nobody can copy: the workers say that it failed, and it is computed.
     vllm = core(connector=UNCHECKED, in_flight=in_flight, shadow=False)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     counts_on(vllm, monkeypatch, change)
     assert vllm.ask(EDITED, mode="exact") == continuation(EDITED, 8)
     assert vllm.worker.num_failed == vllm.counts["errors"] == (change > 0)
@@ -115,7 +115,7 @@ def test_blocks_of_a_request_preempted_in_the_step_that_was_to_write_them_are_no
     core: Callable[..., Core], mode: str
 ) -> None:
     # By priority, vLLM preempts a request that the same step has taken slots for, and cached. With
-    # an island among them, others hit blocks that nobody had written.
+    # a segment after a gap among them, others hit blocks that nobody had written.
     prompt, num_preempted = words(250, 95), 0
     for left in range(11, 16):
         vllm = core(
@@ -131,17 +131,17 @@ def test_blocks_of_a_request_preempted_in_the_step_that_was_to_write_them_are_no
         before = vllm.num_preempted
         low = vllm.add(prompt, priority=9, mode=mode)
         vllm.step()
-        # It needs a second block in the step that takes the island.
+        # It needs a second block in the step that takes the segment after the gap.
         high = vllm.add(words(BLOCK, 77), priority=0)
         vllm.step()
-        # Whatever else holds blocks: so many are left for what these two need next.
+        # Blocks that are left for what these two need next.
         held = vllm.pool.get_new_blocks(max(0, vllm.pool.get_num_free_blocks() - left))
         vllm.step()
         num_preempted += vllm.num_preempted - before
         assert not vllm.shadow.unwritten(), f"{left} blocks were left"
         vllm.pool.free_blocks(held)
         vllm.drain(limit=300)
-        # The island lies where it lay, so that nothing here is approximate.
+        # The segment is at its old position, so that nothing here is approximate.
         assert vllm.answers[low].tokens == continuation(prompt, 8)
         assert vllm.answers[high].tokens == continuation(words(BLOCK, 77), 8)
     assert num_preempted

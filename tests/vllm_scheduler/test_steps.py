@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.vllm.prompts import ANSWER, EDITED, QUESTION, THOUGHT, gapped, joined, words
+from tests.vllm.prompts import ANSWER, EDITED, QUESTION, REASONING, gapped, joined, words
 from tests.vllm_scheduler.worker import BLOCK, continuation
 
 from kvtrie.integrations.vllm import _gate
@@ -36,7 +36,7 @@ def small(core: Callable[..., Core]) -> Callable[..., Core]:
 
 
 @in_flight
-def test_islands_behind_gaps_are_not_computed(small: Callable[..., Core], in_flight: bool) -> None:
+def test_segments_after_gaps_are_not_computed(small: Callable[..., Core], in_flight: bool) -> None:
     vllm = small(in_flight=in_flight)
     assert vllm.computed_for(gapped(PARTS)) < len(gapped(PARTS)) // 3
 
@@ -77,10 +77,10 @@ def test_amid_gaps(small: Callable[..., Core], what: str, steps: int, in_flight:
 
 @in_flight
 def test_a_pool_with_hardly_a_free_block(core: Callable[..., Core], in_flight: bool) -> None:
-    # The edited prompt needs as many blocks as are free beside those of its sources, or fewer.
+    # The edited prompt needs as many blocks as are free without those of its sources, or fewer.
     vllm = core(connector=UNCHECKED, blocks=40, max_model_len=608, in_flight=in_flight)
     for number in range(6):
-        vllm.ask(QUESTION + THOUGHT + ANSWER)
+        vllm.ask(QUESTION + REASONING + ANSWER)
         prompt = QUESTION + ANSWER + words(40, 10 + number)
         assert vllm.ask(prompt, mode="exact") == continuation(prompt, 8)
         assert len(vllm.ask(prompt)) == 8
@@ -93,18 +93,18 @@ def test_a_plain_request_hits_nothing_approximate(
     core: Callable[..., Core], in_flight: bool
 ) -> None:
     vllm = core(connector=UNCHECKED, in_flight=in_flight)
-    vllm.ask(QUESTION + THOUGHT + ANSWER)
+    vllm.ask(QUESTION + REASONING + ANSWER)
     assert vllm.computed_for(EDITED) <= 41
-    # Its own exact hit, and the copied rest of the block in which the prompts part.
+    # Its own exact hit, and the copied rest of the block in which the prompts diverge.
     assert vllm.computed_for(EDITED, mode="exact") == len(EDITED) - len(QUESTION)
-    # Those who may use approximate KV find it, cached.
+    # Requests that may use approximate KV hit it.
     assert vllm.computed_for(EDITED + words(9, 5)) <= 9 + BLOCK
 
 
 @in_flight
 def test_tenants_share_nothing(core: Callable[..., Core], in_flight: bool) -> None:
     vllm = core(connector=UNCHECKED, in_flight=in_flight)
-    vllm.ask(QUESTION + THOUGHT + ANSWER, salt="one")
+    vllm.ask(QUESTION + REASONING + ANSWER, salt="one")
     edited = QUESTION + ANSWER
     assert vllm.computed_for(edited, salt="two") == len(edited)
     assert vllm.computed_for(edited) == len(edited)
@@ -115,7 +115,7 @@ def test_tenants_share_nothing(core: Callable[..., Core], in_flight: bool) -> No
 def test_adapters_share_nothing(core: Callable[..., Core], mode: str) -> None:
     vllm = core(connector=UNCHECKED, enable_lora=True, max_loras=2)
     edited = QUESTION + ANSWER
-    vllm.ask(QUESTION + THOUGHT + ANSWER, adapter="one")
+    vllm.ask(QUESTION + REASONING + ANSWER, adapter="one")
     # Nobody else finds it, in place or moved; neither do they lend anything.
     for adapter in (None, "two"):
         assert vllm.computed_for(edited, adapter=adapter, mode=mode) == len(edited)
@@ -128,17 +128,17 @@ def test_adapters_share_nothing(core: Callable[..., Core], mode: str) -> None:
         assert said == continuation(edited, 8, adapter=adapter)
 
 
-def test_a_gate_speaks_of_no_adapter(core: Callable[..., Core], monkeypatch: Any) -> None:
+def test_a_gate_covers_no_adapter(core: Callable[..., Core], monkeypatch: Any) -> None:
     vllm = core(connector=UNCHECKED, enable_lora=True, max_loras=2)
     monkeypatch.setattr(_gate, "covers", lambda _, adapter: adapter is None)
-    vllm.ask(QUESTION + THOUGHT + ANSWER, adapter="one")
+    vllm.ask(QUESTION + REASONING + ANSWER, adapter="one")
     assert vllm.computed_for(QUESTION + ANSWER, adapter="one") == len(ANSWER)
     assert vllm.counts["requests_uncalibrated"] == 2
     assert vllm.counts["tokens_moved"] == 0
 
 
 def test_a_block_that_is_not_cached_yet_is_not_taken(core: Callable[..., Core]) -> None:
-    # With drafts vLLM caches a block later than its last token is computed.
+    # With drafts, vLLM caches a block later than it computes its last token.
     vllm = core(connector=UNCHECKED)
     sources: Any = vllm.connector.planner.sources
     offer, num_seen = sources.offer, 0

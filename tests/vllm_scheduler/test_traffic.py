@@ -1,8 +1,8 @@
-"""Mixed traffic through vLLM's real scheduler and cache manager, every slot looked at twice.
+"""Mixed traffic through vLLM's real scheduler and cache manager, every slot checked twice.
 
-The shadow follows what the scheduler's output means; the worker's KV depends on all that it reads,
-so that what an exact request says is known. A copy from the wrong place, a block that belongs to
-two, a block that was handed out too early fails either, or both.
+The shadow follows the scheduler's output; the worker's KV depends on all that it reads, so the
+answer of an exact request is known. A copy from the wrong place, a block with two owners or a block
+that was allocated too early fails one check or both.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class Run:
             self.open.remove(name)
             self.num_aborted += 1
         if self.num_steps % 70 == 69:
-            forces, tells = self.rng.random() < 0.7, self.rng.random() < 0.5
+            forces, connector = self.rng.random() < 0.7, self.rng.random() < 0.5
             try:
-                self.num_reset += self.core.reset_cache(forces=forces, tells=tells)
+                self.num_reset += self.core.reset_cache(forces=forces, connector=connector)
             except RuntimeError:
                 # vLLM keeps blocks of steps under way, as with all that may receive KV.
                 assert self.core.scheduler.deferred_frees
@@ -164,8 +164,8 @@ def test_mixed_traffic(
 @gaps
 @in_flight
 def test_the_second_model_runner(core: Callable[..., Core], gaps: bool, in_flight: bool) -> None:
-    # Its requests come back from preemption as new ones, with what they have said; and so they do
-    # behind a gap, for it follows the scheduler's count of computed tokens nowhere else.
+    # Its requests come back from preemption as new ones, with their answers so far, and so they do
+    # after a gap: it reads the scheduler's count of computed tokens of new requests only.
     vllm = core(connector=APPROXIMATE, gaps=gaps, in_flight=in_flight, second_runner=True, **SMALL)
     assert vllm.scheduler.use_v2_model_runner
     run = Run(vllm, seed=21 + 2 * gaps + in_flight)
@@ -191,7 +191,7 @@ def test_exact_reuse_alone(core: Callable[..., Core], in_flight: bool) -> None:
 
 @in_flight
 def test_without_the_connector(core: Callable[..., Core], in_flight: bool) -> None:
-    """What the traffic, the worker and the shadow say of vLLM alone."""
+    """The same traffic, worker and shadow with plain vLLM."""
     vllm = core(in_flight=in_flight, **SMALL)
     run = Run(vllm, seed=41 + in_flight)
     run.go(NUM_REQUESTS)
@@ -234,7 +234,7 @@ def test_copies_that_fail(
 
 @gaps
 def test_drafts_that_are_rejected(core: Callable[..., Core], gaps: bool) -> None:
-    # What rejected drafts leave in their slots is no KV of anybody. The shadow knows of none.
+    # Rejected drafts leave KV of no request in their slots. The shadow does not know drafts.
     vllm = core(
         connector=APPROXIMATE,
         gaps=gaps,

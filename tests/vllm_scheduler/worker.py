@@ -1,9 +1,9 @@
 """A worker without a model: KV is numbers that depend on what a model's KV depends on.
 
-The number of a token is a hash of the token and of all numbers before it, each with the position
-that its slot stands for; what is sampled is a hash of all that the token reads. So one wrong slot
-anywhere in a request's context changes what it says from there on, as in a model, and what an exact
-request must say is known without any cache (`continuation`).
+The number of a token is a hash of the token and of all numbers before it, each with the position of
+its slot; a sampled token is a hash of all that it reads. So one wrong slot anywhere in a request's
+context changes its answer from there on, as in a model, and the answer of an exact request is known
+without any cache (`continuation`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _read(kv: int, position: int) -> int:
-    """What attention makes of one slot."""
+    """What attention reads from one slot."""
     return _mix((kv + position * _TURN) & _MASK)
 
 
@@ -58,7 +58,7 @@ def _write(seen: int, token: int) -> int:
 
 
 def lora_of(adapter: str | LoRARequest | None) -> LoRARequest | None:
-    """What vLLM is told of an adapter; of a name alone, all come from the same path."""
+    """vLLM's request for an adapter; for a name, all have the same path."""
     if not isinstance(adapter, str):
         return adapter
     return LoRARequest(adapter, 1 + sum(adapter.encode()), "/none")
@@ -80,7 +80,7 @@ def _say(seen: int) -> int:
 def continuation(
     prompt: Sequence[int], count: int, *, adapter: str | LoRARequest | None = None
 ) -> list[int]:
-    """What a request says whose KV is all its own.
+    """The answer of a request that computes all of its KV.
 
     Args:
         prompt: Its prompt.
@@ -108,11 +108,11 @@ class _Row:
 
 
 class Worker(Executor):  # type: ignore[misc] # untyped here
-    """Answers vLLM's engine core in the place of a model.
+    """Serves vLLM's engine core in place of a model.
 
     Attributes:
         fails: Says of a load whether its copy fails.
-        drafts: Says what to draft behind these tokens, given what the model would say next.
+        drafts: Returns the drafts after these tokens, given the model's next ones.
         num_computed: Tokens computed.
         num_moved: Tokens copied to another position.
         num_copied: Tokens copied to the same.
@@ -130,7 +130,7 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         self._kv = np.zeros(0, np.uint64)
         self._position = np.zeros(0, np.int64)
         self._size = int(config.cache_config.block_size)
-        # Model runner V2 looks at the scheduler's count of new requests alone.
+        # Model runner V2 reads the scheduler's count for new requests only.
         self._counts_itself = config.use_v2_model_runner
 
     # --- what vLLM asks when it starts -----------------------------------------------------------
@@ -151,13 +151,13 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
 
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
         slots = kv_cache_configs[0].num_blocks * self._size
-        # Whoever reads what nobody wrote says something else.
+        # A request that reads unwritten slots gives another answer.
         self._junk = np.random.default_rng(slots)
         self._kv = self._junk.integers(0, _MASK, slots, np.uint64)
         self._position = self._junk.integers(0, slots, slots)
 
     def spoil(self, blocks: Iterable[int]) -> None:
-        """What blocks held that are handed out anew is nobody's, though a real worker keeps it."""
+        """Overwrite blocks that are allocated again, though a real worker keeps their content."""
         for block in blocks:
             inside = slice(block * self._size, (block + 1) * self._size)
             self._kv[inside] = self._junk.integers(0, _MASK, self._size, np.uint64)
@@ -210,16 +210,16 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
                 for row, said in zip(rows, sampled, strict=True)
             ]
             self._proposed = DraftTokenIds(names, drafts)
-        told = KVConnectorOutput(invalid_block_ids=failed) if failed else None
+        failures = KVConnectorOutput(invalid_block_ids=failed) if failed else None
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
             sampled_token_ids=sampled,
-            kv_connector_output=told,
+            kv_connector_output=failures,
         )
 
     def _follow(self, output: Any) -> None:
-        """Take over what the scheduler says, and nothing else."""
+        """Follow the scheduler's output, and nothing else."""
         for name in output.finished_req_ids:
             self._rows.pop(name, None)
         for new in output.scheduled_new_reqs:
@@ -245,7 +245,7 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
                 row.blocks += blocks[0]
             if name in cached.all_token_ids:
                 row.tokens = list(cached.all_token_ids[name])
-            # What was said on KV that did not arrive is taken back.
+            # Tokens sampled from KV that was not copied are removed.
             del row.tokens[row.num_prompt + cached.num_output_tokens[at] :]
 
     def _load(self, output: Any) -> set[int]:
@@ -256,7 +256,7 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
                 self.num_failed += 1
                 continue
             runs = load.moves.tolist()
-            # As a kernel does: all is read before anything is written.
+            # As in a kernel: all reads come before the writes.
             read = [
                 (self._kv[at : at + count].copy(), self._position[at : at + count] + delta)
                 for at, _, count, delta in runs
@@ -288,7 +288,7 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
             kv = _write(seen, token)
             self._kv[slot], self._position[slot] = kv, position
             seen = (seen + _read(kv, position)) & _MASK
-            # Behind the last known token, a draft counts as long as the model says the same.
+            # After the last known token, a draft counts as long as the model samples the same.
             if position >= known - 1 and is_followed:
                 said.append(_say(seen))
                 at = position + 1 - known

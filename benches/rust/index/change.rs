@@ -42,7 +42,7 @@ pub(crate) fn insert(c: &mut Criterion) {
             assert_eq!(ids.len(), len / BLOCK_SIZE, "evicted blocks");
             ids
         };
-        // What is evicted makes room for what is inserted.
+        // The eviction frees the blocks of the insert.
         alone(
             &mut group,
             &format!("8,192 new tokens, and evict as many{kind}"),
@@ -74,7 +74,7 @@ pub(crate) fn insert(c: &mut Criterion) {
     group.finish();
 }
 
-/// Runs of this many calls are timed as one, so that reading the clock is no part of them.
+/// Runs of this many calls are timed as one, so that reading the clock does not count.
 const RUN: usize = 100;
 
 /// One leaf of 64 tokens, the oldest of 10⁵.

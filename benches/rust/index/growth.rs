@@ -1,4 +1,4 @@
-//! The same lookup beside ever more cached tokens.
+//! The same lookup in indexes with more and more cached tokens.
 
 use criterion::{Criterion, Throughput};
 use kvtrie_benches::{Random, filled, tokens};
@@ -7,8 +7,8 @@ use crate::setup::{fresh, look_up, lookups, size};
 
 const LEN: usize = 8_192;
 
-/// 8,192 tokens in one edge beside 10⁴ to 10⁷ others in edges of as many: the same edges are visited and the same bytes
-/// compared, warm and cold; only the distance to the memory grows.
+/// 8,192 tokens in one edge next to 10⁴ to 10⁷ others in edges of as many: the same edges are visited and the same
+/// bytes compared, warm and cold; only the distance to the memory grows.
 pub(crate) fn growth(c: &mut Criterion) {
     let mut group = c.benchmark_group("growth");
     group.throughput(Throughput::Elements(LEN as u64));

@@ -50,7 +50,7 @@ impl Running {
         }
     }
 
-    /// One step of a token a request; answers how long the call took.
+    /// One step of one token per request; returns how long the call took.
     fn step(&mut self, ids: &[u32], offsets: &[usize], one: &[usize]) -> Duration {
         let computed = vec![LENGTH + self.made; self.names.len()];
         self.made += 1;
@@ -71,7 +71,7 @@ impl Running {
     }
 }
 
-/// Steps of 1,000 live requests, a token each.
+/// Steps of 1,000 live requests, one token each.
 pub(crate) fn ledger(c: &mut Criterion) {
     let requests = size(1_000, 10);
     let mut group = c.benchmark_group("ledger");

@@ -102,7 +102,7 @@ pub(crate) fn misses(c: &mut Criterion) {
     group.finish();
 }
 
-/// Misses at the first token, from fresh sequences, and from a few in turn: a miss leaves nothing known of a sequence, and
+/// Misses at the first token, from fresh sequences, and from a few in turn: a miss records nothing in a sequence, and
 /// the clock is not read between the calls.
 fn miss(
     group: &mut BenchmarkGroup<'_, WallTime>,
@@ -126,7 +126,7 @@ fn miss(
 pub(crate) fn grown(c: &mut Criterion) {
     let mut group = c.benchmark_group("grown");
     group.throughput(Throughput::Elements(BLOCK_SIZE as u64));
-    // As many blocks are added one by one, then the sequence is cut back.
+    // As many blocks are added one by one, then the sequence is truncated.
     let steps = size(1_024, 4);
     let until = LONG + steps * BLOCK_SIZE;
     let all = tokens(NEW_SEEDS, until);

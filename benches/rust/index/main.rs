@@ -1,8 +1,8 @@
 //! Times of the index's calls, with 10⁶ cached blocks of 16 tokens where nothing else is said.
 //!
 //! That is 64 MB of token ids and 4 MB of block ids, more than the caches of most processors: *warm* repeats one query,
-//! *cold* draws one at random of all that are cached. Either way every call gets a fresh sequence, so that nothing is
-//! known of it before; only the group `grown` measures sequences that were used before. Every call's answer is checked.
+//! *cold* draws one at random of all that are cached. Either way every call gets a sequence that no index has seen;
+//! only the group `grown` measures sequences that were used before. Every call's result is checked.
 //!
 //! Run as tests (`cargo test --benches`), everything is small and runs once.
 
@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use criterion::{Criterion, criterion_group, criterion_main};
 
-/// What the table needs, not more: the whole run stays within minutes.
+/// Short measurements: the whole run takes minutes.
 fn settings() -> Criterion {
     Criterion::default()
         .sample_size(30)

@@ -8,8 +8,8 @@ use kvtrie_core::{Class, PlanOptions, RadixIndex, ReusePlan, ReusePolicy, TokenS
 
 use crate::setup::{fresh, size};
 
-/// 20,000 tokens of an agent's run of which all thoughts were dropped, with 10⁶ and 10⁷ cached tokens, and 100,000 tokens
-/// of which nothing is cached.
+/// 20,000 tokens of an agent's run of which all reasoning was dropped, with 10⁶ and 10⁷ cached tokens, and 100,000
+/// tokens of which nothing is cached.
 pub(crate) fn moved(c: &mut Criterion) {
     let mut group = c.benchmark_group("moved");
     for (name, file) in [("10^6", "W11-1M"), ("10^7", size("W11-10M", ""))] {

@@ -9,10 +9,10 @@ use criterion::{BatchSize, BenchmarkGroup};
 use kvtrie_benches::{BLOCK_SIZE, flag, namespace};
 use kvtrie_core::{BlockId, LookupOptions, RadixIndex, TokenSequence};
 
-/// Cached tokens beside which everything is measured: a million blocks.
+/// Tokens that are cached in each measurement: a million blocks.
 const CACHED: u64 = 16_000_000;
 
-/// Whether criterion only runs everything once: its own rule.
+/// Whether criterion only runs everything once, by criterion's own rule.
 pub(crate) fn quick() -> bool {
     flag("--test") || !flag("--bench")
 }
@@ -35,8 +35,8 @@ pub(crate) fn fresh(tokens: Vec<u32>) -> TokenSequence {
 
 /// Measures lookups with ids out of fresh sequences, all of which match `expected` tokens.
 ///
-/// A query is made just before its lookup, as a request's is: batches are so small that its tokens lie in the
-/// processor's second cache.
+/// A query is made just before its lookup, as a request's is: batches are so small that its tokens are in the
+/// processor's second-level cache.
 pub(crate) fn lookups(
     group: &mut BenchmarkGroup<'_, WallTime>,
     name: &str,
@@ -80,7 +80,7 @@ pub(crate) fn look_up(
     black_box(out);
 }
 
-/// Measures `call` alone: what `before` makes and what `after` does with the answer is not on the clock.
+/// Measures `call` only, without what `before` makes and what `after` does with the result.
 pub(crate) fn alone<S, I, O>(
     group: &mut BenchmarkGroup<'_, WallTime>,
     name: &str,

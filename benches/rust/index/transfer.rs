@@ -9,8 +9,8 @@ use kvtrie_core::{
 
 use crate::setup::{fresh, size};
 
-/// A thought that the receiver's prompt lacks: it starts at no block edge, nor does its length move by whole blocks.
-const THOUGHT: usize = 5_003;
+/// Reasoning that the receiver's prompt lacks: it does not start at a block edge, and its length is not whole blocks.
+const REASONING: usize = 5_003;
 
 struct Pair {
     theirs: TokenSequence,
@@ -77,10 +77,10 @@ pub(crate) fn transfer(c: &mut Criterion) {
     let same = fresh(exact.theirs.tokens().to_vec());
     assert_eq!(exact.plan(&same, &ReusePolicy::EXACT_ONLY).num_exact(), len);
 
-    let edited = Pair::new(len + THOUGHT);
+    let edited = Pair::new(len + REASONING);
     let from = len / 2 + 5;
     let theirs = edited.theirs.tokens();
-    let stripped = fresh([&theirs[..from], &theirs[from + THOUGHT..]].concat());
+    let stripped = fresh([&theirs[..from], &theirs[from + REASONING..]].concat());
     let plan = edited.plan(&stripped, &approximate);
     assert!(plan.num_exact() + plan.num_approximate() + 2 * BLOCK_SIZE > len);
     let unknown = fresh(tokens(2, len));

@@ -20,7 +20,7 @@ struct Chat {
 }
 
 impl Chat {
-    /// A history of `len` tokens beside a million blocks in leaves as long as a turn.
+    /// A history of `len` tokens next to a million blocks in leaves as long as a turn.
     fn new(len: usize) -> Self {
         let others = size(16_000_000, 200_000) / NEW as u64;
         let mut index = empty(others * NEW as u64 + len as u64).expect("a million blocks");
@@ -64,7 +64,7 @@ impl Chat {
         ids
     }
 
-    /// Makes the index as it was: the turn's blocks back another leaf of the crowd.
+    /// Restores the index: the turn's blocks back another leaf.
     fn undo(&mut self, ids: &[BlockId]) {
         let gone = self.index.discard(ids).expect("ids in the pool");
         assert_eq!(gone.len(), ids.len(), "the turn's blocks left");

@@ -1,6 +1,6 @@
-//! What the allocator is asked for: nothing by a lookup, and a known number of bytes by what is cached.
+//! What is allocated: nothing by a lookup, and a known number of bytes for cached tokens.
 //!
-//! One test alone, since the counter is the process's.
+//! Only one test, since the counter is the process's.
 
 use std::alloc::System;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ fn a_lookup_allocates_nothing_and_a_long_edge_costs_79_bytes_a_block() {
         .unwrap();
     let change = region.change();
     let held = change.bytes_allocated - change.bytes_deallocated;
-    // 4 bytes a token, 4 for the id, 11 for the table of ids; 40 KiB for the pages that are begun, of that table and of
+    // 4 bytes per token, 4 for the id, 11 for the table of ids; 40 KiB for partly used pages of that table and of
     // nodes.
     let expected = BLOCKS as usize * (4 * BLOCK_SIZE + 4 + 11);
     assert!(

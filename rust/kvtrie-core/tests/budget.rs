@@ -1,4 +1,4 @@
-//! What a search for moved runs may take (P16), on prompts that are made to take as much as they can.
+//! The effort of a search for moved runs (P16), on prompts that are made to take as much as they can.
 
 #![expect(
     clippy::unwrap_used,
@@ -39,7 +39,7 @@ fn sequence(tokens: Vec<u32>) -> TokenSequence {
     TokenSequence::new(Arc::new(namespace), tokens, Vec::new()).unwrap()
 }
 
-/// Tokens that stand nowhere else.
+/// Tokens that are nowhere else.
 #[derive(Default)]
 struct Unused(u32);
 
@@ -166,7 +166,7 @@ fn each_token_that_is_covered_earns_32_looks_and_one() {
 }
 
 #[test]
-fn a_run_behind_windows_that_lead_nowhere_is_found_from_its_first_token_on() {
+fn a_run_after_windows_that_lead_nowhere_is_found_from_its_first_token_on() {
     let mut fan = Fan::new(1);
     let text: Vec<u32> = fan.unused.take(6_400).collect();
     fan.cache(text.clone());

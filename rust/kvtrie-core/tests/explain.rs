@@ -1,4 +1,4 @@
-//! Every reason that `explain` gives, and what it shows beside it.
+//! Every reason that `explain` gives, and what it shows with it.
 
 #![expect(
     clippy::unwrap_used,
@@ -74,7 +74,7 @@ fn counted(exact: usize, approximate: usize, compute: usize) -> WouldSave {
 }
 
 #[test]
-fn complete_names_what_is_behind_the_last_whole_block_no_reason() {
+fn complete_names_no_reason_for_tokens_after_the_last_whole_block() {
     let mut index = index(16);
     let tokens: Vec<u32> = (10..20).collect();
     let mut seq = sequence(&tokens);
@@ -98,7 +98,7 @@ fn complete_names_what_is_behind_the_last_whole_block_no_reason() {
 }
 
 #[test]
-fn diverged_is_exact_to_the_token_in_and_behind_an_edge() {
+fn diverged_is_exact_to_the_token_in_and_after_an_edge() {
     let mut index = index(16);
     let tokens: Vec<u32> = (10..26).collect();
     let mut seq = sequence(&tokens);
@@ -126,7 +126,7 @@ fn diverged_is_exact_to_the_token_in_and_behind_an_edge() {
     assert_eq!((why.reason, why.position), (Reason::Diverged, 11));
     assert_eq!(why.context.theirs[8..], [5]);
     assert!(why.to_string().contains(
-        "At position 11 other tokens are cached: [5] where the prompt has [6], both behind [13, 14, 15, 16, 17, 18, 19, 5]."
+        "At position 11 other tokens are cached: [5] where the prompt has [6], both behind [13, 14, 15, 16, 17, 18, 19, 5]." // codespell:ignore behind: the core's
     ));
 }
 
@@ -164,9 +164,9 @@ fn not_cached_where_the_cache_ends_or_knows_nothing() {
     assert_eq!(why.context.ours, tokens);
     assert!(
         why.to_string()
-            .contains("The cache ends at position 8, behind [10, 11")
+            .contains("The cache ends at position 8, behind [10, 11") // codespell:ignore behind: the core's
     );
-    // What was dropped is forgotten.
+    // A dropped namespace is forgotten.
     index.drop_namespace(seq.namespace());
     assert_eq!(explain(&mut index, &mut seq).reason, Reason::NotCached);
 }
@@ -185,13 +185,13 @@ fn evicted_is_known_at_every_depth() {
             (Reason::Evicted, 16 - 4 * n),
             "{n}"
         );
-        // The rest goes as well, block by block.
+        // The rest is evicted as well, block by block.
         for n in n + 1..=4 {
             index.evict(1);
             let why = explain(&mut index, &mut seq);
             assert_eq!((why.reason, why.position), (Reason::Evicted, 16 - 4 * n));
         }
-        // A prompt that differs in the block that left was never cached.
+        // A prompt that differs in the evicted block was never cached.
         let mut other = tokens.clone();
         other[3] = 99;
         assert_eq!(
@@ -202,7 +202,7 @@ fn evicted_is_known_at_every_depth() {
 }
 
 #[test]
-fn evicted_is_told_of_the_prefix_it_stood_behind_alone() {
+fn evicted_is_reported_for_the_same_prefix_only() {
     let mut index = index(32);
     let tail = [1, 2, 3, 4, 5, 6, 7, 8];
     let mut old = sequence(&[&[9, 9, 9, 9], &tail[..]].concat());
@@ -216,9 +216,9 @@ fn evicted_is_told_of_the_prefix_it_stood_behind_alone() {
     );
     index.evict(2);
     assert_eq!(explain(&mut index, &mut old).reason, Reason::Evicted);
-    // The same tokens at the same position, but behind others.
+    // The same tokens at the same position, but after others.
     assert_eq!(explain(&mut index, &mut new).reason, Reason::NotCached);
-    // Another namespace with the first block that left.
+    // Another namespace with the first evicted block.
     index.evict(1);
     assert_eq!(explain(&mut index, &mut old).reason, Reason::Evicted);
     let other = namespace("m", None, "b");
@@ -227,7 +227,7 @@ fn evicted_is_told_of_the_prefix_it_stood_behind_alone() {
 }
 
 #[test]
-fn holes_are_evicted_whoever_else_stands_there() {
+fn holes_are_evicted_whatever_is_next_to_them() {
     let mut index = index(16);
     let tokens: Vec<u32> = (10..30).collect();
     let mut seq = sequence(&tokens);
@@ -235,7 +235,7 @@ fn holes_are_evicted_whoever_else_stands_there() {
     index.discard(&[BlockId(1)]).unwrap();
     let why = explain(&mut index, &mut seq);
     assert_eq!((why.reason, why.position), (Reason::Evicted, 4));
-    // Under its own prefix what lies behind the hole is exact.
+    // Under its own prefix, KV after the hole is exact.
     assert_eq!(why.would_save, counted(15, 0, 5));
     let mut branch = tokens[..4].to_vec();
     branch.extend([7; 8]);
@@ -305,7 +305,7 @@ fn another_namespace_of_the_salt_is_named_and_no_other() {
         why.to_string()
             .contains("Where model differs, 12 tokens match.")
     );
-    // As much of it here, and it is no reason.
+    // Not a reason where this namespace has as much.
     insert(
         &mut index,
         &mut of("m", None, "a", 12),
@@ -314,7 +314,7 @@ fn another_namespace_of_the_salt_is_named_and_no_other() {
     );
     let why = explain(&mut index, &mut seq);
     assert_eq!((why.reason, why.other_namespace), (Reason::NotCached, None));
-    // What left is the better reason.
+    // An eviction is the better reason.
     insert(
         &mut index,
         &mut of("n", Some("x"), "a", 16),
@@ -365,7 +365,7 @@ fn kinds_of_both_sides_of_the_position_are_named() {
 }
 
 #[test]
-fn items_are_told_apart() {
+fn items_are_distinguished() {
     let mut index = index(16);
     let with = |digest: &[u8]| {
         let items = vec![Item::new(2, 7, digest).unwrap()];

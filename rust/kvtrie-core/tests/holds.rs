@@ -13,7 +13,7 @@ use common::{ids, sequence};
 
 mod common;
 
-/// What the binding allows a call that keeps the interpreter.
+/// The effort that the binding allows a call that keeps the interpreter.
 const BRIEF: Effort = Effort {
     nodes: 256,
     bytes: 1 << 20,
@@ -45,7 +45,7 @@ fn insert(index: &mut RadixIndex, seq: &mut TokenSequence, ids: &[BlockId]) {
     index.insert(seq, ids, options).unwrap();
 }
 
-/// An index with a sequence of so many blocks, in one edge.
+/// An index with a sequence of `blocks` blocks, in one edge.
 fn of_one_edge(blocks: u32) -> (RadixIndex, TokenSequence) {
     let mut index = index(8 * u64::from(blocks));
     let mut seq = sequence(0..blocks);
@@ -53,7 +53,7 @@ fn of_one_edge(blocks: u32) -> (RadixIndex, TokenSequence) {
     (index, seq)
 }
 
-/// As [`of_one_edge`], with a branch behind each block, so that each is an edge of its own.
+/// As [`of_one_edge`], with a branch after each block, so that each is an edge.
 fn of_many_edges(blocks: u32) -> (RadixIndex, TokenSequence) {
     let (mut index, seq) = of_one_edge(blocks);
     for at in 1..blocks {
@@ -117,7 +117,7 @@ fn a_path_is_pinned_in_as_many_pieces_as_discards_leave() {
     assert_eq!(index.discard(&list).unwrap(), []);
     assert_eq!(index.stats().pinned, u64::from(blocks));
     index.check().unwrap();
-    // Once more, out of the pieces: what is left of the first half.
+    // Again, in the pieces: what is left of the first half.
     let rest = ids((0..blocks / 2).step_by(2));
     assert_eq!(index.discard(&rest).unwrap(), []);
     index.check().unwrap();
@@ -134,7 +134,7 @@ fn forks_of_a_plan_share_what_is_left_before_them() {
     let mut seq = sequence(0..8);
     insert(&mut index, &mut seq, &ids(0..8));
     let plan = plans(&mut index, &seq, 1).remove(0);
-    // A second branch under the same plan, behind four blocks.
+    // A second branch under the same plan, after four blocks.
     let mut fork = sequence((0..8).chain(20..24));
     let options = InsertOptions::new(12, Source::Plan(&plan));
     let all = ids((0..8).chain(20..24));
@@ -163,7 +163,7 @@ fn an_exact_plan_over_many_holes_is_known_to_be_long() {
         let given_up = index.plan_within(&mut prompt, &policy, options, BRIEF);
         assert!(given_up.unwrap().is_none());
         assert_eq!((index.digest(), index.stats().clock), (before, clock));
-        // Few of them are nothing to speak of, and neither are holes elsewhere.
+        // Few of them do not count, and neither do holes elsewhere.
         let mut short = sequence(seq.tokens().iter().copied().take(50));
         let plan = index.plan_within(&mut short, &policy, options, BRIEF);
         index.release(&plan.unwrap().unwrap()).unwrap();
@@ -225,7 +225,7 @@ fn a_use_that_revives_much_is_known_to_be_long() {
     assert!(planned.unwrap().is_none());
     assert!(index.insert_steps(&prompt, 0) > BRIEF.nodes);
     assert_eq!(index.digest(), before);
-    // Who only looks revives nothing.
+    // A call that only reads revives nothing.
     let options = LookupOptions {
         touch: false,
         ..options
@@ -265,7 +265,7 @@ fn ids_of_very_many_edges_are_known_to_be_long() {
 }
 
 #[test]
-fn tags_behind_the_prompt_are_not_looked_at() {
+fn tags_after_the_prompt_are_not_read() {
     let (mut index, seq) = of_one_edge(20_000);
     let kind = |at: usize| ["user", "tool"][at % 2].to_owned();
     let spans: Vec<Span> = (0..20_000)
@@ -421,7 +421,7 @@ fn an_exact_plan_over_approximate_blocks_is_long_and_over_exact_ones_is_not() {
         let plan = index.plan_within(&mut prompt, &policy, PlanOptions::default(), BRIEF);
         plan.unwrap().is_some()
     };
-    // All behind the first block is approximate.
+    // All after the first block is approximate.
     let blocks = 600;
     let mut approximate = index(1_000);
     let options = InsertOptions::new(blocks as usize, imported(1));
@@ -430,7 +430,7 @@ fn an_exact_plan_over_approximate_blocks_is_long_and_over_exact_ones_is_not() {
         .unwrap();
     assert!(!planned(&mut approximate, blocks));
     assert!(planned(&mut approximate, 100));
-    // One hole in the first of a few edges, with exact blocks alone in the others.
+    // One hole in the first of a few edges, with only exact blocks in the others.
     let mut broken = index(2_000);
     for end in [50, 300, blocks] {
         insert(&mut broken, &mut sequence(0..end), &ids(0..end));
@@ -576,10 +576,10 @@ fn a_block_that_nobody_pins_takes_no_step_for_the_edges_of_pinned_paths() {
 fn a_pinned_block_takes_a_step_for_each_edge_from_the_end_of_its_path_up_to_it() {
     let (mut index, seq) = of_many_edges(200);
     let _whole = plans(&mut index, &seq, 1);
-    // A path that ends above the block is not gone over.
+    // A path that ends above the block is not visited.
     let _front = plans(&mut index, &sequence(0..100), 1);
     let gone = ids([150]);
-    // The block, the plans, the edges, and the block once more, which the plan keeps by its id.
+    // The block, the plans, the edges, and the block again, which the plan keeps by its id.
     let needed = 1 + 2 + 50 + 1;
     let discarded = index.discard_within(&gone, steps(needed - 1));
     assert_eq!(discarded.unwrap(), None);
@@ -685,7 +685,7 @@ fn an_insert_takes_steps_for_what_is_unknown_offered_pinned_and_dead() {
     assert_eq!(index.unknown_steps(&seq), 3);
     let _held = plans(&mut index, &sequence(0..8), 3);
     assert_eq!(index.insert_steps(&seq, 40), 3 + 10);
-    // Blocks that are approximate may be replaced, and each plan may pin each of them.
+    // Approximate blocks may be replaced, and each plan may pin each of them.
     let mut other = sequence(50..66);
     let imported = Source::Imported(Imported {
         exact_until: 0,

@@ -25,7 +25,7 @@ fn index() -> RadixIndex {
     .unwrap()
 }
 
-/// Inserts so many blocks of the tokens 0, 1, 2 and so on.
+/// Inserts one block per id, of the tokens 0, 1, 2 and so on.
 fn put<const N: usize>(index: &mut RadixIndex, raw: [u32; N], source: Source<'_>) -> Inserted {
     let len = N * BLOCK_SIZE;
     let mut seq = sequence(0..u32::try_from(len).unwrap());
@@ -42,7 +42,7 @@ fn imported(exact_until: usize) -> Source<'static> {
     })
 }
 
-/// A plan for so many tokens from 0 on, with all that is cached of them, approximate or not.
+/// A plan for `len` tokens from 0 on, with all cached ones, approximate or not.
 fn plan(index: &mut RadixIndex, len: u32) -> ReusePlan {
     let policy = ReusePolicy {
         approximate: true,
@@ -80,7 +80,7 @@ fn a_block_after_an_approximate_one_is_not_taken_from_its_pins() {
     put(&mut index, [0, 1, 2], imported(BLOCK_SIZE));
     let held = plan(&mut index, 12);
     assert_eq!(held.blocks(), ids([0, 1, 2]));
-    // The block 7 was computed after the approximate block 1, and so is no better than the block 2.
+    // Block 7 was computed after the approximate block 1, so it is not better than block 2.
     let done = put(&mut index, [9, 1, 7], Source::Computed);
     let expected = Inserted {
         blocks: ids([0, 1, 2]),
@@ -96,7 +96,7 @@ fn a_block_after_an_approximate_one_is_not_taken_from_its_pins() {
 }
 
 #[test]
-fn what_a_plan_computed_on_approximate_blocks_stays_approximate_when_these_have_left() {
+fn blocks_computed_after_approximate_ones_stay_approximate_when_these_are_evicted() {
     let mut index = index();
     let held = plan(&mut index, 12);
     put(&mut index, [0, 1, 2], imported(2 * BLOCK_SIZE));
@@ -139,7 +139,7 @@ fn a_path_is_pinned_in_one_piece_again_when_its_hole_is_filled() {
     put(&mut index, [0, 1, 2, 3], Source::Computed);
     let held = plan(&mut index, 16);
     assert_eq!(index.discard(&ids([1])).unwrap(), []);
-    // Two pieces, and the block that left.
+    // Two pieces, and the removed block.
     assert_eq!((index.stats().pinned, index.release_steps(&held)), (4, 3));
     let done = put(&mut index, [0, 9, 2, 3], Source::Plan(&held));
     assert_eq!(done.blocks, ids([0, 9, 2, 3]));

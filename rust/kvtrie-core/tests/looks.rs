@@ -1,4 +1,5 @@
-//! What searches for moved runs take and find, on texts of several kinds: no answer shows that a rule which spares work is gone.
+//! What searches for moved runs take and find, on texts of several kinds. A rule that only saves work changes no
+//! result: these counts fail without it.
 //!
 //! Looks are counted, so they are the same on every machine. A change that lowers them, or finds more, changes the numbers here.
 
@@ -91,7 +92,7 @@ impl World {
 }
 
 #[test]
-fn conversations_whose_thoughts_are_left_out() {
+fn conversations_whose_reasoning_is_left_out() {
     let (mut world, mut numbers) = (World::new(64), Numbers(1));
     for _ in 0..8 {
         let turns: Vec<_> = (0..6)
@@ -99,7 +100,7 @@ fn conversations_whose_thoughts_are_left_out() {
             .collect();
         let all: Vec<u32> = turns
             .iter()
-            .flat_map(|(said, thought)| said.iter().chain(thought).copied())
+            .flat_map(|(said, reasoning)| said.iter().chain(reasoning).copied())
             .collect();
         world.cache(&all, Source::Computed);
         let said: Vec<u32> = turns.into_iter().flat_map(|(said, _)| said).collect();
@@ -201,7 +202,7 @@ fn runs_that_are_too_short() {
 
 #[test]
 fn runs_that_the_policy_finds_too_short() {
-    // Long enough for the index: each is followed once, and its other windows are passed over.
+    // Long enough for the index: each is followed once, and its other windows are skipped.
     let (mut world, mut numbers) = (World::new(64), Numbers(9));
     let runs: Vec<Vec<u32>> = (0..4).map(|_| numbers.text(150, 5_000)).collect();
     for _ in 0..2 {
@@ -295,7 +296,7 @@ fn children_of_which_one_goes_on_as_the_prompt_does() {
         text.extend(&prefix[50..]);
         text.extend(tail);
         world.plan(&text, None);
-        // Behind the middle of a block, and with nothing behind it.
+        // From the middle of a block on, and with nothing after it.
         text.truncate(31 + 150 + 20);
         world.plan(&text, None);
     }
@@ -321,7 +322,7 @@ fn pieces_of_the_own_path_that_are_too_short_are_not_followed_again() {
 }
 
 #[test]
-fn places_on_the_own_path_and_beside_its_holes_are_not_followed_again() {
+fn places_on_the_own_path_and_next_to_its_holes_are_not_followed_again() {
     let (mut world, mut numbers) = (World::new(64), Numbers(13));
     let text = numbers.text(480, 5_000);
     world.cache(&text, Source::Computed);

@@ -1,4 +1,4 @@
-//! What a plan answers, and what it refuses, on prompts that are worked out by hand (D7, D13, D19).
+//! What a plan returns and refuses, on prompts that are worked out by hand (D7, D13, D19).
 
 #![expect(
     clippy::unwrap_used,
@@ -135,7 +135,7 @@ fn places_that_were_not_tried_are_counted() {
     let prompt = &mut sequence([NEW].into_iter().chain(0..16));
     let dropped = plan(&mut index, prompt, false).candidates_dropped();
     assert!(dropped > 0);
-    // A plan that is made exact only because of what was found depends on them, too.
+    // A plan that is exact only because of what was found depends on them, too.
     let policy = ReusePolicy {
         max_approximate_share: 0.1,
         ..approximate()
@@ -157,7 +157,7 @@ fn what_finding_a_path_costs_is_counted() {
         &mut sequence((0..8).chain([NEW; 4])),
         [20, 21, 2],
     );
-    // Two edges as far as they are the same, and the token that is not.
+    // Two edges up to the first token that differs, and that token.
     for (tokens, compared) in [(16, 16), (40, 40), (17, 16)] {
         let before = index.stats().bytes_compared;
         plan(&mut index, &mut sequence((0..tokens).chain([NEW])), false);
@@ -243,7 +243,7 @@ fn moves_refuses_a_table_that_does_not_begin_with_the_blocks_in_place() {
     for at in 0..2 {
         let mut wrong = table();
         wrong[at] = BlockId(60);
-        // The range needs nothing of the front; the table is wrong all the same.
+        // The range does not read these blocks; the table is wrong all the same.
         for (start, end) in [(0, 31), (8, 31), (13, 29), (31, 31)] {
             let error = plan.moves(&wrong, start, end).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
@@ -265,7 +265,7 @@ fn moves_refuses_a_block_that_comes_twice() {
         for other in (one + 1).max(2)..8 {
             let mut twice = table();
             twice[other] = twice[one];
-            // Behind the range too: the engine fills the rest later.
+            // After the range too: the engine fills the rest later.
             for end in [0, 8, 31] {
                 let error = plan.moves(&twice, 0, end).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::InvalidArgument);
@@ -289,7 +289,7 @@ fn moves_refuses_to_have_a_block_written_that_the_plan_reads() {
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
             let wanted = format!("table[{at}] is {read}; the plan reads this block");
             assert!(error.to_string().contains(&wanted), "{error}");
-            // What lies before or after the range is not written.
+            // Blocks before and after the range are not written.
             assert!(plan.moves(&own, 31.min(4 * at + 4), 31).is_ok() == (at < 7));
             assert!(plan.moves(&own, 0, 4 * at).is_ok());
         }
@@ -321,7 +321,7 @@ fn an_unpinned_plan_says_which_segments_are_there_as_planned() {
 fn a_pinned_plan_is_there_until_it_is_released() {
     let mut index = cached();
     let plan = plan(&mut index, &mut edited(), true);
-    // Both leave the index, and are kept for the plan.
+    // Both are removed from the index, and are kept for the plan.
     assert!(index.discard(&ids([21, 24])).unwrap().is_empty());
     assert_eq!(index.validate(&plan).unwrap(), [true; 5]);
     index.release_sources(&plan).unwrap();
@@ -395,7 +395,7 @@ impl Draws {
     }
 }
 
-/// Every token of what is cached stands at one place, so which pieces of a prompt are found follows from their lengths alone.
+/// Every cached token is at one place only, so the lengths of a prompt's pieces determine which are found.
 #[test]
 fn pieces_of_long_prompts_are_found_if_they_are_long_enough() {
     const TEXT: usize = 4096;
@@ -451,7 +451,7 @@ fn pieces_of_long_prompts_are_found_if_they_are_long_enough() {
     }
 }
 
-/// Ten texts of 40 tokens of their own, 64 that all have, and 40 of their own again.
+/// Ten texts of 40 unique tokens, 64 that all have, and 40 unique ones again.
 #[test]
 fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
     let mut index = RadixIndex::new(Config {
@@ -483,7 +483,7 @@ fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
             .collect();
         (parts, plan.source_blocks(), plan.candidates_dropped() > 0)
     };
-    // What a text has alone leads to it, and through what all have.
+    // The tokens that only one text has lead to it, and through those that all have.
     for number in 0..10 {
         let (parts, blocks, _) = found(text(number).skip(10).collect());
         assert_eq!(parts, [(1, 135, 10)]);
@@ -494,7 +494,8 @@ fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
     assert_eq!(parts, [(1, 65, 40)]);
     assert_eq!(blocks, ids(8 * 36 + 10..8 * 36 + 26));
     assert!(is_dropped);
-    // What only one has is found behind it, where a text that was not tried would have gone on in one piece.
+    // Tokens that only one text has are found after it, where a text that was not tried would have gone on in one
+    // piece.
     let (parts, blocks, is_dropped) = found((30..64).chain(own(3, 40, 70)).collect());
     assert_eq!(parts, [(1, 35, 70), (35, 65, 104)]);
     let (first, second) = (8 * 36 + 17..8 * 36 + 26, 3 * 36 + 26..3 * 36 + 34);
@@ -505,7 +506,7 @@ fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
 /// Runs that are one token too short, each cached at 64 places: a search remembers 256 such runs. A long run before them pays for
 /// trying them all.
 #[test]
-fn a_search_that_forgets_places_finds_what_comes_behind_them() {
+fn a_search_that_forgets_places_finds_runs_after_them() {
     let mut index = RadixIndex::new(Config {
         num_blocks: 1 << 17,
         block_size: BLOCK_SIZE,
@@ -552,7 +553,7 @@ fn a_search_that_forgets_places_finds_what_comes_behind_them() {
     index.check().unwrap();
 }
 
-/// The prompt's own path has a hole, whose tokens stand at the same positions behind another beginning.
+/// The prompt's own path has a hole, whose tokens are cached at the same positions after another prefix.
 #[test]
 fn a_hole_is_covered_from_another_path_at_the_same_positions() {
     let mut index = index();
@@ -654,7 +655,7 @@ fn of_children_that_share_as_much_the_lowest_id_is_copied() {
             let seq = &mut sequence((0..32).chain([40, 41, other, other + 1]));
             put(&mut index, seq, (10..18).chain([id]));
         }
-        // The run ends where the prompt does, so that no window behind it is looked up.
+        // The run ends where the prompt does, so that no window after it is looked up.
         let prompt = [NEW].into_iter().chain(0..32).chain([40, 41, NEW]);
         let plan = plan(&mut index, &mut sequence(prompt), false);
         let part = plan.segments()[1];
@@ -717,7 +718,7 @@ fn a_run_found_in_one_of_equal_children_is_copied_from_the_lowest_id() {
     }
 }
 
-/// Tokens of a forbidden kind split the run that they stand in, wherever they stand.
+/// Tokens of a forbidden kind split their run, wherever they are.
 #[test]
 fn tokens_of_a_forbidden_kind_are_computed() {
     let policy = ReusePolicy {
@@ -760,7 +761,7 @@ fn tokens_of_a_forbidden_kind_are_computed() {
     }
 }
 
-/// KV of more hops is left for KV of fewer that stands further away, wherever in the run the hops are.
+/// KV of fewer hops is preferred to nearer KV of more, wherever in the run the hops are.
 #[test]
 fn of_places_that_reach_as_far_the_one_with_fewest_hops_is_taken() {
     for first_moved in [0, 4, 8, 12] {
@@ -795,7 +796,7 @@ fn of_places_that_reach_as_far_the_one_with_fewest_hops_is_taken() {
     }
 }
 
-/// What `recompute_first` and `recompute_last` leave out may be more than one edge holds; its blocks are no sources then.
+/// `recompute_first` and `recompute_last` may cover a whole edge; its blocks are not sources then.
 #[test]
 fn the_ends_of_a_run_are_computed_across_edges() {
     let mut index = index();
@@ -903,7 +904,7 @@ fn labelled(hops: &[u16]) -> RadixIndex {
     index
 }
 
-/// A moved run has a segment for each stretch of equal hops, and ends where there are too many.
+/// A moved run has a segment for each range of equal hops, and ends where there are too many.
 #[test]
 fn a_run_is_cut_where_hops_change() {
     let mut index = labelled(&[5, 1, 3, 3, 1, 2]);
@@ -954,9 +955,9 @@ fn a_forbidden_token_keeps_its_block_from_being_used_in_place() {
     }
 }
 
-/// What is exact behind a hole is copied without a policy.
+/// Exact KV after a hole is copied without a policy.
 #[test]
-fn an_exact_plan_copies_what_lies_behind_a_hole() {
+fn an_exact_plan_copies_blocks_after_a_hole() {
     let mut index = cached();
     let seq = &mut sequence(0..40);
     index.remove_spans(seq, &[(8, 24)], true).unwrap();
@@ -981,7 +982,7 @@ fn an_exact_plan_copies_what_lies_behind_a_hole() {
 fn a_plan_counts_what_reading_it_goes_over() {
     let mut index = cached();
     let plan = plan(&mut index, &mut edited(), true);
-    // Two blocks in place, the beginning of another, a gap, tokens of five blocks that moved, and what is new at the end.
+    // Two blocks in place, the beginning of another, a gap, moved tokens of five blocks, and new tokens at the end.
     assert_eq!((plan.blocks().len(), plan.segments().len()), (2, 5));
     assert_eq!(plan.num_entries(), 5 + 2 + 1 + 5);
 }
@@ -1032,9 +1033,10 @@ fn segments(plan: &ReusePlan) -> Vec<(usize, usize, usize, Class, u16)> {
     .collect()
 }
 
-/// Behind a hole at the end of the prompt's own blocks, a part of the block that follows is copied: from the same edge, or from a child.
+/// After a hole at the end of the prompt's own blocks, a part of the block that follows is copied: from the same edge
+/// or a child.
 #[test]
-fn a_part_of_the_block_behind_the_last_hole_is_copied() {
+fn a_part_of_the_block_after_the_last_hole_is_copied() {
     for is_shared in [false, true] {
         let mut index = RadixIndex::new(Config {
             num_blocks: 64,
@@ -1069,7 +1071,7 @@ fn a_part_of_the_block_behind_the_last_hole_is_copied() {
 }
 
 #[test]
-fn a_block_beside_a_hole_of_the_own_path_is_copied_as_far_as_it_is_the_same() {
+fn a_sibling_of_a_hole_is_copied_as_far_as_its_tokens_are_the_same() {
     let mut index = RadixIndex::new(Config {
         num_blocks: 64,
         block_size: 16,
@@ -1080,10 +1082,10 @@ fn a_block_beside_a_hole_of_the_own_path_is_copied_as_far_as_it_is_the_same() {
     .unwrap();
     let text: Vec<u32> = (0..96).collect();
     put(&mut index, &mut sequence(text.clone()), 0..6);
-    // Another block goes on behind 48, and has 12 of the tokens that follow.
-    let beside = text[..60].iter().copied().chain(NEW..NEW + 4);
-    put(&mut index, &mut sequence(beside), [0, 1, 2, 10]);
-    // What is beside a hole is found though nothing leads to it.
+    // Another block follows at 48, and has 12 of the next tokens.
+    let sibling = text[..60].iter().copied().chain(NEW..NEW + 4);
+    put(&mut index, &mut sequence(sibling), [0, 1, 2, 10]);
+    // The sibling of a hole is found though no window leads to it.
     index.discard(&ids([1, 2, 3])).unwrap();
     let policy = ReusePolicy::EXACT_ONLY;
     let plan = index
@@ -1119,7 +1121,7 @@ fn tokens_that_are_recomputed_are_counted_over_all_that_is_approximate() {
         let table = (20..20 + end / 4).chain([30 + end]);
         put(&mut index, &mut sequence(branch), table);
     }
-    // Tokens 17 to 37, of which three were exact: by how much is left out, what is copied.
+    // Tokens 17 to 37, of which three were exact: what is copied, by how much is recomputed.
     let text = || sequence((NEW..NEW + 5).chain(17..37).chain([NEW + 9]));
     for (first, last, expected) in [
         (0, 0, vec![(5, 8, 17, 1), (8, 25, 20, 2)]),

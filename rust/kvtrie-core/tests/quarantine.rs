@@ -1,4 +1,4 @@
-//! Blocks out of use for good (R7), by hand.
+//! Blocks that are permanently out of use (R7), by hand.
 
 #![expect(clippy::unwrap_used, reason = "helpers of a test")]
 
@@ -9,7 +9,7 @@ use kvtrie_core::{
     RestoredPool, ReusePolicy, Salt, Source, TokenSequence,
 };
 
-/// A plan that leaves no token out.
+/// A plan that covers every token.
 const WHOLE: PlanOptions = PlanOptions {
     keep_last: 0,
     pin: true,
@@ -138,7 +138,7 @@ fn an_insert_stops_at_a_block_in_quarantine() {
         (done.blocks, done.surplus, done.duplicates),
         (ids(&[0]), ids(&[2]), vec![])
     );
-    // Where another entry stands, that stays.
+    // Another entry at its place stays.
     index.insert(&mut seq, &ids(&[0, 3, 2]), computed).unwrap();
     let done = index.insert(&mut seq, &ids(&[0, 1, 2]), computed).unwrap();
     assert_eq!(

@@ -163,7 +163,7 @@ fn limits_of_an_insert() {
 }
 
 #[test]
-fn ids_that_stand_elsewhere_or_come_twice() {
+fn ids_that_back_other_tokens_or_come_twice() {
     let other = |mut seq: TokenSequence| {
         seq.truncate(0).unwrap();
         seq.extend(&[9, 9, 9, 9], Vec::new()).unwrap();
@@ -183,7 +183,7 @@ fn ids_that_stand_elsewhere_or_come_twice() {
 #[test]
 fn an_id_that_is_refused_is_named_with_both_its_places() {
     let mut index = filled();
-    // The block 1 is cached where it is offered, and the block 0 does not.
+    // Block 1 is cached where it is offered, block 0 is not.
     let options = InsertOptions {
         start: 2,
         ..InsertOptions::new(6, Source::Computed)

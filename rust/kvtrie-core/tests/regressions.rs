@@ -27,7 +27,7 @@ fn sequence(tokens: &[u32]) -> TokenSequence {
     TokenSequence::new(Arc::new(namespace), tokens.to_vec(), Vec::new()).unwrap()
 }
 
-/// A plan that had pinned the last block of a path took that place for pinned when another block came to stand there.
+/// A plan that had pinned the last block of a path counted that place as pinned when another block replaced it.
 #[test]
 fn a_block_that_follows_a_discarded_pinned_one_is_pinned_by_the_insert() {
     let mut index = index(8, 1);
@@ -47,7 +47,7 @@ fn a_block_that_follows_a_discarded_pinned_one_is_pinned_by_the_insert() {
     index.check().unwrap();
 }
 
-/// An empty span tagged nothing and took one of the 64 kinds all the same.
+/// An empty span tagged nothing and still used one of the 64 kinds.
 #[test]
 fn an_empty_span_does_not_name_a_kind() {
     let mut index = index(4, 2);
@@ -61,8 +61,8 @@ fn an_empty_span_does_not_name_a_kind() {
     assert_eq!(index.kinds().len(), BUILT_IN_KINDS.len());
 }
 
-/// An anchor that stood above another of the same lease hid that a place was anchored already: it was anchored twice, and
-/// given back once, so that its blocks could never be evicted.
+/// An anchor above another of the same lease hid that a place was anchored already: it was anchored twice and released
+/// once, so that its blocks could never be evicted.
 #[test]
 fn an_anchor_of_a_fork_goes_with_its_plan() {
     let mut index = index(16, 1);
@@ -91,7 +91,7 @@ fn an_anchor_of_a_fork_goes_with_its_plan() {
     assert_eq!(index.num_evictable(), 5);
 }
 
-/// Tokens behind a hole spent the effort of a lookup, which gave up whenever it was called.
+/// Tokens after a hole spent the effort of a lookup, which gave up whenever it was called.
 #[test]
 fn a_lookup_with_little_effort_gets_past_a_hole() {
     let mut index = index(64, 2);
@@ -117,7 +117,7 @@ fn a_lookup_with_little_effort_gets_past_a_hole() {
     assert_eq!(found.map(|found| found.num_tokens), Some(0));
 }
 
-/// Each insert that found its place remembered was taken for one edge more.
+/// Each insert that found its place remembered was counted as another edge.
 #[test]
 fn edges_of_a_grown_sequence_are_counted_once() {
     let mut index = index(64, 1);
@@ -157,7 +157,7 @@ fn filled(seq: &mut TokenSequence, config: &Config, options: InsertOptions<'_>) 
     index
 }
 
-/// Of an item that ends inside a block, the digest of the block did not tell where.
+/// The digest of a block did not depend on where an item in it ends.
 #[test]
 fn a_block_whose_item_is_longer_was_not_evicted() {
     let space = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap());
@@ -184,7 +184,7 @@ fn a_block_whose_item_is_longer_was_not_evicted() {
     assert_eq!(reason(3), Reason::NotCached);
 }
 
-/// Positions behind the last were counted on beyond the largest number.
+/// Positions after the last one overflowed the largest number.
 #[test]
 fn a_min_run_longer_than_any_prompt_finds_nothing() {
     let tokens: Vec<u32> = (0..64).collect();
@@ -204,7 +204,7 @@ fn a_min_run_longer_than_any_prompt_finds_nothing() {
     }
 }
 
-/// Every run of a path with holes was looked at for every other one: minutes where it is now a moment.
+/// Every run of a path with holes was visited for every other one, which took minutes.
 #[test]
 fn a_path_of_many_holes_is_planned_in_one_pass() {
     let tokens: Vec<u32> = (0..320_000).collect();
@@ -227,7 +227,7 @@ fn a_path_of_many_holes_is_planned_in_one_pass() {
     }
 }
 
-/// Every forbidden token of a path that is approximate was passed over by asking all blocks behind it.
+/// Every forbidden token of an approximate path was skipped by visiting all blocks after it.
 #[test]
 fn forbidden_tokens_are_passed_over_together() {
     let tokens: Vec<u32> = (0..320_000).collect();
@@ -282,7 +282,7 @@ fn a_run_that_is_too_short_is_followed_once() {
 
 /// Of two siblings that share as much, the one with the lower id was copied where tokens before them had more hops than both.
 #[test]
-fn of_siblings_behind_many_hops_the_one_with_fewer_is_copied() {
+fn of_siblings_after_many_hops_the_one_with_fewer_is_copied() {
     let config = Config {
         num_blocks: 16,
         block_size: 4,
@@ -308,7 +308,7 @@ fn of_siblings_behind_many_hops_the_one_with_fewer_is_copied() {
     index
         .insert(&mut sequence(&text(200)), &[BlockId(7)], second)
         .unwrap();
-    // Another text reaches so far into these that windows of what is left stand in the siblings.
+    // Another text shares so many of their tokens that the windows of the rest are in the siblings.
     let before: Vec<u32> = (49..58).chain(0..11).collect();
     index
         .insert(

@@ -1,4 +1,4 @@
-//! What leaves the index, and what others know of it afterwards (D8, D9, D10).
+//! What is removed, and what other sequences know of it afterwards (D8, D9, D10).
 
 #![expect(
     clippy::unwrap_used,
@@ -77,7 +77,7 @@ fn other_sequences_stay_known_when_one_span_is_removed_from_an_end() {
 #[test]
 fn a_sequence_is_looked_up_again_after_spans_left_two_edges_at_once() {
     let (mut index, seq, _) = two();
-    // After four blocks another branch goes off.
+    // Another branch starts after four blocks.
     put(
         &mut index,
         &mut sequence([0, 1, 2, 3, 90]),

@@ -1,5 +1,5 @@
 //! Trees of hostile shapes: built, looked up, planned, evicted and dropped in a stack of 256 KiB, by work that grows
-//! with what is asked alone.
+//! with the request only.
 
 #![expect(
     clippy::unwrap_used,
@@ -54,7 +54,7 @@ fn matched(index: &mut RadixIndex, seq: &mut TokenSequence) -> usize {
         .num_tokens
 }
 
-/// Everything that stands leaves, half by eviction.
+/// Removes everything, half by eviction.
 fn clear(index: &mut RadixIndex) {
     index.check().unwrap();
     let all = index.stats().indexed;
@@ -166,7 +166,7 @@ fn a_fan_of_children_that_share_part_of_their_block() {
                 .unwrap();
         }
         assert_eq!(matched(&mut index, &mut sequence(vec![7, WIDE])), 2);
-        // No child has an odd token: the first token of one is copied, of the one that sorts first.
+        // No child has an odd token: the first token is copied from the child that sorts first.
         let mut prompt = sequence(vec![7, WIDE + 1, 3]);
         let plan = index
             .plan(

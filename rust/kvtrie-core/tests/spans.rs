@@ -1,4 +1,4 @@
-//! What a closed turn leaves behind: marked dead, or taken out of the middle (D8, D10, D11).
+//! Blocks of a closed turn that are marked dead, or removed from the middle (D8, D10, D11).
 
 #![expect(
     clippy::unwrap_used,
@@ -51,7 +51,7 @@ fn matched(index: &mut RadixIndex, seq: &mut TokenSequence) -> usize {
         .num_tokens
 }
 
-/// Eight blocks, ids 0 to 7: a prompt (0..4), a thought (4..12) and an answer (12..16).
+/// Eight blocks, ids 0 to 7: a prompt (0..4), reasoning (4..12) and an answer (12..16).
 fn turn(num_blocks: u64) -> (RadixIndex, TokenSequence) {
     let mut index = index(num_blocks);
     let mut seq = sequence(0..16);
@@ -68,7 +68,7 @@ fn dead_blocks_go_first_and_the_prompt_and_the_answer_survive() {
     assert_eq!(index.mark_dead(&seq, &[(4, 12)]).unwrap(), 4);
     assert_eq!(index.stats().dead, 4);
     index.check().unwrap();
-    // The last use of what is marked is older than that of nothing else: it goes all the same, from the back.
+    // The marked blocks are the most recently used ones. They are evicted first all the same, from the back.
     assert_eq!(index.evict(3), ids([5, 4, 3]));
     assert_eq!((index.stats().dead, index.stats().holes), (1, 3));
     assert_eq!(index.evict(1), ids([2]));
@@ -158,9 +158,9 @@ fn what_straddles_an_edge_of_a_range_stays() {
 }
 
 #[test]
-fn what_somebody_else_may_want_is_passed_over() {
+fn blocks_that_another_sequence_may_need_are_skipped() {
     let (mut index, seq) = turn(32);
-    // Another answer to the same thought, and the same prompt gone on with.
+    // Another answer after the same reasoning, and another continuation of the same prompt.
     let mut other = sequence((0..12).chain([90, 91]));
     put(&mut index, &mut other, (0..6).chain([20]));
     assert_eq!(index.mark_dead(&seq, &[(0, 16)]).unwrap(), 2);
@@ -217,7 +217,7 @@ fn what_is_removed_from_the_end_leaves_no_hole() {
 }
 
 #[test]
-fn pinned_blocks_are_passed_over_while_they_are() {
+fn pinned_blocks_are_skipped_while_they_are_pinned() {
     let (mut index, mut seq) = turn(32);
     let plan = plan(&mut index, &mut seq);
     assert_eq!(index.mark_dead(&seq, &[(4, 12)]).unwrap(), 4);
@@ -246,7 +246,7 @@ fn pinned_blocks_that_are_removed_come_back_after_their_last_release() {
         (index.stats().condemned, matched(&mut index, &mut seq)),
         (2, 2)
     );
-    // What is left of the plan's path is pinned still.
+    // The rest of the plan's path is still pinned.
     assert_eq!((index.stats().pinned, index.evict(9)), (3, ids([7, 6])));
     index.release(&plan).unwrap();
     assert_eq!(index.take_freed(), ids([1, 2]));
@@ -316,7 +316,7 @@ fn marks_are_part_of_the_digest_and_their_numbers_are_not() {
         make(&[(0, 2), (4, 6)]).0.digest(),
         make(&[(4, 6), (0, 2)]).0.digest()
     );
-    // The mark that was first is gone: those that are left stand in the same order.
+    // The first mark is removed: the others keep their order.
     index_without(&mut two, &seq);
     let (mut one, seq) = make(&[(0, 2), (4, 6)]);
     index_without(&mut one, &seq);
@@ -332,7 +332,7 @@ fn index_without(index: &mut RadixIndex, seq: &TokenSequence) {
 fn an_edge_that_is_cut_keeps_its_marks() {
     let (mut index, seq) = turn(32);
     assert_eq!(index.mark_dead(&seq, &[(2, 14)]).unwrap(), 6);
-    // Cut behind three blocks; what the fork shares was used by it.
+    // Cut after three blocks; the fork has touched those that it shares.
     let mut fork = sequence((0..6).chain([50, 51]));
     put(&mut index, &mut fork, [0, 1, 2, 30]);
     assert_eq!(index.stats().dead, 4);
@@ -370,14 +370,14 @@ fn other_sequences_stay_known_when_dead_blocks_leave_from_an_end() {
     assert_eq!(index.mark_dead(&seq, &[(4, 6), (14, 16)]).unwrap(), 2);
     assert_eq!(index.evict(1), ids([7]));
     assert_eq!(index.unknown_steps(&other), 0);
-    // A block that leaves from the middle may have been on their path: they are looked up again.
+    // A block removed from the middle may have been on their path: they are looked up again.
     assert_eq!(index.evict(1), ids([2]));
     assert_eq!(index.unknown_steps(&other), 2);
     assert_eq!(matched(&mut index, &mut seq), 4);
 }
 
 #[test]
-fn windows_of_what_leaves_and_comes_back_do_not_pile_up() {
+fn windows_of_blocks_that_are_removed_and_inserted_again_do_not_pile_up() {
     let blocks = 8_000;
     let mut index = RadixIndex::new(Config {
         moved_runs: true,
@@ -389,7 +389,7 @@ fn windows_of_what_leaves_and_comes_back_do_not_pile_up() {
     let options = InsertOptions::new(seq.len(), Source::Computed);
     index.insert(&mut seq, &ids(0..blocks), options).unwrap();
     let full = index.stats();
-    // Two windows a block, each of which takes 16 bytes as long as it waits: 256,000.
+    // Two windows per block, each of which takes 16 bytes as long as it waits: 256,000.
     let gone = [(2, seq.len() - 2)];
     let freed = index.remove_spans(&seq, &gone, false).unwrap().freed;
     assert_eq!(index.stats().windows, 2);

@@ -1,4 +1,4 @@
-//! Which kinds are known, and what tags take (D17).
+//! Which kinds are known, and the memory of tags (D17).
 
 #![expect(
     clippy::unwrap_used,

@@ -49,11 +49,11 @@ struct Kind {
     is_broken: bool,
     /// Whether tokens are tagged, and kinds forbidden.
     has_kinds: bool,
-    /// Whether plans may take so much only.
+    /// Whether the effort of plans is limited.
     is_limited: bool,
 }
 
-/// All of everything, but whole answers.
+/// All features, without limits on plans.
 const KIND: Kind = Kind {
     block_sizes: &[1, 2, 3, 4, 16],
     min_runs: &[8, 9, 12, 16],

@@ -1,4 +1,4 @@
-//! Numbers that look random and are the same everywhere.
+//! Pseudo-random numbers, the same everywhere.
 
 #![expect(
     clippy::unwrap_used,

@@ -1,10 +1,11 @@
 //! Random calls against the model while failures are injected at random.
 //!
-//! What fails with an error has changed nothing: the model is set back to before the call, index and model are compared, and the
-//! call is made again. What panics before its first change has changed nothing either. What panics between two changes leaves an
-//! index that nobody may use: it is dropped, its engine begins with an empty one, and the sequences, which know the old one, go on.
+//! A call that fails with an error, or panics before its first change, has changed nothing: the model is reset to
+//! before the call, index and model are compared, and the call is repeated. A call that panics between two changes
+//! leaves an unusable
+//! index: it is dropped, its engine begins with an empty one, and the sequences, which know the old one, are kept.
 //!
-//! `KVTRIE_FAILURES` is the number of calls; without it, so many as take a few seconds.
+//! `KVTRIE_FAILURES` is the number of calls; the default takes a few seconds.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -32,7 +33,7 @@ impl Met {
     }
 }
 
-/// The failure that a number stands for: none half of the time.
+/// The failure for a random number: none half of the time.
 fn failure(number: u64) -> Option<(Failure, u64)> {
     let nth = 1 + number / 32 % 8;
     match number % 32 {
@@ -47,7 +48,7 @@ impl Pair {
     /// What no failed call may change.
     fn state(&self) -> (u64, String, Vec<Vec<u32>>) {
         let mut stats = self.index.stats();
-        // Room that was reserved, and work that was done in vain.
+        // Reserved memory, and work in vain.
         (stats.bytes, stats.nodes_visited, stats.bytes_compared) = (0, 0, 0);
         let tokens = self.live.iter().map(|(_, seq)| seq.tokens().to_vec());
         (self.index.digest(), format!("{stats:?}"), tokens.collect())
@@ -79,7 +80,7 @@ impl Pair {
         *counted.entry(place).or_default() += 1;
         self.model = model;
         if within {
-            self.begin_anew();
+            self.begin_with_empty_index();
             return Ok(());
         }
         prop_assert_eq!(
@@ -92,8 +93,8 @@ impl Pair {
         self.run(step)
     }
 
-    /// An index that nobody may use any more gives way to an empty one of the same configuration.
-    fn begin_anew(&mut self) {
+    /// Replaces an unusable index by an empty one of the same configuration.
+    fn begin_with_empty_index(&mut self) {
         self.index = RadixIndex::new(self.index.config().clone()).unwrap();
         self.model = Naive {
             block_size: self.model.block_size,
@@ -114,7 +115,7 @@ impl Pair {
     }
 }
 
-/// Runs histories until so many calls are made.
+/// Runs histories until `calls` calls are made.
 fn run_calls(calls: usize) -> Met {
     let mut met = Met::default();
     let seed = std::env::var("KVTRIE_FAILURES_SEED").map_or(1, |seed| seed.parse().unwrap());
@@ -148,7 +149,7 @@ fn run_calls(calls: usize) -> Met {
 #[test]
 fn failed_calls_change_nothing() {
     let calls = std::env::var("KVTRIE_FAILURES").map_or(40_000, |calls| calls.parse().unwrap());
-    // What is injected is not told.
+    // Injected panics are not printed.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         let text = panic.payload_as_str().unwrap_or_default();

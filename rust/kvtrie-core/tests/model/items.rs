@@ -1,8 +1,8 @@
-//! Tokens that stand in items as single numbers, so that the model need not know what an item is.
+//! Tokens of items as single numbers, so that the model need not know what an item is.
 
 use kvtrie_core::{Item, TokenSequence};
 
-/// What a code says beside the token's id: 0 of a plain token, else the item's digest and the offset in it.
+/// What a code has in addition to the token's id: 0 for a plain token, else the item's digest and the offset in it.
 const PER_ID: u32 = 1000;
 const PER_DIGEST: u32 = 100;
 
@@ -19,7 +19,7 @@ pub(crate) fn plain(id: u32) -> u32 {
     id * PER_ID
 }
 
-/// One number a token, in the order of the tokens: by id, no item first, then digest and offset.
+/// One number per token, ordered as the tokens are: by id, then no item before digest and offset.
 pub(crate) fn codes(seq: &TokenSequence) -> Vec<u32> {
     let mut codes: Vec<u32> = seq.tokens().iter().map(|&id| plain(id)).collect();
     for item in seq.items() {
@@ -30,7 +30,7 @@ pub(crate) fn codes(seq: &TokenSequence) -> Vec<u32> {
     codes
 }
 
-/// The ids and items of codes that are to stand at `base`. An item whose beginning is missing begins anew.
+/// The ids and items of codes from position `base` on. An item whose beginning is missing starts with its first code.
 pub(crate) fn pieces(codes: &[u32], base: usize) -> (Vec<u32>, Vec<Item>) {
     let mut items: Vec<(usize, usize, u32, u32)> = Vec::new();
     for (at, code) in (base..).zip(codes) {

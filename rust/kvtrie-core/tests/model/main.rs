@@ -1,4 +1,4 @@
-//! Random calls against a model without a tree: every answer, every counter, every invariant.
+//! Random calls against a model without a tree: every result, every counter, every invariant.
 
 #![expect(
     clippy::unwrap_used,
@@ -38,7 +38,7 @@ const LETTERS: u32 = 7;
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// Cuts a live sequence and lets it grow by other tokens.
+    /// Truncates a live sequence and extends it by other tokens.
     Edit {
         seq: usize,
         keep: usize,
@@ -151,7 +151,7 @@ fn policy() -> impl Strategy<Value = ReusePolicy> {
         )
 }
 
-/// One of the first so many letters, mostly a plain token.
+/// One of the first `letters` letters, mostly a plain token.
 fn letter(letters: u32) -> impl Strategy<Value = u32> {
     prop_oneof![4 => 0..letters.min(3), 1 => 0..letters]
 }
@@ -189,7 +189,7 @@ fn step(num_blocks: u32, letters: u32) -> impl Strategy<Value = Step> {
     ]
 }
 
-/// The index and the model, side by side.
+/// The index and the model.
 struct Pair {
     index: RadixIndex,
     model: Naive,
@@ -211,7 +211,7 @@ fn raw(ids: &[BlockId]) -> Vec<u32> {
 }
 
 impl Pair {
-    /// Looks up at once, or with little effort as often as it takes: a block or an edge a call.
+    /// Looks up at once, or with little effort as often as it takes: one block or edge per call.
     fn look_up(&mut self, seq: usize, options: LookupOptions, out: &mut Vec<BlockId>) -> Match {
         let (index, seq) = (&mut self.index, &mut self.live[seq].1);
         if options.start == 0 {
@@ -223,12 +223,13 @@ impl Pair {
                 return found;
             }
         }
-        // What is dead is revived by one call, and the ids of many edges are read by one.
+        // One call revives all dead blocks, and one reads the ids of many edges.
         assert!(index.stats().dead > 0 || index.known_edges(seq) > 3);
         index.lookup(seq, options, out).unwrap()
     }
 
-    /// As [`Self::look_up`]: a plan that gave up has neither ticked nor pinned, which the comparison after the step shows.
+    /// As [`Self::look_up`]: a plan that gave up has neither touched nor pinned, as the comparison after the step
+    /// shows.
     fn plan(&mut self, seq: usize, policy: &ReusePolicy, options: PlanOptions) -> ReusePlan {
         let (index, seq) = (&mut self.index, &mut self.live[seq].1);
         if options.keep_last == 0 {
@@ -240,12 +241,12 @@ impl Pair {
                 return plan;
             }
         }
-        // What stands behind holes is followed again each time, what is dead is revived by one call, and a search begins anew.
+        // Each call follows the blocks after holes again, revives all dead blocks, and restarts the search.
         assert!(policy.approximate || index.has_broken_paths() || index.stats().dead > 0);
         index.plan(seq, policy, options).unwrap()
     }
 
-    /// Does it with little effort, and if that is too little, anew: nothing has changed then.
+    /// Does it with little effort. Where that is too little, nothing has changed, and it is done with enough.
     fn at_once<R>(
         &mut self,
         work: impl Fn(&mut RadixIndex, &TokenSequence, Effort) -> kvtrie_core::Result<Option<R>>,
@@ -534,7 +535,7 @@ impl Pair {
             .iter()
             .flat_map(|segment| segment.blocks.clone())
             .collect();
-        // Behind the blocks in place, blocks that the plan does not read.
+        // After the blocks in place, blocks that the plan does not read.
         let spare = (0..self.model.num_blocks as u32).filter(|id| !reads.contains(id));
         let mut table = in_place.to_vec();
         table.extend(spare.take(plan.num_new_blocks()).map(BlockId));
@@ -572,7 +573,7 @@ impl Pair {
         Ok(())
     }
 
-    /// From here on the restored index answers. The sequences know the old one.
+    /// Replaces the index by a restored one. The sequences know the old one.
     fn restore(&mut self, while_pinned: bool) -> Result<(), TestCaseError> {
         let pinned = self.index.snapshot();
         let waiting = self.model.waiting.clone();
@@ -626,7 +627,7 @@ impl Pair {
         let (namespace, tokens) = self.tokens(seq);
         let start = (start * block_size).min(tokens.len() / block_size * block_size);
         let num_computed = tokens.len().saturating_sub(computed);
-        // Mostly what stands there already or a fresh id; now and then any id at all.
+        // Mostly the cached id or a fresh one; sometimes any id.
         let mut fresh =
             (0..u32::try_from(self.model.num_blocks).unwrap()).filter(|&id| self.model.is_held(id));
         let wanted = picks
@@ -763,14 +764,14 @@ impl Pair {
         Ok(())
     }
 
-    /// Why the match of a sequence ends: what is said is true, and nothing is used by saying it.
+    /// Why the match of a sequence ends: the reason is true, and nothing is touched.
     fn explain(&mut self, seq: usize) -> Result<(), TestCaseError> {
         self.ever.extend(self.model.entries.keys().cloned());
         let block_size = self.model.block_size;
         let digest = self.index.digest();
         let (namespace, seq) = &self.live[seq];
         let tokens = &codes(seq)[..];
-        // A sequence of its own: those that live know only what other calls tell them.
+        // Another sequence: the live ones must know only what other calls record.
         let space = Arc::clone(seq.namespace());
         let mut asked =
             TokenSequence::new(space, seq.tokens().to_vec(), seq.items().to_vec()).unwrap();
@@ -788,8 +789,8 @@ impl Pair {
         let prefix = self.model.prefix(*namespace, tokens, exact);
         let entry = self.model.entries.get(&prefix);
         let was = self.ever.contains(&prefix);
-        // What other tokens stand there: as holes, or with a block.
-        let beside = self.model.entries.keys().any(|(space, path)| {
+        // Other tokens are known there: as holes, or with a block.
+        let others = self.model.entries.keys().any(|(space, path)| {
             space == namespace
                 && path.len() >= block.end
                 && path.starts_with(&tokens[..block.start])
@@ -798,7 +799,7 @@ impl Pair {
             Reason::ApproximateOnly => prop_assert!(entry.is_some()),
             Reason::Evicted => prop_assert!(entry.is_none() && was),
             Reason::Diverged => {
-                prop_assert!(entry.is_none() && beside);
+                prop_assert!(entry.is_none() && others);
                 let shared = why.position;
                 let other = self.model.entries.keys().any(|(space, path)| {
                     space == namespace
@@ -808,7 +809,7 @@ impl Pair {
                 });
                 prop_assert!(other);
             }
-            Reason::NotCached => prop_assert!(entry.is_none() && !beside),
+            Reason::NotCached => prop_assert!(entry.is_none() && !others),
             Reason::Complete | Reason::OtherNamespace => {
                 prop_assert!(false, "{:?}", why.reason);
             }
@@ -854,7 +855,7 @@ fn run(
     pair.drain()
 }
 
-/// What fills an index with conversations that repeat pieces of each other, and asks for more of these.
+/// Steps that fill an index with conversations that repeat pieces of each other, and ask for more of these.
 fn scene(letters: u32) -> impl Strategy<Value = Vec<Step>> {
     let piece = move |seq: usize| {
         prop_oneof![

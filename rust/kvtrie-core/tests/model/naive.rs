@@ -1,4 +1,4 @@
-//! The rules without a tree: a map from the whole token prefix to what backs its last block.
+//! The rules without a tree: a map from the whole token prefix to the entry of its last block.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,7 @@ pub(crate) struct Entry {
     pub(crate) id: u32,
     pub(crate) exact: bool,
     pub(crate) hops: u16,
-    pub(crate) stamp: u64,
+    pub(crate) last_use: u64,
     pub(crate) tags: Vec<u64>,
     /// The number of the call that marked it dead.
     pub(crate) mark: Option<u64>,
@@ -102,7 +102,7 @@ impl Naive {
             .any(|other| Self::is_below(prefix, other))
     }
 
-    /// Prefixes without an entry that stand above one.
+    /// Prefixes without an entry that are above one.
     pub(crate) fn holes(&self) -> BTreeSet<Prefix> {
         let mut holes = BTreeSet::new();
         for (namespace, tokens) in self.entries.keys() {
@@ -142,7 +142,7 @@ impl Naive {
         let found = self.exact_prefix(namespace, tokens, keep_last);
         if touch {
             self.clock += 1;
-            self.stamp_path(namespace, tokens, found.len());
+            self.touch_path(namespace, tokens, found.len());
         }
         found
     }
@@ -156,11 +156,11 @@ impl Naive {
             .collect()
     }
 
-    fn stamp_path(&mut self, namespace: usize, tokens: &[u32], blocks: usize) {
+    fn touch_path(&mut self, namespace: usize, tokens: &[u32], blocks: usize) {
         for block in 0..blocks {
             let prefix = self.prefix(namespace, tokens, block);
             if let Some(entry) = self.entries.get_mut(&prefix) {
-                entry.stamp = self.clock;
+                entry.last_use = self.clock;
                 entry.mark = None;
             }
         }
@@ -210,7 +210,7 @@ impl Naive {
             done.surplus = ids.iter().copied().filter(|&id| self.is_held(id)).collect();
             return Some(done);
         }
-        let mut behind = before.iter().flatten().any(|entry| !entry.exact);
+        let mut approximate_before = before.iter().flatten().any(|entry| !entry.exact);
         let exact_before = before
             .iter()
             .flatten()
@@ -235,7 +235,7 @@ impl Naive {
                 }
             };
             let (is_exact, hops) = match said {
-                (true, _) => (!behind, 0),
+                (true, _) => (!approximate_before, 0),
                 (false, hops) => (false, hops),
             };
             let prefix = self.prefix(namespace, tokens, block);
@@ -244,7 +244,7 @@ impl Naive {
                 id,
                 exact: is_exact,
                 hops,
-                stamp: 0,
+                last_use: 0,
                 tags: vec![0; self.block_size],
                 mark: None,
             };
@@ -276,8 +276,8 @@ impl Naive {
                 None => break,
             }
             let now = &self.entries[&prefix];
-            behind |= !now.exact;
-            exact += usize::from(!behind);
+            approximate_before |= !now.exact;
+            exact += usize::from(!approximate_before);
             done.blocks.push(now.id);
         }
         let end = if need == 0 {
@@ -287,7 +287,7 @@ impl Naive {
         };
         exact = exact.min(end);
         done.num_exact = exact * self.block_size;
-        self.stamp_path(namespace, tokens, end);
+        self.touch_path(namespace, tokens, end);
         if let From::Lease(lease) = from {
             let backing: Vec<u32> = (0..end)
                 .map(|block| self.entries[&self.prefix(namespace, tokens, block)].id)
@@ -308,7 +308,7 @@ impl Naive {
         Some(done)
     }
 
-    /// An entry leaves; whoever watches the block is told.
+    /// Removes an entry, and records that in the leases.
     pub(crate) fn remove(&mut self, prefix: &Prefix) -> u32 {
         let entry = self.entries.remove(prefix).unwrap();
         for lease in self.leases.values_mut() {
@@ -365,7 +365,7 @@ impl Naive {
                 self.pins(entry.id) == 0 && !self.has_below(prefix) && wanted(prefix)
             })
             .min_by_key(|(prefix, entry)| {
-                (entry.stamp, std::cmp::Reverse(prefix.1.len()), entry.id)
+                (entry.last_use, std::cmp::Reverse(prefix.1.len()), entry.id)
             })
             .map(|(prefix, _)| prefix.clone())
     }
@@ -387,7 +387,7 @@ impl Naive {
         freed
     }
 
-    /// R7. How many were not in quarantine, nor on the way there.
+    /// R7. How many were neither in quarantine nor waiting for it.
     pub(crate) fn quarantine(&mut self, ids: &[u32]) -> usize {
         let before = self.quarantined.len();
         for &id in ids {
@@ -404,7 +404,7 @@ impl Naive {
         self.quarantined.len() - before
     }
 
-    /// D10: whatever the call made of the holes.
+    /// D10: after every call that may make holes.
     pub(crate) fn bound_holes(&mut self) {
         let mut bounded = BTreeSet::new();
         while self.holes().len() > self.num_blocks {
@@ -455,7 +455,7 @@ impl Naive {
         }
     }
 
-    /// One mask a token of the whole blocks.
+    /// One mask per token of the whole blocks.
     pub(crate) fn tags(&self, namespace: usize, tokens: &[u32]) -> Vec<u64> {
         (0..tokens.len() / self.block_size)
             .flat_map(

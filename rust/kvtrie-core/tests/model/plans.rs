@@ -72,7 +72,7 @@ impl Naive {
             .collect();
         for entry in self.entries.values_mut() {
             if used.contains(&entry.id) {
-                (entry.stamp, entry.mark) = (self.clock, None);
+                (entry.last_use, entry.mark) = (self.clock, None);
             }
         }
         let blocks = |in_place: bool| {

@@ -1,4 +1,5 @@
-//! What is marked dead or taken out of the middle: D8, D10 and D11 in the model, and the steps that compare them.
+//! Blocks that are marked dead or removed from the middle: D8, D10 and D11 in the model, and the steps that compare
+//! them.
 
 use std::cmp::Reverse;
 
@@ -8,7 +9,7 @@ use proptest::prelude::*;
 use super::naive::{Naive, Prefix};
 use super::{Pair, raw};
 
-/// What `remove_spans` answers.
+/// What `remove_spans` returns.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Removed {
     pub(crate) freed: Vec<u32>,
@@ -17,8 +18,8 @@ pub(crate) struct Removed {
 }
 
 impl Naive {
-    /// The blocks wholly inside the ranges that are there: where they stand, and whether they are extended. None if the
-    /// ranges are bad.
+    /// The prefixes of the cached blocks wholly inside the ranges, and whether they are extended. None if the ranges
+    /// are bad.
     fn inside(
         &self,
         namespace: usize,
@@ -26,13 +27,13 @@ impl Naive {
         ranges: &[(usize, usize)],
     ) -> Option<Vec<(Prefix, bool)>> {
         let mut wanted = vec![false; tokens.len()];
-        let mut behind = 0;
+        let mut last_end = 0;
         for &(start, end) in ranges {
-            if start < behind || end < start || end > tokens.len() {
+            if start < last_end || end < start || end > tokens.len() {
                 return None;
             }
             wanted[start..end].fill(true);
-            behind = end;
+            last_end = end;
         }
         let whole = (0..tokens.len() / self.block_size).filter(|block| {
             let first = block * self.block_size;
@@ -102,7 +103,7 @@ impl Naive {
         Some(removed)
     }
 
-    /// Whether a dead block may go from where it stands: not while it is pinned, or above what backs a sequence.
+    /// Whether a dead block may be evicted: not while it is pinned, or above a block that backs a sequence.
     pub(crate) fn may_go(&self, prefix: &Prefix) -> bool {
         let backs = |id: u32| self.leases.values().any(|lease| lease.held.contains(&id));
         let mut all = self.entries.iter();
@@ -110,7 +111,7 @@ impl Naive {
             && !all.any(|(other, entry)| Self::is_below(prefix, other) && backs(entry.id))
     }
 
-    /// The dead block that goes next.
+    /// The dead block that is evicted next.
     pub(crate) fn next_dead(&self) -> Option<Prefix> {
         let dead = self
             .entries
@@ -122,7 +123,7 @@ impl Naive {
     }
 }
 
-/// Two positions a range, mostly in order.
+/// Two positions per range, mostly in order.
 pub(crate) fn ranges() -> impl Strategy<Value = Vec<(usize, usize)>> {
     (
         prop::collection::vec(0usize..18, 0..7),
