@@ -42,6 +42,17 @@ impl CachedPath {
         (found == node).then_some(end)
     }
 
+    /// Where the path ends in the edge of a block; `None` if the block is not on the path.
+    pub(super) fn end_after(
+        &self,
+        index: &RadixIndex,
+        node: NodeIndex,
+        depth: Depth,
+    ) -> Option<Depth> {
+        let end = self.end_in(node, index.nodes[node].depth)?;
+        (depth < end).then_some(end)
+    }
+
     /// The last place of the path to `at` that is on this path too.
     pub(super) fn common(&self, index: &RadixIndex, mut at: Position) -> Position {
         loop {

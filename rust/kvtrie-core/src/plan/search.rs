@@ -26,6 +26,9 @@ const MOST_TOKENS: usize = 64;
 /// path.
 const PASSED_OVER: usize = 16;
 
+/// Places of a window that are looked at to see whether any is on the path, before the window counts as a hit.
+const FEW_PLACES: usize = 4;
+
 /// A place where a window of the prompt may be cached.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate<'a> {
@@ -263,10 +266,25 @@ impl<'a> Search<'a> {
         self.windows.hash_all(self.tree, tokens, &mut self.hashes);
         self.found.clear();
         self.windows.screen(&self.hashes, &mut self.found);
+        if let Some(path) = self.path {
+            let mut found = std::mem::take(&mut self.found);
+            found.retain(|&at| self.may_be_on(path, self.hashes[at as usize]));
+            self.found = found;
+        }
         hits.extend(self.found.iter().map(|&at| Hit {
             start: range.start + at as usize,
             hash: self.hashes[at as usize],
         }));
+    }
+
+    /// Whether a window is on a path, or has more places than are looked at here.
+    fn may_be_on(&self, path: &CachedPath, hash: u64) -> bool {
+        let mut places = self.windows.places(hash, self.tree);
+        let is_on = |(id, _)| match self.index.blocks.place(id) {
+            Place::Indexed { node, depth } => path.end_after(self.index, node, depth).is_some(),
+            _ => false,
+        };
+        places.by_ref().take(FEW_PLACES).any(is_on) || places.next().is_some()
     }
 
     /// Whether a window has more places than are tried.
@@ -346,7 +364,7 @@ impl<'a> Search<'a> {
         let mut tokens = edge.run.tokens(block_size);
         let mut is_last = !edge.has_children();
         if let Some(path) = self.path {
-            let end = path.end_in(node, edge.depth).filter(|&end| depth < end)?;
+            let end = path.end_after(index, node, depth)?;
             tokens = tokens.get(..(end - edge.depth) as usize * block_size)?;
             is_last = path.edge_at(end).is_none();
         }
