@@ -54,8 +54,8 @@ from kvtrie._core import (
 )
 
 if TYPE_CHECKING:
-    from kvtrie.layout import KVLayout
-    from kvtrie.pool import KVPool as KVPool
+    from kvtrie.pool.kv_pool import KVPool as KVPool
+    from kvtrie.pool.layout import KVLayout
     from kvtrie.rope import RopeSpec
     from kvtrie.router import TurnAnswer, TurnTracker
 
@@ -111,8 +111,8 @@ __all__ = [
 # Names that need numpy or torch. Their imports take half a second and more, and Ctrl-C during an
 # import of kvtrie would show a traceback that the command line cannot catch yet.
 _ELSEWHERE = {
-    "KVLayout": "kvtrie.layout",
-    "KVPool": "kvtrie.pool",
+    "KVLayout": "kvtrie.pool.layout",
+    "KVPool": "kvtrie.pool.kv_pool",
     "RopeSpec": "kvtrie.rope",
     "TurnAnswer": "kvtrie.router",
     "TurnTracker": "kvtrie.router",

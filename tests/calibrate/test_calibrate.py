@@ -18,7 +18,7 @@ from kvtrie.calibrate._engine import Model, Replay, Usage, tokens_needed
 from kvtrie.calibrate._steps import SCENARIOS, Renderer, Scenario
 from kvtrie.cli.app import app
 from kvtrie.demo import Conversation
-from kvtrie.engines._namespace import model_id
+from kvtrie.models.fingerprint import model_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

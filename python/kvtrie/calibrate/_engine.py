@@ -21,8 +21,8 @@ from kvtrie.engines._lease import Lease
 from kvtrie.engines._paged_cache import PagedCache
 from kvtrie.engines._probe import check_model, checked_rope, forward_inputs
 from kvtrie.engines._store import Store
-from kvtrie.layout import KVLayout
-from kvtrie.pool import KVPool
+from kvtrie.pool.kv_pool import KVPool
+from kvtrie.pool.layout import KVLayout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

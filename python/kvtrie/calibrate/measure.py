@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from kvtrie import _checkpoint, gates
+from kvtrie import gates
 from kvtrie.calibrate import policies as named
 from kvtrie.calibrate._engine import Model, Replay, Usage, divergence, tokens_needed
 from kvtrie.calibrate._steps import (
@@ -27,8 +27,8 @@ from kvtrie.calibrate._steps import (
     count_measured,
 )
 from kvtrie.calibrate.recall import HELD_OUT
-from kvtrie.engines._model_dir import checked_model_dir
-from kvtrie.engines._namespace import model_id, rope_id
+from kvtrie.models.directory import checked_model_dir
+from kvtrie.models.fingerprint import CheckpointError, checkpoint_digest, model_id, rope_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -345,8 +345,8 @@ def _content(work: Sequence[tuple[Scenario, list[list[Step]]]]) -> str:
 
 def _digest(path: str | PathLike[str]) -> str | None:
     try:
-        return _checkpoint.digest(path)
-    except _checkpoint.CheckpointError:
+        return checkpoint_digest(path)
+    except CheckpointError:
         # The gate still clears the model for engines that name it in the same way.
         return None
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvtrie.layout import KVLayout
-    from kvtrie.pool import KVPool
+    from kvtrie.pool.kv_pool import KVPool
+    from kvtrie.pool.layout import KVLayout
 
 
 def pool_rows(layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvtrie._placement import Rows
-    from kvtrie.kernels.geometry import Geometry
+    from kvtrie.kernels.geometry import Geometry, Rows
     from kvtrie.rope import Rotary
 
 _TURNED_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
