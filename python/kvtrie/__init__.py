@@ -1,8 +1,8 @@
 """KV-cache reuse: which blocks a prompt has, where they are stored, and what must be computed.
 
-What comes from the extension `kvtrie._core` imports neither numpy nor torch. `KVLayout`,
-`RopeSpec`, `TurnAnswer` and `TurnTracker` need numpy (`RopeSpec.from_config` also torch), and
-`KVPool` needs torch: each is imported when its name is first used. `kvtrie.engines.transformers`,
+What comes from the extension `kvtrie._core` imports neither numpy nor torch. `RopeSpec`,
+`TurnAnswer` and `TurnTracker` need numpy (`RopeSpec.from_config` also torch), and `KVPool` needs
+torch: each is imported when its name is first used. `kvtrie.engines.transformers`,
 the embedded engine, is imported by its own name.
 """
 
@@ -121,8 +121,15 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> object:
     """Import a name that needs numpy or torch on first use."""
-    if name in _ELSEWHERE:
-        found: object = getattr(import_module(_ELSEWHERE[name]), name)
-        return found
-    msg = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(msg)
+    if name not in _ELSEWHERE:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    try:
+        module = import_module(_ELSEWHERE[name])
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":
+            raise
+        msg = f"kvtrie.{name} needs numpy: pip install numpy"
+        raise ImportError(msg, name="numpy") from error
+    found: object = getattr(module, name)
+    return found

@@ -474,6 +474,24 @@ def without_transformers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Rop
     return read
 
 
+def test_frequencies_come_from_transformers_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = CASE["llama-linear"].config().to_dict()
+    before = RopeSpec.from_config(config).layers[0]
+    compute = ROPE_INIT_FUNCTIONS["linear"]
+
+    def doubled(*arguments: Any) -> tuple[Tensor, float]:
+        inv_freq, factor = compute(*arguments)
+        return 2 * inv_freq, factor
+
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "linear", doubled)
+    after = RopeSpec.from_config(config).layers[0]
+    assert before is not None
+    assert after is not None
+    assert after.inv_freq == tuple(2 * value for value in before.inv_freq)
+
+
 @by_name
 def test_transformers_changes_no_frequency_of_a_model(
     case: Case, without_transformers: Callable[..., RopeSpec]

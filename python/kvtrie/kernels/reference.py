@@ -8,7 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import torch
+
+try:
+    import torch
+except ImportError as error:
+    _MISSING = "kvtrie.kernels needs torch: pip install 'kvtrie[torch]'"
+    raise ImportError(_MISSING, name="torch") from error
 
 from kvtrie._core import UnsupportedRopeError
 from kvtrie.kernels.geometry import Window
