@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvtrie import gates
 from kvtrie.calibrate import policies as named
-from kvtrie.calibrate._engine import Model, Replay, Usage, divergence, tokens_needed
+from kvtrie.calibrate._engine import Model, Replay, TokenSources, divergence, tokens_needed
 from kvtrie.calibrate._steps import (
     SCENARIOS,
     CalibrationError,
@@ -141,9 +141,9 @@ class _Tally:
     divergences: list[torch.Tensor] = field(default_factory=list)
     agreeing: int = 0
     pairs: list[tuple[bool, bool]] = field(default_factory=list)
-    usage: list[Usage] = field(default_factory=list)
+    usage: list[TokenSources] = field(default_factory=list)
 
-    def add(self, step: Step, full: torch.Tensor, rows: torch.Tensor, usage: Usage) -> None:
+    def add(self, step: Step, full: torch.Tensor, rows: torch.Tensor, usage: TokenSources) -> None:
         self.divergences.append(divergence(full, rows))
         best_full, best = full.argmax(-1), rows.argmax(-1)
         self.agreeing += int((best_full == best).sum())
@@ -174,7 +174,7 @@ class _Tally:
         self.divergences.append(torch.from_numpy(raw.astype(np.float64)))
         self.agreeing += row["agreeing"]
         self.pairs += [(full, own) for full, own in row["pairs"]]
-        self.usage += [Usage(*one) for one in row["usage"]]
+        self.usage += [TokenSources(*one) for one in row["usage"]]
 
     def result(self, policy: Policy, scenario: Scenario) -> Result:
         divergences = torch.cat(self.divergences)
@@ -409,7 +409,7 @@ def _replay(
         for step, reference in zip(steps, full, strict=True):
             if replay is None:
                 if reference is not None:
-                    usage = Usage(computed=len(step.prompt))
+                    usage = TokenSources(computed=len(step.prompt))
                     tally.add(step, reference, reference, usage)
                 continue
             rows, usage = replay.step(step)

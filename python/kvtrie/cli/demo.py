@@ -75,7 +75,7 @@ def demo(
     # Torch takes seconds to import: bad input is reported before, and --help does not need it.
     from kvtrie.cli import _progress, _replay, _report  # noqa: PLC0415 - slow: torch
 
-    settings = _replay.Settings(
+    settings = _replay.DemoSettings(
         model=model,
         num_blocks=num_blocks,
         block_size=block_size,

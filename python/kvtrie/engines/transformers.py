@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvtrie.engines._namespace import Salt
-    from kvtrie.engines._request import Prompt, TokenIds
+    from kvtrie.engines._request import Prompt, Salt, TokenIds
     from kvtrie.rope import RopeSpec
 
     EventStream = collections.abc.Generator[Event, None, None]
