@@ -85,8 +85,7 @@ def test_moved_runs_are_planned_without_the_lock(
     tracker = kvtrie.TurnTracker()
     ids = np.arange(100)
     tracker.keep(seq(ids), num_computed=100, conversation=conversation)
-    # An index is made for each history that is planned.
-    waited = others_come_in(tracker, monkeypatch, "RadixIndex")
+    waited = others_come_in(tracker, monkeypatch, "planned")
     answer = tracker.compare(seq([7, *ids[20:], 8]), conversation=conversation, policy=MOVED)
     assert answer.kind == "moved_runs"
     assert waited == [True]

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtrie._core import ComputedSource, RadixIndex
+from kvtrie._core import ComputedSource, RadixIndex, TokenSequence
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import numpy.typing as npt
 
+    from kvtrie._core import ReusePlan, Span
     from kvtrie.router.answer import AnswerKind
     from kvtrie.router.arguments import CompareArguments
     from kvtrie.router.history import History
+
+_COMPUTE: Final = 2
+_MOST_KINDS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +137,57 @@ def without_reasoning(history: History, prompt: npt.NDArray[np.uint32]) -> int |
 
 
 def planned(
-    history: History, asked: CompareArguments, min_run: int
+    history: History, asked: CompareArguments, index: RadixIndex, *, is_kept: Callable[[], bool]
 ) -> tuple[npt.NDArray[np.void], int]:
-    """The source of the prompt's tokens in one history, and how many are reused."""
+    """The source of the prompt's tokens in one history, and how many are reused.
+
+    The tracker's index holds all tokens as exact and without tags. So it plans for a computed
+    history none of whose kinds is forbidden; the tags are added here. If the history has left
+    meanwhile, or its windows are on too many paths, an index is built of the history alone.
+    """
+    spans = [span for span in history.spans if span.start < span.end]
+    kinds = tuple(dict.fromkeys((*index.kinds, *(span.kind for span in spans))))
+    may_share = isinstance(history.source, ComputedSource) and len(kinds) <= _MOST_KINDS
+    if may_share and {span.kind for span in spans}.isdisjoint(asked.policy.forbid_kinds):
+        path = TokenSequence(history.seq[:], history.seq.namespace, history.seq.items)
+        path.truncate(history.num_computed)
+        plan = _plan(index, asked, path)
+        if is_kept() and not plan.candidates_dropped:
+            segments = plan.segments
+            _add_kinds(segments, spans, kinds)
+            return segments, plan.num_exact + plan.num_approximate
     size = len(history.places)
-    index = RadixIndex(size, 1, min_run=min_run)
-    index.insert(
+    alone = RadixIndex(size, 1, min_run=index.min_run)
+    alone.insert(
         history.seq,
         np.arange(size, dtype=np.int32),
         num_computed=history.num_computed,
         source=history.source,
         spans=history.spans,
     )
-    plan = index.plan(asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False)
-    segments, reused = plan.segments, plan.num_exact + plan.num_approximate
+    plan = _plan(alone, asked)
+    return plan.segments, plan.num_exact + plan.num_approximate
+
+
+def _plan(
+    index: RadixIndex, asked: CompareArguments, path: TokenSequence | None = None
+) -> ReusePlan:
+    """A plan that is released; its segments can still be read."""
+    plan = index.plan(asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False, path=path)
     plan.release()
-    return segments, reused
+    return plan
+
+
+def _add_kinds(segments: npt.NDArray[np.void], spans: Sequence[Span], kinds: Sequence[str]) -> None:
+    """Set the kinds of segments: those of their source tokens, bit i being ``kinds[i]``."""
+    first = segments["old_start"]
+    end = first + segments["end"] - segments["start"]
+    for bit, kind in enumerate(kinds):
+        ranges = sorted((span.start, span.end) for span in spans if span.kind == kind)
+        if ranges:
+            starts, ends = np.array(ranges, dtype=np.int64).T
+            # Of the spans that start before the end of a segment, the last end.
+            num_before = np.searchsorted(starts, end)
+            last_end = np.maximum.accumulate(np.append(0, ends))[num_before]
+            is_tagged = (last_end > first) & (segments["class"] != _COMPUTE)
+            segments["kinds"][is_tagged] |= np.uint64(1 << bit)

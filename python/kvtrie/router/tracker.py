@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -464,7 +465,10 @@ class TurnTracker:
         best: tuple[int, int] = (0, 0)
         found = None
         for history in histories:
-            segments, reused = comparison.planned(history, asked, self._min_run)
+            is_kept = functools.partial(self._store.by_number.__contains__, history.number)
+            segments, reused = comparison.planned(
+                history, asked, self._store.index, is_kept=is_kept
+            )
             moved = segments[
                 (segments["class"] == 1)
                 & (segments["start"] >= comparison.common(seen.path, history.places))
