@@ -1,8 +1,8 @@
 """KV-cache reuse: which blocks a prompt has, where they are stored, and what must be computed.
 
-What comes from the extension `kvtrie._core` imports neither numpy nor torch. `KVLayout`,
-`RopeSpec`, `TurnAnswer` and `TurnTracker` need numpy (`RopeSpec.from_config` also torch), and
-`KVPool` needs torch: each is imported when its name is first used. `kvtrie.engines.transformers`,
+What comes from the extension `kvtrie._core` imports neither numpy nor torch. `RopeSpec`,
+`TurnAnswer` and `TurnTracker` need numpy (`RopeSpec.from_config` also torch), and `KVPool` needs
+torch: each is imported when its name is first used. `kvtrie.engines.transformers`,
 the embedded engine, is imported by its own name.
 """
 
@@ -54,8 +54,8 @@ from kvtrie._core import (
 )
 
 if TYPE_CHECKING:
-    from kvtrie.layout import KVLayout
-    from kvtrie.pool import KVPool as KVPool
+    from kvtrie.pool.kv_pool import KVPool as KVPool
+    from kvtrie.pool.layout import KVLayout
     from kvtrie.rope import RopeSpec
     from kvtrie.router import TurnAnswer, TurnTracker
 
@@ -111,8 +111,8 @@ __all__ = [
 # Names that need numpy or torch. Their imports take half a second and more, and Ctrl-C during an
 # import of kvtrie would show a traceback that the command line cannot catch yet.
 _ELSEWHERE = {
-    "KVLayout": "kvtrie.layout",
-    "KVPool": "kvtrie.pool",
+    "KVLayout": "kvtrie.pool.layout",
+    "KVPool": "kvtrie.pool.kv_pool",
     "RopeSpec": "kvtrie.rope",
     "TurnAnswer": "kvtrie.router",
     "TurnTracker": "kvtrie.router",
@@ -121,8 +121,15 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> object:
     """Import a name that needs numpy or torch on first use."""
-    if name in _ELSEWHERE:
-        found: object = getattr(import_module(_ELSEWHERE[name]), name)
-        return found
-    msg = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(msg)
+    if name not in _ELSEWHERE:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    try:
+        module = import_module(_ELSEWHERE[name])
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":
+            raise
+        msg = f"kvtrie.{name} needs numpy: pip install numpy"
+        raise ImportError(msg, name="numpy") from error
+    found: object = getattr(module, name)
+    return found

@@ -1326,6 +1326,7 @@ class RadixIndex:
         *,
         keep_last: SupportsIndex = 1,
         pin: bool = True,
+        path: TokenSequence | None = None,
     ) -> ReusePlan:
         """
         Plan how to build the KV of a prompt, and pin what the plan uses.
@@ -1341,14 +1342,17 @@ class RadixIndex:
             keep_last: Tokens at the end that are computed in any case: an engine needs the last one's
                 logits.
             pin: Whether what the plan uses stays until the plan is released.
+            path: A sequence of the same namespace: the plan is made as if only its path were cached. Of
+                two runs at the same distance, the one at the lower position is used. If a window of the
+                prompt is on more paths than a plan looks at, `candidates_dropped` is not 0.
 
         Returns:
             The plan. Release it, or use it in a `with` statement.
 
         Raises:
             TypeError: An argument has the wrong type.
-            ValueError: `keep_last` is negative, or the policy asks for runs shorter than the index's
-                `min_run`.
+            ValueError: `keep_last` is negative, the policy asks for runs shorter than the index's
+                `min_run`, or `path` is of another namespace.
 
         Example:
             >>> import kvtrie

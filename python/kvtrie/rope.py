@@ -1,7 +1,7 @@
 """How a model rotates K with the position: read from a config, or given directly.
 
-Importing this module needs no torch. `RopeSpec.from_config` imports it: frequencies must equal
-those of engines bit for bit, in float32 and in the same order of operations.
+Importing this module needs no torch. `RopeSpec.from_config` imports it, because frequencies must
+equal those of engines bit for bit; see ``models/frequencies.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import numpy as np
 
-from kvtrie._rope_config import is_int, is_number, read_turns
+from kvtrie.models.config import is_int, is_number
+from kvtrie.models.rope import read_rope
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -223,7 +224,8 @@ class RopeSpec:
     ) -> RopeSpec:
         """Read how a Hugging Face causal LM rotates its keys. Imports torch.
 
-        Frequencies equal those of transformers, bit for bit. The RoPE types are ``default``,
+        Frequencies equal those of transformers on a CPU, bit for bit, whether or not it is
+        installed. The RoPE types are ``default``,
         ``linear``, ``llama3``, ``yarn`` and ``proportional``, in the old spelling (``rope_theta``
         and ``rope_scaling``) and the new one (``rope_parameters``, also by layer type).
 
@@ -248,6 +250,7 @@ class RopeSpec:
                 message names the field.
             ValueError: If ``mla`` is unknown.
             TypeError: If ``interleaved`` is not a bool.
+            ImportError: If torch is not installed.
 
         Example:
             >>> RopeSpec.from_config(
@@ -265,7 +268,7 @@ class RopeSpec:
             msg = f"RopeSpec.from_config: mla must be 'latent' or 'expanded', not {mla!r}"
             raise ValueError(msg)
         _check("RopeSpec.from_config", "interleaved", interleaved, bool | None)
-        turns, head_dim = read_turns(config, mla, interleaved)
-        made = {turn: Rotary(*turn) for turn in turns if turn is not None}
-        layers = tuple(None if turn is None else made[turn] for turn in turns)
+        found, head_dim = read_rope(config, mla, interleaved)
+        made = {fields: Rotary(*fields) for fields in found if fields is not None}
+        layers = tuple(None if fields is None else made[fields] for fields in found)
         return cls(layers=layers, head_dim=head_dim)

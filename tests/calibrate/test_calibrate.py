@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 import kvtrie
 from kvtrie import gates
 from kvtrie.calibrate import measure, policies, recall, shipped
-from kvtrie.calibrate._engine import Model, Replay, Usage, tokens_needed
+from kvtrie.calibrate._engine import Model, Replay, TokenSources, tokens_needed
 from kvtrie.calibrate._steps import SCENARIOS, Renderer, Scenario
 from kvtrie.cli.app import app
 from kvtrie.demo import Conversation
-from kvtrie.engines._namespace import model_id
+from kvtrie.models.fingerprint import model_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -310,6 +310,6 @@ def test_divergence_is_that_of_the_distributions() -> None:
     )[-1]
     full = torch.zeros(len(step.reply), 3)
     own = torch.log(torch.tensor([0.5, 0.25, 0.25])).repeat(len(step.reply), 1)
-    tally.add(step, full, own, Usage(computed=1))
+    tally.add(step, full, own, TokenSources(computed=1))
     expected = sum(math.log((1 / 3) / p) / 3 for p in (0.5, 0.25, 0.25))
     assert float(tally.divergences[0].mean()) == pytest.approx(expected)

@@ -12,9 +12,10 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
-from kvtrie import _checkpoint, gates
+from kvtrie import gates
 from kvtrie.calibrate import shipped
 from kvtrie.calibrate.measure import calibrate
+from kvtrie.models.fingerprint import CheckpointError, checkpoint_digest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +45,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_digest_ignores_place_indent_and_how_tensors_are_cut(model: Path, tmp_path: Path) -> None:
-    found = _checkpoint.digest(model)
+    found = checkpoint_digest(model)
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(
@@ -58,26 +59,26 @@ def test_digest_ignores_place_indent_and_how_tensors_are_cut(model: Path, tmp_pa
     (other / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     # Copies of the weights under other names are not read.
     save_file(WEIGHTS, other / "consolidated.safetensors")
-    assert _checkpoint.digest(other) == found
+    assert checkpoint_digest(other) == found
     assert len(found) == 32
 
 
 @pytest.mark.parametrize("name", ["embed", "layers.0.k", "norm"])
 def test_digest_differs_where_weights_were_trained_on(model: Path, name: str) -> None:
-    before = _checkpoint.digest(model)
+    before = checkpoint_digest(model)
     write(model, WEIGHTS | {name: WEIGHTS[name] + np.float32(0.001)})
-    assert _checkpoint.digest(model) != before
+    assert checkpoint_digest(model) != before
 
 
 def test_digest_differs_by_config_name_type_and_shape(model: Path) -> None:
-    found = {_checkpoint.digest(model)}
+    found = {checkpoint_digest(model)}
     write(model, WEIGHTS, rope_theta=5e5)
-    found.add(_checkpoint.digest(model))
+    found.add(checkpoint_digest(model))
     norm = WEIGHTS["norm"]
     for changed in ({"norm2": norm}, {"norm": norm.reshape(1, 3)}, {"norm": norm.view(np.int32)}):
         rest = {name: value for name, value in WEIGHTS.items() if name != "norm"}
         write(model, rest | changed)  # type: ignore[arg-type] # one of them is of another type
-        found.add(_checkpoint.digest(model))
+        found.add(checkpoint_digest(model))
     assert len(found) == 5
 
 
@@ -124,21 +125,21 @@ def damage(model: Path, what: str) -> None:
 )
 def test_digest_of_a_broken_directory_is_refused(model: Path, what: str, message: str) -> None:
     damage(model, what)
-    with pytest.raises(_checkpoint.CheckpointError, match=message):
-        _checkpoint.digest(model)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint_digest(model)
 
 
 def test_a_tensor_in_two_files_is_refused(model: Path) -> None:
     shutil.copy(model / "model.safetensors", model / "a.safetensors")
     (model / "model.safetensors").rename(model / "b.safetensors")
-    with pytest.raises(_checkpoint.CheckpointError, match=r"is in a\.safetensors as well"):
-        _checkpoint.digest(model)
+    with pytest.raises(CheckpointError, match=r"is in a\.safetensors as well"):
+        checkpoint_digest(model)
 
 
 def test_calibration_writes_the_digest_of_what_it_measured(tmp_path: Path) -> None:
     directory = shipped.model_path("gqa")
     report = calibrate(directory, policies=["exact", "unrotated", "rotated"], num_questions=1)
-    assert report.checkpoint == _checkpoint.digest(directory)
+    assert report.checkpoint == checkpoint_digest(directory)
     path = tmp_path / "gate.json"
     report.gate(gates.Thresholds()).write(path)
     gate = gates.read(path)

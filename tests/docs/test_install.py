@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 WITHOUT_EXTRAS = """
 import sys
 
@@ -32,3 +34,27 @@ def test_package_needs_numpy_alone() -> None:
 def test_import_leaves_torch_alone() -> None:
     code = "import sys, kvtrie.tags; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "code", "message"),
+    [
+        ("torch", "kvtrie.KVPool", "kvtrie.KVPool needs torch: pip install 'kvtrie[torch]'"),
+        ("torch", "from kvtrie import KVPool", "kvtrie.KVPool needs torch: pip install"),
+        ("torch", "from kvtrie.pool import KVPool", "kvtrie.KVPool needs torch: pip install"),
+        ("torch", "import kvtrie.kernels.reference", "kvtrie.kernels needs torch: pip install"),
+        ("numpy", "kvtrie.KVPool", "kvtrie.KVPool needs numpy: pip install numpy"),
+        ("numpy", "kvtrie.RopeSpec", "kvtrie.RopeSpec needs numpy: pip install numpy"),
+        ("numpy", "kvtrie.TurnTracker", "kvtrie.TurnTracker needs numpy: pip install numpy"),
+    ],
+)
+def test_a_name_says_what_it_needs(hidden: str, code: str, message: str) -> None:
+    hide = f"import sys; sys.modules[{hidden!r}] = None; import kvtrie; kvtrie.KVLayout\n"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", hide + code],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"ImportError: {message}")

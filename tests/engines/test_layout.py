@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvtrie._core import LayoutError
-from kvtrie.layout import KVLayout
+from kvtrie.pool import KVLayout
 
 GQA: dict[str, Any] = {
     "model_type": "some",
@@ -141,6 +141,6 @@ def test_layout_refuses_block_size_of_wrong_type(block_size: Any) -> None:
 
 
 def test_import_needs_no_torch() -> None:
-    code = "import sys, kvtrie.layout; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvtrie.pool.layout; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=False)
     assert done.returncode == 0

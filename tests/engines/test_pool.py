@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kvtrie._core import LayoutError
-from kvtrie.layout import KVLayout
-from kvtrie.pool import KVPool
+from kvtrie.pool import KVLayout, KVPool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from kvtrie.kernels.geometry import Geometry
-from kvtrie.layout import KVLayout
-from kvtrie.pool import KVPool
+from kvtrie.pool import KVLayout, KVPool
 from kvtrie.rope import RopeSpec, Rotary
 
 if TYPE_CHECKING:

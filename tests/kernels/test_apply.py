@@ -26,8 +26,7 @@ from tests.kernels.forms import (
 import kvtrie
 from kvtrie._core import LayoutError
 from kvtrie.kernels import reference
-from kvtrie.layout import KVLayout
-from kvtrie.pool import KVPool
+from kvtrie.pool import KVLayout, KVPool
 from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import torch
 from tests.kernels.forms import DTYPES, FORMS, MOVES, Form, random_moves, spec
 
 from kvtrie import KvTrieError
-from kvtrie.layout import KVLayout
-from kvtrie.pool import KVPool, NonFiniteError
+from kvtrie.pool import KVLayout, KVPool, NonFiniteError
 
 # Copies of slots 0 to 4, 7 and 8, and 11; blocks have 5 slots.
 COPIES = np.array([(0, 20, 5, 0), (7, 25, 2, 0), (11, 30, 1, 0)], dtype=MOVES)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.kernels.forms import FORMS, Form, Held, random_moves, spec
 
-from kvtrie._moves import check_moves
 from kvtrie.kernels import ops
-from kvtrie.pool import KVPool, _tables
+from kvtrie.pool.kv_pool import KVPool, _tables
+from kvtrie.pool.moves import check_moves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,7 +103,7 @@ def test_first_copy_does_not_import_the_compiler() -> None:
     """It would take seconds of the first request."""
     code = (
         "import sys, numpy as np\n"
-        "from kvtrie.layout import KVLayout\n"
+        "from kvtrie.pool import KVLayout\n"
         "from kvtrie.pool import KVPool\n"
         "layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype='float32')\n"
         "names = ('source_slot', 'dest_slot', 'num_tokens', 'delta')\n"

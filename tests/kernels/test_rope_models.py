@@ -6,26 +6,31 @@ random weights too: with weights of one, a norm after the rotation would go unno
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvtrie import UnsupportedRopeError
-from kvtrie._rope_config import FIELDS_OF_TYPE, REFUSED_TYPES
-from kvtrie._rope_models import FAMILIES
 from kvtrie.kernels.reference import rotate
+from kvtrie.models.rope import FIELDS_OF_TYPE, REFUSED_TYPES
+from kvtrie.models.rope_families import FAMILIES
 from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -454,6 +459,128 @@ def test_frequencies_are_those_of_rope_init_functions(
         assert made is not None
         assert made.inv_freq == tuple(want.tolist())
         assert made.attention_factor == factor
+
+
+@pytest.fixture
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], RopeSpec]:
+    """Reads a config as if transformers were not installed."""
+
+    def read(config: Any, **options: Any) -> RopeSpec:
+        with monkeypatch.context() as hidden:
+            hidden.setitem(sys.modules, "transformers", None)
+            hidden.setitem(sys.modules, "transformers.modeling_rope_utils", None)
+            return RopeSpec.from_config(config, **options)
+
+    return read
+
+
+def test_frequencies_come_from_transformers_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = CASE["llama-linear"].config().to_dict()
+    before = RopeSpec.from_config(config).layers[0]
+    compute = ROPE_INIT_FUNCTIONS["linear"]
+
+    def doubled(*arguments: Any) -> tuple[Tensor, float]:
+        inv_freq, factor = compute(*arguments)
+        return 2 * inv_freq, factor
+
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "linear", doubled)
+    after = RopeSpec.from_config(config).layers[0]
+    assert before is not None
+    assert after is not None
+    assert after.inv_freq == tuple(2 * value for value in before.inv_freq)
+
+
+@by_name
+def test_transformers_changes_no_frequency_of_a_model(
+    case: Case, without_transformers: Callable[..., RopeSpec]
+) -> None:
+    config = case.config().to_dict()
+    spec = RopeSpec.from_config(config, interleaved=True)
+    assert without_transformers(config, interleaved=True) == spec
+
+
+def _numbers(least: float, most: float) -> st.SearchStrategy[float]:
+    return st.floats(least, most) | st.integers(math.ceil(least), int(most))
+
+
+_FACTORS = _numbers(0.1, 64)
+_LENGTHS = st.integers(1, 1 << 20)
+_PARAMETERS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "default": {},
+    "linear": {"factor": _FACTORS},
+    "llama3": {
+        "factor": _FACTORS,
+        "low_freq_factor": _numbers(0.1, 4),
+        "high_freq_factor": _numbers(4.5, 32),
+        "original_max_position_embeddings": _LENGTHS,
+    },
+    "yarn": {
+        "factor": _FACTORS | st.none(),
+        "original_max_position_embeddings": _LENGTHS,
+        "truncate": st.booleans(),
+        "beta_fast": _numbers(1, 64) | st.none(),
+        "beta_slow": _numbers(0.1, 8) | st.none(),
+        "mscale": _numbers(0.1, 2) | st.none(),
+        "mscale_all_dim": _numbers(0.1, 2) | st.none(),
+        "attention_factor": _numbers(0.1, 2) | st.none(),
+    },
+    "proportional": {"factor": _FACTORS, "partial_rotary_factor": st.floats(0.25, 1)},
+}
+
+
+@st.composite
+def _accepted(draw: st.DrawFn) -> dict[str, Any]:
+    kind = draw(st.sampled_from(sorted(_PARAMETERS)))
+    parameters = {name: draw(values) for name, values in _PARAMETERS[kind].items()}
+    share = draw(st.sampled_from([0.25, 0.5, 0.75, 1.0]))
+    return {
+        "model_type": "phi",
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "head_dim": draw(st.integers(1, 32)) * 8,
+        "max_position_embeddings": draw(_LENGTHS),
+        "rope_parameters": {
+            "rope_type": kind,
+            "rope_theta": draw(_numbers(1.5, 1e8)),
+            "partial_rotary_factor": share,
+            **parameters,
+        },
+    }
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(_accepted())
+def test_transformers_changes_no_generated_frequency(
+    without_transformers: Callable[..., RopeSpec], config: dict[str, Any]
+) -> None:
+    spec, own = RopeSpec.from_config(config), without_transformers(config)
+    (with_it,), (without,) = spec.layers, own.layers
+    assert with_it is not None
+    assert without is not None
+    # Within one float32 rounding, so that each is an answer for the other; and in fact equal.
+    both = np.array([with_it.inv_freq, without.inv_freq], np.float32)
+    assert (np.abs(both[0] - both[1]) <= np.spacing(np.abs(both).max(axis=0))).all()
+    assert own == spec
+
+
+def test_float64_rounded_once_is_not_what_engines_compute() -> None:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 96}
+    config = {"model_type": "llama", "rope_theta": 8e6, **sizes}
+    rotary = RopeSpec.from_config(config).layers[0]
+    assert rotary is not None
+    rounded = (8e6 ** -(np.arange(0, 96, 2) / 96)).astype(np.float32)
+    found = np.array(rotary.inv_freq, np.float32)
+    roundings = np.abs(rounded.view(np.int32) - found.view(np.int32))
+    assert roundings.max() > 1
+
+
+def test_torch_is_needed_and_the_message_says_which_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CASE["llama"].config().to_dict()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match=r"RopeSpec\.from_config needs torch.*kvtrie\[torch\]"):
+        RopeSpec.from_config(config)
 
 
 def test_page_lists_every_known_model_type() -> None:

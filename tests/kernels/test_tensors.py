@@ -9,8 +9,7 @@ import torch
 from tests.kernels.forms import FORMS, Form, rotary, same_bits
 
 from kvtrie._core import LayoutError
-from kvtrie.layout import KVLayout
-from kvtrie.pool import KVPool
+from kvtrie.pool import KVLayout, KVPool
 from kvtrie.rope import RopeSpec
 
 WAYS = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvtrie._placement import Placement, Rows
-from kvtrie.kernels.geometry import Geometry, Window
+from kvtrie.kernels.geometry import Geometry, Placement, Rows, Window
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

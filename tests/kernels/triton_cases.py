@@ -28,12 +28,12 @@ from tests.kernels.forms import (
     spec,
 )
 
-from kvtrie._moves import check_moves
 from kvtrie.kernels import reference
 from kvtrie.kernels import triton as fused
 from kvtrie.kernels.geometry import Geometry
-from kvtrie.layout import KVLayout
-from kvtrie.pool import KVPool, _tables
+from kvtrie.pool import KVLayout
+from kvtrie.pool.kv_pool import KVPool, _tables
+from kvtrie.pool.moves import check_moves
 from kvtrie.rope import RopeSpec, Rotary
 
 if TYPE_CHECKING:

@@ -75,6 +75,45 @@ def test_plan_deleted_reasoning(kit: Kit) -> None:
     assert rows(exact) == [(0, 8, 0, "e", 0), (8, 20, 8, "c", 0)]
 
 
+def test_plan_from_one_path_uses_nothing_else(kit: Kit) -> None:
+    index = make(kit)
+    first, second = kit.seq("first head..abcdefghijkl"), kit.seq("2nd.abcdefghijkl")
+    cache(index, first)
+    cache(index, second, 8)
+    prompt = kit.seq("first head..new!abcdefghijkl?")
+    assert plan_of(index, prompt).source_blocks.tolist() == [3, 4, 5]
+    from_second = plan_of(index, prompt, path=second)
+    assert rows(from_second) == [(0, 16, 0, "c", 0), (16, 28, 4, "a", 1), (28, 29, 28, "c", 0)]
+    assert from_second.source_blocks.tolist() == [9, 10, 11]
+    # Only as far as the path goes, in whole blocks.
+    from_front = plan_of(index, prompt, path=kit.seq("first head..abcd"))
+    assert rows(from_front) == [(0, 12, 0, "e", 0), (12, 29, 12, "c", 0)]
+    nothing = plan_of(index, prompt, path=kit.seq("never cached"))
+    assert (nothing.num_compute, nothing.blocks.tolist()) == (29, [])
+
+
+def test_plan_from_one_path_takes_the_lower_position_of_two_at_one_distance(kit: Kit) -> None:
+    index = make(kit)
+    text = kit.seq("abcdefgh", "ijklmnop", "abcdefgh")
+    put(index, text, [4, 5, 2, 3, 0, 1])
+    prompt = kit.seq("12345678", "abcdefgh", ".")
+    assert rows(plan_of(index, prompt))[1] == (8, 16, 16, "a", 1)
+    assert rows(plan_of(index, prompt, path=text))[1] == (8, 16, 0, "a", 1)
+
+
+def test_plan_from_the_path_of_the_prompt_itself(kit: Kit) -> None:
+    index = make(kit)
+    seq = kit.seq(AGENT)
+    cache(index, seq)
+    assert rows(plan_of(index, seq, path=seq)) == rows(plan_of(index, seq))
+
+
+def test_plan_from_a_path_of_another_namespace_is_refused(kit: Kit) -> None:
+    index = make(kit)
+    with pytest.raises(ValueError, match="path is of another namespace than the prompt"):
+        index.plan(kit.seq("abcd"), path=kit.seq("abcd", ns=OTHER))
+
+
 def test_plan_run_at_any_alignment(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq("abcdefghijklmnopqrst"))

@@ -53,9 +53,14 @@ def test_plans_agree_with_model(
             for index in both:
                 index.remove_spans(seq, ranges, force=force)
     for prompt in reversed(family):
-        policy, keep_last = data.draw(kv.policies()), data.draw(st.integers(0, 2))
+        seq, policy = prompt.sequence(), data.draw(kv.policies())
+        paths = [
+            each for each in map(kv.Prompt.sequence, family) if each.namespace == seq.namespace
+        ]
+        path = data.draw(st.none() | st.sampled_from(paths))
+        keep_last = data.draw(st.integers(0, 2))
         plans = [
-            index.plan(prompt.sequence(), policy, keep_last=keep_last, pin=False) for index in both
+            index.plan(seq, policy, keep_last=keep_last, pin=False, path=path) for index in both
         ]
         real, model = (pick(plan, PLAN) for plan in plans)
         for plan in plans:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvtrie
-from kvtrie import router
+from kvtrie.router import comparison
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,7 @@ class Lock:
 
 def others_come_in(tracker: kvtrie.TurnTracker, monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
     """Let each call of a function of the router wait for another thread's calls on the tracker."""
-    work = getattr(router, name)
+    work = getattr(comparison, name)
     waited: list[bool] = []
 
     def asked(*arguments: Any, **keywords: Any) -> Any:
@@ -52,7 +52,7 @@ def others_come_in(tracker: kvtrie.TurnTracker, monkeypatch: pytest.MonkeyPatch,
         waited.append(not thread.is_alive())
         return work(*arguments, **keywords)
 
-    monkeypatch.setattr(router, name, asked)
+    monkeypatch.setattr(comparison, name, asked)
     return waited
 
 
@@ -61,7 +61,7 @@ def test_histories_without_reasoning_are_compared_without_the_lock(
 ) -> None:
     tracker = kvtrie.TurnTracker()
     tracker.keep(seq([1, 2, 70, 3]), num_computed=4, spans=[kvtrie.Span(2, 3, "reasoning")])
-    waited = others_come_in(tracker, monkeypatch, "_without_reasoning")
+    waited = others_come_in(tracker, monkeypatch, "without_reasoning")
     assert tracker.compare(seq([1, 2, 3, 4]), alias=True).kind == "alias"
     assert waited == [True]
 
@@ -72,7 +72,7 @@ def test_histories_of_a_conversation_are_compared_without_the_lock(
     tracker = kvtrie.TurnTracker()
     for last in range(3):
         tracker.keep(seq([1, 2, last]), num_computed=3, conversation="c")
-    waited = others_come_in(tracker, monkeypatch, "_common")
+    waited = others_come_in(tracker, monkeypatch, "common")
     assert tracker.compare(seq([1, 2, 1, 4]), conversation="c").num_common == 3
     assert waited
     assert all(waited)
@@ -85,8 +85,7 @@ def test_moved_runs_are_planned_without_the_lock(
     tracker = kvtrie.TurnTracker()
     ids = np.arange(100)
     tracker.keep(seq(ids), num_computed=100, conversation=conversation)
-    # An index is made for each history that is planned.
-    waited = others_come_in(tracker, monkeypatch, "RadixIndex")
+    waited = others_come_in(tracker, monkeypatch, "planned")
     answer = tracker.compare(seq([7, *ids[20:], 8]), conversation=conversation, policy=MOVED)
     assert answer.kind == "moved_runs"
     assert waited == [True]
@@ -126,7 +125,7 @@ def test_histories_that_go_together_go_a_few_at_a_time(
     tracker = kvtrie.TurnTracker(ttl=10.0, clock=lambda: clock[0])
     for last in range(1_000):
         tracker.keep(seq([1, 2, 3 + last]), num_computed=3, conversation="c")
-    lock = Lock(tracker._lock, lambda: 1_000 - len(tracker._turns))
+    lock = Lock(tracker._lock, lambda: 1_000 - len(tracker._store.by_number))
     monkeypatch.setattr(tracker, "_lock", lock)
     if call == "forget":
         tracker.forget("c", NS)
@@ -145,13 +144,13 @@ def test_keep_compares_no_tokens_of_other_answers_to_the_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared: list[int] = []
-    common = router._common
+    common = comparison.common
 
     def counted(*arguments: Any) -> int:
         compared.append(1)
         return common(*arguments)
 
-    monkeypatch.setattr(router, "_common", counted)
+    monkeypatch.setattr(comparison, "common", counted)
     tracker = kvtrie.TurnTracker()
     for last in range(50):
         tracker.keep(seq([1, 2, 3 + last]), num_computed=3, conversation="c")
@@ -164,7 +163,7 @@ def test_a_history_is_noted_once_however_many_reasoning_spans_it_has() -> None:
     tracker = kvtrie.TurnTracker()
     spans = [kvtrie.Span(at, at + 1, "reasoning") for at in range(1, 1_000, 2)]
     tracker.keep(seq(np.arange(1_000)), num_computed=1_000, spans=spans)
-    assert len(tracker._thinking._turns) == 1
+    assert len(tracker._store.before_reasoning._histories) == 1
     # The first reasoning stays in the prompt, a later one does not.
     kept = [at for at in range(1_000) if at % 2 == 0 or at == 1]
     answer = tracker.compare(seq([*kept, 5]), alias=True)
@@ -178,14 +177,14 @@ def test_a_history_forgotten_while_it_is_compared_is_returned_once(
     """The result is that of the moment at which the prompt was looked up."""
     tracker = kvtrie.TurnTracker()
     tracker.keep(seq([1, 2, 3]), num_computed=3, conversation="c", payload="held")
-    common = router._common
+    common = comparison.common
 
     def forgets(*arguments: Any) -> int:
         if len(tracker):
             tracker.forget("c", NS)
         return common(*arguments)
 
-    monkeypatch.setattr(router, "_common", forgets)
+    monkeypatch.setattr(comparison, "common", forgets)
     answer = tracker.compare(seq([1, 2, 3, 4]), conversation="c")
     assert (answer.kind, answer.payload) == ("exact_extension", "held")
     with pytest.raises(kvtrie.StaleHandleError, match="unknown"):

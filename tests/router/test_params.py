@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvtrie
-from kvtrie._nixl_params import checked_params, cut_params
+from kvtrie.router.nixl_params import checked_params, cut_params
 
 NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 

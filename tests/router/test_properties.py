@@ -171,20 +171,20 @@ class Tracked(RuleBasedStateMachine):
         tracker = self.tracker
         assert tracker.num_tokens <= self.naive.max_tokens
         assert tracker.num_conversations <= self.naive.max_conversations
-        turns = list(tracker._turns.values())
-        uses = np.zeros_like(tracker._uses)
+        turns = list(tracker._store.by_number.values())
+        uses = np.zeros_like(tracker._store.uses)
         for turn in turns:
             uses[turn.places] += 1
-            assert (tracker._position[turn.places] == np.arange(len(turn.places))).all()
-        assert (uses == tracker._uses).all()
+            assert (tracker._store.position[turn.places] == np.arange(len(turn.places))).all()
+        assert (uses == tracker._store.uses).all()
         held = int((uses > 0).sum())
-        assert tracker._index.stats().indexed == held
-        assert tracker._places.num_free == len(uses) - held
+        assert tracker._store.index.stats().indexed == held
+        assert tracker._store.allocator.num_free == len(uses) - held
         for one, other in product(turns, turns):
             if one.key[0] == other.key[0]:
                 same = common(tuple(one.places.tolist()), tuple(other.places.tolist()))
                 assert same == common(tuple(one.seq), tuple(other.seq))
-        tracker._index.check()
+        tracker._store.index.check()
 
 
 TestTracked = Tracked.TestCase
@@ -236,7 +236,7 @@ def test_alias_is_the_history_and_what_is_new(
         # Sound however it was matched: without some whole reasoning spans, and with new tokens.
         sent = tuple(answer.send.tolist())
         assert sent[: len(ids)] == ids
-        merged = tracker._turns[1].reasoning
+        merged = tracker._store.by_number[1].reasoning
         assert any(
             without(ids, tuple(each for each, out in zip(merged, choice, strict=True) if out))
             + sent[len(ids) :]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvtrie
-from kvtrie.router import KINDS
+from kvtrie.router.answer import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -189,7 +189,7 @@ def test_expired_conversation_is_named_with_its_age_and_the_ttl() -> None:
     with pytest.raises(kvtrie.StaleHandleError, match=r"'c' has expired.*30\.000 s ago.*ttl is 30"):
         tracker.compare(seq(range(11)), conversation="c")
     assert tracker.compare(seq(range(11))).kind == "start_over"
-    assert (len(tracker), tracker.num_tokens, tracker._index.stats().indexed) == (0, 0, 0)
+    assert (len(tracker), tracker.num_tokens, tracker._store.index.stats().indexed) == (0, 0, 0)
     tracker.keep(seq(range(10)), num_computed=10, conversation="c")
     assert tracker.compare(seq(range(11)), conversation="c").kind == "exact_extension"
 
@@ -398,10 +398,10 @@ def test_threads_keep_and_compare_without_a_torn_answer() -> None:
         thread.join()
     if failures:
         raise failures[0]
-    tracker._index.check()
+    tracker._store.index.check()
     assert tracker.num_tokens <= 4000
     assert tracker.num_conversations <= 40
-    assert tracker._index.stats().indexed == int((tracker._uses > 0).sum())
+    assert tracker._store.index.stats().indexed == int((tracker._store.uses > 0).sum())
 
 
 @pytest.mark.parametrize("conversation", ["c", None])

@@ -11,10 +11,11 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 import kvtrie
-from kvtrie import _checkpoint, gates
+from kvtrie import gates
 from kvtrie.calibrate import shipped
 from kvtrie.integrations.vllm import _gate
 from kvtrie.integrations.vllm._settings import Settings
+from kvtrie.models.fingerprint import checkpoint_digest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +41,7 @@ MODEL = shipped.model_path("gqa")
 def gate(path: Path, **changes: Any) -> str:
     measured = gates.Measured("rotated", ROTATED, (FIGURES,))
     control = gates.Control("unrotated", (replace(FIGURES, lost=250),))
-    fields: dict[str, Any] = {"checkpoint": _checkpoint.digest(MODEL)} | changes
+    fields: dict[str, Any] = {"checkpoint": checkpoint_digest(MODEL)} | changes
     gates.Gate(
         "gqa@1", "bfloat16", "{}", gates.Thresholds(), (measured,), (control,), "talk", **fields
     ).write(path)

@@ -21,8 +21,8 @@ from kvtrie.engines._lease import Lease
 from kvtrie.engines._paged_cache import PagedCache
 from kvtrie.engines._probe import check_model, checked_rope, forward_inputs
 from kvtrie.engines._store import Store
-from kvtrie.layout import KVLayout
-from kvtrie.pool import KVPool
+from kvtrie.pool.kv_pool import KVPool
+from kvtrie.pool.layout import KVLayout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenSources:
     """The sources of a prompt's KV, in tokens."""
 
     exact: int = 0
@@ -148,7 +148,7 @@ class Replay:
         )
         self._space = Namespace(model="calibrate", salt="calibrate")
 
-    def step(self, step: Step) -> tuple[torch.Tensor, Usage]:
+    def step(self, step: Step) -> tuple[torch.Tensor, TokenSources]:
         """Build the prompt's KV, write the given reply, and keep both.
 
         Returns:
@@ -159,7 +159,7 @@ class Replay:
         lease = Lease(self._store, seq, self._policy.reuse)
         with contextlib.closing(lease):
             plan = lease.plan
-            usage = Usage(plan.num_exact, plan.num_approximate, plan.num_compute)
+            usage = TokenSources(plan.num_exact, plan.num_approximate, plan.num_compute)
             start, end = lease.next_range(len(seq))
             while end < len(seq):
                 lease.issue(end)

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from kvtrie import _checkpoint, gates
+from kvtrie import gates
 from kvtrie.calibrate import policies as named
-from kvtrie.calibrate._engine import Model, Replay, Usage, divergence, tokens_needed
+from kvtrie.calibrate._engine import Model, Replay, TokenSources, divergence, tokens_needed
 from kvtrie.calibrate._steps import (
     SCENARIOS,
     CalibrationError,
@@ -27,8 +27,8 @@ from kvtrie.calibrate._steps import (
     count_measured,
 )
 from kvtrie.calibrate.recall import HELD_OUT
-from kvtrie.engines._model_dir import checked_model_dir
-from kvtrie.engines._namespace import model_id, rope_id
+from kvtrie.models.directory import checked_model_dir
+from kvtrie.models.fingerprint import CheckpointError, checkpoint_digest, model_id, rope_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -141,9 +141,9 @@ class _Tally:
     divergences: list[torch.Tensor] = field(default_factory=list)
     agreeing: int = 0
     pairs: list[tuple[bool, bool]] = field(default_factory=list)
-    usage: list[Usage] = field(default_factory=list)
+    usage: list[TokenSources] = field(default_factory=list)
 
-    def add(self, step: Step, full: torch.Tensor, rows: torch.Tensor, usage: Usage) -> None:
+    def add(self, step: Step, full: torch.Tensor, rows: torch.Tensor, usage: TokenSources) -> None:
         self.divergences.append(divergence(full, rows))
         best_full, best = full.argmax(-1), rows.argmax(-1)
         self.agreeing += int((best_full == best).sum())
@@ -174,7 +174,7 @@ class _Tally:
         self.divergences.append(torch.from_numpy(raw.astype(np.float64)))
         self.agreeing += row["agreeing"]
         self.pairs += [(full, own) for full, own in row["pairs"]]
-        self.usage += [Usage(*one) for one in row["usage"]]
+        self.usage += [TokenSources(*one) for one in row["usage"]]
 
     def result(self, policy: Policy, scenario: Scenario) -> Result:
         divergences = torch.cat(self.divergences)
@@ -345,8 +345,8 @@ def _content(work: Sequence[tuple[Scenario, list[list[Step]]]]) -> str:
 
 def _digest(path: str | PathLike[str]) -> str | None:
     try:
-        return _checkpoint.digest(path)
-    except _checkpoint.CheckpointError:
+        return checkpoint_digest(path)
+    except CheckpointError:
         # The gate still clears the model for engines that name it in the same way.
         return None
 
@@ -409,7 +409,7 @@ def _replay(
         for step, reference in zip(steps, full, strict=True):
             if replay is None:
                 if reference is not None:
-                    usage = Usage(computed=len(step.prompt))
+                    usage = TokenSources(computed=len(step.prompt))
                     tally.add(step, reference, reference, usage)
                 continue
             rows, usage = replay.step(step)

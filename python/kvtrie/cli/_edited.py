@@ -26,7 +26,7 @@ from kvtrie.engines.transformers import Generator
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtrie.pool import KVPool
+    from kvtrie.pool.kv_pool import KVPool
 
 _POLICIES: Final = ("full", "exact", "rotated", "rotated+first4", "rotated+last4")
 _STRIPPED: Final = {"preserve_thinking": False}

@@ -11,7 +11,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     import kvtrie
-    from kvtrie.cli._prompts import Tokenizer
+    from kvtrie.cli._prompts import TextTokenizer
 
 _TITLES: Final = {
     "complete": "every whole block is cached",
@@ -23,7 +23,7 @@ _TITLES: Final = {
 }
 
 
-def as_json(why: kvtrie.Explanation, tokenizer: Tokenizer | None) -> str:
+def as_json(why: kvtrie.Explanation, tokenizer: TextTokenizer | None) -> str:
     """The explanation as one JSON document; lengths and positions in tokens."""
     document = {
         "kvtrie": version("kvtrie"),
@@ -34,7 +34,7 @@ def as_json(why: kvtrie.Explanation, tokenizer: Tokenizer | None) -> str:
     return json.dumps(document, ensure_ascii=False, indent=2)
 
 
-def show(why: kvtrie.Explanation, tokenizer: Tokenizer | None) -> None:
+def show(why: kvtrie.Explanation, tokenizer: TextTokenizer | None) -> None:
     """Print the explanation; in colour where the output is a terminal and NO_COLOR is not set."""
     # What is shown comes from prompts and files: it must not count as mark-up.
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -85,13 +85,13 @@ def _ids(why: kvtrie.Explanation) -> list[str]:
     return parts
 
 
-def _texts(why: kvtrie.Explanation, tokenizer: Tokenizer) -> dict[str, str]:
+def _texts(why: kvtrie.Explanation, tokenizer: TextTokenizer) -> dict[str, str]:
     """The tokens of `_split` as text."""
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in _split(why)]
     return dict(zip(("before", "ours", "theirs"), texts, strict=True))
 
 
-def _quoted(why: kvtrie.Explanation, tokenizer: Tokenizer) -> list[str]:
+def _quoted(why: kvtrie.Explanation, tokenizer: TextTokenizer) -> list[str]:
     parts = [repr(text) if text else "" for text in _texts(why, tokenizer).values()]
     parts[0] = ("... " if why.context.start > 0 else "") + parts[0]
     return parts

@@ -29,7 +29,7 @@ class Encoding(Protocol):
         """The ids."""
 
 
-class Tokenizer(Protocol):
+class TextTokenizer(Protocol):
     """The methods that a tokenizer needs."""
 
     def encode(self, sequence: str, *, add_special_tokens: bool) -> Encoding:
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class GivenPrompt:
     """One prompt: its name for messages, and its token ids."""
 
     name: str
@@ -48,7 +48,7 @@ class Prompt:
     was_text: bool
 
 
-def load_tokenizer(directory: Path) -> Tokenizer:
+def load_tokenizer(directory: Path) -> TextTokenizer:
     """The tokenizer of a model directory; nothing is downloaded."""
     path = directory / "tokenizer.json"
     if not path.is_file():
@@ -58,13 +58,13 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     import tokenizers  # noqa: PLC0415 - only where a tokenizer is asked for
 
     try:
-        loaded: Tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        loaded: TextTokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library raises Exception itself
         fail(f"{path}: {error}")
     return loaded
 
 
-def read_prompt(name: str, tokenizer: Tokenizer | None, *, is_text: bool) -> Prompt:
+def read_prompt(name: str, tokenizer: TextTokenizer | None, *, is_text: bool) -> GivenPrompt:
     """Read a prompt.
 
     Args:
@@ -80,7 +80,7 @@ def read_prompt(name: str, tokenizer: Tokenizer | None, *, is_text: bool) -> Pro
     if ids is not None:
         if not ids:
             fail(f"{name}: it has no tokens")
-        return Prompt(name, ids, was_text=False)
+        return GivenPrompt(name, ids, was_text=False)
     if not text:
         fail(f"{name}: it is empty")
     if tokenizer is None:
@@ -88,7 +88,7 @@ def read_prompt(name: str, tokenizer: Tokenizer | None, *, is_text: bool) -> Pro
     encoded = tokenizer.encode(text, add_special_tokens=False).ids
     if not encoded:
         fail(f"{name}: the tokenizer makes no tokens of it")
-    return Prompt(name, encoded, was_text=True)
+    return GivenPrompt(name, encoded, was_text=True)
 
 
 def _read(name: str) -> str:

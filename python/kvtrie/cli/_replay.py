@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from kvtrie.demo import Conversation, Turn
+    from kvtrie.demo import Conversation, ReplayTurn
     from kvtrie.engines.transformers import Event, Usage
 
 _LEAST_BLOCKS: Final = 64
@@ -40,7 +40,7 @@ class BadInputError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class DemoSettings:
     """The options of the command."""
 
     model: Path | None
@@ -93,7 +93,7 @@ class ConversationResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class DemoResult:
     """Everything that the command reports."""
 
     model: str
@@ -142,8 +142,8 @@ class Result:
 
 
 def replay(
-    conversations: Sequence[Conversation], settings: Settings, step: Callable[[str], None]
-) -> Result:
+    conversations: Sequence[Conversation], settings: DemoSettings, step: Callable[[str], None]
+) -> DemoResult:
     """Answer every turn of every conversation.
 
     Raises:
@@ -163,7 +163,7 @@ def replay(
         )
         _warm_up(timed, conversations[0], settings)
         done = tuple(
-            _Replay(live, timed, settings, conversation, step).run()
+            _ConversationReplay(live, timed, settings, conversation, step).run()
             for conversation in conversations
         )
     except (KvTrieError, ValueError, MemoryError) as error:
@@ -171,7 +171,7 @@ def replay(
     except jinja2.TemplateError as error:
         msg = f"the model's chat template refuses the conversation: {error}"
         raise BadInputError(msg) from error
-    return Result(
+    return DemoResult(
         model=live.namespace().model,
         dtype=live.pool.layout.dtype,
         device=str(live.pool.device),
@@ -183,14 +183,14 @@ def replay(
     )
 
 
-class _Replay:
+class _ConversationReplay:
     """The replay of one conversation."""
 
     def __init__(
         self,
         live: Generator,
         timed: Generator,
-        settings: Settings,
+        settings: DemoSettings,
         conversation: Conversation,
         step: Callable[[str], None],
     ) -> None:
@@ -221,7 +221,7 @@ class _Replay:
             why_not_edited=why_not,
         )
 
-    def _turn(self, turn: Turn) -> TurnResult:
+    def _turn(self, turn: ReplayTurn) -> TurnResult:
         self._history.extend(turn.given)
         prompt = [int(token) for token in self._live.encode(self._history, tools=self._tools)]
         done = self._live.generate(
@@ -283,7 +283,7 @@ class _Replay:
         return text if isinstance(text, str) else "".join(text)
 
 
-def _load(settings: Settings) -> Generator:
+def _load(settings: DemoSettings) -> Generator:
     """The model with a pool of one block, until the conversation shows how many it needs."""
     path = settings.model or model_path()
     # Its progress bars and reports are for training; errors are reported in one sentence below.
@@ -306,7 +306,7 @@ def _load(settings: Settings) -> Generator:
 
 
 def _enough_blocks(
-    generator: Generator, conversations: Sequence[Conversation], settings: Settings
+    generator: Generator, conversations: Sequence[Conversation], settings: DemoSettings
 ) -> int:
     """Blocks for twice the longest conversation; older KV beyond that is evicted."""
     longest = 0
@@ -319,7 +319,7 @@ def _enough_blocks(
     return max(_LEAST_BLOCKS, 2 * longest // settings.block_size)
 
 
-def _warm_up(generator: Generator, conversation: Conversation, settings: Settings) -> None:
+def _warm_up(generator: Generator, conversation: Conversation, settings: DemoSettings) -> None:
     """Run the timed code once with and once without reuse: first calls allocate and compile."""
     messages = list(conversation.turns()[0].given)
     for _ in range(2):
@@ -330,7 +330,7 @@ def _first_token(
     generator: Generator,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
-    settings: Settings,
+    settings: DemoSettings,
 ) -> tuple[Event, float]:
     start = time.perf_counter()
     events = generator.stream(messages, tools=tools, max_new_tokens=settings.max_new_tokens)
@@ -349,7 +349,7 @@ def _logits_without_cache(generator: Generator, tokens: list[int], first: int) -
     return rows
 
 
-def _question(turn: Turn) -> str:
+def _question(turn: ReplayTurn) -> str:
     """The last user message; without one, the last message."""
     said = [message for message in turn.given if message["role"] == "user"] or turn.given
     return str(said[-1].get("content") or "")

@@ -18,7 +18,7 @@ from kvtrie.demo import answer_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvtrie.cli._replay import ConversationResult, Result, TurnResult
+    from kvtrie.cli._replay import ConversationResult, DemoResult, TurnResult
 
 _ABOUT_EDITED: Final = (
     "W01: each prompt drops one more span of reasoning. W11: all reasoning is dropped before the "
@@ -28,7 +28,7 @@ _ABOUT_EDITED: Final = (
 _LONGEST_SHOWN: Final = 240
 
 
-def as_json(result: Result) -> str:
+def as_json(result: DemoResult) -> str:
     """The figures as one JSON document; times in seconds, lengths in tokens."""
     document = {
         "kvtrie": version("kvtrie"),
@@ -68,7 +68,7 @@ def as_json(result: Result) -> str:
     return json.dumps(document, ensure_ascii=False, indent=2)
 
 
-def show(result: Result) -> None:
+def show(result: DemoResult) -> None:
     """Print tables, answers and one summary to stdout."""
     console = _output.console()
     console.print(
@@ -189,7 +189,7 @@ def _show_edited(console: Console, conversation: ConversationResult) -> None:
     console.print(Text(_ABOUT_EDITED))
 
 
-def _summary(result: Result) -> str:
+def _summary(result: DemoResult) -> str:
     prompt = sum(turn.usage.prompt for turn in result.turns)
     exact = sum(turn.usage.exact for turn in result.turns)
     lines = [f"found {exact} of {prompt} prompt tokens ({exact / prompt:.1%})"]

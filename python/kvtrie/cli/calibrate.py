@@ -19,7 +19,7 @@ from kvtrie.calibrate._partial import Partial, PartialError, PartialWriteError
 from kvtrie.cli import _process
 from kvtrie.cli._failure import fail
 from kvtrie.demo import load_conversations
-from kvtrie.engines._model_dir import checked_model_dir
+from kvtrie.models.directory import checked_model_dir
 
 if TYPE_CHECKING:
     from kvtrie.demo import Conversation

@@ -11,7 +11,7 @@ import typer
 
 from kvtrie.cli._failure import fail
 from kvtrie.demo import load_conversations
-from kvtrie.engines._model_dir import checked_model_dir
+from kvtrie.models.directory import checked_model_dir
 
 if TYPE_CHECKING:
     from kvtrie.demo import Conversation
@@ -75,7 +75,7 @@ def demo(
     # Torch takes seconds to import: bad input is reported before, and --help does not need it.
     from kvtrie.cli import _progress, _replay, _report  # noqa: PLC0415 - slow: torch
 
-    settings = _replay.Settings(
+    settings = _replay.DemoSettings(
         model=model,
         num_blocks=num_blocks,
         block_size=block_size,

@@ -4,12 +4,12 @@ This repository trains the model in ``model/`` (``tools/train_demo_model.py``); 
 folder explains the files. Nothing here imports torch or transformers.
 """
 
-from kvtrie.demo.conversations import Conversation, Turn, answer_of, load_conversations
+from kvtrie.demo.conversations import Conversation, ReplayTurn, answer_of, load_conversations
 from kvtrie.demo.paths import conversation_path, model_path
 
 __all__ = [
     "Conversation",
-    "Turn",
+    "ReplayTurn",
     "answer_of",
     "conversation_path",
     "load_conversations",

@@ -19,7 +19,7 @@ _ROLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ReplayTurn:
     """One reply to generate.
 
     Attributes:
@@ -46,7 +46,7 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     line: int = 1
 
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[ReplayTurn]:
         """Split the conversation into the replies that the model generates.
 
         An assistant message without tool calls after a user or tool message is generated; its
@@ -63,21 +63,21 @@ class Conversation:
             >>> [turn.reference for turn in Conversation((ask, reply, ask)).turns()]
             ['Hello.', None]
         """
-        turns: list[Turn] = []
+        turns: list[ReplayTurn] = []
         given: list[dict[str, Any]] = []
         for message in self.messages:
             asked = bool(given) and given[-1]["role"] in {"user", "tool"}
             spoken = message["role"] == "assistant" and not message.get("tool_calls")
             if asked and spoken:
-                turns.append(Turn(tuple(given), answer_of(message["content"])))
+                turns.append(ReplayTurn(tuple(given), answer_of(message["content"])))
                 given = []
                 continue
             if asked and message["role"] in {"user", "system"}:
-                turns.append(Turn(tuple(given), None))
+                turns.append(ReplayTurn(tuple(given), None))
                 given = []
             given.append(message)
         if given and given[-1]["role"] in {"user", "tool"}:
-            turns.append(Turn(tuple(given), None))
+            turns.append(ReplayTurn(tuple(given), None))
         return turns
 
 

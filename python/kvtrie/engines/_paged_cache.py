@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvtrie.layout import KVLayout
-    from kvtrie.pool import KVPool
+    from kvtrie.pool.kv_pool import KVPool
+    from kvtrie.pool.layout import KVLayout
 
 
 def pool_rows(layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
@@ -44,7 +44,7 @@ def check_rows(
             raise LayoutError(msg)
 
 
-class _Window:
+class _PassSlots:
     """Slots written and blocks read by one pass: positions ``[start, end)`` of a block table."""
 
     def __init__(self, pool: KVPool, table: NDArray[np.int32], start: int, end: int) -> None:
@@ -60,9 +60,9 @@ class _PagedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, window: _Window, layer: int) -> None:
+    def __init__(self, slots: _PassSlots, layer: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # transformers has no types here
-        self._window = window
+        self._slots = slots
         self._layer = layer
         self.was_written = False
         self.is_initialized = True
@@ -78,9 +78,9 @@ class _PagedLayer(CacheLayerMixin):
         **_kwargs: Any,  # noqa: ANN401 - the signature of transformers
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store ``[1, heads, tokens, dim]`` and return the same for every token so far."""
-        window, pool = self._window, self._window.pool
+        slots, pool = self._slots, self._slots.pool
         rows = pool_rows(pool.layout, key_states, value_states)
-        check_rows(pool.layout, rows, window.end - window.start, pool.dtype, self._layer)
+        check_rows(pool.layout, rows, slots.end - slots.start, pool.dtype, self._layer)
         self.was_written = True
         k = self._store(pool.k[self._layer], rows[0])
         v = pool.v[self._layer]
@@ -90,22 +90,22 @@ class _PagedLayer(CacheLayerMixin):
         return k, self._store(v, rows[1])
 
     def _store(self, blocks: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        window = self._window
+        slots = self._slots
         # A view: the pool is the engine's own, with the rows of a layer in slot order.
         rows = blocks.view(-1, *blocks.shape[2:])
-        rows.index_copy_(0, window.write_slots, states[0].transpose(0, 1))
-        if window.start == 0:
+        rows.index_copy_(0, slots.write_slots, states[0].transpose(0, 1))
+        if slots.start == 0:
             return states
-        rows = reference.gather_blocks(blocks, window.read_blocks)[: window.end]
+        rows = reference.gather_blocks(blocks, slots.read_blocks)[: slots.end]
         return rows.transpose(0, 1).unsqueeze(0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that the mask covers."""
-        return self._window.start + query_length, 0
+        return self._slots.start + query_length, 0
 
     def get_seq_length(self) -> int:
         """Tokens stored before this pass, plus those of this pass once they are stored."""
-        return self._window.end if self.was_written else self._window.start
+        return self._slots.end if self.was_written else self._slots.start
 
     def get_max_length(self) -> int:
         """No limit of its own."""
@@ -140,8 +140,8 @@ class PagedCache(Cache):
     """
 
     def __init__(self, pool: KVPool, table: NDArray[np.int32], start: int, end: int) -> None:
-        window = _Window(pool, table, start, end)
-        self._paged = [_PagedLayer(window, layer) for layer in range(pool.layout.num_layers)]
+        slots = _PassSlots(pool, table, start, end)
+        self._paged = [_PagedLayer(slots, layer) for layer in range(pool.layout.num_layers)]
         super().__init__(layers=list(self._paged))
 
     def check_written(self) -> None:

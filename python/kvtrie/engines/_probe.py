@@ -17,7 +17,7 @@ from kvtrie.rope import RopeSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvtrie.layout import KVLayout
+    from kvtrie.pool.layout import KVLayout
     from kvtrie.rope import Rotary
 
 # K and V of a token may differ by rounding between a pass over two tokens and one over three, up to

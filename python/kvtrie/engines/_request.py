@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from kvtrie._core import ReusePolicy
-    from kvtrie.engines._namespace import Salt
+    from kvtrie._core import ReusePolicy, SharedSalt
     from kvtrie.gates import Decision
 
+    Salt = str | SharedSalt
     Messages = Sequence[Mapping[str, Any]]
     TokenIds = Sequence[int] | NDArray[np.integer] | torch.Tensor
     Prompt = str | Messages | TokenIds

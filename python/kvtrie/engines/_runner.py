@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvtrie._core import TokenSequence
-    from kvtrie.pool import KVPool
+    from kvtrie.pool.kv_pool import KVPool
 
 
 class Runner:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvtrie._core import BlockAllocator, RadixIndex, SequenceLedger
-    from kvtrie.pool import KVPool
+    from kvtrie.pool.kv_pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,6 @@ except ImportError as error:
     )
     raise ImportError(_MISSING) from error
 
-from kvtrie.engines._model_dir import checked_model_dir
-from kvtrie.engines._namespace import model_id, rope_id
 from kvtrie.engines._probe import check_model, checked_rope
 from kvtrie.engines._request import Completion, Event, Options, Request, Usage
 from kvtrie.engines._runner import Runner
@@ -42,8 +40,10 @@ from kvtrie.engines._scheduler import Job, Scheduler
 from kvtrie.engines._store import BlockCounts, Store
 from kvtrie.engines._text import TextStream
 from kvtrie.gates import Decision, Gate
-from kvtrie.layout import KVLayout
-from kvtrie.pool import KVPool
+from kvtrie.models.directory import checked_model_dir
+from kvtrie.models.fingerprint import model_id, rope_id
+from kvtrie.pool.kv_pool import KVPool
+from kvtrie.pool.layout import KVLayout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvtrie.engines._namespace import Salt
-    from kvtrie.engines._request import Prompt, TokenIds
+    from kvtrie.engines._request import Prompt, Salt, TokenIds
     from kvtrie.rope import RopeSpec
 
     EventStream = collections.abc.Generator[Event, None, None]

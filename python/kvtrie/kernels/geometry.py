@@ -1,4 +1,4 @@
-"""The geometry of a pool for kernels, as a flat list of integers; no torch.
+"""The geometry of a pool: where rows are stored, and which channels rotate. Needs no torch.
 
 A custom op takes only tensors and numbers. A flat ``Geometry`` has the location of each layer's
 rows, and the channels of a row that rotate.
@@ -10,13 +10,47 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from kvtrie._placement import Placement, Rows
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _HEADER: Final = 14
 _PER_LAYER: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """K or V of all layers: one strided array ``[blocks, tokens, heads, dim]`` per layer.
+
+    Attributes:
+        dim: Channels of a row, the last axis.
+        strides: Of blocks, tokens, heads and dim, in elements; the same for every layer.
+        tensors: The number of the tensor of each layer.
+        offsets: Elements from that tensor's first to the layer's first, per layer.
+    """
+
+    dim: int
+    strides: tuple[int, int, int, int]
+    tensors: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where K and V of all layers are stored.
+
+    Attributes:
+        num_blocks: Blocks of the pool.
+        block_size: Token slots per block.
+        num_kv_heads: KV heads per layer.
+        k: Rows of K.
+        v: Rows of V; ``None`` if a row is a latent that serves as both.
+    """
+
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    k: Rows
+    v: Rows | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import torch
+
+try:
+    import torch
+except ImportError as error:
+    _MISSING = "kvtrie.kernels needs torch: pip install 'kvtrie[torch]'"
+    raise ImportError(_MISSING, name="torch") from error
 
 from kvtrie._core import UnsupportedRopeError
 from kvtrie.kernels.geometry import Window
@@ -20,8 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvtrie._placement import Rows
-    from kvtrie.kernels.geometry import Geometry
+    from kvtrie.kernels.geometry import Geometry, Rows
     from kvtrie.rope import Rotary
 
 _TURNED_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvtrie._placement import Rows
-    from kvtrie.kernels.geometry import Geometry
+    from kvtrie.kernels.geometry import Geometry, Rows
 
 # Bytes of KV per program, and its threads.
 TILE_BYTES: Final = 16_384

@@ -30,7 +30,7 @@ from kvtrie.tags.sections import Section, Turn
 from kvtrie.tags.spellings import Tokenizer
 from kvtrie.tags.stream import Stream
 from kvtrie.tags.tagger import Tagger
-from kvtrie.tags.turns import Action, ClosedTurn, Decision, TurnPolicy
+from kvtrie.tags.turns import Action, ClosedTurn, TurnDecision, TurnPolicy
 
 __all__ = [
     "PRESETS",
@@ -38,7 +38,6 @@ __all__ = [
     "Boundary",
     "Channels",
     "ClosedTurn",
-    "Decision",
     "Drops",
     "Format",
     "MessageStart",
@@ -49,6 +48,7 @@ __all__ = [
     "Tagger",
     "Tokenizer",
     "Turn",
+    "TurnDecision",
     "TurnPolicy",
     "preset",
 ]

@@ -78,7 +78,7 @@ def _no_ids() -> npt.NDArray[np.int32]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class TurnDecision:
     """What a policy decides for finished turns, in token ranges.
 
     Args:
@@ -95,7 +95,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ClosedTurn(Decision):
+class ClosedTurn(TurnDecision):
     """What `TurnPolicy.close_turn` did: the decision, and what the index returned.
 
     Args:
@@ -205,7 +205,7 @@ class TurnPolicy:
         *,
         overrides: Mapping[Span, Action] | None = None,
         all_turns: bool = False,
-    ) -> Decision:
+    ) -> TurnDecision:
         """Decide about the last finished turn; a turn in a tool loop is not finished.
 
         Only the last finished turn is included, because earlier ones had their own calls. Reasoning
@@ -241,7 +241,7 @@ class TurnPolicy:
             # A section inside reasoning is treated with it.
             if not section.nested and section.dropped[0] < section.dropped[1]:
                 ranges[action].append(section.dropped)
-        return Decision(
+        return TurnDecision(
             turns=turns,
             spans=tuple(section.span for turn in turns for section in turn.sections),
             evict_first=_merged(ranges["evict_first"]),

@@ -233,7 +233,7 @@ impl RadixIndex {
             keep_last: options.keep_last,
             pin: false,
         };
-        let draft = self.draft(seq, &options.policy, plan, Effort::ANY);
+        let draft = self.draft(seq, None, &options.policy, plan, Effort::ANY);
         let segments = draft.unwrap_or_default().segments;
         let tokens = |class| {
             let of_class = segments.iter().filter(|segment| segment.class == class);

@@ -114,6 +114,7 @@ names! {
         NumLookahead = "num_lookahead",
         NumTokens = "num_tokens",
         PartialBlocks = "partial_blocks",
+        Path = "path",
         Pin = "pin",
         Plan = "plan",
         Policy = "policy",

@@ -396,14 +396,17 @@ impl PyRadixIndex {
     ///     keep_last: Tokens at the end that are computed in any case: an engine needs the last one's
     ///         logits.
     ///     pin: Whether what the plan uses stays until the plan is released.
+    ///     path: A sequence of the same namespace: the plan is made as if only its path were cached. Of
+    ///         two runs at the same distance, the one at the lower position is used. If a window of the
+    ///         prompt is on more paths than a plan looks at, `candidates_dropped` is not 0.
     ///
     /// Returns:
     ///     The plan. Release it, or use it in a `with` statement.
     ///
     /// Raises:
     ///     TypeError: An argument has the wrong type.
-    ///     ValueError: `keep_last` is negative, or the policy asks for runs shorter than the index's
-    ///         `min_run`.
+    ///     ValueError: `keep_last` is negative, the policy asks for runs shorter than the index's
+    ///         `min_run`, or `path` is of another namespace.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -426,7 +429,7 @@ impl PyRadixIndex {
     ///     (4, 5, 0, 0)
     ///     (5, 17, -15, 1)
     ///     (17, 25, 0, 2)
-    #[pyo3(signature = (seq: "TokenSequence", policy: "ReusePolicy | None" = None, *, keep_last: "SupportsIndex" = 1, pin: "bool" = true))]
+    #[pyo3(signature = (seq: "TokenSequence", policy: "ReusePolicy | None" = None, *, keep_last: "SupportsIndex" = 1, pin: "bool" = true, path: "TokenSequence | None" = None))]
     fn plan(
         &self,
         py: Python<'_>,
@@ -438,12 +441,24 @@ impl PyRadixIndex {
         policy: Option<&Bound<'_, PyReusePolicy>>,
         #[pyo3(from_py_with = int::<call::RadixIndexPlan, arg::KeepLast>)] keep_last: i128,
         #[pyo3(from_py_with = flag::<call::RadixIndexPlan, arg::Pin>)] pin: bool,
+        #[pyo3(from_py_with = optional_of::<call::RadixIndexPlan, arg::Path, PyTokenSequence>)]
+        path: Option<&Bound<'_, PyTokenSequence>>,
     ) -> PyResult<PyReusePlan> {
         let keep_last = Arg::new("RadixIndex.plan", "keep_last").count(keep_last)?;
         let policy = policy.map_or(&EXACT_ONLY, |policy| policy.get());
         let (shared, seq) = (&*self.shared, seq.get());
         shared.warn_of_unknown_kinds(py, policy.core(), "RadixIndex.plan")?;
         let options = PlanOptions { keep_last, pin };
+        if let Some(path) = path.map(Bound::get) {
+            let core = py.enter(Cost::Long, |keys| {
+                // A copy, because no thread may hold two sequences.
+                let path = keys.lock(&path.core, SEQUENCE)?.clone();
+                let mut seq = keys.lock(&seq.core, SEQUENCE)?;
+                let mut index = keys.lock(&shared.core, INDEX)?;
+                Ok(index.plan_from(&mut seq, &path, policy.core(), options)?)
+            })?;
+            return Ok(PyReusePlan::new(core, Arc::clone(&self.shared)));
+        }
         let core = py.enter_briefly(|keys: &Keys<'_>, effort| {
             let mut seq = keys.lock(&seq.core, SEQUENCE)?;
             let mut index = keys.lock(&shared.core, INDEX)?;

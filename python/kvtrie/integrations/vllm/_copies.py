@@ -11,7 +11,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvtrie._core import LayoutError
 from kvtrie.integrations.vllm._layouts import locate
-from kvtrie.pool import KVPool
+from kvtrie.pool.kv_pool import KVPool
 from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:

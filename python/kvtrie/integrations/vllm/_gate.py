@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from huggingface_hub import snapshot_download
 
-from kvtrie import _checkpoint, gates
+from kvtrie import gates
 from kvtrie._core import EXACT_ONLY, ReusePolicy, UnsupportedRopeError
 from kvtrie.integrations.vllm._copies import rope_of
 from kvtrie.integrations.vllm._settings import LEAST_RUN
+from kvtrie.models.fingerprint import CheckpointError, checkpoint_digest
 from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def cleared(settings: Settings, vllm_config: VllmConfig) -> ReusePolicy:
     try:
         decision = gate.policy(_with_min_run(wanted), checkpoint=_served(vllm_config))
         _check_rope(vllm_config)
-    except (gates.GateMismatchError, _checkpoint.CheckpointError) as error:
+    except (gates.GateMismatchError, CheckpointError) as error:
         msg = (
             f"KvtrieConnector: gate {settings.gate} (of {gate.model}) is not for this model: "
             f"{error}; {_FIX}"
@@ -119,7 +120,7 @@ def _served(vllm_config: VllmConfig) -> str:
     if model.quantization is not None and not _is_quantised(directory):
         msg = f"vLLM quantises the weights itself ({model.quantization})"
         raise gates.GateMismatchError(msg)
-    return _checkpoint.digest(directory)
+    return checkpoint_digest(directory)
 
 
 def _directory(vllm_config: VllmConfig) -> Path:
@@ -137,7 +138,7 @@ def _directory(vllm_config: VllmConfig) -> Path:
         )
     except Exception as error:  # hubs raise errors of many types
         msg = f"{model.model!r} is not a directory, and not in the hub's cache"
-        raise _checkpoint.CheckpointError(msg) from error
+        raise CheckpointError(msg) from error
     return Path(found)
 
 

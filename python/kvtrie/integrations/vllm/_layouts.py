@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtrie._core import LayoutError
-from kvtrie.layout import KVLayout
+from kvtrie.pool.layout import KVLayout
 
 if TYPE_CHECKING:
     from collections.abc import Collection

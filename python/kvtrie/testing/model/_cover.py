@@ -77,7 +77,13 @@ class Slots:
     """All present slots of a namespace in sequence, compared with a prompt."""
 
     def __init__(
-        self, prompt: Tokens, entries: dict[Tokens, Entry], size: int, allowed: Allowed
+        self,
+        prompt: Tokens,
+        entries: dict[Tokens, Entry],
+        size: int,
+        allowed: Allowed,
+        *,
+        by_position: bool,
     ) -> None:
         codes = {token: code for code, token in enumerate(dict.fromkeys(prompt))}
         self.prompt = np.array([codes[token] for token in prompt], dtype=np.int64)
@@ -99,8 +105,12 @@ class Slots:
                 shared.append(offset < same)
             last[path] = len(self.sources) - 1
         self.before = np.array(before, dtype=np.int64)
-        self.slot = self._column(entry.block * size + offset for entry, offset, _ in self.sources)
         self.position = self._column(position for *_, position in self.sources)
+        self.rank = (
+            self.position
+            if by_position
+            else self._column(entry.block * size + offset for entry, offset, _ in self.sources)
+        )
         self.hops = self._column(entry.hops for entry, *_ in self.sources)
         exact = self._column(entry.exact for entry, *_ in self.sources) != 0
         forbidden = self._column(
@@ -139,7 +149,7 @@ class Slots:
         end = int(reached[-1])
         last = np.flatnonzero(self.lengths[end - 1] >= max(end - start, min_run))
         # Of siblings that continue one source: the one with fewer hops, then the lower id.
-        last = last[np.lexsort((self.slot[last], self.hops[last]))]
+        last = last[np.lexsort((self.rank[last], self.hops[last]))]
         parts = self._back(last, end - start)
         firsts = np.unique(parts[:, 0], return_index=True)[1]
         last, parts = last[firsts], parts[firsts]
@@ -147,7 +157,7 @@ class Slots:
         same = self.same_prefix[end - 1, last]
         hops = (self.hops[parts] + ~same[:, np.newaxis]).max(axis=1)
         way = np.abs(end - 1 - self.position[last])
-        order = np.lexsort((*self.slot[parts].T[::-1], way, hops))
+        order = np.lexsort((*self.rank[parts].T[::-1], way, hops))
         winner = int(order[0])
         sources = [self.sources[column] for column in parts[winner]]
         return Piece(start, sources, bool(same[winner]))

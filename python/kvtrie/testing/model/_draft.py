@@ -46,6 +46,7 @@ class Cached:
         min_run: The shortest match, unless a policy sets a longer one.
         moved_runs: Whether runs of other prefixes are used at all.
         kinds: The names of the kinds, by bit.
+        is_one_path: Whether the entries are those of one path: their order is that of positions.
     """
 
     entries: dict[Tokens, Entry]
@@ -53,6 +54,7 @@ class Cached:
     min_run: int
     moved_runs: bool
     kinds: tuple[str, ...]
+    is_one_path: bool = False
 
 
 def draft(cached: Cached, tokens: Tokens, keep_last: int, policy: ReusePolicy) -> Draft:
@@ -70,7 +72,10 @@ def draft(cached: Cached, tokens: Tokens, keep_last: int, policy: ReusePolicy) -
         pieces += _sibling(cached, limited, len(found))
     if policy.approximate or policy.partial_blocks:
         start = len(found) + sum(len(piece.sources) for piece in pieces)
-        slots = Slots(limited, cached.entries, cached.block_size, allowed)
+        by_position = cached.is_one_path
+        slots = Slots(
+            limited, cached.entries, cached.block_size, allowed, by_position=by_position
+        )
         pieces += cover(slots, start, policy.min_run or cached.min_run)
     for number, piece in enumerate(pieces, IN_PLACE + 1):
         found += [None] * (piece.start - len(found))

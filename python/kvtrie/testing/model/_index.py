@@ -156,6 +156,7 @@ class ModelIndex(Removal):
         *,
         keep_last: int = 1,
         pin: bool = True,
+        path: AnySequence | None = None,
     ) -> ModelPlan:
         """Plan how to build the KV of a prompt.
 
@@ -164,6 +165,7 @@ class ModelIndex(Removal):
             policy: What may be reused; None: `EXACT_ONLY`.
             keep_last: Tokens at the end that are computed.
             pin: Whether the plan's blocks stay until it is released.
+            path: The only sequence whose entries are used; None: all of the namespace.
 
         Returns:
             The plan: whole blocks in place, then copies, and the gaps between.
@@ -176,8 +178,16 @@ class ModelIndex(Removal):
         if policy.min_run is not None and policy.min_run < self.min_run:
             message = f"policy.min_run is {policy.min_run}, below the index's {self.min_run}"
             raise ValueError(message)
-        entries = {path: entry for (ns, path), entry in self._entries.items() if ns == namespace}
-        cached = Cached(entries, self.block_size, self.min_run, self.moved_runs, self.kinds)
+        entries = {own: entry for (ns, own), entry in self._entries.items() if ns == namespace}
+        if path is not None:
+            other, whole = read(path)
+            if other != namespace:
+                message = "path is of another namespace than the prompt"
+                raise ValueError(message)
+            entries = {own: entry for own, entry in entries.items() if whole[: len(own)] == own}
+        cached = Cached(
+            entries, self.block_size, self.min_run, self.moved_runs, self.kinds, path is not None
+        )
         origins = draft(cached, tokens, keep_last, policy)
         used = [origin.source.entry for origin in origins if origin is not None]
         self._stamp(used)

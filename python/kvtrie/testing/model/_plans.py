@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
-    from kvtrie.testing.model._store import PlanState, Store
+    from kvtrie.testing.model._store import ModelStore, PlanState
 
 EXACT, APPROXIMATE, COMPUTE = range(3)
 """Classes of a segment."""
@@ -77,7 +77,7 @@ def copied_from(draft: Draft) -> set[int]:
 class ModelPlan:
     """How to build the KV of a prompt: `kvtrie.ReusePlan`, made by `ModelIndex.plan`."""
 
-    def __init__(self, index: Store, state: PlanState, draft: Draft) -> None:
+    def __init__(self, index: ModelStore, state: PlanState, draft: Draft) -> None:
         self._index = index
         self._state = state
         self._draft = draft

@@ -60,7 +60,7 @@ def exact_run(entries: Iterable[Entry | None]) -> list[Entry]:
     return run
 
 
-class Store:
+class ModelStore:
     """One dictionary from whole prefixes to entries; everything else is computed from it."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:

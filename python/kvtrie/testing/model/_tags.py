@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvtrie import Span
 from kvtrie.testing.model._arguments import expect
 from kvtrie.testing.model._sequences import AnySequence, Tokens, read
-from kvtrie.testing.model._store import Key, Store
+from kvtrie.testing.model._store import Key, ModelStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,7 +16,7 @@ FIRST_KINDS = ("system", "user", "reasoning", "answer", "tool_call", "tool_resul
 MAX_KINDS = 64
 
 
-class Tags(Store):
+class Tags(ModelStore):
     """Tags belong to the entry: they depend on a prefix and a position in it."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:

@@ -557,6 +557,9 @@ impl<'a> Cover<'a> {
     }
 
     fn slot(&self, node: NodeIndex, at: usize) -> u64 {
+        if self.follower.path.is_some() {
+            return at as u64;
+        }
         let index = self.follower.index;
         let block_size = index.block_size();
         let id = index.nodes[node].id(crate::ids::depth(at / block_size), block_size);

@@ -6,6 +6,7 @@ use crate::ids::{BlockId, Depth, NO_NODE};
 use crate::node::Node;
 use crate::payload::Label;
 use crate::plan::cover::{Cover, OwnPath, Run};
+use crate::plan::path::CachedPath;
 use crate::plan::reach::{Follower, Stretch};
 use crate::plan::search::Search;
 use crate::plan::usable::{Kinship, Usable};
@@ -39,11 +40,12 @@ pub(crate) fn num_tokens(segments: &[Segment], class: Class) -> usize {
 }
 
 impl RadixIndex {
-    /// Works out how to build the KV of a prompt. Returns `None` if finding the exact prefix, or searching for moved
-    /// runs, takes more than `effort`.
+    /// Works out how to build the KV of a prompt, from `path` alone if there is one. Returns `None` if finding the exact
+    /// prefix, or searching for moved runs, takes more than `effort`.
     pub(crate) fn draft(
         &mut self,
         seq: &mut TokenSequence,
+        path: Option<&CachedPath>,
         policy: &ReusePolicy,
         options: PlanOptions,
         effort: Effort,
@@ -54,6 +56,7 @@ impl RadixIndex {
             compute_until(&mut draft.segments, seq.len());
             return Some(draft);
         }
+        let end = path.map_or(end, |path| path.common(self, end));
         if self
             .windows
             .as_ref()
@@ -64,7 +67,7 @@ impl RadixIndex {
         let ids = self.remembered_ids(seq, end);
         let len = seq.len().saturating_sub(options.keep_last);
         let usable = Usable::new(self, policy);
-        let draft = Drafting::new(self, seq, policy, usable, len).draft(end, &ids, effort)?;
+        let draft = Drafting::new(self, seq, path, policy, usable, len).draft(end, &ids, effort)?;
         let looks = draft.looks;
         let approximate = num_tokens(&draft.segments, Class::Approximate);
         #[expect(
@@ -74,7 +77,8 @@ impl RadixIndex {
         let is_too_much = approximate as f64 / seq.len() as f64 > policy.max_approximate_share;
         let draft = if is_too_much {
             let usable = usable.exact_only();
-            let exact = Drafting::new(self, seq, policy, usable, len).draft(end, &ids, effort)?;
+            let drafting = Drafting::new(self, seq, path, policy, usable, len);
+            let exact = drafting.draft(end, &ids, effort)?;
             // If all places had been tried, the share might be another.
             Draft {
                 candidates_dropped: draft.candidates_dropped.max(exact.candidates_dropped),
@@ -88,7 +92,13 @@ impl RadixIndex {
     }
 
     /// The cached exact block at the end of a path that shares most tokens with the rest of the prompt, and how many.
-    fn nearest_block(&self, seq: &TokenSequence, end: Position, len: usize) -> Option<Stretch> {
+    fn nearest_block(
+        &self,
+        seq: &TokenSequence,
+        path: Option<&CachedPath>,
+        end: Position,
+        len: usize,
+    ) -> Option<Stretch> {
         let block_size = self.block_size();
         let at = end.depth as usize * block_size;
         let until = len.min(at + block_size);
@@ -96,11 +106,15 @@ impl RadixIndex {
             return None;
         }
         let wanted = seq.view().slice(at, until);
-        let node = &self.nodes[end.node];
-        let (node, shared) = if end.depth < node.end() {
+        let only = match path {
+            Some(path) => Some(path.edge_at(end.depth)?.0),
+            None => (end.depth < self.nodes[end.node].end()).then_some(end.node),
+        };
+        let (node, shared) = if let Some(only) = only {
+            let node = &self.nodes[only];
             let shared = wanted.common(node.view(block_size).slice(at, at + block_size));
             (node.payload(end.depth, block_size).is_exact() && shared > 0)
-                .then_some((end.node, shared))?
+                .then_some((only, shared))?
         } else {
             siblings::nearest(&self.nodes, block_size, end.node, wanted)?
         };
@@ -116,6 +130,7 @@ impl RadixIndex {
 struct Drafting<'a> {
     index: &'a RadixIndex,
     seq: &'a TokenSequence,
+    path: Option<&'a CachedPath>,
     policy: &'a ReusePolicy,
     usable: Usable,
     /// Tokens that may be matched.
@@ -127,6 +142,7 @@ impl<'a> Drafting<'a> {
     fn new(
         index: &'a RadixIndex,
         seq: &'a TokenSequence,
+        path: Option<&'a CachedPath>,
         policy: &'a ReusePolicy,
         usable: Usable,
         len: usize,
@@ -134,6 +150,7 @@ impl<'a> Drafting<'a> {
         Self {
             index,
             seq,
+            path,
             policy,
             usable,
             len,
@@ -153,7 +170,9 @@ impl<'a> Drafting<'a> {
         self.use_in_place(exact, in_place, exact_ids);
         let mut at = in_place.depth as usize * block_size;
         if self.policy.partial_blocks
-            && let Some(partial) = self.index.nearest_block(self.seq, in_place, self.len)
+            && let Some(partial) = self
+                .index
+                .nearest_block(self.seq, self.path, in_place, self.len)
         {
             self.copy(&Run::own(at, [partial].into_iter().collect()));
             at = partial.end;
@@ -185,7 +204,8 @@ impl<'a> Drafting<'a> {
         let walked = self
             .index
             .walk(tokens, exact, limit, Effort::ANY, whole, |_, _, _| ());
-        walked.at
+        self.path
+            .map_or(walked.at, |path| path.common(self.index, walked.at))
     }
 
     /// Where in-place use of the path ends: after the exact prefix, if the policy allows approximate blocks.
@@ -263,11 +283,20 @@ impl<'a> Drafting<'a> {
         let windows = index.windows.as_ref().filter(|_| self.usable.moves());
         let tree = index.nodes[in_place.node].tree;
         let max_candidates = index.config.max_candidates;
-        let search =
-            windows.map(|windows| Search::new(index, windows, tree, prompt.tokens, max_candidates));
+        let search = windows.map(|windows| {
+            Search::new(
+                index,
+                windows,
+                tree,
+                self.path,
+                prompt.tokens,
+                max_candidates,
+            )
+        });
         let follower = Follower {
             index,
             prompt,
+            path: self.path,
             usable: self.usable,
             max_children: max_candidates,
         };

@@ -31,6 +31,7 @@ mod budget;
 mod cover;
 mod draft;
 mod moves;
+mod path;
 mod reach;
 mod search;
 #[cfg(test)]
@@ -51,6 +52,7 @@ use crate::tokens::{Snapshot, TokenSequence};
 use crate::tree::{Effort, RadixIndex};
 
 use draft::Draft;
+use path::CachedPath;
 
 pub use moves::Move;
 
@@ -309,9 +311,56 @@ impl RadixIndex {
         policy: &ReusePolicy,
         options: PlanOptions,
     ) -> ReusePlan {
-        let draft = self.draft(seq, policy, options, Effort::ANY);
+        let draft = self.draft(seq, None, policy, options, Effort::ANY);
         // `Effort::ANY` is never exceeded.
         self.settle_on(seq, options, draft.unwrap_or_default())
+    }
+
+    /// Like [`plan`](Self::plan), as if nothing were cached but the cached path of the sequence `path`: what one sequence could give to
+    /// another. Ties of runs at the same distance go to the earlier position. Places of a window on other paths are
+    /// passed over, a look each, and at most 16 per [candidate](crate::Config::max_candidates); those not looked at
+    /// count as [dropped](ReusePlan::candidates_dropped).
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan); and [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the sequences are of
+    /// different namespaces.
+    ///
+    /// # Complexity
+    /// As [`plan`](Self::plan), and a lookup of `path`.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut one = TokenSequence::new(ns.clone(), vec![1, 2, 3, 4], vec![])?;
+    /// let mut two = TokenSequence::new(ns.clone(), vec![1, 2, 5, 6], vec![])?;
+    /// index.insert(&mut one, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// index.insert(&mut two, &[BlockId(7), BlockId(1)], InsertOptions::new(4, Source::Computed))?;
+    /// let mut prompt = TokenSequence::new(ns, vec![1, 2, 3, 4, 9], vec![])?;
+    /// let plan = index.plan_from(&mut prompt, &two, &ReusePolicy::EXACT_ONLY, PlanOptions::default())?;
+    /// assert_eq!(plan.blocks(), [BlockId(6)]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn plan_from(
+        &mut self,
+        seq: &mut TokenSequence,
+        path: &TokenSequence,
+        policy: &ReusePolicy,
+        options: PlanOptions,
+    ) -> Result<ReusePlan> {
+        policy.check(self.config.min_run, "RadixIndex.plan")?;
+        if seq.namespace() != path.namespace() {
+            return Err(Error::invalid(
+                "RadixIndex.plan: path is of another namespace than the prompt",
+            ));
+        }
+        crate::failpoints::before("RadixIndex.plan")?;
+        let path = CachedPath::of(self, path);
+        let draft = self.draft(seq, Some(&path), policy, options, Effort::ANY);
+        // `Effort::ANY` is never exceeded.
+        Ok(self.settle_on(seq, options, draft.unwrap_or_default()))
     }
 
     /// Like [`plan`](Self::plan), but returns `None` and touches nothing if following the prompt's own path (the exact
@@ -335,7 +384,7 @@ impl RadixIndex {
         if effort != Effort::ANY && self.is_broken_path(seq, options, effort) {
             return Ok(None);
         }
-        let draft = self.draft(seq, policy, options, effort);
+        let draft = self.draft(seq, None, policy, options, effort);
         Ok(draft.map(|draft| self.settle_on(seq, options, draft)))
     }
 

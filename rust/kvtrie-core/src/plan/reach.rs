@@ -3,8 +3,10 @@
 use smallvec::SmallVec;
 
 use crate::arena::Arena;
-use crate::ids::{NO_NODE, NodeIndex};
+use crate::ids::{Depth, NO_NODE, NodeIndex};
+use crate::node::Node;
 use crate::plan::budget::{CHOICE, TOKENS_PER_LOOK};
+use crate::plan::path::CachedPath;
 use crate::plan::usable::{Kinship, Usable};
 use crate::siblings;
 use crate::tokens::View;
@@ -41,6 +43,8 @@ pub(super) struct Follower<'a> {
     pub(super) index: &'a RadixIndex,
     /// What may be matched: the prompt without the tokens that are always computed.
     pub(super) prompt: View<'a>,
+    /// What may be followed; `None`: everything.
+    pub(super) path: Option<&'a CachedPath>,
     pub(super) usable: Usable,
     /// The most children compared where an edge ends and none continues with a whole block.
     pub(super) max_children: usize,
@@ -49,6 +53,12 @@ pub(super) struct Follower<'a> {
 impl Follower<'_> {
     fn nodes(&self) -> &Arena {
         &self.index.nodes
+    }
+
+    /// Where an edge ends for this plan.
+    fn end_of(&self, node: NodeIndex, edge: &Node) -> Depth {
+        let restricted = self.path.and_then(|path| path.end_in(node, edge.depth));
+        restricted.unwrap_or(edge.end())
     }
 
     /// Follows the prompt from `at` down from position `from` of an edge, and adds the common tokens to `path`. A run
@@ -69,7 +79,7 @@ impl Follower<'_> {
         let mut done = Followed::default();
         loop {
             let edge = &self.nodes()[node];
-            let (start, end) = (from, edge.end() as usize * block_size);
+            let (start, end) = (from, self.end_of(node, edge) as usize * block_size);
             // Usability is checked only a little further than the tokens that agreed, because they may end anywhere.
             let mut ahead = FEW;
             while from < end && at < len {
@@ -115,6 +125,10 @@ impl Follower<'_> {
         done: &mut Followed,
     ) -> Option<NodeIndex> {
         let (nodes, block_size) = (self.nodes(), self.index.block_size());
+        if let Some(path) = self.path {
+            done.looks += 1;
+            return path.edge_at(nodes[parent].end()).map(|(child, _)| child);
+        }
         let first = nodes[parent].first_child();
         if first == NO_NODE {
             return None;

@@ -8,6 +8,7 @@ use hashbrown::HashMap;
 use crate::blocks::Place;
 use crate::fingerprints::WINDOW;
 use crate::ids::NodeIndex;
+use crate::plan::path::CachedPath;
 use crate::tree::RadixIndex;
 use crate::windows::Windows;
 
@@ -20,6 +21,13 @@ const MOST_PLACES: usize = 1 << 14;
 
 /// The most tokens compared to decide whether to follow a place.
 const MOST_TOKENS: usize = 64;
+
+/// Places of a window on other paths that are passed over, per place that may be tried, if the plan is restricted to a
+/// path.
+const PASSED_OVER: usize = 16;
+
+/// Places of a window that are looked at to see whether any is on the path, before the window counts as a hit.
+const FEW_PLACES: usize = 4;
 
 /// A place where a window of the prompt may be cached.
 #[derive(Clone, Copy, Debug)]
@@ -112,6 +120,8 @@ pub(super) struct Search<'a> {
     index: &'a RadixIndex,
     windows: &'a Windows,
     tree: u32,
+    /// Where places may be; `None`: anywhere in the tree.
+    path: Option<&'a CachedPath>,
     tokens: &'a [u32],
     max_candidates: usize,
     /// Windows looked up last, and those among them that may be cached.
@@ -134,6 +144,7 @@ impl<'a> Search<'a> {
         index: &'a RadixIndex,
         windows: &'a Windows,
         tree: u32,
+        path: Option<&'a CachedPath>,
         tokens: &'a [u32],
         max_candidates: usize,
     ) -> Self {
@@ -141,6 +152,7 @@ impl<'a> Search<'a> {
             index,
             windows,
             tree,
+            path,
             tokens,
             max_candidates,
             screened: 0..0,
@@ -254,24 +266,43 @@ impl<'a> Search<'a> {
         self.windows.hash_all(self.tree, tokens, &mut self.hashes);
         self.found.clear();
         self.windows.screen(&self.hashes, &mut self.found);
+        if let Some(path) = self.path {
+            let mut found = std::mem::take(&mut self.found);
+            found.retain(|&at| self.may_be_on(path, self.hashes[at as usize]));
+            self.found = found;
+        }
         hits.extend(self.found.iter().map(|&at| Hit {
             start: range.start + at as usize,
             hash: self.hashes[at as usize],
         }));
     }
 
+    /// Whether a window is on a path, or has more places than are looked at here.
+    fn may_be_on(&self, path: &CachedPath, hash: u64) -> bool {
+        let mut places = self.windows.places(hash, self.tree);
+        let is_on = |(id, _)| match self.index.blocks.place(id) {
+            Place::Indexed { node, depth } => path.end_after(self.index, node, depth).is_some(),
+            _ => false,
+        };
+        places.by_ref().take(FEW_PLACES).any(is_on) || places.next().is_some()
+    }
+
     /// Whether a window has more places than are tried.
     pub(super) fn is_crowded(&mut self, hit: Hit) -> bool {
-        self.known(hit).count > self.max_candidates
+        self.path.is_none() && self.known(hit).count > self.max_candidates
+    }
+
+    /// A window's places are counted if there are more than this. Those on a path are known only when they are tried.
+    fn enough(&self) -> usize {
+        self.path.map_or(self.max_candidates, |_| 0)
     }
 
     fn known(&mut self, hit: Hit) -> &mut Known {
         let (index, tree) = (self.index, self.tree);
         let is_of_tree = |id| index.tree_of_block(id) == Some(tree);
+        let enough = self.enough();
         self.known.entry(hit.hash).or_insert_with(|| Known {
-            count: self
-                .windows
-                .num_places(hit.hash, tree, self.max_candidates, is_of_tree),
+            count: self.windows.num_places(hit.hash, tree, enough, is_of_tree),
             tried: None,
             round: 0,
         })
@@ -297,38 +328,55 @@ impl<'a> Search<'a> {
         let count = known.count;
         let first = self.places.len();
         let (index, windows, tree) = (self.index, self.windows, self.tree);
-        let block_size = index.block_size();
         // Places of other trees are removed before the most recent ones are taken.
         let places = windows
             .places(hit.hash, tree)
-            .filter(|&(id, _)| index.tree_of_block(id) == Some(tree))
-            .take(self.max_candidates);
-        self.places.extend(places.filter_map(|(id, which)| {
-            let Place::Indexed { node, depth } = index.blocks.place(id) else {
-                return None;
-            };
-            let edge = &index.nodes[node];
-            let last = windows.end(depth, which);
-            let (before, behind) = edge
-                .run
-                .tokens(block_size)
-                .split_at_checked(last - edge.depth as usize * block_size)?;
-            Some(Candidate {
-                node,
-                last,
-                before,
-                behind,
-                is_first: edge.depth == 0,
-                is_last: !edge.has_children(),
-            })
-        }));
+            .filter(|&(id, _)| index.tree_of_block(id) == Some(tree));
+        let most = self
+            .max_candidates
+            .saturating_mul(self.path.map_or(1, |_| PASSED_OVER));
+        let mut num_looked_at = 0;
+        for (id, which) in places.take(most) {
+            if self.places.len() - first == self.max_candidates {
+                break;
+            }
+            num_looked_at += 1;
+            self.places.extend(self.candidate(id, which));
+        }
         let places = first..self.places.len();
         // A source with much room, once followed, may make others needless.
         self.places[places.clone()].sort_by_key(|place| std::cmp::Reverse(place.room()));
-        self.num_places += places.len() as u64;
-        self.dropped += count.saturating_sub(self.max_candidates) as u64;
+        self.num_places += num_looked_at as u64;
+        self.dropped += count.saturating_sub(num_looked_at.max(self.enough())) as u64;
         self.known(hit).tried = Some(places.clone());
         places
+    }
+
+    /// The place of a window of a block; `None` if the plan may not use it.
+    fn candidate(&self, id: u32, which: u64) -> Option<Candidate<'a>> {
+        let (index, windows) = (self.index, self.windows);
+        let Place::Indexed { node, depth } = index.blocks.place(id) else {
+            return None;
+        };
+        let edge = &index.nodes[node];
+        let block_size = index.block_size();
+        let last = windows.end(depth, which);
+        let mut tokens = edge.run.tokens(block_size);
+        let mut is_last = !edge.has_children();
+        if let Some(path) = self.path {
+            let end = path.end_after(index, node, depth)?;
+            tokens = tokens.get(..(end - edge.depth) as usize * block_size)?;
+            is_last = path.edge_at(end).is_none();
+        }
+        let (before, behind) = tokens.split_at_checked(last - edge.depth as usize * block_size)?;
+        Some(Candidate {
+            node,
+            last,
+            before,
+            behind,
+            is_first: edge.depth == 0,
+            is_last,
+        })
     }
 
     pub(super) fn place(&self, at: usize) -> Candidate<'a> {

@@ -5,25 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
+
+try:
+    import torch
+except ImportError as error:
+    _MISSING = "kvtrie.KVPool needs torch: pip install 'kvtrie[torch]'"
+    raise ImportError(_MISSING, name="torch") from error
 
 from kvtrie._core import KvTrieError, LayoutError
-from kvtrie._moves import check_moves
-from kvtrie._placement import Placement, Rows
 from kvtrie.kernels import ops, reference
-from kvtrie.kernels.geometry import Geometry, Window
+from kvtrie.kernels.geometry import Geometry, Placement, Rows, Window
+from kvtrie.pool.moves import check_moves
+from kvtrie.pool.placement import MAX_BLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from kvtrie.layout import KVLayout
+    from kvtrie.pool.layout import KVLayout
     from kvtrie.rope import RopeSpec, Rotary
 
     BlockIds = NDArray[np.integer] | Sequence[int] | torch.Tensor
 
-MAX_BLOCKS: Final = 2**31
 # Rows checked at once: bounds the memory of the check, for one layer.
 _CHECKED_ROWS: Final = 16_384
 
@@ -52,7 +56,7 @@ class CopyEvent:
 
     Example:
         >>> import numpy as np
-        >>> from kvtrie.layout import KVLayout
+        >>> from kvtrie import KVLayout
         >>> layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
         >>> fields = ("source_slot", "dest_slot", "num_tokens", "delta")
         >>> moves = np.array([(0, 16, 4, 0)], dtype=[(name, "i8") for name in fields])
@@ -111,7 +115,7 @@ class KVPool:
 
     Example:
         >>> import torch
-        >>> from kvtrie.layout import KVLayout
+        >>> from kvtrie import KVLayout
         >>> layout = KVLayout(
         ...     num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", block_size=4
         ... )
@@ -187,7 +191,7 @@ class KVPool:
 
         Example:
             >>> import torch
-            >>> from kvtrie.layout import KVLayout
+            >>> from kvtrie import KVLayout
             >>> layers = [torch.zeros(8, 2, 16, 2 * 32) for _ in range(3)]
             >>> layout = KVLayout.from_tensors(
             ...     layers,

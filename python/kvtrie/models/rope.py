@@ -1,19 +1,18 @@
-"""Reads from a config how a model rotates its keys; computing frequencies imports torch."""
+"""Reads from a config how a model rotates its keys, and refuses what no rotation can move."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeGuard, cast
+from typing import Any, Final, NamedTuple, cast
 
 from kvtrie._core import UnsupportedRopeError
-from kvtrie._rope_models import ALIBI, FAMILIES, REFUSED, Family
+from kvtrie.models.config import MULTIMODAL, NUM_LAYERS, ConfigFields, config_field, is_int
+from kvtrie.models.frequencies import frequencies
+from kvtrie.models.rope_families import ALIBI, FAMILIES, REFUSED, Family
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-_MULTIMODAL_FIELDS: Final = ("text_config", "thinker_config", "vision_config", "audio_config")
+_REFUSAL: Final = "RopeSpec.from_config: cannot rotate the keys of"
 _INDEX_FIELDS: Final = ("index_head_dim", "index_topk", "index_n_heads")
 _PLAIN_KV_DTYPES: Final = ("auto", "bfloat16", "float16", "float32", "float64")
 _QUANTIZED_KV_FIELDS: Final = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype")
@@ -53,7 +52,7 @@ _NEUTRAL_FIELDS: Final = frozenset(
 )
 
 
-class Turn(NamedTuple):
+class RotaryFields(NamedTuple):
     """How the keys of one layer rotate: the fields of a `Rotary`."""
 
     inv_freq: tuple[float, ...]
@@ -62,72 +61,23 @@ class Turn(NamedTuple):
     attention_factor: float
 
 
-def read_turns(config: object, mla: str, interleaved: bool | None) -> tuple[list[Turn | None], int]:
+def read_rope(
+    config: object, mla: str, interleaved: bool | None
+) -> tuple[list[RotaryFields | None], int]:
     """Every layer's rotation, and the channels of a head's K row; see `RopeSpec.from_config`."""
-    fields = _Fields(config)
+    fields = ConfigFields(config, _REFUSAL, UnsupportedRopeError)
     family = _family(fields, interleaved)
     head = _head(fields, family, mla)
     order = _pair_order(fields, family, mla, interleaved)
-    num_layers = fields.size("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    num_layers = fields.size(*NUM_LAYERS)
     by_layer = _settings_by_layer(fields, family, num_layers)
-    made: dict[int, Turn] = {}
+    made: dict[int, RotaryFields] = {}
     for settings in by_layer:
         if settings is not None and id(settings) not in made:
-            made[id(settings)] = _turn(fields, family, settings, head, order)
+            made[id(settings)] = _rotary(fields, family, settings, head, order)
     if not made:
         fields.refuse("none of its layers rotates its keys")
     return [None if settings is None else made[id(settings)] for settings in by_layer], head.dim
-
-
-class _Fields:
-    """Reads fields of a config object or a mapping; an absent field is ``None``."""
-
-    def __init__(self, config: object) -> None:
-        self._config = config
-        model_type = self.get("model_type")
-        self.model_type = model_type if isinstance(model_type, str) else None
-        self.model = self.model_type or type(config).__name__
-
-    def get(self, name: str) -> Any:  # noqa: ANN401 - a config field may be anything
-        if isinstance(self._config, Mapping):
-            return self._config.get(name)
-        return getattr(self._config, name, None)
-
-    def first(self, *names: str) -> tuple[str, Any] | None:
-        """The first field of ``names`` that is set."""
-        for name in names:
-            value = self.get(name)
-            if value is not None:
-                return name, value
-        return None
-
-    def size(self, *names: str) -> int:
-        """The first field of ``names`` that is set, as a positive int."""
-        found = self.first(*names)
-        if found is None:
-            self.refuse(f"its config has no {names[0]}")
-        name, value = found
-        if not is_int(value) or value < 1:
-            self.refuse(f"{name} is {value!r}, not a positive integer")
-        return value
-
-    def number(self, name: str, value: object, *, least: float = 0.0) -> float:
-        """A finite number above ``least``, as the config spells it."""
-        if not is_number(value) or not least < value < math.inf:
-            self.refuse(f"{name} is {value!r}, not a number above {least:g}")
-        return value
-
-    def refuse(self, reason: str) -> NoReturn:
-        msg = f"RopeSpec.from_config: cannot rotate the keys of a {self.model} model: {reason}"
-        raise UnsupportedRopeError(msg)
-
-
-def is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +92,12 @@ class _Head:
 # --- which model ----------------------------------------------------------------------------------
 
 
-def _family(fields: _Fields, interleaved: bool | None) -> Family | None:
+def _family(fields: ConfigFields, interleaved: bool | None) -> Family | None:
     """The table's entry; None for a type that is not in the table if the caller gives the order."""
     reason = REFUSED.get(fields.model_type or "")
     if reason is not None:
         fields.refuse(reason)
-    for name in _MULTIMODAL_FIELDS:
+    for name in MULTIMODAL:
         if fields.get(name) is not None:
             fields.refuse(f"it is multimodal ({name}); give the config of its text model")
     for name in ("alibi", "use_alibi"):
@@ -169,16 +119,15 @@ def _family(fields: _Fields, interleaved: bool | None) -> Family | None:
     return family
 
 
-def _refuse_quantized_k(fields: _Fields) -> None:
+def _refuse_quantized_k(fields: ConfigFields) -> None:
     kind = fields.get("kv_cache_dtype")
     if kind is not None and str(kind).removeprefix("torch.") not in _PLAIN_KV_DTYPES:
         fields.refuse(f"its K is quantised (kv_cache_dtype={kind!r}); a rotation needs floats")
     quantization = fields.get("quantization_config")
     if quantization is None:
         return
-    inner = _Fields(quantization)
     for name in _QUANTIZED_KV_FIELDS:
-        value = inner.get(name)
+        value = config_field(quantization, name)
         if value is not None and str(value).removeprefix("torch.") not in _PLAIN_KV_DTYPES:
             fields.refuse(
                 f"its K is quantised (quantization_config.{name}={value!r}); "
@@ -186,7 +135,9 @@ def _refuse_quantized_k(fields: _Fields) -> None:
             )
 
 
-def _pair_order(fields: _Fields, family: Family | None, mla: str, interleaved: bool | None) -> bool:
+def _pair_order(
+    fields: ConfigFields, family: Family | None, mla: str, interleaved: bool | None
+) -> bool:
     if interleaved is not None:
         return interleaved
     if family is None or family.interleaved is None:
@@ -209,7 +160,7 @@ def _pair_order(fields: _Fields, family: Family | None, mla: str, interleaved: b
 # --- which channels -------------------------------------------------------------------------------
 
 
-def _head(fields: _Fields, family: Family | None, mla: str) -> _Head:
+def _head(fields: ConfigFields, family: Family | None, mla: str) -> _Head:
     is_mla = fields.get("kv_lora_rank") is not None
     if family is not None and family.is_mla != is_mla:
         if is_mla:
@@ -219,19 +170,12 @@ def _head(fields: _Fields, family: Family | None, mla: str) -> _Head:
         rotary = fields.size("qk_rope_head_dim")
         start = fields.size("kv_lora_rank" if mla == "latent" else "qk_nope_head_dim")
         return _Head(dim=start + rotary, start=start, rotary=rotary)
-    if fields.first("head_dim", "kv_channels") is not None:
-        dim = fields.size("head_dim", "kv_channels")
-    else:
-        width = fields.size("hidden_size", "n_embd", "d_model")
-        heads = fields.size("num_attention_heads", "n_head", "num_heads", "n_heads")
-        if width % heads:
-            fields.refuse(f"hidden_size {width} does not divide into {heads} heads (head_dim)")
-        dim = width // heads
+    dim = fields.head_dim()
     return _Head(dim=dim, start=0, rotary=dim)
 
 
-def _turning(
-    fields: _Fields, family: Family | None, settings: Mapping[str, Any], head: _Head
+def _rotated(
+    fields: ConfigFields, family: Family | None, settings: Mapping[str, Any], head: _Head
 ) -> tuple[int, float]:
     """Channels that rotate, and their share of a head (transformers rounds the product down)."""
     inside = settings.get("partial_rotary_factor")
@@ -267,7 +211,7 @@ def _turning(
 
 
 def _settings_by_layer(
-    fields: _Fields, family: Family | None, num_layers: int
+    fields: ConfigFields, family: Family | None, num_layers: int
 ) -> list[Mapping[str, Any] | None]:
     """RoPE settings of every layer, shared settings are one object; ``None``: no RoPE."""
     settings = _settings(fields)
@@ -285,7 +229,7 @@ def _settings_by_layer(
     return [settings if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _settings(fields: _Fields) -> Mapping[str, Any]:
+def _settings(fields: ConfigFields) -> Mapping[str, Any]:
     """The RoPE settings in the old spelling or the new."""
     found = {}
     for name in ("rope_parameters", "rope_scaling"):
@@ -302,7 +246,7 @@ def _settings(fields: _Fields) -> Mapping[str, Any]:
     return dict(next(iter(found.values()), {}))
 
 
-def _rule_of_unknown(fields: _Fields, settings: Mapping[str, Any]) -> str:
+def _rule_of_unknown(fields: ConfigFields, settings: Mapping[str, Any]) -> str:
     """Which layers rotate in a model outside the table, if its config says so for certain."""
     if any(isinstance(value, Mapping) for value in settings.values()):
         return "by_type"
@@ -322,7 +266,7 @@ def _rule_of_unknown(fields: _Fields, settings: Mapping[str, Any]) -> str:
     return "all"
 
 
-def _marks(fields: _Fields, family: Family | None, num_layers: int) -> list[int]:
+def _marks(fields: ConfigFields, family: Family | None, num_layers: int) -> list[int]:
     marks = fields.get("no_rope_layers")
     if not marks:
         every = family.every if family is not None else 0
@@ -338,7 +282,7 @@ def _marks(fields: _Fields, family: Family | None, num_layers: int) -> list[int]
     return [int(mark) for mark in marks[:num_layers]]
 
 
-def _layer_types(fields: _Fields, family: Family | None, num_layers: int) -> list[str]:
+def _layer_types(fields: ConfigFields, family: Family | None, num_layers: int) -> list[str]:
     kinds = fields.get("layer_types")
     if kinds is not None:
         if isinstance(kinds, str) or not isinstance(kinds, Sequence):
@@ -360,7 +304,7 @@ def _layer_types(fields: _Fields, family: Family | None, num_layers: int) -> lis
 
 
 def _by_type(
-    fields: _Fields, family: Family | None, settings: Mapping[str, Any], num_layers: int
+    fields: ConfigFields, family: Family | None, settings: Mapping[str, Any], num_layers: int
 ) -> list[Mapping[str, Any] | None]:
     kinds = _layer_types(fields, family, num_layers)
     nested = {name: {**value} for name, value in settings.items() if isinstance(value, Mapping)}
@@ -382,7 +326,7 @@ def _by_type(
 
 
 def _old_by_type(
-    fields: _Fields, family: Family | None, settings: Mapping[str, Any]
+    fields: ConfigFields, family: Family | None, settings: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Old spelling of two kinds of layers: scaling applies to full attention alone."""
     if fields.get("rope_parameters") is not None:
@@ -405,28 +349,31 @@ def _old_by_type(
 # --- which frequencies ----------------------------------------------------------------------------
 
 
-def _turn(
-    fields: _Fields,
+def _rotary(
+    fields: ConfigFields,
     family: Family | None,
     settings: Mapping[str, Any],
     head: _Head,
     interleaved: bool,
-) -> Turn:
+) -> RotaryFields:
     kind = _rope_type(fields, settings)
     theta = _theta(fields, family, settings)
-    width, share = _turning(fields, family, settings, head)
+    width, share = _rotated(fields, family, settings, head)
     is_whole = family is not None and family.partial is None
     if kind != "proportional" and is_whole and width != head.rotary:
         fields.refuse(f"partial_rotary_factor {share:g}: models of its type rotate whole heads")
-    values, factor = _frequencies(fields, kind, settings, theta, width, share, head.rotary)
-    inv_freq = tuple(float(value) for value in values.tolist())
+    checked: dict[str, Any] = {"rope_type": kind, "rope_theta": theta}
+    checked |= _parameters(fields, kind, settings, share)
+    if kind == "yarn" and width % 2:
+        fields.refuse(f"rope_type 'yarn' needs an even number of rotated channels, not {width}")
+    inv_freq, factor = frequencies(checked, head.rotary if kind == "proportional" else width)
     if 2 * len(inv_freq) > head.rotary:
         fields.refuse(f"head_dim {head.rotary} is odd, and all of it rotates")
     if not all(map(math.isfinite, inv_freq)):
         fields.refuse(f"rope_theta {theta:g} gives frequencies that are not finite")
     if family is not None and family.reverse:
         inv_freq = tuple(-value for value in inv_freq)
-    return Turn(
+    return RotaryFields(
         inv_freq=inv_freq,
         start=head.start,
         interleaved=interleaved,
@@ -434,7 +381,7 @@ def _turn(
     )
 
 
-def _rope_type(fields: _Fields, settings: Mapping[str, Any]) -> str:
+def _rope_type(fields: ConfigFields, settings: Mapping[str, Any]) -> str:
     said = {name: settings[name] for name in _TYPE_NAMES if settings.get(name) is not None}
     if len(set(map(str, said.values()))) > 1:
         fields.refuse(f"rope_type {said['rope_type']!r} and type {said['type']!r} differ")
@@ -462,12 +409,12 @@ def _rope_type(fields: _Fields, settings: Mapping[str, Any]) -> str:
     return str(kind)
 
 
-def _outer(fields: _Fields, name: str) -> Any:  # noqa: ANN401 - a config field may be anything
+def _outer(fields: ConfigFields, name: str) -> Any:  # noqa: ANN401 - a config field may be anything
     """A setting that some configs have next to their RoPE settings."""
     return fields.get(name) if name == "original_max_position_embeddings" else None
 
 
-def _theta(fields: _Fields, family: Family | None, settings: Mapping[str, Any]) -> float:
+def _theta(fields: ConfigFields, family: Family | None, settings: Mapping[str, Any]) -> float:
     inside = settings.get("rope_theta")
     outer = fields.first("rope_theta", "rotary_emb_base")
     if inside is None and outer is None:
@@ -481,7 +428,7 @@ def _theta(fields: _Fields, family: Family | None, settings: Mapping[str, Any]) 
     return fields.number("rope_theta", value, least=1.0)
 
 
-def _original_length(fields: _Fields, settings: Mapping[str, Any]) -> int:
+def _original_length(fields: ConfigFields, settings: Mapping[str, Any]) -> int:
     name = "original_max_position_embeddings"
     inside, outer = settings.get(name), fields.get(name)
     if inside is not None and outer is not None and inside != outer:
@@ -492,66 +439,30 @@ def _original_length(fields: _Fields, settings: Mapping[str, Any]) -> int:
     return value
 
 
-def _frequencies(
-    fields: _Fields,
-    kind: str,
-    settings: Mapping[str, Any],
-    theta: float,
-    width: int,
-    share: float,
-    head_dim: int,
-) -> tuple[Tensor, float]:
-    """Frequencies ``[pairs]``, float32, and the attention factor.
-
-    Each type keeps the order of operations of transformers 5.19 (modeling_rope_utils.py): another
-    order differs in the last bit, which shows in far tokens.
-    """
-    import torch  # noqa: PLC0415 - only reading a config needs torch
-
-    if kind == "proportional":
-        pairs = int(share * head_dim // 2)
-        steps = torch.arange(0, 2 * pairs, 2, dtype=torch.float32)
-        turning = 1.0 / (theta ** (steps / head_dim))
-        still = torch.zeros(head_dim // 2 - pairs, dtype=torch.float32)
-        factor = settings.get("factor")
-        scaled = torch.cat((turning, still))
-        scaled /= 1.0 if factor is None else fields.number("factor", factor)
-        return scaled, 1.0
-    powers = theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
-    if kind == "yarn":
-        return _yarn(fields, settings, theta, width, powers)
-    plain = 1.0 / powers
+def _parameters(
+    fields: ConfigFields, kind: str, settings: Mapping[str, Any], share: float
+) -> dict[str, Any]:
+    """The checked parameters of a type, with every default that depends on the config."""
     if kind == "default":
-        return plain, 1.0
-    factor = fields.number("factor", settings.get("factor"))
+        return {}
+    if kind == "yarn":
+        return _yarn_parameters(fields, settings)
+    factor = settings.get("factor")
+    if kind == "proportional":
+        scale = 1.0 if factor is None else fields.number("factor", factor)
+        return {"partial_rotary_factor": share, "factor": scale}
+    checked: dict[str, Any] = {"factor": fields.number("factor", factor)}
     if kind == "linear":
-        return plain / factor, 1.0
-    return _llama3(fields, settings, plain, factor), 1.0
-
-
-def _llama3(fields: _Fields, settings: Mapping[str, Any], plain: Tensor, factor: float) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
-    import torch  # noqa: PLC0415 - only reading a config needs torch
-
-    low = fields.number("low_freq_factor", settings.get("low_freq_factor"))
-    high = fields.number("high_freq_factor", settings.get("high_freq_factor"))
+        return checked
+    for name in ("low_freq_factor", "high_freq_factor"):
+        checked[name] = fields.number(name, settings.get(name))
+    low, high = checked["low_freq_factor"], checked["high_freq_factor"]
     if high <= low:
         fields.refuse(f"high_freq_factor {high:g} is not above low_freq_factor {low:g}")
-    length = _original_length(fields, settings)
-    wave = 2 * math.pi / plain
-    is_long, is_short = wave > length / low, wave < length / high
-    stretched = torch.where(is_long, plain / factor, plain)
-    smooth = (length / wave - low) / (high - low)
-    blended = (1 - smooth) * stretched / factor + smooth * stretched
-    return torch.where(is_long | is_short, stretched, blended)
+    return checked | {"original_max_position_embeddings": _original_length(fields, settings)}
 
 
-def _yarn(
-    fields: _Fields, settings: Mapping[str, Any], theta: float, width: int, powers: Tensor
-) -> tuple[Tensor, float]:
-    """YaRN: a ramp over the pairs from their own frequencies to stretched ones."""
-    import torch  # noqa: PLC0415 - only reading a config needs torch
-
+def _yarn_parameters(fields: ConfigFields, settings: Mapping[str, Any]) -> dict[str, Any]:
     length = _original_length(fields, settings)
     factor = settings["factor"]
     if factor is None:
@@ -560,35 +471,17 @@ def _yarn(
     truncate = settings.get("truncate", True)
     if not isinstance(truncate, bool):
         fields.refuse(f"truncate is {truncate!r}, not a bool")
-
-    def pair_that_turns(rotations: float) -> float:
-        return (width * math.log(length / (rotations * 2 * math.pi))) / (2 * math.log(theta))
-
-    beta_fast = fields.number("beta_fast", settings.get("beta_fast") or 32)
-    beta_slow = fields.number("beta_slow", settings.get("beta_slow") or 1)
-    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
-    if truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
-    if low == high:
-        high += 0.001
-    ramp = (torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)
-    own = 1 - torch.clamp(ramp, 0, 1)
-    inv_freq = 1.0 / (factor * powers) * (1 - own) + 1.0 / powers * own
-    return inv_freq, _yarn_attention_factor(fields, settings, factor)
-
-
-def _yarn_attention_factor(fields: _Fields, settings: Mapping[str, Any], factor: float) -> float:
+    checked = {
+        "factor": factor,
+        "original_max_position_embeddings": length,
+        "truncate": truncate,
+        "beta_fast": fields.number("beta_fast", settings.get("beta_fast") or 32),
+        "beta_slow": fields.number("beta_slow", settings.get("beta_slow") or 1),
+    }
     given = settings.get("attention_factor")
     if given is not None:
-        return float(fields.number("attention_factor", given))
-    if factor <= 1:
-        return 1.0
-    scales = [settings.get(name) for name in ("mscale", "mscale_all_dim")]
-    if all(scales):
-        own, shared = (
-            0.1 * fields.number(name, scale) * math.log(factor) + 1.0
-            for name, scale in zip(("mscale", "mscale_all_dim"), scales, strict=True)
-        )
-        return float(own / shared)
-    return 0.1 * math.log(factor) + 1.0
+        return checked | {"attention_factor": fields.number("attention_factor", given)}
+    scales = {name: settings.get(name) for name in ("mscale", "mscale_all_dim")}
+    if factor > 1 and all(scales.values()):
+        checked |= {name: fields.number(name, scale) for name, scale in scales.items()}
+    return checked

@@ -1,11 +1,12 @@
-"""Identifies checkpoints: a digest of a model directory's config and weights.
+"""Identifies a model: by the files of its directory, and as it is loaded.
 
-The code that measures a model and the code that serves it may load it differently. So they compare
-the files: ``config.json``, and the name, type, shape and some bytes of every tensor in the
-safetensors files. That distinguishes revisions and fine-tunes; it does not resist an adversary who
-knows which bytes are read. The split of tensors into files does not matter.
+A gate has both fingerprints, because neither can replace the other. An engine in another process
+knows the directory alone, and may load it differently. The embedded engine has a loaded model,
+whose weights may have been cast or changed since. Both read the config, and the name, type, shape
+and some values of every weight. That distinguishes revisions and fine-tunes; it does not resist an
+adversary who knows which values are read.
 
-Needs neither torch nor numpy nor safetensors.
+Importing this module needs neither torch nor numpy nor safetensors; `model_id` imports torch.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from os import PathLike
 
-# Fields about the loading of a config, which do not change KV.
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# Fields of a config file about its loading, which do not change KV.
 _INCIDENTAL: Final = ("_name_or_path", "transformers_version")
 _PERSON: Final = b"kvtrie.ckpt.1"
 _INDEX: Final = "model.safetensors.index.json"
 _MAX_HEADER: Final = 100_000_000  # the format's own limit
 _MAX_JSON: Final = 64 << 20
 _SAMPLE: Final = 16  # bytes
-_MAX_SAMPLES: Final = 16  # per tensor
+_MAX_SAMPLES: Final = 16  # per tensor; of a loaded model, values
 # Bounds the reads of models with 100,000 tensors, which may be on a network.
 _MAX_READS: Final = 1 << 16
 
@@ -48,8 +51,50 @@ class _Tensor(NamedTuple):
     size: int
 
 
-def digest(directory: str | PathLike[str]) -> str:
-    """The digest of a checkpoint, 32 hexadecimal digits.
+def model_id(model: PreTrainedModel) -> str:
+    """Name and fingerprint of a loaded model, for its namespace.
+
+    Returns:
+        ``name@digest``, with 16 hexadecimal digits.
+    """
+    import torch  # noqa: PLC0415 - a loaded model has imported it
+
+    config = model.config.to_dict()
+    # The path that the model was loaded from does not change its KV.
+    config.pop("_name_or_path", None)
+    total = hashlib.blake2b(digest_size=8)
+    total.update(json.dumps(config, sort_keys=True, default=str).encode())
+    with torch.inference_mode():
+        for name, weight in sorted(model.state_dict().items()):
+            total.update(f"{name}:{tuple(weight.shape)}:{weight.dtype}".encode())
+            flat = weight.detach().reshape(-1)
+            if len(flat) and flat.is_floating_point():
+                at = torch.linspace(0, len(flat) - 1, _MAX_SAMPLES, dtype=torch.float64)
+                sample = flat[at.round().long().to(flat.device)].double().cpu()
+                total.update(sample.numpy().tobytes())
+    name = Path(str(model.config._name_or_path)).name  # noqa: SLF001 - the only name a config has
+    return f"{name or model.config.model_type}@{total.hexdigest()}"
+
+
+def rope_id(config: PretrainedConfig) -> str:
+    """The RoPE settings of a config as text, for a namespace; ``default`` if there are none.
+
+    The text is made of the config alone, so it does not depend on who computes frequencies.
+    """
+    settings: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+        value = getattr(config, name, None)
+        if value is not None:
+            settings[name] = value
+    if not settings:
+        return "default"
+    return json.dumps(settings, sort_keys=True, default=str, separators=(",", ":"))
+
+
+def checkpoint_digest(directory: str | PathLike[str]) -> str:
+    """The digest of a model directory, 32 hexadecimal digits.
+
+    The split of tensors into safetensors files does not matter.
 
     Args:
         directory: Holds ``config.json`` and safetensors files.

@@ -14,6 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 from kvtrie._core import LayoutError
+from kvtrie.kernels.geometry import Placement, Rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,42 +26,6 @@ _TOKEN: Final = re.compile(r"\s*(?:(?P<name>[A-Za-z_]+)|(?P<paren>[()])|(?P<bad>
 
 # A torch tensor.
 TensorLike: TypeAlias = Any
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """K or V of all layers: one strided array ``[blocks, tokens, heads, dim]`` per layer.
-
-    Attributes:
-        dim: Channels of a row, the last axis.
-        strides: Of blocks, tokens, heads and dim, in elements; the same for every layer.
-        tensors: The number of the tensor of each layer.
-        offsets: Elements from that tensor's first to the layer's first, per layer.
-    """
-
-    dim: int
-    strides: tuple[int, int, int, int]
-    tensors: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where K and V of all layers are stored.
-
-    Attributes:
-        num_blocks: Blocks of the pool.
-        block_size: Token slots per block.
-        num_kv_heads: KV heads per layer.
-        k: Rows of K.
-        v: Rows of V; ``None`` if a row is a latent that serves as both.
-    """
-
-    num_blocks: int
-    block_size: int
-    num_kv_heads: int
-    k: Rows
-    v: Rows | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""What is read off a Hugging Face model: its config, its RoPE, and the identity of its weights."""

@@ -1,0 +1,104 @@
+"""Reads fields of a Hugging Face config, and refuses what a caller cannot use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeGuard
+
+if TYPE_CHECKING:
+    from kvtrie._core import KvTrieError
+
+# Configs spell one field in several ways. The first name that is set wins.
+NUM_LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+NUM_HEADS: Final = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+HIDDEN_SIZE: Final = ("hidden_size", "n_embd", "d_model")
+HEAD_DIM: Final = ("head_dim", "kv_channels")
+MULTIMODAL: Final = ("text_config", "thinker_config", "vision_config", "audio_config")
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether a value is an int; a bool is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is an int or a float; a bool is not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def config_field(config: object, name: str) -> Any:  # noqa: ANN401 - a config field may be anything
+    """A field of a config object or of the mapping of a ``config.json``; ``None`` if absent."""
+    if isinstance(config, Mapping):
+        return config.get(name)
+    return getattr(config, name, None)
+
+
+class ConfigFields:
+    """The fields of one config, checked as they are read.
+
+    Args:
+        config: A ``transformers`` config, or the mapping read from a ``config.json``.
+        refusal: The start of every refusal: the call, and what it cannot do with the model.
+        error: The type of a refusal.
+    """
+
+    def __init__(self, config: object, refusal: str, error: type[KvTrieError]) -> None:
+        self._config = config
+        self._refusal = refusal
+        self._error = error
+        model_type = self.get("model_type")
+        self.model_type = model_type if isinstance(model_type, str) else None
+
+    def get(self, name: str) -> Any:  # noqa: ANN401 - a config field may be anything
+        """A field; ``None`` if it is absent."""
+        return config_field(self._config, name)
+
+    def first(self, *names: str) -> tuple[str, Any] | None:
+        """The first field of ``names`` that is set."""
+        for name in names:
+            value = self.get(name)
+            if value is not None:
+                return name, value
+        return None
+
+    def size(self, *names: str) -> int:
+        """The first field of ``names`` that is set, as a positive int."""
+        value = self.size_or_none(*names)
+        if value is None:
+            self.refuse(f"its config has no {names[0]}")
+        return value
+
+    def size_or_none(self, *names: str) -> int | None:
+        """As `size`; ``None`` if no field is set."""
+        found = self.first(*names)
+        if found is None:
+            return None
+        name, value = found
+        if isinstance(value, (list, tuple)):
+            self.refuse(f"{name} is {value!r}: it differs from layer to layer")
+        if not is_int(value) or value < 1:
+            self.refuse(f"{name} is {value!r}, not a positive integer")
+        return value
+
+    def number(self, name: str, value: object, *, least: float = 0.0) -> float:
+        """A finite number above ``least``, as the config spells it."""
+        if not is_number(value) or not least < value < math.inf:
+            self.refuse(f"{name} is {value!r}, not a number above {least:g}")
+        return value
+
+    def head_dim(self) -> int:
+        """Channels of a head: its own field, or the model's width divided by the heads."""
+        head_dim = self.size_or_none(*HEAD_DIM)
+        if head_dim is not None:
+            return head_dim
+        width, heads = self.size(*HIDDEN_SIZE), self.size(*NUM_HEADS)
+        if width % heads:
+            self.refuse(f"hidden_size {width} does not divide into {heads} heads (head_dim)")
+        return width // heads
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise a refusal that names the model."""
+        model = self.model_type or type(self._config).__name__
+        msg = f"{self._refusal} a {model} model: {reason}"
+        raise self._error(msg)

@@ -1,0 +1,240 @@
+"""The kept histories: what a `TurnTracker` reads and changes under its lock.
+
+A dropped history may hold the last reference to its payload, whose finalizer may call the tracker.
+So it goes to `dead`, a list that the call releases without the lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvtrie._core import (
+    COMPUTED,
+    BlockAllocator,
+    KvTrieError,
+    Namespace,
+    RadixIndex,
+    StaleHandleError,
+)
+from kvtrie.router.comparison import Seen
+from kvtrie.router.history import HistoriesByPlace, History, Key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from kvtrie.router.arguments import CompareArguments, KeepArguments
+
+_MOST_ALIASED: Final = 64
+
+
+class HistoryStore:
+    """Histories within bounds, and the tree of their tokens."""
+
+    def __init__(
+        self, *, ttl: float, max_tokens: int, max_conversations: int, min_run: int
+    ) -> None:
+        self._ttl = ttl
+        self._max_tokens = max_tokens
+        self._max_conversations = max_conversations
+        # A block of the index is one token. Its id names a place in the tree of histories. Twice
+        # the room, because a history and the one that it replaces are both there for a moment.
+        num_places = 2 * max_tokens
+        self.index = RadixIndex(num_places, 1, min_run=min_run)
+        self.allocator = BlockAllocator(num_places)
+        self.uses = np.zeros(num_places, np.int32)
+        self.position = np.zeros(num_places, np.int32)
+        self.newest = np.zeros(num_places, np.int64)
+        # Histories by place: of their last token, of that of histories without an id, and of the
+        # token before the first reasoning.
+        self.ending = HistoriesByPlace(num_places)
+        self.unnamed = HistoriesByPlace(num_places)
+        self.before_reasoning = HistoriesByPlace(num_places)
+        # Histories by number, oldest first.
+        self.by_number: OrderedDict[int, History] = OrderedDict()
+        self.spaces: dict[Namespace, dict[int, History]] = {}
+        self.conversations: OrderedDict[Key, list[History]] = OrderedDict()
+        self.expired: OrderedDict[Key, float] = OrderedDict()
+        self.num_tokens = 0
+        self._next = 1
+        self.now = -math.inf
+
+    def expire(self, now: float, dead: list[History], most: int | None = None) -> bool:
+        """Forget what has expired, at most `most` histories; returns whether there may be more."""
+        # Threads may read the clock in one order and get here in another.
+        self.now = max(self.now, now)
+        for _ in itertools.count() if most is None else range(most):
+            history = next(iter(self.by_number.values()), None)
+            if history is None or self.now - history.kept_at < self._ttl:
+                break
+            if history.conversation is not None:
+                self.expired[history.key] = history.kept_at
+                self.expired.move_to_end(history.key)
+            self.drop(history, dead)
+        else:
+            return True
+        while len(self.expired) > self._max_conversations:
+            self.expired.popitem(last=False)
+        return False
+
+    def named(self, call: str, key: Key) -> list[History]:
+        """The histories of a conversation; raises an error that says why there are none."""
+        histories = self.conversations.get(key)
+        if histories is not None:
+            return histories
+        kept_at = self.expired.get(key)
+        if kept_at is not None:
+            msg = (
+                f"{call}: conversation {key[1]!r} has expired: it was kept "
+                f"{self.now - kept_at:.3f} s ago, and ttl is {self._ttl:g} s"
+            )
+        else:
+            msg = (
+                f"{call}: conversation {key[1]!r} is unknown in this namespace: it was never "
+                f"kept, was forgotten or made room for others, or expired long ago (ttl is "
+                f"{self._ttl:g} s)"
+            )
+        raise StaleHandleError(msg)
+
+    def drop(self, history: History, dead: list[History]) -> None:
+        """Forget one history; tokens shared with others stay."""
+        dead.append(history)
+        del self.by_number[history.number]
+        self.num_tokens -= len(history.places)
+        histories = self.conversations[history.key]
+        histories.remove(history)
+        if not histories:
+            del self.conversations[history.key]
+        space = self.spaces[history.key[0]]
+        del space[history.number]
+        if not space:
+            del self.spaces[history.key[0]]
+        self.ending.remove(history.last, history)
+        if history.conversation is None:
+            self.unnamed.remove(history.last, history)
+        self.before_reasoning.remove(history.before_reasoning, history)
+        self.uses[history.places] -= 1
+        unused = history.places[self.uses[history.places] == 0]
+        if len(unused):
+            self.allocator.free(self.index.discard(unused))
+
+    def _make_room(
+        self, key: Key, num_tokens: int, leaving: Sequence[History], dead: list[History]
+    ) -> None:
+        """Drop others until a history of this size fits; `leaving` is dropped anyway."""
+        spared = sum(len(history.places) for history in leaving)
+        empty = {history.key for history in leaving} - {key}
+        while True:
+            too_long = self.num_tokens - spared + num_tokens > self._max_tokens
+            num_others = len(self.conversations) - len(empty) - (key in self.conversations)
+            if not too_long and num_others < self._max_conversations:
+                return
+            self.drop(self._least_recent(key, leaving), dead)
+
+    def _least_recent(self, key: Key, leaving: Sequence[History]) -> History:
+        """The oldest history of the conversation used least recently; those of `key` come last."""
+        others = (histories for each, histories in self.conversations.items() if each != key)
+        for histories in itertools.chain(others, [self.conversations.get(key, [])]):
+            for history in histories:
+                if history not in leaving:
+                    return history
+        # A history is no longer than the bound, so it fits alone.
+        msg = "TurnTracker.keep: no history is left to make room with; please report this"
+        raise KvTrieError(msg)
+
+    def keep(self, kept: KeepArguments, dead: list[History]) -> None:
+        """Add a history, and drop those that it replaces or that leave it no room."""
+        space = kept.seq.namespace
+        key: Key = (space, self._next if kept.conversation is None else kept.conversation)
+        path = self.index.lookup(kept.seq).blocks
+        leaving = self._replaced(kept, path)
+        self._make_room(key, len(kept.seq), leaving, dead)
+        # Dropped histories may have been on the path.
+        path = self.index.lookup(kept.seq).blocks
+        fresh = self.allocator.allocate(len(kept.seq) - len(path))
+        places = np.concatenate([path, fresh])
+        self.index.insert(
+            kept.seq, fresh, num_computed=len(kept.seq), start=len(path), source=COMPUTED
+        )
+        history = History(
+            key=key,
+            number=self._next,
+            kept_at=self.now,
+            seq=kept.seq,
+            places=places,
+            num_computed=kept.num_computed,
+            source=kept.source,
+            spans=kept.spans,
+            reasoning=kept.reasoning,
+            params=kept.params,
+            payload=kept.payload,
+            manifest=kept.manifest,
+        )
+        self._next += 1
+        self.uses[places] += 1
+        self.newest[places] = history.number
+        self.position[fresh] = np.arange(len(path), len(places), dtype=np.int32)
+        self.ending.add(history.last, history)
+        if kept.conversation is None:
+            self.unnamed.add(history.last, history)
+        self.before_reasoning.add(history.before_reasoning, history)
+        self.by_number[history.number] = history
+        self.spaces.setdefault(space, {})[history.number] = history
+        self.conversations.setdefault(key, []).append(history)
+        self.conversations.move_to_end(key)
+        self.expired.pop(key, None)
+        self.num_tokens += len(places)
+        for old in leaving:
+            self.drop(old, dead)
+
+    def _replaced(self, kept: KeepArguments, path: npt.NDArray[np.int32]) -> list[History]:
+        """Histories that the new one starts with and replaces."""
+        if kept.conversation is None:
+            # The last place of a history is on the path of every longer one.
+            histories = self.unnamed.on(path)
+        else:
+            key = (kept.seq.namespace, kept.conversation)
+            histories = [
+                history
+                for history in self.conversations.get(key, ())
+                if len(history.places) <= len(path)
+                and path[len(history.places) - 1] == history.last
+            ]
+        return [
+            history
+            for history in histories
+            if kept.has_handle
+            or (history.manifest is None and (history.params is None or history.params_taken))
+        ]
+
+    def look_up(self, asked: CompareArguments) -> Seen:
+        """Read what a comparison needs."""
+        namespace = asked.prompt.namespace
+        named: list[History] | None = None
+        if asked.conversation is not None:
+            named = list(self.named("TurnTracker.compare", (namespace, asked.conversation)))
+        path = self.index.lookup(asked.prompt).blocks
+        longest: History | None = None
+        through: tuple[int, int] | None = None
+        histories: list[History] = []
+        if named is None and len(path):
+            place = int(path[-1])
+            longest = self.ending.newest(place) or self._known_through(namespace, place)
+            if longest is None:
+                through = (place, len(path) - 1)
+                histories = list(self.spaces[namespace].values())
+        may_alias: list[History] = []
+        if asked.alias:
+            # Before the first dropped reasoning, the prompt equals the history.
+            may_alias = self.before_reasoning.on(path, _MOST_ALIASED) if named is None else named
+        return Seen(path, named, longest, through, histories, may_alias)
+
+    def _known_through(self, namespace: Namespace, place: int) -> History | None:
+        """The newest history with this place, unless it was forgotten."""
+        return self.spaces.get(namespace, {}).get(int(self.newest[place]))

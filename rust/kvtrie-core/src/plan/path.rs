@@ -1,0 +1,73 @@
+//! The cached path of one sequence, to which a plan may be restricted.
+
+use crate::ids::{Depth, NodeIndex, depth};
+use crate::node::Node;
+use crate::tokens::TokenSequence;
+use crate::tree::{Effort, Position, RadixIndex};
+
+/// The edges of one path from the root, without gaps.
+#[derive(Clone, Debug)]
+pub(crate) struct CachedPath {
+    /// (node, first depth, end).
+    edges: Vec<(NodeIndex, Depth, Depth)>,
+}
+
+impl CachedPath {
+    /// The path of a sequence as far as whole blocks of it were cached, including holes.
+    pub(super) fn of(index: &RadixIndex, seq: &TokenSequence) -> Self {
+        let limit = depth(seq.len() / index.block_size());
+        let whole = |_: &Node, _, to| to;
+        let from = match index.at_cursor(seq) {
+            Some((known, _)) => Some(known),
+            None => index.root(seq.namespace()),
+        };
+        let end = from.map(|from| {
+            let walked = index.walk(seq.view(), from, limit, Effort::ANY, whole, |_, _, _| ());
+            walked.at
+        });
+        Self {
+            edges: end.map_or_else(Vec::new, |end| index.edges_to(end, 0)),
+        }
+    }
+
+    /// The edge that contains the block at a depth, and where the path ends in it.
+    pub(super) fn edge_at(&self, depth: Depth) -> Option<(NodeIndex, Depth)> {
+        let at = self.edges.partition_point(|&(_, _, end)| end <= depth);
+        self.edges.get(at).map(|&(node, _, end)| (node, end))
+    }
+
+    /// Where the path ends in an edge that begins at depth `first`; `None` if the edge is not on the path.
+    pub(super) fn end_in(&self, node: NodeIndex, first: Depth) -> Option<Depth> {
+        let (found, end) = self.edge_at(first)?;
+        (found == node).then_some(end)
+    }
+
+    /// Where the path ends in the edge of a block; `None` if the block is not on the path.
+    pub(super) fn end_after(
+        &self,
+        index: &RadixIndex,
+        node: NodeIndex,
+        depth: Depth,
+    ) -> Option<Depth> {
+        let end = self.end_in(node, index.nodes[node].depth)?;
+        (depth < end).then_some(end)
+    }
+
+    /// The last place of the path to `at` that is on this path too.
+    pub(super) fn common(&self, index: &RadixIndex, mut at: Position) -> Position {
+        loop {
+            let node = &index.nodes[at.node];
+            if node.is_root() {
+                return at;
+            }
+            if let Some(end) = self.end_in(at.node, node.depth) {
+                at.depth = at.depth.min(end);
+                return at;
+            }
+            at = Position {
+                node: node.parent,
+                depth: node.depth,
+            };
+        }
+    }
+}
