@@ -2,7 +2,7 @@
 
 An index holds 200 conversations of one workload, 1,000,000 tokens together. The next prompts of 40
 are planned in one call each, and what a plan reuses is set against prefix and matches as
-`kvtrie.testing.ceiling` finds them without the index. Conversations have texts of their own, or
+`benches/workloads/ceiling.py` finds them without the index. Conversations have texts of their own, or
 share boilerplate (half of the system prompt at the same place, half behind a line of their own, and
 the headers of tool results), or share it in texts that repeat themselves as written text does.
 Newcomers ask for the first time, so that boilerplate is all they could reuse.
@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import figures
 from forest import BLOCK_SIZE, QUICK, sequence
+from workloads.ceiling import Ceiling, reused
 from workloads.populations import population
 from workloads.registry import WORKLOADS
 
 import kvtrie
-from kvtrie.testing.ceiling import Ceiling, reused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

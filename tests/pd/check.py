@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtrie.testing.pd.labels import UNWRITTEN, LabelledPool
+from tests.pd.labels import UNWRITTEN, LabelledPool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -35,7 +35,7 @@ def chain(ids: Sequence[int], root: int) -> list[int]:
         One digest per token.
 
     Example:
-        >>> from kvtrie.testing.pd.labels import chain
+        >>> from tests.pd.labels import chain
         >>> chain([5, 6, 7], 0)[:2] == chain([5, 6, 8], 0)[:2]
         True
         >>> chain([5, 6, 7], 0)[2] == chain([6, 5, 7], 0)[2]
@@ -56,7 +56,7 @@ class LabelledPool:
         block_size: Slots per block.
 
     Example:
-        >>> from kvtrie.testing.pd.labels import LabelledPool, chain
+        >>> from tests.pd.labels import LabelledPool, chain
         >>> pool = LabelledPool(num_blocks=2, block_size=4)
         >>> slots, ids = pool.slots([1, 0]), [7, 8, 9]
         >>> pool.compute(slots, ids, chain(ids, 0), 0, 3)
