@@ -2,8 +2,8 @@
 
 An index holds 200 conversations of one workload, 1,000,000 tokens together. The next prompts of 40
 are planned in one call each, and what a plan reuses is set against prefix and matches as
-`benches/workloads/ceiling.py` finds them without the index. Conversations have texts of their own, or
-share boilerplate (half of the system prompt at the same place, half behind a line of their own, and
+`workloads.ceiling` finds them without the index. Conversations have texts of their own, or share
+boilerplate (half of the system prompt at the same place, half behind a line of their own, and
 the headers of tool results), or share it in texts that repeat themselves as written text does.
 Newcomers ask for the first time, so that boilerplate is all they could reuse.
 """

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from tests.pd import faults
-from tests.pd.check import EXACT
 from tests.pd.leases import LeaseError
 from tests.pd.serving import Envelope, Live, ServingEngine
+from tests.truth.check import EXACT
 
 import kvtrie
 

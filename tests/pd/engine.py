@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tests.pd.labels import LabelledPool, chain
+from tests.truth.labels import LabelledPool, chain
 
 import kvtrie
 

@@ -11,9 +11,9 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from tests.pd import faults
-from tests.pd.check import APPROXIMATE, EXACT, is_loaded_right, wrong_slots
 from tests.pd.driver import KEYS, REASONS, SPACES, Counts, Planner, WrongError
-from tests.pd.labels import LabelledPool, chain
+from tests.truth.check import APPROXIMATE, EXACT, is_loaded_right, wrong_slots
+from tests.truth.labels import LabelledPool, chain
 
 import kvtrie
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tests.pd.check import APPROXIMATE, EXACT, wrong_slots
 from tests.pd.exchange import Answer, PeerError, Piece, Rule, Want
+from tests.truth.check import APPROXIMATE, EXACT, wrong_slots
 
 import kvtrie
 

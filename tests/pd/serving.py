@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tests.pd.check import EXACT, is_loaded_right, wrong_slots
 from tests.pd.engine import Engine
-from tests.pd.labels import chain
 from tests.pd.leases import LeaseError, Leases
+from tests.truth.check import EXACT, is_loaded_right, wrong_slots
+from tests.truth.labels import chain
 
 import kvtrie
 

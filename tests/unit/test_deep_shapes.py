@@ -308,6 +308,10 @@ def test_evict_beside_many_pinned_leaves() -> None:
         for seq in seqs[n:]:
             index.lookup(seq)
 
+        def release() -> None:
+            for plan in plans:
+                plan.release()
+
         def evict_one_by_one() -> None:
             for _ in range(n):
                 assert len(index.evict(1)) == 1
@@ -316,7 +320,7 @@ def test_evict_beside_many_pinned_leaves() -> None:
         return {
             "evict": evict_one_by_one,
             "evict nothing": lambda: [index.evict(1) for _ in range(n)],
-            "release": lambda: [plan.release() for plan in plans],
+            "release": release,
             "evict the rest": lambda: take_all(index, n),
         }
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tests.pd.check import EXACT
 from tests.pd.exchange import Answer, Piece, Want
+from tests.truth.check import EXACT
 
 import kvtrie
 
