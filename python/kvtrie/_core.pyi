@@ -376,6 +376,10 @@ class Imported:
     def __hash__(self, /) -> int: ...
     def __ne__(self, value: object, /) -> bool: ...
     def __new__(cls, /, exact_until: SupportsIndex, hops: SupportsIndex = 1) -> Imported: ...
+    def __replace__(self, /, **changes: Any) -> Imported:
+        """
+        The same, for `copy.replace`.
+        """
     @property
     def exact_until(self, /) -> int:
         """
@@ -385,6 +389,22 @@ class Imported:
     def hops(self, /) -> int:
         """
         Hops of the approximate rest.
+        """
+    def replace(self, /, **changes: Any) -> Imported:
+        """
+        This source with some fields changed.
+
+        Args:
+            changes: New values by the names of the fields.
+
+        Raises:
+            TypeError: There is no such field, or a value has the wrong type.
+            ValueError: A value is out of its range.
+
+        Example:
+            >>> import kvtrie
+            >>> kvtrie.Imported(exact_until=2).replace(hops=3)
+            Imported(exact_until=2, hops=3)
         """
 
 @final
@@ -579,6 +599,10 @@ class Item:
     def __hash__(self, /) -> int: ...
     def __ne__(self, value: object, /) -> bool: ...
     def __new__(cls, /, start: SupportsIndex, end: SupportsIndex, digest: bytes) -> Item: ...
+    def __replace__(self, /, **changes: Any) -> Item:
+        """
+        The same, for `copy.replace`.
+        """
     @property
     def digest(self, /) -> bytes:
         """
@@ -588,6 +612,22 @@ class Item:
     def end(self, /) -> int:
         """
         One past the last token.
+        """
+    def replace(self, /, **changes: Any) -> Item:
+        """
+        This item with some fields changed.
+
+        Args:
+            changes: New values by the names of the fields.
+
+        Raises:
+            TypeError: There is no such field, or a value has the wrong type.
+            ValueError: A value is out of its range.
+
+        Example:
+            >>> import kvtrie
+            >>> kvtrie.Item(0, 4, b"image").replace(start=2)
+            Item(2, 4, b'image')
         """
     @property
     def start(self, /) -> int:
@@ -665,6 +705,10 @@ class Namespace:
         adapter: str | None = None,
         salt: str | SharedSalt,
     ) -> Namespace: ...
+    def __replace__(self, /, **changes: Any) -> Namespace:
+        """
+        The same, for `copy.replace`.
+        """
     @property
     def adapter(self, /) -> str | None:
         """
@@ -679,6 +723,23 @@ class Namespace:
     def model(self, /) -> str:
         """
         Model and revision.
+        """
+    def replace(self, /, **changes: Any) -> Namespace:
+        """
+        This namespace with some fields changed.
+
+        Args:
+            changes: New values by the names of the fields.
+
+        Raises:
+            TypeError: There is no such field, or a value has the wrong type.
+            ValueError: A value is out of its range.
+
+        Example:
+            >>> import kvtrie
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> space.replace(adapter="lora").adapter
+            'lora'
         """
     @property
     def rope(self, /) -> str:
@@ -1078,6 +1139,12 @@ class RadixIndex:
             >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
             >>> index.namespaces() == [space]
             True
+        """
+    @property
+    def num_approximate(self, /) -> int:
+        """
+        Blocks whose KV is approximate. Unlike `stats().approximate`, it takes no time that grows with the
+        index.
         """
     @property
     def num_blocks(self, /) -> int:
@@ -1666,6 +1733,10 @@ class ReusePolicy:
         forbid_kinds: Iterable[str] = ...,
         partial_blocks: bool = True,
     ) -> ReusePolicy: ...
+    def __replace__(self, /, **changes: Any) -> ReusePolicy:
+        """
+        The same, for `copy.replace`.
+        """
     @property
     def approximate(self, /) -> bool:
         """
@@ -1705,6 +1776,23 @@ class ReusePolicy:
     def recompute_last(self, /) -> int:
         """
         Tokens at the end of every moved run that are computed anyway.
+        """
+    def replace(self, /, **changes: Any) -> ReusePolicy:
+        """
+        This policy with some fields changed.
+
+        Args:
+            changes: New values by the names of the fields.
+
+        Raises:
+            TypeError: There is no such field, or a value has the wrong type.
+            ValueError: A value is out of its range.
+
+        Example:
+            >>> import kvtrie
+            >>> policy = kvtrie.ReusePolicy(max_hops=2)
+            >>> policy.replace(min_run=32) == kvtrie.ReusePolicy(max_hops=2, min_run=32)
+            True
         """
 
 @final
@@ -2450,6 +2538,10 @@ class Span:
     def __hash__(self, /) -> int: ...
     def __ne__(self, value: object, /) -> bool: ...
     def __new__(cls, /, start: SupportsIndex, end: SupportsIndex, kind: str) -> Span: ...
+    def __replace__(self, /, **changes: Any) -> Span:
+        """
+        The same, for `copy.replace`.
+        """
     @property
     def end(self, /) -> int:
         """
@@ -2459,6 +2551,22 @@ class Span:
     def kind(self, /) -> str:
         """
         What the tokens are.
+        """
+    def replace(self, /, **changes: Any) -> Span:
+        """
+        This span with some fields changed.
+
+        Args:
+            changes: New values by the names of the fields.
+
+        Raises:
+            TypeError: There is no such field, or a value has the wrong type.
+            ValueError: A value is out of its range.
+
+        Example:
+            >>> import kvtrie
+            >>> kvtrie.Span(0, 4, "user").replace(end=6)
+            Span(0, 6, 'user')
         """
     @property
     def start(self, /) -> int:
@@ -2593,6 +2701,10 @@ class TransferLimits:
         max_tokens: SupportsIndex = 67108864,
         max_block_size: SupportsIndex = 4096,
     ) -> TransferLimits: ...
+    def __replace__(self, /, **changes: Any) -> TransferLimits:
+        """
+        The same, for `copy.replace`.
+        """
     @property
     def max_block_size(self, /) -> int:
         """
@@ -2622,6 +2734,22 @@ class TransferLimits:
     def max_tokens(self, /) -> int:
         """
         Position after the last token that a run may reach.
+        """
+    def replace(self, /, **changes: Any) -> TransferLimits:
+        """
+        This set of limits with some fields changed.
+
+        Args:
+            changes: New values by the names of the fields.
+
+        Raises:
+            TypeError: There is no such field, or a value has the wrong type.
+            ValueError: A value is out of its range.
+
+        Example:
+            >>> import kvtrie
+            >>> kvtrie.TransferLimits(max_runs=5).replace(max_groups=1).max_runs
+            5
         """
 
 @final

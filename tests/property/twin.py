@@ -254,6 +254,7 @@ class Twin:
         self.same("stats", stats, self.stats(self.model))
         self.same("num_evictable", self.real.num_evictable, self.model.num_evictable)
         self.same("num_evictable of stats", self.real.num_evictable, stats["evictable"])
+        self.same("num_approximate", self.real.num_approximate, stats["approximate"])
         self.real.check()
         if self.mirror is not None:
             self.same("digest of the mirror", self.real.digest(), self.mirror.digest())

@@ -847,6 +847,16 @@ impl PyRadixIndex {
         })
     }
 
+    /// Blocks whose KV is approximate. Unlike `stats().approximate`, it takes no time that grows with the
+    /// index.
+    #[getter]
+    fn num_approximate(&self, py: Python<'_>) -> PyResult<u64> {
+        let shared = &*self.shared;
+        py.enter(Cost::Short, |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.num_approximate())
+        })
+    }
+
     /// The namespaces that hold something.
     ///
     /// Returns:

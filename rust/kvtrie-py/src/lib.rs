@@ -18,6 +18,7 @@ mod errors;
 mod explain;
 #[cfg(feature = "failpoints")]
 mod failpoints;
+mod fields;
 mod hints;
 mod index;
 mod item;

@@ -345,6 +345,11 @@ class ModelIndex(Removal):
 
     # --- inspection -------------------------------------------------------------------------------
 
+    @property
+    def num_approximate(self) -> int:
+        """The number of blocks whose KV is approximate."""
+        return sum(not entry.exact for entry in self._entries.values())
+
     def stats(self) -> ModelStats:
         """The counts of the index."""
         return ModelStats(
@@ -354,7 +359,7 @@ class ModelIndex(Removal):
             quarantined=len(self._quarantined - self._condemned),
             pinned=len(self._pinned()),
             evictable=self.num_evictable,
-            approximate=sum(not entry.exact for entry in self._entries.values()),
+            approximate=self.num_approximate,
             dead=sum(entry.mark is not None for entry in self._entries.values()),
             holes=len(self._holes()),
             live_plans=len(self._plans),
