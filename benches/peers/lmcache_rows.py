@@ -10,12 +10,12 @@ from itertools import count
 from typing import NamedTuple
 
 import numpy as np
+from workloads.ceiling import Ceiling, Reach, coverage, reused
 from workloads.documents import BLOCK_SIZE, Tokens
 from workloads.populations import population
 from workloads.registry import WORKLOADS
 
 import kvtrie
-from kvtrie.testing.ceiling import Ceiling, Reach, coverage, reused
 from peers.harness import Effort, Row, Side, Untyped, compare, expect, report
 from peers.lmcache_cache import Found, Theirs
 from peers.ours import NAMESPACE, Ours

@@ -123,7 +123,7 @@ class Ours:
         return found, np.concatenate([held, done.blocks])
 
     def step(self, sequences: list[kvtrie.TokenSequence]) -> tuple[Blocks, Blocks]:
-        """The same for many requests at once, through the calls that take many.
+        """A step of a scheduler: all requests get their blocks before any of them is released.
 
         Args:
             sequences: The prompts.
@@ -132,22 +132,19 @@ class Ours:
             The ids that were found and the ids of the new tokens, each one request after the other.
         """
         index, pool = self.index, self.pool
-        batch = index.plan_many(sequences, keep_last=1)
-        counts = batch.num_new_blocks
-        offsets = np.zeros(len(sequences) + 1, dtype=np.int64)
-        np.cumsum(counts, out=offsets[1:])
-        fresh = pool.allocate(int(offsets[-1]), evict_from=index)
-        held = batch.blocks
-        starts = np.diff(batch.offsets) * BLOCK_SIZE
-        done = index.insert_many(
-            sequences,
-            fresh,
-            offsets,
-            [len(seq) for seq in sequences],
-            sources=[plan for plan in batch.plans if plan is not None],
-            starts=starts.tolist(),
-        )
-        pool.free(done.duplicates)
-        pool.free(done.surplus)
-        index.release_many(batch.plans)
-        return held, done.blocks
+        plans = [index.plan(seq, keep_last=1) for seq in sequences]
+        held, new = [plan.blocks for plan in plans], []
+        for seq, plan, blocks in zip(sequences, plans, held, strict=True):
+            done = index.insert(
+                seq,
+                pool.allocate(plan.num_new_blocks, evict_from=index),
+                num_computed=len(seq),
+                start=len(blocks) * BLOCK_SIZE,
+                source=plan,
+            )
+            pool.free(done.duplicates)
+            pool.free(done.surplus)
+            new.append(done.blocks)
+        for plan in plans:
+            plan.release()
+        return np.concatenate(held), np.concatenate(new)

@@ -29,7 +29,7 @@ from peers.harness import (
     report,
     resident_bytes,
 )
-from peers.ours import COMPUTED, Ours
+from peers.ours import COMPUTED, Blocks, Ours
 from peers.sglang_cache import PYTHON, RUST, Theirs
 
 ENGINE = "sglang"
@@ -623,12 +623,12 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
         match = theirs.match
         return [match(key)[1] for key in keys]
 
-    def our_lookups(sequences: list[Untyped]) -> Untyped:
-        batch = ours.index.lookup_many(sequences)
-        return batch.blocks, batch.offsets
+    def our_lookups(sequences: list[Untyped]) -> list[Blocks]:
+        lookup = ours.lookup
+        return [lookup(seq) for seq in sequences]
 
-    def our_found(_sequences: object, answer: Untyped) -> None:
-        expect(len(answer[0]), requests.count * cached // BLOCK_SIZE, "kvtrie's blocks")
+    def our_found(_sequences: object, answer: list[Blocks]) -> None:
+        expect([len(ids) for ids in answer], [cached // BLOCK_SIZE] * requests.count, "our blocks")
 
     def their_found(_keys: object, answer: list[Untyped]) -> None:
         expect([len(indices) for indices in answer], [cached] * requests.count, "SGLang's indices")
@@ -643,8 +643,7 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
         row
         | state
         | {
-            "work": f"{requests.count} lookups of {requests.length} tokens, "
-            "lookup_many against a loop",
+            "work": f"{requests.count} lookups of {requests.length} tokens",
             "id": "many.lookup",
         }
     )
@@ -680,8 +679,8 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
         row
         | state
         | {
-            "work": f"{requests.count} requests of {requests.length} tokens, {requests.fresh} of "
-            "them new: plan_many, insert_many, release_many against a loop",
+            "work": f"step of {requests.count} requests of {requests.length} tokens, "
+            f"{requests.fresh} of them new",
             "id": "many.step",
         }
     )

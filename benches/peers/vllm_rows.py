@@ -238,7 +238,8 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
         expect([found for found, _ in answers], [cached] * requests.count, "vLLM's hits")
         expect(len(answers[0][1]), requests.length // BLOCK_SIZE, "vLLM's block table")
 
-    work = f"{requests.count} requests of {requests.length} tokens, {requests.fresh} of them new"
+    sizes = f"{requests.length} tokens, {requests.fresh} of them new"
+    work = f"step of {requests.count} requests of {sizes}"
     row = compare(
         Side(lambda: [tokens.tolist() for tokens in prompts(next(our_step))], our_steps, our_check),
         Side(
@@ -253,7 +254,7 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
         row
         | state
         | {
-            "work": f"{work}, from lists: plan_many, insert_many, release_many against a loop",
+            "work": f"{work}, from lists",
             "id": "vllm.many.list",
         }
     )

@@ -38,12 +38,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import figures
 from forest import BLOCK_SIZE, QUICK, sequence
+from workloads.ceiling import Ceiling, coverage
 from workloads.documents import VOCABULARY, Tokens, document
 from workloads.populations import population
 from workloads.registry import WORKLOADS
 
 import kvtrie
-from kvtrie.testing.ceiling import Ceiling, coverage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

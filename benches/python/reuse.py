@@ -2,7 +2,7 @@
 
 An index holds 200 conversations of one workload, 1,000,000 tokens together. The next prompts of 40
 are planned in one call each, and what a plan reuses is compared with the prefix and the matches
-that `kvtrie.testing.ceiling` finds without the index. Conversations have their own texts, or share
+that `workloads.ceiling` finds without the index. Conversations have their own texts, or share
 boilerplate (half of the system prompt at the same place, half after a line of their own, and the
 headers of tool results), or share it in texts that are repetitive as written text is. Newcomers
 send their first prompt, so boilerplate is all that they could reuse.
@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import figures
 from forest import BLOCK_SIZE, QUICK, sequence
+from workloads.ceiling import Ceiling, reused
 from workloads.populations import population
 from workloads.registry import WORKLOADS
 
 import kvtrie
-from kvtrie.testing.ceiling import Ceiling, reused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

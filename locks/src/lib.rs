@@ -1,9 +1,9 @@
 //! How the binding takes its locks, small enough that a scheduler can try the ways in which threads interleave.
 //!
 //! The binding has an interpreter that one thread at a time is attached to, and a lock for each ledger, sequence, block allocator
-//! and index. Its rules, as `rust/kvtrie-py/src/{lib,detach,batch,ledger}.rs` keep them:
+//! and index. Its rules, as `rust/kvtrie-py/src/{lib,detach,ledger}.rs` keep them:
 //!
-//! 1. The order is the ledger, sequences by address, the allocator, the index. `step` takes its sequences one at a time.
+//! 1. The order is the ledger, a sequence, the allocator, the index. `step` takes its sequences one at a time.
 //! 2. An attached thread waits for no lock: it tries, and lets go of the interpreter while it waits.
 //! 3. A call that panics while it holds a lock poisons it: whoever takes it later gets an error and sees nothing.
 //!
@@ -22,9 +22,7 @@ pub enum Twin {
     Faithful,
     /// A commit takes the index before the sequence.
     IndexBeforeSequence,
-    /// A batch takes its sequences in the order in which they are given.
-    SequencesAsGiven,
-    /// A batch waits for its sequences while it is attached to the interpreter.
+    /// A plan waits for its sequence while it is attached to the interpreter.
     WaitsAttached,
     /// A poisoned lock is taken as if nothing had happened.
     IgnoresPoison,
@@ -206,24 +204,18 @@ impl World {
         });
     }
 
-    fn plan_many(&self, given: [usize; SEQUENCES], is_long: bool) {
+    fn plan(&self, at: usize, is_long: bool) {
         self.enter(is_long, |keys| {
-            let mut order = given;
-            if self.twin != Twin::SequencesAsGiven {
-                order.sort_unstable();
-            }
-            let sequences: Vec<_> = order
-                .map(|at| match self.twin {
-                    Twin::WaitsAttached => Ok(self.sequences[at].wait()),
-                    _ => keys.lock(&self.sequences[at]),
-                })
-                .into();
+            let sequence = match self.twin {
+                Twin::WaitsAttached => self.sequences[at].wait(),
+                _ => keys.lock(&self.sequences[at])?,
+            };
             let index = keys.lock(&self.index)?;
             assert_eq!(
                 index.value.0, index.value.1,
                 "an index of which half is changed"
             );
-            drop(sequences);
+            drop(sequence);
             Ok(())
         });
     }
@@ -281,16 +273,16 @@ pub fn run(twin: Twin, panics: bool) {
         spawn(|world| {
             world.step(false);
             world.commit(0, true);
-            world.plan_many([0, 1], false);
+            world.plan(1, false);
         }),
         spawn(|world| {
-            world.plan_many([1, 0], true);
+            world.plan(1, true);
             world.step(true);
         }),
         spawn(|world| {
             world.allocate(false);
             world.commit(1, false);
-            world.plan_many([0, 1], false);
+            world.plan(0, false);
         }),
     ];
     if panics {

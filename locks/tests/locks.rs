@@ -35,11 +35,6 @@ fn a_commit_that_takes_the_index_first_deadlocks() {
 }
 
 #[test]
-fn a_batch_that_takes_sequences_as_given_deadlocks() {
-    assert!(found_out(Twin::SequencesAsGiven, false).contains("deadlock"));
-}
-
-#[test]
 fn a_thread_that_waits_attached_deadlocks() {
     assert!(found_out(Twin::WaitsAttached, false).contains("deadlock"));
 }

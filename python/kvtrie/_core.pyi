@@ -20,17 +20,14 @@ __all__ = [
     "ExplanationContext",
     "Imported",
     "IndexStats",
-    "InsertBatch",
     "InsertResult",
     "Item",
     "KvTrieError",
     "LayoutError",
     "Match",
-    "MatchBatch",
     "Namespace",
     "NamespaceDifference",
     "OutOfBlocksError",
-    "PlanBatch",
     "RadixIndex",
     "Removed",
     "ReusePlan",
@@ -379,6 +376,10 @@ class Imported:
     def __hash__(self, /) -> int: ...
     def __ne__(self, value: object, /) -> bool: ...
     def __new__(cls, /, exact_until: SupportsIndex, hops: SupportsIndex = 1) -> Imported: ...
+    def __replace__(self, /, **changes: Any) -> Imported:
+        """
+        The same, for `copy.replace`.
+        """
     @property
     def exact_until(self, /) -> int:
         """
@@ -388,6 +389,22 @@ class Imported:
     def hops(self, /) -> int:
         """
         Hops of the approximate rest.
+        """
+    def replace(self, /, **changes: Any) -> Imported:
+        """
+        This source with some fields changed.
+
+        Args:
+            changes: New values by the names of the fields.
+
+        Raises:
+            TypeError: There is no such field, or a value has the wrong type.
+            ValueError: A value is out of its range.
+
+        Example:
+            >>> import kvtrie
+            >>> kvtrie.Imported(exact_until=2).replace(hops=3)
+            Imported(exact_until=2, hops=3)
         """
 
 @final
@@ -506,74 +523,6 @@ class IndexStats:
         """
 
 @final
-class InsertBatch:
-    """
-    What `RadixIndex.insert_many` did: the fields of `InsertResult`, flat, each with its offsets.
-
-    An item with an error has empty ranges. Array attributes are fresh arrays at every access.
-
-    Example:
-        >>> import kvtrie
-        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-        >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-        >>> seqs = [kvtrie.TokenSequence([1, 2, 3], space)] * 2
-        >>> sources = [kvtrie.COMPUTED] * 2
-        >>> done = index.insert_many(seqs, [4, 5, 6, 7], [0, 2, 4], [3, 3], sources=sources)
-        >>> done.blocks, done.duplicates, done.duplicate_offsets
-        (array([4, 4], dtype=int32), array([6], dtype=int32), array([0, 0, 1]))
-    """
-    @property
-    def blocks(self, /) -> npt.NDArray[np.int32]:
-        """
-        Ids that back the sequences of all items from their starts on (int32).
-        """
-    @property
-    def duplicate_offsets(self, /) -> npt.NDArray[np.int64]:
-        """
-        Where each item's `duplicates` begin (int64), with the end after the last.
-        """
-    @property
-    def duplicates(self, /) -> npt.NDArray[np.int32]:
-        """
-        Held ids whose place another id holds (int32).
-        """
-    @property
-    def errors(self, /) -> dict[int, Exception]:
-        """
-        The exceptions by item number.
-        """
-    @property
-    def freed(self, /) -> npt.NDArray[np.int32]:
-        """
-        Approximate blocks that were replaced and that nobody pins (int32).
-        """
-    @property
-    def freed_offsets(self, /) -> npt.NDArray[np.int64]:
-        """
-        Where each item's `freed` begin (int64), with the end after the last.
-        """
-    @property
-    def num_exact(self, /) -> npt.NDArray[np.int64]:
-        """
-        Positions up to which what backs each sequence is exact, one an item (int64).
-        """
-    @property
-    def offsets(self, /) -> npt.NDArray[np.int64]:
-        """
-        Where each item's `blocks` begin (int64), with the end after the last.
-        """
-    @property
-    def surplus(self, /) -> npt.NDArray[np.int32]:
-        """
-        Held ids after what was taken (int32).
-        """
-    @property
-    def surplus_offsets(self, /) -> npt.NDArray[np.int64]:
-        """
-        Where each item's `surplus` begins (int64), with the end after the last.
-        """
-
-@final
 class InsertResult:
     """
     What became of the ids that were offered to `RadixIndex.insert`.
@@ -650,6 +599,10 @@ class Item:
     def __hash__(self, /) -> int: ...
     def __ne__(self, value: object, /) -> bool: ...
     def __new__(cls, /, start: SupportsIndex, end: SupportsIndex, digest: bytes) -> Item: ...
+    def __replace__(self, /, **changes: Any) -> Item:
+        """
+        The same, for `copy.replace`.
+        """
     @property
     def digest(self, /) -> bytes:
         """
@@ -659,6 +612,22 @@ class Item:
     def end(self, /) -> int:
         """
         One past the last token.
+        """
+    def replace(self, /, **changes: Any) -> Item:
+        """
+        This item with some fields changed.
+
+        Args:
+            changes: New values by the names of the fields.
+
+        Raises:
+            TypeError: There is no such field, or a value has the wrong type.
+            ValueError: A value is out of its range.
+
+        Example:
+            >>> import kvtrie
+            >>> kvtrie.Item(0, 4, b"image").replace(start=2)
+            Item(2, 4, b'image')
         """
     @property
     def start(self, /) -> int:
@@ -691,42 +660,6 @@ class Match:
     def num_tokens(self, /) -> int:
         """
         Tokens from position 0 whose exact KV is present: a whole number of blocks.
-        """
-
-@final
-class MatchBatch:
-    """
-    What `RadixIndex.lookup_many` found. Item i has `blocks[offsets[i]:offsets[i + 1]]`.
-
-    An item with an error has 0 tokens and no blocks. Array attributes are fresh arrays at every access.
-
-    Example:
-        >>> import kvtrie
-        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-        >>> index = kvtrie.RadixIndex(num_blocks=8)
-        >>> batch = index.lookup_many([kvtrie.TokenSequence([1], space), "no sequence"])
-        >>> batch.num_tokens, list(batch.errors)
-        (array([0, 0]), [1])
-    """
-    @property
-    def blocks(self, /) -> npt.NDArray[np.int32]:
-        """
-        Ids of all items, one after the other (int32).
-        """
-    @property
-    def errors(self, /) -> dict[int, Exception]:
-        """
-        The exceptions by item number.
-        """
-    @property
-    def num_tokens(self, /) -> npt.NDArray[np.int64]:
-        """
-        Tokens matched from position 0, one number an item (int64).
-        """
-    @property
-    def offsets(self, /) -> npt.NDArray[np.int64]:
-        """
-        Where each item's ids begin (int64), with the end after the last.
         """
 
 @final
@@ -772,6 +705,10 @@ class Namespace:
         adapter: str | None = None,
         salt: str | SharedSalt,
     ) -> Namespace: ...
+    def __replace__(self, /, **changes: Any) -> Namespace:
+        """
+        The same, for `copy.replace`.
+        """
     @property
     def adapter(self, /) -> str | None:
         """
@@ -786,6 +723,23 @@ class Namespace:
     def model(self, /) -> str:
         """
         Model and revision.
+        """
+    def replace(self, /, **changes: Any) -> Namespace:
+        """
+        This namespace with some fields changed.
+
+        Args:
+            changes: New values by the names of the fields.
+
+        Raises:
+            TypeError: There is no such field, or a value has the wrong type.
+            ValueError: A value is out of its range.
+
+        Example:
+            >>> import kvtrie
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> space.replace(adapter="lora").adapter
+            'lora'
         """
     @property
     def rope(self, /) -> str:
@@ -821,50 +775,6 @@ class NamespaceDifference:
     def num_tokens(self, /) -> int:
         """
         Tokens of the prompt that match there exactly.
-        """
-
-@final
-class PlanBatch:
-    """
-    What `RadixIndex.plan_many` planned. Item i uses `blocks[offsets[i]:offsets[i + 1]]` in place.
-
-    An item with an error has no plan, no blocks and 0 new blocks. Array attributes are fresh arrays at
-    every access.
-
-    Example:
-        >>> import kvtrie
-        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-        >>> index = kvtrie.RadixIndex(num_blocks=8)
-        >>> batch = index.plan_many([kvtrie.TokenSequence([1], space), "no sequence"])
-        >>> batch.plans[1], list(batch.errors)
-        (None, [1])
-        >>> index.release_many(batch.plans[:1])
-        {}
-    """
-    @property
-    def blocks(self, /) -> npt.NDArray[np.int32]:
-        """
-        Ids used in place by all items, one after the other (int32).
-        """
-    @property
-    def errors(self, /) -> dict[int, Exception]:
-        """
-        The exceptions by item number.
-        """
-    @property
-    def num_new_blocks(self, /) -> npt.NDArray[np.int64]:
-        """
-        How many blocks the caller brings, one number an item (int64).
-        """
-    @property
-    def offsets(self, /) -> npt.NDArray[np.int64]:
-        """
-        Where each item's ids begin (int64), with the end after the last.
-        """
-    @property
-    def plans(self, /) -> list[ReusePlan | None]:
-        """
-        The plans, None where there was an error. The same list at every access.
         """
 
 @final
@@ -1121,48 +1031,6 @@ class RadixIndex:
             >>> done.blocks, done.surplus, done.num_exact
             (array([4], dtype=int32), array([5], dtype=int32), 2)
         """
-    def insert_many(
-        self,
-        /,
-        seqs: Iterable[TokenSequence],
-        blocks: _Integers,
-        offsets: _Integers,
-        num_computed: Iterable[SupportsIndex],
-        *,
-        sources: Iterable[ReusePlan | ComputedSource | Imported],
-        starts: Iterable[SupportsIndex] | None = None,
-    ) -> InsertBatch:
-        """
-        Offer blocks for many sequences in one call, in order, under one lock.
-
-        Item i brings `blocks[offsets[i]:offsets[i + 1]]`.
-
-        Args:
-            seqs: The sequences; one may come twice.
-            blocks: The ids of all items, one after the other.
-            offsets: Where each item's ids begin: one more value than sequences, ascending from 0 to
-                `len(blocks)`.
-            num_computed: As for `insert`, one a sequence.
-            sources: As `source` for `insert`, one a sequence.
-            starts: As `start` for `insert`, one a sequence; None is 0 for all.
-
-        Returns:
-            Flat arrays with offsets. An error spoils its own item alone and is in `errors`.
-
-        Raises:
-            TypeError: An argument that is meant for all items has the wrong type.
-            ValueError: The arguments have different lengths, or the offsets do not ascend.
-
-        Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seqs = [kvtrie.TokenSequence(ids, space) for ids in ([1, 2], [3, 4, 5, 6])]
-            >>> sources = [kvtrie.COMPUTED, kvtrie.COMPUTED]
-            >>> done = index.insert_many(seqs, [7, 1, 2], [0, 1, 3], [2, 4], sources=sources)
-            >>> done.blocks, done.offsets, done.errors
-            (array([7, 1, 2], dtype=int32), array([0, 1, 3]), {})
-        """
     @property
     def kinds(self, /) -> tuple[str, ...]:
         """
@@ -1206,41 +1074,6 @@ class RadixIndex:
             >>> match = index.lookup(seq, keep_last=1)
             >>> match.num_tokens, match.blocks
             (2, array([6], dtype=int32))
-        """
-    def lookup_many(
-        self,
-        /,
-        seqs: Iterable[TokenSequence],
-        *,
-        keep_last: SupportsIndex = 0,
-        touch: bool = True,
-        starts: Iterable[SupportsIndex] | None = None,
-    ) -> MatchBatch:
-        """
-        Look up many sequences in one call, in order, under one lock.
-
-        Args:
-            seqs: The sequences; one may come twice.
-            keep_last: As for `lookup`, for all.
-            touch: As for `lookup`, for all.
-            starts: As `start` for `lookup`, one a sequence; None is 0 for all.
-
-        Returns:
-            Flat arrays with offsets. An error spoils its own item alone and is in `errors`.
-
-        Raises:
-            TypeError: An argument that is meant for all items has the wrong type.
-            ValueError: The arguments have different lengths, or `keep_last` is negative.
-
-        Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
-            >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-            >>> batch = index.lookup_many([seq, kvtrie.TokenSequence([1, 2], space)])
-            >>> batch.num_tokens, batch.blocks[batch.offsets[1] : batch.offsets[2]]
-            (array([4, 2]), array([6], dtype=int32))
         """
     def mark_dead(self, /, seq: TokenSequence, ranges: _Ranges) -> int:
         """
@@ -1306,6 +1139,12 @@ class RadixIndex:
             >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
             >>> index.namespaces() == [space]
             True
+        """
+    @property
+    def num_approximate(self, /) -> int:
+        """
+        Blocks whose KV is approximate. Unlike `stats().approximate`, it takes no time that grows with the
+        index.
         """
     @property
     def num_blocks(self, /) -> int:
@@ -1376,42 +1215,6 @@ class RadixIndex:
             (5, 17, -15, 1)
             (17, 25, 0, 2)
         """
-    def plan_many(
-        self,
-        /,
-        seqs: Iterable[TokenSequence],
-        policies: Iterable[ReusePolicy] | None = None,
-        *,
-        keep_last: SupportsIndex = 1,
-        pin: bool = True,
-    ) -> PlanBatch:
-        """
-        Plan many prompts in one call, in order, under one lock.
-
-        Args:
-            seqs: The prompts; one may come twice.
-            policies: One policy a prompt; None is `kvtrie.EXACT_ONLY` for all.
-            keep_last: As for `plan`, for all.
-            pin: As for `plan`, for all.
-
-        Returns:
-            The plans, and the ids used in place as a flat array. An error spoils its own item alone and
-            is in `errors`; its plan is None.
-
-        Raises:
-            TypeError: An argument that is meant for all items has the wrong type.
-            ValueError: The arguments have different lengths, or `keep_last` is negative.
-
-        Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> batch = index.plan_many([kvtrie.TokenSequence([1, 2, 3], space)])
-            >>> batch.num_new_blocks, batch.errors
-            (array([2]), {})
-            >>> index.release_many(batch.plans)
-            {}
-        """
     @property
     def pool_id(self, /) -> bytes:
         """
@@ -1473,27 +1276,6 @@ class RadixIndex:
     def quarantined(self, /) -> npt.NDArray[np.int32]:
         """
         The ids that are in quarantine or on the way there, ascending, as int32.
-        """
-    def release_many(self, /, plans: Iterable[ReusePlan | None]) -> dict[int, Exception]:
-        """
-        Release many plans in one call, in order, under one lock.
-
-        Args:
-            plans: Plans of this index. None is skipped, so that `PlanBatch.plans` can be given as it is.
-
-        Returns:
-            The errors by item number: empty when all went well.
-
-        Raises:
-            TypeError: `plans` is not iterable.
-
-        Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> index = kvtrie.RadixIndex(num_blocks=8)
-            >>> plan = index.plan(kvtrie.TokenSequence([1, 2], space))
-            >>> index.release_many([plan, plan])
-            {1: StaleHandleError('ReusePlan.release: the plan was released already')}
         """
     def remove_spans(self, /, seq: TokenSequence, ranges: _Ranges, force: bool = False) -> Removed:
         """
@@ -1955,6 +1737,10 @@ class ReusePolicy:
         forbid_kinds: Iterable[str] = ...,
         partial_blocks: bool = True,
     ) -> ReusePolicy: ...
+    def __replace__(self, /, **changes: Any) -> ReusePolicy:
+        """
+        The same, for `copy.replace`.
+        """
     @property
     def approximate(self, /) -> bool:
         """
@@ -1994,6 +1780,23 @@ class ReusePolicy:
     def recompute_last(self, /) -> int:
         """
         Tokens at the end of every moved run that are computed anyway.
+        """
+    def replace(self, /, **changes: Any) -> ReusePolicy:
+        """
+        This policy with some fields changed.
+
+        Args:
+            changes: New values by the names of the fields.
+
+        Raises:
+            TypeError: There is no such field, or a value has the wrong type.
+            ValueError: A value is out of its range.
+
+        Example:
+            >>> import kvtrie
+            >>> policy = kvtrie.ReusePolicy(max_hops=2)
+            >>> policy.replace(min_run=32) == kvtrie.ReusePolicy(max_hops=2, min_run=32)
+            True
         """
 
 @final
@@ -2739,6 +2542,10 @@ class Span:
     def __hash__(self, /) -> int: ...
     def __ne__(self, value: object, /) -> bool: ...
     def __new__(cls, /, start: SupportsIndex, end: SupportsIndex, kind: str) -> Span: ...
+    def __replace__(self, /, **changes: Any) -> Span:
+        """
+        The same, for `copy.replace`.
+        """
     @property
     def end(self, /) -> int:
         """
@@ -2748,6 +2555,22 @@ class Span:
     def kind(self, /) -> str:
         """
         What the tokens are.
+        """
+    def replace(self, /, **changes: Any) -> Span:
+        """
+        This span with some fields changed.
+
+        Args:
+            changes: New values by the names of the fields.
+
+        Raises:
+            TypeError: There is no such field, or a value has the wrong type.
+            ValueError: A value is out of its range.
+
+        Example:
+            >>> import kvtrie
+            >>> kvtrie.Span(0, 4, "user").replace(end=6)
+            Span(0, 6, 'user')
         """
     @property
     def start(self, /) -> int:
@@ -2882,6 +2705,10 @@ class TransferLimits:
         max_tokens: SupportsIndex = 67108864,
         max_block_size: SupportsIndex = 4096,
     ) -> TransferLimits: ...
+    def __replace__(self, /, **changes: Any) -> TransferLimits:
+        """
+        The same, for `copy.replace`.
+        """
     @property
     def max_block_size(self, /) -> int:
         """
@@ -2911,6 +2738,22 @@ class TransferLimits:
     def max_tokens(self, /) -> int:
         """
         Position after the last token that a run may reach.
+        """
+    def replace(self, /, **changes: Any) -> TransferLimits:
+        """
+        This set of limits with some fields changed.
+
+        Args:
+            changes: New values by the names of the fields.
+
+        Raises:
+            TypeError: There is no such field, or a value has the wrong type.
+            ValueError: A value is out of its range.
+
+        Example:
+            >>> import kvtrie
+            >>> kvtrie.TransferLimits(max_runs=5).replace(max_groups=1).max_runs
+            5
         """
 
 @final

@@ -87,7 +87,6 @@ CALLS: dict[str, Callable[[World], Any]] = {
     "insert": lambda w: w.index.insert(w.branch, [0, 3], num_computed=4, source=COMPUTED),
     "lookup": lambda w: w.index.lookup(w.branch),
     "plan": lambda w: w.index.plan(w.branch),
-    "plan_many": lambda w: w.index.plan_many([w.branch, w.seq]),
     "release": lambda w: w.plan.release(),
     "release_sources": lambda w: w.plan.release_sources(),
     "evict": World.release_and_evict,
@@ -107,7 +106,7 @@ CALLS: dict[str, Callable[[World], Any]] = {
     "forget": lambda w: w.ledger.forget("r"),
 }
 # Those whose first point is between two changes, or that return no error.
-WITHOUT_ERRORS = {"drop", "reset", "evict", "plan_many"}
+WITHOUT_ERRORS = {"drop", "reset", "evict"}
 
 
 @pytest.mark.parametrize("name", CALLS.keys() - WITHOUT_ERRORS)
@@ -155,13 +154,3 @@ def test_a_panic_in_a_call_makes_its_handles_unusable_and_no_others(name: str) -
     else:
         pytest.fail(f"{name} has more points than there can be: {places}")
     assert places, "no point was met"
-
-
-def test_batches_count_errors_by_their_place() -> None:
-    world = World()
-    arm(1, False)
-    batch = world.index.plan_many([world.branch, world.seq])
-    assert disarm() == ("RadixIndex.plan", False)
-    assert list(batch.errors) == [0]
-    assert batch.plans[0] is None
-    assert batch.plans[1] is not None

@@ -1,7 +1,7 @@
 """Engines with visible KV: what a ledger calls final and computed is so, slot by slot.
 
-Every slot of a fake pool holds the tokens that its KV was computed with. The engine drafts,
-schedules ahead of what it knows, preempts, and takes refused drafts out of its counter late.
+The engine drafts, schedules ahead of what it knows, preempts, and subtracts refused drafts from its
+counter late.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections import deque
 from random import Random
 
 import pytest
+from tests.truth.check import EXACT, wrong_slots
+from tests.truth.labels import UNWRITTEN, LabelledPool, chain
 
 import kvtrie
 
@@ -26,7 +28,8 @@ class Engine:
         prompt = [rng.randrange(9) for _ in range(rng.randrange(1, 20))]
         self.seq = kvtrie.TokenSequence(prompt, SPACE)
         self.tokens = list(prompt)
-        self.kv: dict[int, tuple[int, ...]] = {}
+        self.pool = LabelledPool(60, SIZE)
+        self.slots = self.pool.slots(range(60))
         self.ledger.begin(0, self.seq, list(range(60)))
         #: The engine's counter: optimistic, as vLLM's is.
         self.counter = 0
@@ -37,8 +40,7 @@ class Engine:
         self.device_computed = 0
 
     def compute(self, start: int, end: int, tokens: list[int]) -> None:
-        for at in range(start, end):
-            self.kv[at] = tuple(tokens[: at + 1])
+        assert self.pool.compute(self.slots, tokens, chain(tokens, 0), start, end) == 0
 
     def run_on_device(self, scheduled: int, drafts: int) -> tuple[list[int], int]:
         """Compute, sample, and verify drafts; return the new ids and the number refused."""
@@ -105,16 +107,19 @@ class Engine:
         self.drain()
         to = self.rng.randint(0, self.ledger.lookahead(0)[1])
         gone = self.ledger.rollback(0, to=to)
-        assert all(end <= len(self.kv) for _, end in gone.ranges.tolist())
-        self.kv = {at: kv for at, kv in self.kv.items() if at < to}
+        written = [self.pool.token[slot] != UNWRITTEN for slot in self.slots]
+        assert all(all(written[:end]) for _, end in gone.ranges.tolist())
+        for slot in self.slots[to:]:
+            self.pool.token[slot] = UNWRITTEN
         self.counter = self.device_computed = min(to, self.counter)
 
     def check(self) -> None:
         _, end = self.ledger.final_range(0)
         assert end <= len(self.tokens)
         # A step that was just issued is on its way: only what it wrote can be looked at.
-        for at in range(min(end, self.device_computed)):
-            assert self.kv[at] == tuple(self.tokens[: at + 1]), at
+        end = min(end, self.device_computed)
+        canon = chain(self.tokens, 0)
+        assert not wrong_slots(self.pool, self.slots, self.tokens, canon, [EXACT] * end)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from tests.pd import faults
+from tests.pd.leases import LeaseError
+from tests.pd.serving import Envelope, Live, ServingEngine
+from tests.truth.check import EXACT
+
 import kvtrie
-from kvtrie.testing.pd import faults
-from kvtrie.testing.pd.check import EXACT
-from kvtrie.testing.pd.serving import Live, ServingEngine
-from kvtrie.testing.pd.wire import Envelope, LeaseError
 
 KEYS = (b"the deployment's secret", b"another deployment's secret")
 SPACES = tuple(

@@ -10,12 +10,12 @@ import collections
 from random import Random
 from typing import TYPE_CHECKING
 
+from tests.pd import faults
 from tests.pd.driver import KEYS, REASONS, SPACES, Counts, Planner, WrongError
+from tests.truth.check import APPROXIMATE, EXACT, is_loaded_right, wrong_slots
+from tests.truth.labels import LabelledPool, chain
 
 import kvtrie
-from kvtrie.testing.pd import faults
-from kvtrie.testing.pd.check import APPROXIMATE, EXACT, is_loaded_right, wrong_slots
-from kvtrie.testing.pd.labels import LabelledPool, chain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from tests import pd
 
 import kvtrie
-from kvtrie.testing import pd
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,10 +13,11 @@ from tests.pd import driver, groups
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+from tests import pd
+from tests.pd.leases import Leases
+from tests.pd.serving import Envelope, ServingEngine
+
 import kvtrie
-from kvtrie.testing import pd
-from kvtrie.testing.pd.serving import ServingEngine
-from kvtrie.testing.pd.wire import Envelope, Leases
 
 SEEDS = 40
 

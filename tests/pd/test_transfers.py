@@ -7,10 +7,10 @@ import collections
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests import pd
 from tests.pd import driver, groups
 
 import kvtrie
-from kvtrie.testing import pd
 
 SEEDS = 24
 TURNS = 30

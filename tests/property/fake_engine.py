@@ -1,9 +1,7 @@
-"""An engine over fake KV that knows what its KV is worth, whatever the index says of it.
+"""An engine over labelled KV that knows what its KV is worth, whatever the index says of it.
 
-A slot holds the token, the position and the whole prefix that it was placed under, whether it was
-computed from exact KV of that very prefix, and how often it was placed under another one. Copies
-and computation keep that up to date by what lies in the table at the time. So KV of another prefix,
-an overwritten block, a copy of the wrong slots, a wrong delta or a label that is too good shows.
+KV of another prefix, an overwritten block, a copy of the wrong slots, a wrong delta or a label that
+is too good shows: see `tests.truth`.
 """
 
 from __future__ import annotations
@@ -13,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from tests.truth.check import APPROXIMATE, EXACT, is_loaded_right, wrong_slots
+from tests.truth.labels import LabelledPool, chain
 
 import kvtrie
 
@@ -22,113 +22,35 @@ if TYPE_CHECKING:
 
     from kvtrie.testing import strategies as kv
 
-EXACT, APPROXIMATE, COMPUTE = range(3)
+COMPUTE = 2
 
 
 class WrongKVError(AssertionError):
     """A slot holds something else than was said."""
 
 
-def tokens_of(seq: kvtrie.TokenSequence) -> list[Any]:
-    """Tokens as KV depends on them: in an item, on what it stands for."""
-    tokens: list[Any] = seq[0 : len(seq)].tolist()
-    for item in seq.items:
-        for position in range(item.start, item.end):
-            tokens[position] = (tokens[position], item.digest, position - item.start)
-    return tokens
-
-
-class KV(NamedTuple):
-    """What one slot holds.
+class Text(NamedTuple):
+    """A sequence as its KV depends on it.
 
     Attributes:
-        token: The token.
-        position: Where it was placed: K is turned for this position.
-        prefix: A digest of namespace and tokens up to and with it, under which it was placed.
-        exact: Whether it was computed there, from exact KV alone.
-        hops: How often it was placed under another prefix or position.
+        tokens: Its tokens; in an item, with what it stands for.
+        canon: The context of each, computed from scratch.
+        root: The namespace's number.
     """
 
-    token: Any
-    position: int
-    prefix: int
-    exact: bool
-    hops: int
+    tokens: list[Any]
+    canon: list[int]
+    root: int
 
-    def copied_to(self, wanted: KV) -> KV:
-        """What it is once it is placed where `wanted` would be right."""
-        same = self.prefix == wanted.prefix
-        return wanted._replace(exact=self.exact and same, hops=self.hops + (not same))
-
-
-def placed(seq: kvtrie.TokenSequence) -> list[KV]:
-    """The right KV of a sequence, computed from scratch."""
-    prefix, right = hash(seq.namespace), []
-    for position, token in enumerate(tokens_of(seq)):
-        prefix = hash((prefix, token, position))
-        right.append(KV(token, position, prefix, exact=True, hops=0))
-    return right
-
-
-class FakeKV:
-    """Slots, and what a forward pass and a copy make of them."""
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.slots: dict[int, KV] = {}
-
-    def slot(self, table: Any, position: int) -> int:
-        """The slot of a position."""
-        size = self.block_size
-        return int(table[position // size]) * size + position % size
-
-    def scrub(self, blocks: Any) -> None:
-        """Fresh blocks hold nothing of use."""
-        for block in blocks.tolist():
-            for offset in range(self.block_size):
-                self.slots.pop(block * self.block_size + offset, None)
-
-    def holds(self, slot: int, right: KV, what: str) -> KV:
-        """What lies in a slot, which must be there for this token, position and prefix."""
-        found = self.slots.get(slot)
-        if found is None or found[:3] != right[:3]:
-            raise WrongKVError(f"{what}: slot {slot} holds {found}, not {right}")
-        return found
-
-    def apply(self, moves: Any, seq: kvtrie.TokenSequence, table: Any) -> None:
-        """Copy, each run turned by its delta; a source that was overwritten is copied as it is."""
-        right, size = placed(seq), self.block_size
-        at = {int(block): place for place, block in enumerate(table)}
-        for source, dest, count, delta in moves.tolist():
-            first = at[dest // size] * size + dest % size
-            if dest // size != (dest + count - 1) // size:
-                raise WrongKVError(f"a copy to {dest} leaves its block")
-            if source // size != (source + count - 1) // size:
-                raise WrongKVError(f"a copy from {source} leaves its block")
-            for i in range(count):
-                found, wanted = self.slots[source + i], right[first + i]
-                if (found.token, found.position + delta) != (wanted.token, wanted.position):
-                    raise WrongKVError(f"{found} is moved by {delta} to where {wanted} belongs")
-                self.slots[dest + i] = found.copied_to(wanted)
-
-    def compute(self, seq: kvtrie.TokenSequence, start: int, end: int, table: Any) -> None:
-        """What a forward pass does: each token sees all before it, as it lies in the table."""
-        right = placed(seq)
-        exact = True
-        for position in range(end):
-            slot = self.slot(table, position)
-            if position >= start:
-                self.slots[slot] = right[position]._replace(exact=exact)
-            found = self.holds(slot, right[position], "attention")
-            exact = exact and found.exact
-
-    def read(self, seq: kvtrie.TokenSequence, table: Any, start: int, end: int) -> list[KV]:
-        """What lies in the table for a range of positions, of which each must be right."""
-        right = placed(seq)
-        return [
-            self.holds(self.slot(table, position), right[position], f"position {position}")
-            for position in range(start, end)
-        ]
+    @classmethod
+    def of(cls, seq: kvtrie.TokenSequence) -> Text:
+        """The text of a sequence."""
+        tokens: list[Any] = seq[0 : len(seq)].tolist()
+        for item in seq.items:
+            for position in range(item.start, item.end):
+                tokens[position] = (tokens[position], item.digest, position - item.start)
+        root = hash(seq.namespace)
+        return cls(tokens, chain(tokens, root), root)
 
 
 @dataclass
@@ -150,9 +72,9 @@ class Engine:
             hash_bits=self.hash_bits,
         )
         self.pool = kvtrie.BlockAllocator(self.num_blocks)
-        self.kv = FakeKV(self.block_size)
+        self.kv = LabelledPool(self.num_blocks, self.block_size)
         self.requests: list[Request] = []
-        self.known: list[tuple[kvtrie.TokenSequence, list[KV]]] = []
+        self.known: list[tuple[kvtrie.TokenSequence, Text]] = []
 
     def take(self, ids: Any) -> None:
         """Blocks that the index gives up are free."""
@@ -165,18 +87,32 @@ class Engine:
         held = sum(len(request.held) for request in self.requests)
         owned = stats.indexed + stats.condemned
         assert self.pool.num_free + held + owned == self.num_blocks
-        for seq, right in self.known:
+        for seq, text in self.known:
             match = self.index.lookup(seq, touch=False)
-            for position in range(match.num_tokens):
-                slot = self.kv.slot(match.blocks, position)
-                if self.kv.slots.get(slot) != right[position]:
-                    found = self.kv.slots.get(slot)
-                    raise WrongKVError(f"an exact match answers {found}, not {right[position]}")
+            none = [0] * match.num_tokens
+            self.check(text, match.blocks, none, none, "an exact match answers")
+
+    def check(
+        self,
+        text: Text,
+        table: Any,
+        classes: Sequence[int],
+        hops: Sequence[int],
+        what: str,
+        start: int = 0,
+    ) -> None:
+        """Raise unless every slot of a table from `start` on holds what is said of it."""
+        slots = self.kv.slots(table.tolist())
+        wrong = wrong_slots(
+            self.kv, slots, text.tokens, text.canon, classes, hops, root=text.root, start=start
+        )
+        if wrong:
+            raise WrongKVError(f"{what}: {wrong} of {text.tokens} in {slots}")
 
     def know(self, seq: kvtrie.TokenSequence) -> None:
         """Check lookups of this sequence from now on."""
         copy = kvtrie.TokenSequence(seq[0 : len(seq)], seq.namespace, items=seq.items)
-        self.known.append((copy, placed(copy)))
+        self.known.append((copy, Text.of(copy)))
 
     def load(self, seq: kvtrie.TokenSequence, exact_until: int, hops: int) -> None:
         """Bring KV from elsewhere: right up to `exact_until`, of another context after it."""
@@ -184,13 +120,13 @@ class Engine:
             blocks = self.pool.allocate(len(seq) // self.block_size, evict_from=self.index)
         except kvtrie.OutOfBlocksError:
             return
-        self.kv.scrub(blocks)
-        end = len(blocks) * self.block_size
-        for position, kv in enumerate(placed(seq)[:end]):
-            exact = position < exact_until
-            self.kv.slots[self.kv.slot(blocks, position)] = kv._replace(
-                exact=exact, hops=0 if exact else hops
-            )
+        end, text = len(blocks) * self.block_size, Text.of(seq)
+        slots = self.kv.slots(blocks.tolist())
+        self.kv.clear(blocks.tolist())
+        self.kv.compute(slots, text.tokens, text.canon, 0, end, root=text.root)
+        for slot in slots[exact_until:]:
+            self.kv.context[slot] = hash((self.kv.context[slot], "elsewhere"))
+            self.kv.hops[slot] = hops
         source = kvtrie.Imported(exact_until=exact_until, hops=hops)
         done = self.index.insert(seq, blocks, num_computed=end, source=source)
         for ids in (done.duplicates, done.surplus, done.freed):
@@ -268,13 +204,13 @@ class Request:
         except kvtrie.OutOfBlocksError:
             return
         self.got(self.fresh)
-        engine.kv.scrub(self.fresh)
+        engine.kv.clear(self.fresh.tolist())
         yield "allocate"
         self.table = np.concatenate([self.plan.blocks, self.fresh])
         yield "table"
         assert self.plan.validate().all()
         self.check_sources()
-        engine.kv.apply(self.plan.moves(self.table), seq, self.table)
+        self.apply()
         self.check_reused()
         gaps = self.plan.gaps.tolist()
         self.n = gaps[0][0] if gaps else len(seq)
@@ -285,13 +221,13 @@ class Request:
         for i, (start, end) in enumerate(gaps):
             for chunk in range(start, end, 3):
                 stop = min(end, chunk + 3)
-                engine.kv.compute(seq, chunk, stop, self.table)
+                self.compute(chunk, stop)
                 yield "compute"
                 self.n = stop
                 yield "computed"
             self.n = gaps[i + 1][0] if i + 1 < len(gaps) else len(seq)
         assert self.n == len(seq)
-        engine.kv.read(seq, self.table, 0, self.n)
+        self.check_computed()
         self.done = index.insert(seq, self.table, num_computed=self.n, source=self.source())
         self.inserted(self.done)
         yield "insert"
@@ -313,10 +249,10 @@ class Request:
                 except kvtrie.OutOfBlocksError:
                     return
                 self.got(self.fresh)
-                engine.kv.scrub(self.fresh)
+                engine.kv.clear(self.fresh.tolist())
                 self.table = np.concatenate([self.table, self.fresh])
                 yield "grow"
-            engine.kv.compute(seq, self.n, len(seq), self.table)
+            self.compute(self.n, len(seq))
             yield "decode"
             self.n = len(seq)
             yield "decoded"
@@ -367,15 +303,48 @@ class Request:
 
     # --- checks of the plan -----------------------------------------------------------------
 
-    def label(self, kv: KV, segment: Any, what: str) -> None:
-        """A slot as it will be is as exact as its segment says, and moved no more often."""
-        if segment["class"] == EXACT and not kv.exact:
-            raise WrongKVError(f"{what}: {kv} is said to be exact")
-        most = int(segment["hops"])
-        if kv.hops > most:
-            raise WrongKVError(f"{what}: {kv} is said to have {most} hops")
+    def apply(self) -> None:
+        """Copy; a source that was overwritten is copied as it is."""
+        pool, canon, size = self.engine.kv, Text.of(self.seq).canon, self.engine.block_size
+        for source, dest, count, delta, at in self.copies(0, len(self.seq)):
+            for slot in (source, dest):
+                if slot // size != (slot + count - 1) // size:
+                    raise WrongKVError(f"{count} slots from {slot} on leave their block")
+            pool.load(pool, source, dest, canon[at : at + count], delta)
+
+    def copies(self, start: int, end: int) -> list[tuple[int, int, int, int, int]]:
+        """The copies of a range: source, destination, length, delta, first position."""
+        size = self.engine.block_size
+        at = {int(block): place * size for place, block in enumerate(self.table)}
+        moves = self.plan.moves(self.table, start, end).tolist()
+        return [(*move, at[move[1] // size] + move[1] % size) for move in moves]
+
+    def compute(self, start: int, end: int) -> None:
+        """What a forward pass does: each token sees all before it, as the table holds it."""
+        pool, text = self.engine.kv, Text.of(self.seq)
+        slots = pool.slots(self.table.tolist())
+        pool.compute(slots, text.tokens, text.canon, start, end, root=text.root)
+        self.check_computed(end)
+
+    def check_computed(self, end: int | None = None) -> None:
+        """Every slot of the table up to a position was placed there for its token."""
+        classes = [APPROXIMATE] * (self.n if end is None else end)
+        hops = [len(self.seq)] * len(classes)
+        self.engine.check(Text.of(self.seq), self.table, classes, hops, "attention")
+
+    def check_segment(self, segment: Any, table: Any, what: str) -> None:
+        """A segment's slots are as exact as it says, moved no more often, and allowed."""
+        end, most = int(segment["end"]), int(segment["hops"])
         if segment["class"] == APPROXIMATE and most > self.policy.max_hops:
-            raise WrongKVError(f"{what}: {kv} is used against the policy, by {most} hops")
+            raise WrongKVError(f"{what}: {segment} is used against the policy, by {most} hops")
+        self.engine.check(
+            Text.of(self.seq),
+            table,
+            [int(segment["class"])] * end,
+            [most] * end,
+            what,
+            start=int(segment["start"]),
+        )
 
     def check_plan(self) -> None:
         """Segments cover the prompt once; slots in place have what they say."""
@@ -393,8 +362,7 @@ class Request:
         ]
         in_place = len(plan.blocks) * engine.block_size
         for segment in segments[segments["start"] < in_place]:
-            for kv in engine.kv.read(self.seq, plan.blocks, segment["start"], segment["end"]):
-                self.label(kv, segment, "in place")
+            self.check_segment(segment, plan.blocks, "in place")
         kinds = engine.index.kinds
         forbidden = sum(1 << kinds.index(kind) for kind in self.policy.forbid_kinds)
         assert not (segments["kinds"][segments["class"] == APPROXIMATE] & forbidden).any()
@@ -414,33 +382,38 @@ class Request:
     def check_sources(self) -> None:
         """Every copied slot has the token, the delta and the hops that the plan says."""
         engine, plan, size = self.engine, self.plan, self.engine.block_size
-        right = placed(self.seq)
-        at = {int(block): place for place, block in enumerate(self.table)}
+        text = Text.of(self.seq)
         read = set()
         for segment in plan.segments:
             start, end = int(segment["start"]), int(segment["end"])
             covered = []
-            for source, dest, count, delta in plan.moves(self.table, start, end).tolist():
+            for source, _, count, delta, at in self.copies(start, end):
                 read.add(source // size)
                 assert delta == segment["delta"]
-                for i in range(count):
-                    position = at[dest // size] * size + dest % size + i
-                    covered.append(position)
-                    kv, wanted = engine.kv.slots[source + i], right[position]
-                    if (kv.token, kv.position + delta) != (wanted.token, position):
-                        raise WrongKVError(f"{kv} is the source of {wanted}, moved by {delta}")
-                    self.label(kv.copied_to(wanted), segment, "a source")
-            copied = start >= len(plan.blocks) * size and segment["class"] != COMPUTE
-            assert covered == (list(range(start, end)) if copied else [])
+                covered += range(at, at + count)
+                canon = text.canon[at : at + count]
+                copied = LabelledPool(1, size)
+                copied.load(engine.kv, source, 0, canon, delta)
+                if not is_loaded_right(
+                    copied,
+                    0,
+                    text.tokens[at : at + count],
+                    canon,
+                    at,
+                    exact=segment["class"] == EXACT,
+                    hops=int(segment["hops"]),
+                    root=text.root,
+                ):
+                    raise WrongKVError(f"{count} slots from {source} on are not {segment}")
+            is_copied = start >= len(plan.blocks) * size and segment["class"] != COMPUTE
+            assert covered == (list(range(start, end)) if is_copied else [])
         assert sorted(read) == plan.source_blocks.tolist()
 
     def check_reused(self) -> None:
         """After the copies, all reused tokens are in the table, as exact as planned."""
         for segment in self.plan.segments:
             if segment["class"] != COMPUTE:
-                start, end = segment["start"], segment["end"]
-                for kv in self.engine.kv.read(self.seq, self.table, start, end):
-                    self.label(kv, segment, "reused")
+                self.check_segment(segment, self.table, "reused")
 
 
 class Traffic:

@@ -954,17 +954,17 @@ def test_insert_replaces_approximate_by_exact_and_condemns_sources(kit: Kit) -> 
     plan.release()
 
 
-def test_plan_many_takes_policies(kit: Kit) -> None:
+def test_each_plan_takes_its_policy(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq("SYSTEM..thought1answer.1"))
     seq = kit.seq("SYSTEM..answer.1user")
-    made = index.plan_many([seq, seq, seq], [ANY, EXACT_ONLY, ReusePolicy(min_run=8)])
-    assert [plan.num_approximate for plan in made.plans] == [8, 0, 8]
-    assert made.num_new_blocks.tolist() == [3, 3, 3]
-    index.release_many(made.plans)
-    spoiled = make(kit, min_run=16).plan_many([seq], [ReusePolicy(min_run=8)])
-    assert spoiled.plans == [None]
-    assert [type(error) for error in spoiled.errors.values()] == [ValueError]
+    made = [index.plan(seq, policy) for policy in (ANY, EXACT_ONLY, ReusePolicy(min_run=8))]
+    assert [plan.num_approximate for plan in made] == [8, 0, 8]
+    assert [plan.num_new_blocks for plan in made] == [3, 3, 3]
+    for plan in made:
+        plan.release()
+    with pytest.raises(ValueError, match="min_run"):
+        make(kit, min_run=16).plan(seq, ReusePolicy(min_run=8))
 
 
 def test_plan_empty_and_short_prompts(kit: Kit) -> None:

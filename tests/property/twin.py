@@ -110,19 +110,6 @@ def _plain(value: Any) -> Any:
 MATCH = ("num_tokens", "blocks")
 REMOVED = ("freed", "kept", "condemned")
 INSERTED = ("blocks", "num_exact", "duplicates", "surplus", "freed")
-MATCHES = ("num_tokens", "blocks", "offsets")
-PLANS = ("blocks", "offsets", "num_new_blocks")
-INSERTS = (
-    "blocks",
-    "offsets",
-    "num_exact",
-    "duplicates",
-    "duplicate_offsets",
-    "surplus",
-    "surplus_offsets",
-    "freed",
-    "freed_offsets",
-)
 PLAN = (
     "blocks",
     "num_new_blocks",
@@ -141,11 +128,6 @@ PLAN = (
 def pick(result: Any, names: Sequence[str]) -> dict[str, Any]:
     """The attributes of a result, comparable."""
     return {name: _plain(getattr(result, name)) for name in names}
-
-
-def errors_of(result: Any) -> dict[int, str]:
-    """The errors of a batch, by place and type."""
-    return {int(i): type(error).__name__ for i, error in result.errors.items()}
 
 
 def _restored(index: kvtrie.RadixIndex) -> kvtrie.RadixIndex:
@@ -272,6 +254,7 @@ class Twin:
         self.same("stats", stats, self.stats(self.model))
         self.same("num_evictable", self.real.num_evictable, self.model.num_evictable)
         self.same("num_evictable of stats", self.real.num_evictable, stats["evictable"])
+        self.same("num_approximate", self.real.num_approximate, stats["approximate"])
         self.real.check()
         if self.mirror is not None:
             self.same("digest of the mirror", self.real.digest(), self.mirror.digest())
@@ -881,114 +864,6 @@ class Twin:
                 MATCH,
             )
 
-    # --- batches: one call on the index, the loop of single calls on the model --------------------
-
-    def lookup_many(self) -> None:
-        """`lookup_many` against the loop of lookups."""
-        pairs = [self.pair() for _ in range(self.rng.randint(0, 3))]
-        keep_last, touch = self.rng.choice([0, 1]), self.chance(0.8)
-        starts = [self.start(len(pair.model)) for pair in pairs]
-        found = self.both(
-            f"lookup_many({[pair.model.tokens for pair in pairs]}, {starts})",
-            lambda index, side: index.lookup_many(
-                [self.seq(pair, side, fresh=False) for pair in pairs],
-                keep_last=keep_last,
-                touch=touch,
-                starts=starts if any(starts) else None,
-            ),
-            MATCHES,
-        )
-        if found:
-            self.same("errors of lookup_many", errors_of(found[0]), errors_of(found[2]))
-            self.counts["spoiled items"] += len(found[2].errors)
-
-    def plan_many(self) -> None:
-        """`plan_many` against the loop of plans."""
-        pairs = [self.pair() for _ in range(self.rng.randint(0, 3))]
-        policies = [self.policy() for _ in pairs]
-        given = policies if self.chance(0.6) else None
-        keep_last, pin = self.rng.choice([0, 1]), self.chance(0.8)
-        made = self.both(
-            f"plan_many({[pair.model.tokens for pair in pairs]}, {given}, {keep_last}, pin={pin})",
-            lambda index, side: index.plan_many(
-                [self.seq(pair, side, fresh=False) for pair in pairs],
-                given,
-                keep_last=keep_last,
-                pin=pin,
-            ),
-            PLANS,
-        )
-        if not made:
-            return
-        real, mirror, model = made
-        self.same("errors of plan_many", errors_of(real), errors_of(model))
-        self.counts["spoiled items"] += len(model.errors)
-        mirrors = mirror.plans if mirror is not None else [None] * len(pairs)
-        for a, b, c, pair in zip(real.plans, mirrors, model.plans, pairs, strict=True):
-            self.same("plan made", a is None, c is None)
-            if a is not None:
-                self.same("plan of plan_many", pick(a, PLAN), pick(c, PLAN))
-                self.add_plans(Plans(a, b, c, pair))
-        while len(self.plans) > MAX_PLANS:
-            self.release()
-
-    def insert_many(self) -> None:
-        """`insert_many` against the loop of inserts."""
-        count = self.rng.randint(0, 3)
-        chosen = [self.source() for _ in range(count)]
-        offers = [self.offer(pair, source) for source, pair in chosen]
-        computed = [offer[0] for offer in offers]
-        starts = [offer[1] for offer in offers]
-        blocks = [block for offer in offers for block in offer[2]]
-        offsets = [0]
-        for offer in offers:
-            offsets.append(offsets[-1] + len(offer[2]))
-        done = self.both(
-            f"insert_many({[pair.model.tokens for _, pair in chosen]}, {blocks}, {offsets}, "
-            f"{computed}, {starts})",
-            lambda index, side: index.insert_many(
-                [self.seq(pair, side, fresh=False) for _, pair in chosen],
-                np.array(blocks, dtype=np.int32),
-                np.array(offsets, dtype=np.int64),
-                np.array(computed, dtype=np.int64),
-                sources=[self.source_of(source, side) for source, _ in chosen],
-                starts=starts if any(starts) else None,
-            ),
-            INSERTS,
-        )
-        if not done:
-            return
-        real, _, model = done
-        self.same("errors of insert_many", errors_of(real), errors_of(model))
-        self.counts["spoiled items"] += len(model.errors)
-        # In order: what one item freed may be offered by the next, what it gave may be replaced.
-        for i in range(count):
-            self.held -= set(real.blocks[real.offsets[i] : real.offsets[i + 1]].tolist())
-            self.give("freed", real.freed[real.freed_offsets[i] : real.freed_offsets[i + 1]])
-        for i, (source, _) in enumerate(chosen):
-            if isinstance(source, Plans) and i not in model.errors:
-                source.used = True
-
-    def release_many(self) -> None:
-        """`release_many` against the loop of releases; a plan may come twice."""
-        count = self.rng.randint(0, min(2, len(self.plans)))
-        gone = [self.plans.pop() for _ in range(count)]
-        given = [*gone, *(gone[:1] if self.chance(0.1) else [])]
-        self.counts["aborts"] += sum(not plans.used for plans in gone)
-        errors = self.both(
-            f"release_many of {len(given)}",
-            lambda index, side: {
-                i: type(error).__name__
-                for i, error in index.release_many(
-                    [getattr(plans, side) for plans in given]
-                ).items()
-            },
-            None,
-        )
-        self.counts["spoiled items"] += len(errors[0]) if errors else 0
-        for plans in gone:
-            self.retire(plans)
-
     # --- running ----------------------------------------------------------------------------------
 
     CALLS: tuple[tuple[str, int], ...] = (
@@ -1010,10 +885,6 @@ class Twin:
         ("tag", 3),
         ("tags", 3),
         ("survey", 2),
-        ("lookup_many", 2),
-        ("plan_many", 2),
-        ("insert_many", 2),
-        ("release_many", 1),
     )
 
     LONG: ClassVar = {

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import pd
 
 import kvtrie
-from kvtrie.testing import pd
 
 IDS = st.lists(st.integers(1, 3), min_size=1, max_size=24)
 

@@ -121,9 +121,6 @@ def child():
         lambda: index.lookup(fresh),
         lambda: index.plan(fresh),
         lambda: index.insert(fresh, [3], num_computed=2, source=COMPUTED),
-        lambda: index.lookup_many([fresh]),
-        lambda: index.plan_many([fresh]),
-        lambda: index.release_many([plan]),
         index.take_freed,
         lambda: index.evict(1),
         lambda: index.discard([0]),
@@ -140,7 +137,6 @@ def child():
         index.digest,
         index.check,
         lambda: repr(index),
-        lambda: index.insert_many([fresh], [3], [0, 1], [2], sources=[COMPUTED]),
         lambda: plan.blocks,
         lambda: plan.source_blocks,
         lambda: plan.moves([0, 6]),
@@ -175,7 +171,6 @@ def child():
     # Sequences of the parent in an index of the child.
     mine = kvtrie.RadixIndex(8, 2)
     refused(lambda: mine.lookup(seq))
-    refused(lambda: mine.lookup_many([fresh, seq]))
     # What never changes is read as before.
     assert (index.num_blocks, index.block_size) == (8, 2)
     assert (seq.namespace, plan.num_exact) == (NS, 3)

@@ -224,7 +224,6 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "keep_last": lambda n: INDEX.lookup(SEQ, keep_last=n),
     "start": lambda n: INDEX.lookup(SEQ, start=n),
     "keep_last of plan": lambda n: INDEX.plan(SEQ, keep_last=n),
-    "keep_last of plan_many": lambda n: INDEX.plan_many([SEQ], keep_last=n),
     "num_computed": lambda n: INDEX.insert(SEQ, [0], num_computed=n, source=kvtrie.COMPUTED),
     "evict": INDEX.evict,
     "truncate": SEQ.truncate,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import sys
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,57 @@ def test_negative_zero_is_zero() -> None:
     assert plus == minus
     assert hash(plus) == hash(minus)
     assert repr(plus) == repr(minus)
+
+
+CHANGES: list[tuple[Any, dict[str, Any]]] = [
+    (SPACE, {"adapter": "lora", "salt": "tenant"}),
+    (VALUES[1], {"model": "n", "adapter": None}),
+    (VALUES[2], {"start": 2, "digest": b"other"}),
+    (VALUES[3], {"end": 9, "kind": "user"}),
+    (VALUES[4], {"hops": 0}),
+    (POLICY, {"approximate": True, "max_hops": 3, "forbid_kinds": ["answer"]}),
+    (kvtrie.TransferLimits(max_bytes=7), {"max_runs": 3}),
+]
+
+
+@pytest.mark.parametrize(("value", "changes"), CHANGES, ids=repr)
+def test_replace_changes_the_named_fields_alone(value: Any, changes: dict[str, Any]) -> None:
+    fields = [name for name, kind in vars(type(value)).items() if inspect.isgetsetdescriptor(kind)]
+    before = {name: getattr(value, name) for name in fields}
+    wanted = before | {
+        name: tuple(new) if isinstance(new, list) else new for name, new in changes.items()
+    }
+    for change in (value.replace, value.__replace__):
+        made = change(**changes)
+        assert type(made) is type(value)
+        assert {name: getattr(made, name) for name in fields} == wanted
+        assert change() == value
+    assert {name: getattr(value, name) for name in fields} == before
+
+
+@pytest.mark.parametrize(("value", "changes"), CHANGES, ids=repr)
+def test_replace_refuses_what_the_constructor_refuses(value: Any, changes: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'maxhops'"):
+        value.replace(maxhops=1)
+    field = next(iter(changes))
+    with pytest.raises(TypeError, match=rf"{type(value).__name__}: {field} is of type 'list'"):
+        value.replace(**{field: []})
+
+
+def test_replace_checks_the_value_and_names_the_limit() -> None:
+    with pytest.raises(
+        ValueError, match=r"ReusePolicy: max_hops is 40000; it must be in \[0, 32767\]"
+    ):
+        POLICY.replace(max_hops=40_000)
+    with pytest.raises(ValueError, match="Span: start and end are 8 and 7"):
+        kvtrie.Span(0, 7, "user").replace(start=8)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="copy.replace is of Python 3.13")
+@pytest.mark.parametrize(("value", "changes"), CHANGES, ids=repr)
+def test_copy_replaces(value: Any, changes: dict[str, Any]) -> None:
+    replace = vars(copy)["replace"]
+    assert replace(value, **changes) == value.replace(**changes)
 
 
 @pytest.mark.parametrize("name", ["SHARED", "COMPUTED"])

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from workloads.ceiling import Ceiling, Reach, coverage, reused
 from workloads.documents import document
-
-from kvtrie.testing.ceiling import Ceiling, Reach, coverage, reused
 
 
 def naive(cached: list[list[int]], prompt: list[int], min_run: int, keep_last: int) -> Reach:

@@ -234,34 +234,27 @@ def test_fan_of_100000_children(under: int) -> None:
         head = [9, 9] * under
         tokens = rng.permutation(n).tolist()
         seqs = [kvtrie.TokenSequence([*head, token // 300, token % 300], NS) for token in tokens]
-        blocks = np.arange(1, n + 1)
+        blocks = range(1, n + 1)
         if under:
             index.insert(kvtrie.TokenSequence(head, NS), [0], num_computed=2, source=COMPUTED)
 
         def build() -> None:
-            done = index.insert_many(
-                seqs,
-                blocks,
-                np.arange(n + 1),
-                np.full(n, 2 + 2 * under),
-                sources=[COMPUTED] * n,
-                starts=[2 * under] * n,
-            )
-            assert not done.errors
-            assert len(done.blocks) == n
+            for seq, block in zip(seqs, blocks, strict=True):
+                done = index.insert(
+                    seq, [block], num_computed=len(seq), start=2 * under, source=COMPUTED
+                )
+                assert len(done.blocks) == 1
 
         def read() -> None:
-            assert (index.lookup_many(seqs).num_tokens == 2 + 2 * under).all()
+            assert all(index.lookup(seq).num_tokens == 2 + 2 * under for seq in seqs)
 
         def plans() -> None:
             # Each diverges within a block, where many siblings share its first token.
             firsts = [i % (n // 300) for i in range(n // 10)]
             prompts = [kvtrie.TokenSequence([*head, first, 7777, 1], NS) for first in firsts]
-            found = [plan for plan in index.plan_many(prompts).plans if plan is not None]
-            shared = {plan.num_exact for plan in found}
-            index.release_many(found)
-            assert len(found) == len(prompts)
-            assert shared == {2 * under + 1}
+            for prompt in prompts:
+                with index.plan(prompt) as plan:
+                    assert plan.num_exact == 2 * under + 1
 
         return {
             "build": build,
@@ -309,16 +302,15 @@ def test_evict_with_many_pinned_leaves() -> None:
     def steps(n: int) -> Steps:
         index = kvtrie.RadixIndex(2 * n, 1)
         seqs = [kvtrie.TokenSequence([token, 0], NS) for token in range(2 * n)]
-        done = index.insert_many(
-            seqs,
-            np.arange(2 * n),
-            np.arange(2 * n + 1),
-            np.ones(2 * n, dtype=np.int64),
-            sources=[COMPUTED] * 2 * n,
-        )
-        assert not done.errors
-        plans = index.plan_many(seqs[:n]).plans
-        index.lookup_many(seqs[n:])
+        for block, seq in enumerate(seqs):
+            index.insert(seq, [block], num_computed=1, source=COMPUTED)
+        plans = [index.plan(seq) for seq in seqs[:n]]
+        for seq in seqs[n:]:
+            index.lookup(seq)
+
+        def release() -> None:
+            for plan in plans:
+                plan.release()
 
         def evict_one_by_one() -> None:
             for _ in range(n):
@@ -328,7 +320,7 @@ def test_evict_with_many_pinned_leaves() -> None:
         return {
             "evict": evict_one_by_one,
             "evict nothing": lambda: [index.evict(1) for _ in range(n)],
-            "release": lambda: expect(index.release_many(plans), {}),
+            "release": release,
             "evict the rest": lambda: take_all(index, n),
         }
 

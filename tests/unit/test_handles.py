@@ -277,7 +277,6 @@ READERS: dict[str, Callable[[Any, Any], object]] = {
     "an item of a list": lambda index, number: index.discard([0, number]),
     "an item of a tuple": lambda _, number: kvtrie.TokenSequence((0, number), NS),
     "a range": lambda index, number: index.mark_dead(edited(), [(0, number)]),
-    "an item of a batch": lambda index, number: index.lookup_many([edited()], starts=[number]),
     "a key": lambda _, number: edited()[number],
     "a constructor": lambda _, number: kvtrie.SequenceLedger(number),
 }
@@ -291,9 +290,6 @@ def test_what_is_not_about_the_argument_stays_what_it_is(
     index = cached(kvtrie.RadixIndex)
     before = index.digest()
     raised = error("stop")
-    if error is MemoryError and reader == "an item of a batch":
-        assert READERS[reader](index, Number(raised)).errors == {0: raised}  # type: ignore[attr-defined]
-        return
     with pytest.raises(error) as caught:
         READERS[reader](index, Number(raised))
     assert caught.value is raised
@@ -320,7 +316,6 @@ def test_an_interrupt_while_an_argument_is_iterated_stays_one() -> None:
     index = cached(kvtrie.RadixIndex)
     for call in (
         lambda it: index.tag(edited(), it),
-        index.lookup_many,
         lambda it: kvtrie.TokenSequence([1], NS, it),
         lambda it: kvtrie.ReusePolicy(forbid_kinds=it),
     ):
@@ -349,8 +344,7 @@ def test_a_kind_that_no_tag_has_is_warned_of_once_with_the_nearest_name() -> Non
     # Once per index: another one has not warned yet.
     another = cached(kvtrie.RadixIndex)
     with pytest.warns(UserWarning, match="raesoning"):
-        batch = another.plan_many([edited()], [kvtrie.ReusePolicy(forbid_kinds=["raesoning"])])
-    another.release_many(batch.plans)
+        plan(another, "raesoning")
     with pytest.warns(UserWarning, match=r"RadixIndex\.explain: .*'raesoning'"):
         cached(kvtrie.RadixIndex).explain(edited(), kvtrie.ReusePolicy(forbid_kinds=["raesoning"]))
     with pytest.warns(UserWarning, match=r"'\U0001f642\\x00'.* forbids nothing$"):

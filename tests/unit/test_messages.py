@@ -152,16 +152,6 @@ CALLS: list[tuple[Callable[[World], object], tuple[str, ...]]] = [
         lambda w: w.index.explain(w.seq, context=-2),
         ("RadixIndex.explain: ", "context is -2", "[0, "),
     ),
-    (lambda w: w.index.lookup_many([w.seq, 3]).errors[1], ()),
-    (lambda w: w.index.lookup_many(3), ("RadixIndex.lookup_many: ", "seqs", "'int'", "a list")),
-    (
-        lambda w: w.index.lookup_many([w.seq], starts=[0, 2]),
-        ("RadixIndex.lookup_many: ", "starts has 2", "1"),
-    ),
-    (
-        lambda w: w.index.insert_many([w.seq], [5], [0, 0], [2], sources=[COMPUTED]),
-        ("RadixIndex.insert_many: ", "offsets has 2 values from 0 to 0", "0 to 1"),
-    ),
     (
         lambda _: API.RadixIndex.restore("x", pool_id=None),
         ("RadixIndex.restore: ", "blob", "'str'", "bytes"),
@@ -274,14 +264,6 @@ def test_a_message_names_call_argument_value_and_limit(case: int) -> None:
     call, parts = CALLS[case]
     world = World()
     before = world.index.digest()
-    if not parts:
-        error = world.index.lookup_many([world.seq, 3]).errors[1]
-        assert (
-            str(error)
-            == "RadixIndex.lookup_many: seqs[1] is of type 'int'; it must be a TokenSequence"
-        )
-        world.plan.release()
-        return
     with pytest.raises((TypeError, ValueError, kvtrie.KvTrieError)) as raised:
         call(world)
     message = str(raised.value)

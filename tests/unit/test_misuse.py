@@ -207,50 +207,6 @@ MISUSES: dict[str, tuple[type[Exception], Call]] = {
     ),
     "tag list": (TypeError, lambda w: w.index.tag([1, 2], [])),
     "tags list": (TypeError, lambda w: w.index.tags([1, 2])),
-    # batches as a whole
-    "lookup_many no list": (TypeError, lambda w: w.index.lookup_many(7)),
-    "lookup_many starts too short": (
-        ValueError,
-        lambda w: w.index.lookup_many([w.seq, w.seq], starts=[0]),
-    ),
-    "lookup_many keep_last -1": (
-        ValueError,
-        lambda w: w.index.lookup_many([w.seq], keep_last=-1),
-    ),
-    "plan_many policies too short": (
-        ValueError,
-        lambda w: w.index.plan_many([w.seq, w.seq], [EXACT_ONLY]),
-    ),
-    "insert_many offsets too short": (
-        ValueError,
-        lambda w: w.index.insert_many([w.seq], [0, 1, 2], [0], [6], sources=[COMPUTED]),
-    ),
-    "insert_many offsets descend": (
-        ValueError,
-        lambda w: w.index.insert_many(
-            [w.seq, w.seq], [0, 1, 2], [0, 3, 2], [6, 6], sources=[COMPUTED] * 2
-        ),
-    ),
-    "insert_many offsets beyond": (
-        ValueError,
-        lambda w: w.index.insert_many([w.seq], [0, 1, 2], [0, 4], [6], sources=[COMPUTED]),
-    ),
-    "insert_many offsets end early": (
-        ValueError,
-        lambda w: w.index.insert_many([w.seq], [0, 1, 2, 6], [0, 3], [6], sources=[COMPUTED]),
-    ),
-    "insert_many num_computed too short": (
-        ValueError,
-        lambda w: w.index.insert_many([w.seq], [0, 1, 2], [0, 3], [], sources=[COMPUTED]),
-    ),
-    "insert_many sources too short": (
-        ValueError,
-        lambda w: w.index.insert_many([w.seq], [0, 1, 2], [0, 3], [6], sources=[]),
-    ),
-    "insert_many without sources": (
-        TypeError,
-        lambda w: w.index.insert_many([w.seq], [0, 1, 2], [0, 3], [6]),
-    ),
 }
 
 

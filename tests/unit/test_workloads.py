@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import workloads
 from workloads import export
+from workloads.ceiling import Ceiling
 from workloads.documents import VOCABULARY
 from workloads.populations import population
 from workloads.registry import WORKLOADS, Workload
@@ -19,7 +20,6 @@ from workloads.shapes import AgentRun
 from workloads.writer import MARKERS, Writer
 
 import kvtrie
-from kvtrie.testing.ceiling import Ceiling
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from workloads.ceiling import Ceiling, coverage, reused
 from workloads.registry import WORKLOADS
 from workloads.shapes import ChatTurn
 
 import kvtrie
-from kvtrie.testing.ceiling import Ceiling, coverage, reused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

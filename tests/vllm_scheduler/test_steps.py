@@ -155,3 +155,27 @@ def test_a_block_that_is_not_cached_yet_is_not_taken(core: Callable[..., Core]) 
     sources.offer = offer
     assert vllm.counts["errors"] == 0
     assert num_seen >= 8
+
+
+def test_whether_a_block_is_approximate_is_one_counter(small: Callable[..., Core]) -> None:
+    """It is asked for every request: counters of the whole index would go over all its edges."""
+
+    class Counting:
+        """An index that notes what it is asked."""
+
+        def __init__(self, index: Any) -> None:
+            self.index = index
+            self.asked: list[str] = []
+
+        def __getattr__(self, name: str) -> Any:
+            self.asked.append(name)
+            return getattr(self.index, name)
+
+    vllm = small()
+    sources = vllm.connector.planner.sources
+    sources._index = counting = Counting(sources.index)
+    assert not sources.has_approximate
+    vllm.ask(gapped(PARTS))
+    counting.asked.clear()
+    assert sources.has_approximate == (counting.index.stats().approximate > 0)
+    assert counting.asked == ["num_approximate"]

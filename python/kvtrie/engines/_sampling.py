@@ -6,6 +6,12 @@ import math
 from dataclasses import dataclass
 
 import torch
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +53,11 @@ def pick(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> int:
     """
     if sampling.temperature == 0:
         return int(logits.argmax())
-    scaled = logits / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < len(scaled):
-        cut = scaled.topk(sampling.top_k).values[-1]
-        scaled = scaled.masked_fill(scaled < cut, -math.inf)
-    probabilities = scaled.softmax(dim=-1)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
+    if sampling.top_k is not None:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        ranked, order = probabilities.sort(descending=True, stable=True)
-        before = ranked.cumsum(dim=-1) - ranked
-        # The first token always stays: no probability comes before it.
-        probabilities[order[before >= sampling.top_p]] = 0
-    return int(torch.multinomial(probabilities, 1, generator=rng))
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    # They read only the scores.
+    scores = warpers(torch.empty((1, 0), dtype=torch.long), logits[None])
+    return int(torch.multinomial(scores[0].softmax(dim=-1), 1, generator=rng))

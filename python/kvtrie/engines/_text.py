@@ -4,55 +4,49 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerFast
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
     """Text of ids that arrive one by one. The pieces joined are the text of all ids.
 
-    Only the ids since the last finished piece, and those of that piece as context, are decoded
-    again: the cost per token does not grow with the answer.
-
     Args:
-        tokenizer: Decodes; if None, every piece is empty.
+        tokenizer: Decodes; if None, every piece is empty. A tokenizer that is not of the library
+            `tokenizers` decodes all ids in one piece at the end.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
-        self._context = 0
-        self._shown = 0
+        self._num_shown = 0
 
     def push(self, token: int) -> str:
         """Add one id; returns the text that is now final, possibly empty."""
         self._ids.append(token)
-        piece = self._pending()
-        if piece.endswith(_INCOMPLETE):
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             return ""
-        self._advance()
-        return piece
+        backend = self._tokenizer.backend_tokenizer
+        try:
+            piece = self._stream.step(backend, token)
+        except Exception:  # noqa: BLE001 - the library raises no class of its own
+            # Bytes before this token are no text, and their replacement characters changed.
+            self._stream = DecodeStream(skip_special_tokens=True)
+            piece = self._stream.step(backend, token)
+        self._num_shown += len(piece or "")
+        return piece or ""
 
     def flush(self) -> str:
         """The rest, with incomplete characters."""
-        piece = self._pending()
-        self._advance()
-        return piece
-
-    def _pending(self) -> str:
-        known = self._decode(self._ids[self._context : self._shown])
-        return self._decode(self._ids[self._context :])[len(known) :]
-
-    def _advance(self) -> None:
-        self._context = self._shown
-        self._shown = len(self._ids)
-
-    def _decode(self, ids: list[int]) -> str:
-        if self._tokenizer is None or not ids:
+        if self._tokenizer is None:
             return ""
         text = self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return text if isinstance(text, str) else "".join(text)
+        piece = str(text)[self._num_shown :]
+        self._num_shown += len(piece)
+        return piece

@@ -509,7 +509,9 @@ class Generator:
         if self._gate == "unchecked":
             return Decision(policy, is_cleared=True, reason="the caller vouches for the quality")
         own = self._namespace
-        policy = _with_min_run(policy, self.index.min_run)
+        if policy.min_run is None:
+            # A gate compares it.
+            policy = policy.replace(min_run=self.index.min_run)
         return self._gate.policy(policy, model=own.model, kv_dtype=own.kv_dtype, rope=own.rope)
 
     def _check_fits(self, prompt_len: int, max_len: int) -> None:
@@ -522,22 +524,6 @@ class Generator:
                 "num_blocks or lower max_new_tokens"
             )
             raise OutOfBlocksError(msg)
-
-
-def _with_min_run(policy: ReusePolicy, min_run: int) -> ReusePolicy:
-    """The policy with an explicit ``min_run``, which a gate compares."""
-    if policy.min_run is not None:
-        return policy
-    return ReusePolicy(
-        approximate=policy.approximate,
-        min_run=min_run,
-        max_hops=policy.max_hops,
-        max_approximate_share=policy.max_approximate_share,
-        recompute_first=policy.recompute_first,
-        recompute_last=policy.recompute_last,
-        forbid_kinds=policy.forbid_kinds,
-        partial_blocks=policy.partial_blocks,
-    )
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

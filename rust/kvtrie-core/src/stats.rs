@@ -89,6 +89,12 @@ impl RadixIndex {
         self.waiting.len() as u64
     }
 
+    /// Blocks whose entry is approximate. O(1).
+    #[must_use]
+    pub fn num_approximate(&self) -> u64 {
+        self.num_approximate
+    }
+
     /// Nodes except the roots.
     pub(crate) fn num_edges(&self) -> u64 {
         (self.nodes.len() - self.trees.len()) as u64

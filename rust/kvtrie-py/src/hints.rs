@@ -62,10 +62,6 @@ hints! {
     SourceValue: "Imported | ComputedSource",
     /// How a manifest is pickled.
     ReducedManifest: "tuple[object, tuple[bytes, TransferLimits]]",
-    /// Exceptions by item number.
-    ErrorsByItem: "dict[int, Exception]",
-    /// Plans of a batch.
-    Plans: "list[ReusePlan | None]",
     /// What `__new__` takes, for copies and pickles.
     NewArguments: "tuple[tuple[()], dict[str, object]]",
 }

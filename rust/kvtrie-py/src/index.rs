@@ -11,12 +11,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
 use crate::arguments::{arg, call, flag, int, of, optional_int, optional_of};
-use crate::batch::{self, PyInsertBatch, PyMatchBatch, PyPlanBatch};
 use crate::buffers::{Arg, block_ids, nothing};
 use crate::detach::{Cost, Enter, Keys, Lock};
 use crate::errors::exception;
 use crate::explain::{self, PyExplanation};
-use crate::hints::{ErrorsByItem, Ids, Names};
+use crate::hints::{Ids, Names};
 use crate::namespace::PyNamespace;
 use crate::output::{ids, truth};
 use crate::plan::PyReusePlan;
@@ -551,172 +550,6 @@ impl PyRadixIndex {
         Ok(PyInsertResult { core })
     }
 
-    /// Look up many sequences in one call, in order, under one lock.
-    ///
-    /// Args:
-    ///     seqs: The sequences; one may come twice.
-    ///     keep_last: As for `lookup`, for all.
-    ///     touch: As for `lookup`, for all.
-    ///     starts: As `start` for `lookup`, one a sequence; None is 0 for all.
-    ///
-    /// Returns:
-    ///     Flat arrays with offsets. An error spoils its own item alone and is in `errors`.
-    ///
-    /// Raises:
-    ///     TypeError: An argument that is meant for all items has the wrong type.
-    ///     ValueError: The arguments have different lengths, or `keep_last` is negative.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
-    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-    ///     >>> batch = index.lookup_many([seq, kvtrie.TokenSequence([1, 2], space)])
-    ///     >>> batch.num_tokens, batch.blocks[batch.offsets[1] : batch.offsets[2]]
-    ///     (array([4, 2]), array([6], dtype=int32))
-    #[pyo3(signature = (
-        seqs: "Iterable[TokenSequence]", *, keep_last: "SupportsIndex" = 0, touch: "bool" = true,
-        starts: "Iterable[SupportsIndex] | None" = None
-    ))]
-    fn lookup_many(
-        &self,
-        py: Python<'_>,
-        seqs: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = int::<call::RadixIndexLookupMany, arg::KeepLast>)] keep_last: i128,
-        #[pyo3(from_py_with = flag::<call::RadixIndexLookupMany, arg::Touch>)] touch: bool,
-        starts: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<PyMatchBatch> {
-        batch::lookup_many(py, &self.shared, seqs, keep_last, touch, starts)
-    }
-
-    /// Plan many prompts in one call, in order, under one lock.
-    ///
-    /// Args:
-    ///     seqs: The prompts; one may come twice.
-    ///     policies: One policy a prompt; None is `kvtrie.EXACT_ONLY` for all.
-    ///     keep_last: As for `plan`, for all.
-    ///     pin: As for `plan`, for all.
-    ///
-    /// Returns:
-    ///     The plans, and the ids used in place as a flat array. An error spoils its own item alone and
-    ///     is in `errors`; its plan is None.
-    ///
-    /// Raises:
-    ///     TypeError: An argument that is meant for all items has the wrong type.
-    ///     ValueError: The arguments have different lengths, or `keep_last` is negative.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> batch = index.plan_many([kvtrie.TokenSequence([1, 2, 3], space)])
-    ///     >>> batch.num_new_blocks, batch.errors
-    ///     (array([2]), {})
-    ///     >>> index.release_many(batch.plans)
-    ///     {}
-    #[pyo3(signature = (
-        seqs: "Iterable[TokenSequence]", policies: "Iterable[ReusePolicy] | None" = None, *,
-        keep_last: "SupportsIndex" = 1, pin: "bool" = true
-    ))]
-    fn plan_many(
-        &self,
-        py: Python<'_>,
-        seqs: &Bound<'_, PyAny>,
-        policies: Option<&Bound<'_, PyAny>>,
-        #[pyo3(from_py_with = int::<call::RadixIndexPlanMany, arg::KeepLast>)] keep_last: i128,
-        #[pyo3(from_py_with = flag::<call::RadixIndexPlanMany, arg::Pin>)] pin: bool,
-    ) -> PyResult<PyPlanBatch> {
-        batch::plan_many(py, &self.shared, seqs, policies, keep_last, pin)
-    }
-
-    /// Offer blocks for many sequences in one call, in order, under one lock.
-    ///
-    /// Item i brings `blocks[offsets[i]:offsets[i + 1]]`.
-    ///
-    /// Args:
-    ///     seqs: The sequences; one may come twice.
-    ///     blocks: The ids of all items, one after the other.
-    ///     offsets: Where each item's ids begin: one more value than sequences, ascending from 0 to
-    ///         `len(blocks)`.
-    ///     num_computed: As for `insert`, one a sequence.
-    ///     sources: As `source` for `insert`, one a sequence.
-    ///     starts: As `start` for `insert`, one a sequence; None is 0 for all.
-    ///
-    /// Returns:
-    ///     Flat arrays with offsets. An error spoils its own item alone and is in `errors`.
-    ///
-    /// Raises:
-    ///     TypeError: An argument that is meant for all items has the wrong type.
-    ///     ValueError: The arguments have different lengths, or the offsets do not ascend.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seqs = [kvtrie.TokenSequence(ids, space) for ids in ([1, 2], [3, 4, 5, 6])]
-    ///     >>> sources = [kvtrie.COMPUTED, kvtrie.COMPUTED]
-    ///     >>> done = index.insert_many(seqs, [7, 1, 2], [0, 1, 3], [2, 4], sources=sources)
-    ///     >>> done.blocks, done.offsets, done.errors
-    ///     (array([7, 1, 2], dtype=int32), array([0, 1, 3]), {})
-    #[pyo3(signature = (
-        seqs: "Iterable[TokenSequence]",
-        blocks: "_Integers",
-        offsets: "_Integers",
-        num_computed: "Iterable[SupportsIndex]", *,
-        sources: "Iterable[ReusePlan | ComputedSource | Imported]",
-        starts: "Iterable[SupportsIndex] | None" = None
-    ))]
-    #[expect(clippy::too_many_arguments, reason = "one array an argument of insert")]
-    fn insert_many(
-        &self,
-        py: Python<'_>,
-        seqs: &Bound<'_, PyAny>,
-        blocks: &Bound<'_, PyAny>,
-        offsets: &Bound<'_, PyAny>,
-        num_computed: &Bound<'_, PyAny>,
-        sources: &Bound<'_, PyAny>,
-        starts: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<PyInsertBatch> {
-        batch::insert_many(
-            py,
-            &self.shared,
-            seqs,
-            blocks,
-            offsets,
-            num_computed,
-            sources,
-            starts,
-        )
-    }
-
-    /// Release many plans in one call, in order, under one lock.
-    ///
-    /// Args:
-    ///     plans: Plans of this index. None is skipped, so that `PlanBatch.plans` can be given as it is.
-    ///
-    /// Returns:
-    ///     The errors by item number: empty when all went well.
-    ///
-    /// Raises:
-    ///     TypeError: `plans` is not iterable.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
-    ///     >>> plan = index.plan(kvtrie.TokenSequence([1, 2], space))
-    ///     >>> index.release_many([plan, plan])
-    ///     {1: StaleHandleError('ReusePlan.release: the plan was released already')}
-    #[pyo3(signature = (plans: "Iterable[ReusePlan | None]") -> "dict[int, Exception]")]
-    fn release_many<'py>(
-        &self,
-        py: Python<'py>,
-        plans: &Bound<'py, PyAny>,
-    ) -> PyResult<ErrorsByItem<'py>> {
-        batch::release_many(py, &self.shared, plans)
-    }
-
     /// Hand out the blocks whose last pin ended after they had left the index.
     ///
     /// Returns:
@@ -1026,6 +859,16 @@ impl PyRadixIndex {
         let shared = &*self.shared;
         py.enter(Cost::Short, |keys| {
             Ok(keys.lock(&shared.core, INDEX)?.num_evictable())
+        })
+    }
+
+    /// Blocks whose KV is approximate. Unlike `stats().approximate`, it takes no time that grows with the
+    /// index.
+    #[getter]
+    fn num_approximate(&self, py: Python<'_>) -> PyResult<u64> {
+        let shared = &*self.shared;
+        py.enter(Cost::Short, |keys| {
+            Ok(keys.lock(&shared.core, INDEX)?.num_approximate())
         })
     }
 

@@ -4,11 +4,12 @@ use std::hash::{Hash, Hasher};
 
 use kvtrie_core::Item;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyString};
+use pyo3::types::{PyBytes, PyDict, PyString};
 
 use crate::arguments::{arg, call, int, of};
 use crate::buffers::Arg;
 use crate::errors::exception;
+use crate::fields::replaced;
 use crate::output::signed;
 
 /// A range of tokens that stands for something else, such as an image.
@@ -44,6 +45,8 @@ impl Hash for PyItem {
     }
 }
 
+const FIELDS: [&str; 3] = ["start", "end", "digest"];
+
 #[pymethods]
 impl PyItem {
     #[new]
@@ -77,6 +80,36 @@ impl PyItem {
     #[getter]
     fn digest<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, self.core.digest())
+    }
+
+    /// This item with some fields changed.
+    ///
+    /// Args:
+    ///     changes: New values by the names of the fields.
+    ///
+    /// Raises:
+    ///     TypeError: There is no such field, or a value has the wrong type.
+    ///     ValueError: A value is out of its range.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> kvtrie.Item(0, 4, b"image").replace(start=2)
+    ///     Item(2, 4, b'image')
+    #[pyo3(signature = (**changes: "Any"))]
+    fn replace<'py>(
+        slf: &Bound<'py, Self>,
+        changes: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, Self>> {
+        replaced(slf, &FIELDS, changes)
+    }
+
+    /// The same, for `copy.replace`.
+    #[pyo3(signature = (**changes: "Any"))]
+    fn __replace__<'py>(
+        slf: &Bound<'py, Self>,
+        changes: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, Self>> {
+        replaced(slf, &FIELDS, changes)
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {

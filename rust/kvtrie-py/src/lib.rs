@@ -1,7 +1,7 @@
 //! The compiled module `kvtrie._core`: what Python sees of `kvtrie-core`.
 //!
 //! Every class is frozen; what changes is under a lock. Locks are taken in one order: the ledger,
-//! then sequences (by address), then the block allocator, then the index, then the names that it has warned of.
+//! then a sequence, then the block allocator, then the index, then the names that it has warned of.
 //! While one is held no Python runs and no Python object is made: a collection of garbage may drop a plan, which
 //! takes the index's lock. A child after `os.fork` takes no lock that it inherited: its handles raise.
 #![expect(
@@ -12,13 +12,13 @@
 
 mod allocator;
 mod arguments;
-mod batch;
 mod buffers;
 mod detach;
 mod errors;
 mod explain;
 #[cfg(feature = "failpoints")]
 mod failpoints;
+mod fields;
 mod hints;
 mod index;
 mod item;
@@ -43,8 +43,6 @@ mod _core {
 
     #[pymodule_export]
     use crate::allocator::PyBlockAllocator;
-    #[pymodule_export]
-    use crate::batch::{PyInsertBatch, PyMatchBatch, PyPlanBatch};
     #[pymodule_export]
     use crate::errors::{
         BlockInUseError, KvTrieError, LayoutError, OutOfBlocksError, SnapshotError,

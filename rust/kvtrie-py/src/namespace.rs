@@ -5,10 +5,11 @@ use std::sync::Arc;
 use kvtrie_core::{Namespace, Salt};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyString, PyTuple};
+use pyo3::types::{PyDict, PyString};
 
 use crate::arguments::{arg, call, optional_text, text};
 use crate::buffers::Arg;
+use crate::fields::{new_arguments, replaced};
 use crate::hints::{NewArguments, SaltValue};
 use crate::output::quoted;
 
@@ -77,6 +78,8 @@ pub(crate) struct PyNamespace {
     pub(crate) core: Arc<Namespace>,
 }
 
+const FIELDS: [&str; 5] = ["model", "kv_dtype", "rope", "adapter", "salt"];
+
 #[pymethods]
 impl PyNamespace {
     #[new]
@@ -137,6 +140,37 @@ impl PyNamespace {
         Ok(self.salt_object(py)?.into())
     }
 
+    /// This namespace with some fields changed.
+    ///
+    /// Args:
+    ///     changes: New values by the names of the fields.
+    ///
+    /// Raises:
+    ///     TypeError: There is no such field, or a value has the wrong type.
+    ///     ValueError: A value is out of its range.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> space.replace(adapter="lora").adapter
+    ///     'lora'
+    #[pyo3(signature = (**changes: "Any"))]
+    fn replace<'py>(
+        slf: &Bound<'py, Self>,
+        changes: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, Self>> {
+        replaced(slf, &FIELDS, changes)
+    }
+
+    /// The same, for `copy.replace`.
+    #[pyo3(signature = (**changes: "Any"))]
+    fn __replace__<'py>(
+        slf: &Bound<'py, Self>,
+        changes: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, Self>> {
+        replaced(slf, &FIELDS, changes)
+    }
+
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         let adapter = match self.core.adapter() {
             Some(adapter) => quoted(py, adapter)?,
@@ -154,14 +188,8 @@ impl PyNamespace {
         ))
     }
 
-    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<NewArguments<'py>> {
-        let fields = PyDict::new(py);
-        fields.set_item("model", self.model())?;
-        fields.set_item("kv_dtype", self.kv_dtype())?;
-        fields.set_item("rope", self.rope())?;
-        fields.set_item("adapter", self.adapter())?;
-        fields.set_item("salt", self.salt_object(py)?)?;
-        Ok((PyTuple::empty(py), fields).into_pyobject(py)?.into())
+    fn __getnewargs_ex__<'py>(slf: &Bound<'py, Self>) -> PyResult<NewArguments<'py>> {
+        new_arguments(slf, &FIELDS)
     }
 }
 

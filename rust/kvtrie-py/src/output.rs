@@ -27,11 +27,6 @@ pub(crate) fn raw(id: BlockId) -> i32 {
     id.0.cast_signed()
 }
 
-/// Counts or offsets as int64.
-pub(crate) fn counts<'py>(py: Python<'py>, counts: &[usize]) -> Counts<'py> {
-    PyArray1::from_vec(py, counts.iter().map(|&count| signed(count)).collect()).into()
-}
-
 /// A length or a position as Python's arrays hold it.
 pub(crate) fn signed(count: usize) -> i64 {
     // Lengths of things in memory lie below 2⁶³.

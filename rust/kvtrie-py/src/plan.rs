@@ -46,6 +46,8 @@ pub(crate) struct PyReusePlan {
     core: Arc<ReusePlan>,
     index: Arc<SharedIndex>,
     num_tokens: usize,
+    /// Of each class: exact, approximate, computed.
+    counts: [usize; 3],
     released: AtomicBool,
     /// Whether a caller has it, which is warned if it is collected unreleased.
     is_callers: bool,
@@ -62,11 +64,15 @@ impl PyReusePlan {
     }
 
     fn around(core: Arc<ReusePlan>, index: Arc<SharedIndex>, is_callers: bool) -> Self {
-        let num_tokens = core.segments().last().map_or(0, |segment| segment.end);
+        let mut counts = [0; 3];
+        for segment in core.segments() {
+            counts[usize::from(output::number(segment.class))] += segment.end - segment.start;
+        }
         Self {
             core,
             index,
-            num_tokens,
+            num_tokens: counts.iter().sum(),
+            counts,
             released: AtomicBool::new(false),
             is_callers,
         }
@@ -144,19 +150,19 @@ impl PyReusePlan {
     /// Tokens that are reused exactly, in place or by a copy.
     #[getter]
     fn num_exact(&self) -> usize {
-        self.core.num_tokens(Class::Exact)
+        self.counts[0]
     }
 
     /// Tokens that are reused approximately: KV of another context or position.
     #[getter]
     fn num_approximate(&self) -> usize {
-        self.core.num_tokens(Class::Approximate)
+        self.counts[1]
     }
 
     /// Tokens that must be computed.
     #[getter]
     fn num_compute(&self) -> usize {
-        self.core.num_tokens(Class::Compute)
+        self.counts[2]
     }
 
     /// What must be computed, as rows of (start, end): int64 of shape (n, 2), ascending.

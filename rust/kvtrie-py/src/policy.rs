@@ -9,6 +9,7 @@ use pyo3::types::{PyDict, PyString, PyTuple};
 
 use crate::arguments::{arg, call, flag, int, optional_int, share};
 use crate::buffers::{Arg, nothing};
+use crate::fields::{new_arguments, replaced};
 use crate::hints::{Names, NewArguments};
 use crate::output::{quoted, truth};
 
@@ -77,6 +78,17 @@ impl PyReusePolicy {
         &self.core
     }
 }
+
+const FIELDS: [&str; 8] = [
+    "approximate",
+    "min_run",
+    "max_hops",
+    "max_approximate_share",
+    "recompute_first",
+    "recompute_last",
+    "forbid_kinds",
+    "partial_blocks",
+];
 
 #[pymethods]
 impl PyReusePolicy {
@@ -177,6 +189,37 @@ impl PyReusePolicy {
         self.core.partial_blocks
     }
 
+    /// This policy with some fields changed.
+    ///
+    /// Args:
+    ///     changes: New values by the names of the fields.
+    ///
+    /// Raises:
+    ///     TypeError: There is no such field, or a value has the wrong type.
+    ///     ValueError: A value is out of its range.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> policy = kvtrie.ReusePolicy(max_hops=2)
+    ///     >>> policy.replace(min_run=32) == kvtrie.ReusePolicy(max_hops=2, min_run=32)
+    ///     True
+    #[pyo3(signature = (**changes: "Any"))]
+    fn replace<'py>(
+        slf: &Bound<'py, Self>,
+        changes: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, Self>> {
+        replaced(slf, &FIELDS, changes)
+    }
+
+    /// The same, for `copy.replace`.
+    #[pyo3(signature = (**changes: "Any"))]
+    fn __replace__<'py>(
+        slf: &Bound<'py, Self>,
+        changes: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, Self>> {
+        replaced(slf, &FIELDS, changes)
+    }
+
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         let policy = &self.core;
         let mut kinds = String::new();
@@ -203,17 +246,8 @@ impl PyReusePolicy {
         ))
     }
 
-    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<NewArguments<'py>> {
-        let fields = PyDict::new(py);
-        fields.set_item("approximate", self.core.approximate)?;
-        fields.set_item("min_run", self.core.min_run)?;
-        fields.set_item("max_hops", self.core.max_hops)?;
-        fields.set_item("max_approximate_share", self.core.max_approximate_share)?;
-        fields.set_item("recompute_first", self.core.recompute_first)?;
-        fields.set_item("recompute_last", self.core.recompute_last)?;
-        fields.set_item("forbid_kinds", self.forbid_kinds(py)?)?;
-        fields.set_item("partial_blocks", self.core.partial_blocks)?;
-        Ok((PyTuple::empty(py), fields).into_pyobject(py)?.into())
+    fn __getnewargs_ex__<'py>(slf: &Bound<'py, Self>) -> PyResult<NewArguments<'py>> {
+        new_arguments(slf, &FIELDS)
     }
 }
 

@@ -3,9 +3,11 @@
 use kvtrie_core::{Imported, Source};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
+use pyo3::types::PyDict;
 
 use crate::arguments::{arg, call, int};
 use crate::buffers::Arg;
+use crate::fields::replaced;
 use crate::plan::PyReusePlan;
 
 /// The type of `kvtrie.COMPUTED`, of which there is one value.
@@ -61,6 +63,8 @@ pub(crate) struct PyImported {
     hops: u16,
 }
 
+const FIELDS: [&str; 2] = ["exact_until", "hops"];
+
 #[pymethods]
 impl PyImported {
     #[new]
@@ -72,6 +76,36 @@ impl PyImported {
         let exact_until = Arg::new("Imported", "exact_until").count(exact_until)?;
         let hops = Arg::new("Imported", "hops").within(hops, 0, crate::policy::MAX_HOPS)?;
         Ok(Self { exact_until, hops })
+    }
+
+    /// This source with some fields changed.
+    ///
+    /// Args:
+    ///     changes: New values by the names of the fields.
+    ///
+    /// Raises:
+    ///     TypeError: There is no such field, or a value has the wrong type.
+    ///     ValueError: A value is out of its range.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> kvtrie.Imported(exact_until=2).replace(hops=3)
+    ///     Imported(exact_until=2, hops=3)
+    #[pyo3(signature = (**changes: "Any"))]
+    fn replace<'py>(
+        slf: &Bound<'py, Self>,
+        changes: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, Self>> {
+        replaced(slf, &FIELDS, changes)
+    }
+
+    /// The same, for `copy.replace`.
+    #[pyo3(signature = (**changes: "Any"))]
+    fn __replace__<'py>(
+        slf: &Bound<'py, Self>,
+        changes: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, Self>> {
+        replaced(slf, &FIELDS, changes)
     }
 
     fn __repr__(&self) -> String {

@@ -3,9 +3,11 @@
 use kvtrie_core::Span;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::arguments::{arg, call, int, text};
 use crate::buffers::Arg;
+use crate::fields::replaced;
 use crate::output::quoted;
 
 /// A half-open range of tokens with the name of its kind.
@@ -59,6 +61,8 @@ impl PySpan {
     }
 }
 
+const FIELDS: [&str; 3] = ["start", "end", "kind"];
+
 #[pymethods]
 impl PySpan {
     #[new]
@@ -81,6 +85,36 @@ impl PySpan {
             ));
         }
         Ok(Self { start, end, kind })
+    }
+
+    /// This span with some fields changed.
+    ///
+    /// Args:
+    ///     changes: New values by the names of the fields.
+    ///
+    /// Raises:
+    ///     TypeError: There is no such field, or a value has the wrong type.
+    ///     ValueError: A value is out of its range.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> kvtrie.Span(0, 4, "user").replace(end=6)
+    ///     Span(0, 6, 'user')
+    #[pyo3(signature = (**changes: "Any"))]
+    fn replace<'py>(
+        slf: &Bound<'py, Self>,
+        changes: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, Self>> {
+        replaced(slf, &FIELDS, changes)
+    }
+
+    /// The same, for `copy.replace`.
+    #[pyo3(signature = (**changes: "Any"))]
+    fn __replace__<'py>(
+        slf: &Bound<'py, Self>,
+        changes: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, Self>> {
+        replaced(slf, &FIELDS, changes)
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {

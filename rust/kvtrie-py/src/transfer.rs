@@ -7,12 +7,13 @@ use kvtrie_core::{
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyTuple};
+use pyo3::types::{PyBytes, PyDict};
 
 use crate::arguments::{arg, call, int, of, optional_of};
 use crate::buffers::{self, Arg, block_ids, no_bytes};
 use crate::detach::{Cost, Enter};
 use crate::errors::exception;
+use crate::fields::{new_arguments, replaced};
 use crate::hints::{Ids, NewArguments, ReducedManifest};
 use crate::ledger::{LEDGER, PySequenceLedger};
 use crate::output::{self, listed, quoted_in_short, truth};
@@ -118,17 +119,43 @@ impl PyTransferLimits {
         self.core.max_block_size
     }
 
+    /// This set of limits with some fields changed.
+    ///
+    /// Args:
+    ///     changes: New values by the names of the fields.
+    ///
+    /// Raises:
+    ///     TypeError: There is no such field, or a value has the wrong type.
+    ///     ValueError: A value is out of its range.
+    ///
+    /// Example:
+    ///     >>> import kvtrie
+    ///     >>> kvtrie.TransferLimits(max_runs=5).replace(max_groups=1).max_runs
+    ///     5
+    #[pyo3(signature = (**changes: "Any"))]
+    fn replace<'py>(
+        slf: &Bound<'py, Self>,
+        changes: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, Self>> {
+        replaced(slf, &slf.get().fields().map(|(name, _)| name), changes)
+    }
+
+    /// The same, for `copy.replace`.
+    #[pyo3(signature = (**changes: "Any"))]
+    fn __replace__<'py>(
+        slf: &Bound<'py, Self>,
+        changes: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, Self>> {
+        replaced(slf, &slf.get().fields().map(|(name, _)| name), changes)
+    }
+
     fn __repr__(&self) -> String {
         let fields = self.fields().map(|(name, value)| format!("{name}={value}"));
         format!("TransferLimits({})", fields.join(", "))
     }
 
-    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<NewArguments<'py>> {
-        let fields = PyDict::new(py);
-        for (name, value) in self.fields() {
-            fields.set_item(name, value)?;
-        }
-        Ok((PyTuple::empty(py), fields).into_pyobject(py)?.into())
+    fn __getnewargs_ex__<'py>(slf: &Bound<'py, Self>) -> PyResult<NewArguments<'py>> {
+        new_arguments(slf, &slf.get().fields().map(|(name, _)| name))
     }
 }
 

@@ -46,8 +46,10 @@ def cleared(settings: Settings, vllm_config: VllmConfig) -> ReusePolicy:
     gate = read(settings)
     if gate is None:
         return wanted
+    # A gate compares the shortest run; the connector's index finds none shorter than this.
+    explicit = wanted if wanted.min_run is not None else wanted.replace(min_run=LEAST_RUN)
     try:
-        decision = gate.policy(_with_min_run(wanted), checkpoint=_served(vllm_config))
+        decision = gate.policy(explicit, checkpoint=_served(vllm_config))
         _check_rope(vllm_config)
     except (gates.GateMismatchError, CheckpointError) as error:
         msg = (
@@ -88,21 +90,6 @@ def read(settings: Settings) -> gates.Gate | None:
 def covers(settings: Settings, adapter: str | None) -> bool:
     """Whether the gate covers requests with this LoRA adapter; it was measured without one."""
     return adapter is None or settings.gate in (None, "unchecked")
-
-
-def _with_min_run(policy: ReusePolicy) -> ReusePolicy:
-    """The policy with an explicit ``min_run``: the shortest that the connector's index finds."""
-    if policy.min_run is not None:
-        return policy
-    names = ("max_hops", "max_approximate_share", "recompute_first", "recompute_last")
-    given: dict[str, Any] = {name: getattr(policy, name) for name in names}
-    return ReusePolicy(
-        approximate=True,
-        min_run=LEAST_RUN,
-        forbid_kinds=policy.forbid_kinds,
-        partial_blocks=policy.partial_blocks,
-        **given,
-    )
 
 
 def _served(vllm_config: VllmConfig) -> str:

@@ -77,7 +77,7 @@ class Sources:
     @property
     def has_approximate(self) -> bool:
         """Whether any known block holds approximate KV."""
-        return self.index.stats().approximate > 0
+        return self.index.num_approximate > 0
 
     def offer(
         self,

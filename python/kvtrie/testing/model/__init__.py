@@ -36,11 +36,8 @@ from kvtrie.testing.model._allocator import ModelAllocator
 from kvtrie.testing.model._index import ModelIndex
 from kvtrie.testing.model._plans import ModelPlan
 from kvtrie.testing.model._results import (
-    ModelInsertBatch,
     ModelInsertResult,
     ModelMatch,
-    ModelMatchBatch,
-    ModelPlanBatch,
     ModelRemoveResult,
     ModelStats,
 )
@@ -49,12 +46,9 @@ from kvtrie.testing.model._sequences import ModelSequence
 __all__ = [
     "ModelAllocator",
     "ModelIndex",
-    "ModelInsertBatch",
     "ModelInsertResult",
     "ModelMatch",
-    "ModelMatchBatch",
     "ModelPlan",
-    "ModelPlanBatch",
     "ModelRemoveResult",
     "ModelSequence",
     "ModelStats",

@@ -1,11 +1,9 @@
-"""The index: reading, planning, inserting, and all of it in batches."""
+"""The index: reading, planning, inserting."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import numpy as np
 
 from kvtrie import (
     COMPUTED,
@@ -26,24 +24,19 @@ from kvtrie.testing.model._arguments import (
     expect,
     int32,
 )
-from kvtrie.testing.model._batches import each_of, num_sequences, slices
 from kvtrie.testing.model._draft import Cached, draft
 from kvtrie.testing.model._plans import ModelPlan, copied_from
 from kvtrie.testing.model._removal import Removal
 from kvtrie.testing.model._results import (
-    ModelInsertBatch,
     ModelInsertResult,
     ModelMatch,
-    ModelMatchBatch,
-    ModelPlanBatch,
     ModelStats,
-    flat,
 )
 from kvtrie.testing.model._sequences import AnySequence, Tokens, read, sort_key
 from kvtrie.testing.model._store import Entry, Key, PlanState, exact_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 Source: TypeAlias = Any
 """A plan, `kvtrie.COMPUTED`, or `kvtrie.Imported(...)`."""
@@ -353,114 +346,6 @@ class ModelIndex(Removal):
             freed.append(old)
         return offer
 
-    # --- a scheduler step -------------------------------------------------------------------------
-
-    def lookup_many(
-        self,
-        seqs: Sequence[AnySequence],
-        *,
-        keep_last: int = 0,
-        touch: bool = True,
-        starts: Integers | None = None,
-    ) -> ModelMatchBatch:
-        """`lookup` for each sequence in order; an error affects only its own item."""
-        each = each_of("starts", starts, num_sequences(seqs), 0)
-        keep_last = as_count(keep_last, "keep_last")
-        errors: dict[int, Exception] = {}
-        found = []
-        for i, (seq, start) in enumerate(zip(seqs, each, strict=True)):
-            try:
-                match = self.lookup(seq, keep_last=keep_last, touch=touch, start=start)
-            except (KvTrieError, TypeError, ValueError) as error:
-                errors[i] = error
-                match = ModelMatch(0, int32([]))
-            found.append(match)
-        blocks, offsets = flat([match.blocks for match in found])
-        num_tokens = np.array([match.num_tokens for match in found], dtype=np.int64)
-        return ModelMatchBatch(num_tokens, blocks, offsets, errors)
-
-    def plan_many(
-        self,
-        seqs: Sequence[AnySequence],
-        policies: Sequence[ReusePolicy] | None = None,
-        *,
-        keep_last: int = 1,
-        pin: bool = True,
-    ) -> ModelPlanBatch:
-        """`plan` for each sequence in order; an error affects only its own item."""
-        each = each_of("policies", policies, num_sequences(seqs), EXACT_ONLY)
-        keep_last = as_count(keep_last, "keep_last")
-        errors: dict[int, Exception] = {}
-        plans: list[ModelPlan | None] = []
-        for i, (seq, policy) in enumerate(zip(seqs, each, strict=True)):
-            try:
-                plans.append(self.plan(seq, policy, keep_last=keep_last, pin=pin))
-            except (KvTrieError, TypeError, ValueError) as error:
-                errors[i] = error
-                plans.append(None)
-        blocks, offsets = flat([plan.blocks if plan else int32([]) for plan in plans])
-        new = np.array([plan.num_new_blocks if plan else 0 for plan in plans], dtype=np.int64)
-        return ModelPlanBatch(plans, blocks, offsets, new, errors)
-
-    def insert_many(
-        self,
-        seqs: Sequence[AnySequence],
-        blocks: Integers,
-        offsets: Integers,
-        num_computed: Integers,
-        *,
-        sources: Sequence[Source],
-        starts: Integers | None = None,
-    ) -> ModelInsertBatch:
-        """`insert` for each sequence; item i has `blocks[offsets[i]:offsets[i + 1]]`."""
-        count = num_sequences(seqs)
-        items = zip(
-            seqs,
-            slices(list(offsets), count, len(blocks)),
-            each_of("num_computed", num_computed, count, 0),
-            each_of("sources", sources, count, COMPUTED),
-            each_of("starts", starts, count, 0),
-            strict=True,
-        )
-        errors: dict[int, Exception] = {}
-        done = []
-        for i, (seq, part, computed, source, start) in enumerate(items):
-            try:
-                result = self.insert(
-                    seq, blocks[part], num_computed=computed, start=start, source=source
-                )
-            except (KvTrieError, TypeError, ValueError) as error:
-                errors[i] = error
-                result = ModelInsertResult(int32([]), 0, int32([]), int32([]), int32([]))
-            done.append(result)
-        backing, backing_offsets = flat([result.blocks for result in done])
-        duplicates, duplicate_offsets = flat([result.duplicates for result in done])
-        surplus, surplus_offsets = flat([result.surplus for result in done])
-        freed, freed_offsets = flat([result.freed for result in done])
-        return ModelInsertBatch(
-            blocks=backing,
-            offsets=backing_offsets,
-            num_exact=np.array([result.num_exact for result in done], dtype=np.int64),
-            duplicates=duplicates,
-            duplicate_offsets=duplicate_offsets,
-            surplus=surplus,
-            surplus_offsets=surplus_offsets,
-            freed=freed,
-            freed_offsets=freed_offsets,
-            errors=errors,
-        )
-
-    def release_many(self, plans: Sequence[ModelPlan]) -> dict[int, Exception]:
-        """`release` for each plan in order; the errors by index."""
-        errors: dict[int, Exception] = {}
-        for i, plan in enumerate(plans):
-            try:
-                self._own(plan)
-                plan.release()
-            except (KvTrieError, TypeError, ValueError) as error:
-                errors[i] = error
-        return errors
-
     def _own(self, plan: ModelPlan) -> None:
         """Refuse anything but a plan of this index."""
         expect(plan, ModelPlan, "a plan")
@@ -469,6 +354,11 @@ class ModelIndex(Removal):
             raise ValueError(message)
 
     # --- inspection -------------------------------------------------------------------------------
+
+    @property
+    def num_approximate(self) -> int:
+        """The number of blocks whose KV is approximate."""
+        return sum(not entry.exact for entry in self._entries.values())
 
     def stats(self) -> ModelStats:
         """The counts of the index."""
@@ -479,7 +369,7 @@ class ModelIndex(Removal):
             quarantined=len(self._quarantined - self._condemned),
             pinned=len(self._pinned()),
             evictable=self.num_evictable,
-            approximate=sum(not entry.exact for entry in self._entries.values()),
+            approximate=self.num_approximate,
             dead=sum(entry.mark is not None for entry in self._entries.values()),
             holes=len(self._holes()),
             live_plans=len(self._plans),

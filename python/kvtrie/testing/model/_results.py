@@ -5,14 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from kvtrie.testing.model._arguments import Int32, Int64, int32
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvtrie.testing.model._plans import ModelPlan
+    from kvtrie.testing.model._arguments import Int32
 
 
 @dataclass(frozen=True)
@@ -59,46 +53,3 @@ class ModelStats:
     live_plans: int
     clock: int
     unknown_discards: int
-
-
-@dataclass(frozen=True)
-class ModelMatchBatch:
-    """What `lookup_many` found, flat, with offsets."""
-
-    num_tokens: Int64
-    blocks: Int32
-    offsets: Int64
-    errors: dict[int, Exception]
-
-
-@dataclass(frozen=True)
-class ModelPlanBatch:
-    """What `plan_many` made; a plan that failed is None."""
-
-    plans: list[ModelPlan | None]
-    blocks: Int32
-    offsets: Int64
-    num_new_blocks: Int64
-    errors: dict[int, Exception]
-
-
-@dataclass(frozen=True)
-class ModelInsertBatch:
-    """What `insert_many` did, flat, with offsets."""
-
-    blocks: Int32
-    offsets: Int64
-    num_exact: Int64
-    duplicates: Int32
-    duplicate_offsets: Int64
-    surplus: Int32
-    surplus_offsets: Int64
-    freed: Int32
-    freed_offsets: Int64
-    errors: dict[int, Exception]
-
-
-def flat(parts: Sequence[Int32]) -> tuple[Int32, Int64]:
-    """The arrays in sequence, and the start of each."""
-    offsets = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
-    return (np.concatenate(parts) if parts else int32([])), offsets

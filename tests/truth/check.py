@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtrie.testing.pd.labels import UNWRITTEN, LabelledPool
+from tests.truth.labels import UNWRITTEN, LabelledPool
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
 EXACT, APPROXIMATE = 0, 1
 """The classes, numbered as in a plan's segments."""
@@ -16,7 +16,7 @@ EXACT, APPROXIMATE = 0, 1
 def wrong_slots(
     pool: LabelledPool,
     slots: Sequence[int],
-    ids: Sequence[int],
+    ids: Sequence[Hashable],
     canon: Sequence[int],
     classes: Sequence[int],
     hops: Sequence[int] | None = None,
@@ -27,8 +27,8 @@ def wrong_slots(
     """The positions whose slot has a wrong label, with the error.
 
     A label is wrong if the slot is unwritten, if it has the KV of another token, namespace or
-    position, if it is called exact but was computed with another context, or if it has more hops
-    than claimed.
+    position, if it is called exact but was computed with another context, if it has more hops than
+    claimed, or if it was placed under another prefix.
 
     Args:
         pool: The pool of the slots.
@@ -42,9 +42,8 @@ def wrong_slots(
         start: The first position to check.
 
     Returns:
-        Pairs of a position and a word: `unwritten`, `token`, `namespace`, `position`, `context` or
-        `hops`.
-        `hops`.
+        Pairs of a position and a word: `unwritten`, `token`, `namespace`, `position`, `context`,
+        `hops` or `place`.
     """
     end = len(classes)
     held = slots[start:end]
@@ -72,13 +71,15 @@ def wrong_slots(
             wrong.append((index, "context"))
         elif hops is not None and pool.hops[slot] > hops[index]:
             wrong.append((index, "hops"))
+        elif pool.place[slot] != canon[index]:
+            wrong.append((index, "place"))
     return wrong
 
 
 def is_loaded_right(
     pool: LabelledPool,
     slot: int,
-    ids: Sequence[int],
+    ids: Sequence[Hashable],
     canon: Sequence[int],
     start: int,
     *,

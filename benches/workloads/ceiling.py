@@ -11,7 +11,7 @@ Example:
     96 of 100 tokens are in whole blocks, so the last four are not cached.
 
     >>> import numpy as np
-    >>> from kvtrie.testing.ceiling import Ceiling
+    >>> from workloads.ceiling import Ceiling
     >>> cached = np.arange(100, dtype=np.uint32)
     >>> ceiling = Ceiling([cached], block_size=16, min_run=16)
     >>> reach = ceiling.of(np.concatenate([cached[:40], cached[60:]]))

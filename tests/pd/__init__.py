@@ -19,7 +19,7 @@ Example:
     Reasoning is stripped from the history, and the decode engine's blocks are requested again:
 
     >>> import kvtrie
-    >>> from kvtrie.testing import pd
+    >>> from tests import pd
     >>> question, reasoning, answer, new = (
     ...     range(64),
     ...     range(100, 260),
@@ -40,12 +40,12 @@ Example:
     (48, 32, 0)
 """
 
-from kvtrie.testing.pd import faults
-from kvtrie.testing.pd.engine import Computed, Engine
-from kvtrie.testing.pd.exchange import Answer, PeerError, Piece, Rule, Want
-from kvtrie.testing.pd.outcome import Outcome, transfer
-from kvtrie.testing.pd.rules import llamacpp, lmcache, vllm
-from kvtrie.testing.pd.rules.manifest import RangePlan
+from tests.pd import faults
+from tests.pd.engine import Computed, Engine
+from tests.pd.exchange import Answer, PeerError, Piece, Rule, Want
+from tests.pd.outcome import Outcome, transfer
+from tests.pd.rules import llamacpp, lmcache, vllm
+from tests.pd.rules.manifest import RangePlan
 
 __all__ = [
     "Answer",

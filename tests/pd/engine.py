@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tests.truth.labels import LabelledPool, chain
+
 import kvtrie
-from kvtrie.testing.pd.labels import LabelledPool, chain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +42,7 @@ class Engine:
         namespace: What its KV depends on besides tokens.
 
     Example:
-        >>> from kvtrie.testing import pd
+        >>> from tests import pd
         >>> prefill = pd.Engine("P")
         >>> held = prefill.compute(range(40), lookahead=1)
         >>> len(held.blocks), held.num_computed

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from random import Random
 
 FAULTS = ("dropped", "duplicated", "reordered", "truncated", "mutated", "stale", "key", "namespace")
-"""The faults that `kvtrie.testing.pd` knows: the last two are a receiver of another deployment."""
+"""The faults that `tests.pd` knows: the last two are a receiver of another deployment."""
 
 
 def truncated(raw: bytes, rng: Random) -> bytes:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tests.pd.exchange import Answer, PeerError, Piece, Rule, Want
+from tests.truth.check import APPROXIMATE, EXACT, wrong_slots
+
 import kvtrie
-from kvtrie.testing.pd.check import APPROXIMATE, EXACT, wrong_slots
-from kvtrie.testing.pd.exchange import Answer, PeerError, Piece, Rule, Want
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtrie.testing.pd.engine import Computed, Engine
+    from tests.pd.engine import Computed, Engine
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def transfer(
         source: The sender's request.
         receiver: The engine that needs KV; may be the sender.
         ids: The receiver's prompt.
-        rule: The rule, one of `kvtrie.testing.pd.rules`.
+        rule: The rule, one of `tests.pd.rules`.
         cached: Tokens from the front that the receiver already has.
 
     Returns:
@@ -69,7 +70,7 @@ def transfer(
         ValueError: `cached` is not in `[0, len(ids)]`.
 
     Example:
-        >>> from kvtrie.testing import pd
+        >>> from tests import pd
         >>> held = pd.Engine("P").compute(range(32), lookahead=1)
         >>> pd.transfer(held, pd.Engine("D"), range(32), rule=pd.vllm.suffix_trim).wrong
         32

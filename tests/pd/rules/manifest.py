@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tests.pd.exchange import Answer, Piece, Want
+from tests.truth.check import EXACT
+
 import kvtrie
-from kvtrie.testing.pd.check import EXACT
-from kvtrie.testing.pd.exchange import Answer, Piece, Want
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtrie.testing.pd.engine import Computed
+    from tests.pd.engine import Computed
 
 
 def ledger_of(computed: Computed) -> tuple[kvtrie.SequenceLedger, str]:

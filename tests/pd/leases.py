@@ -1,4 +1,4 @@
-"""What two engines exchange: a manifest's bytes, and a lease on its blocks."""
+"""Leases: what a sender holds for its readers."""
 
 from __future__ import annotations
 
@@ -8,26 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from kvtrie.testing.pd.serving import ServingEngine
-
 
 class LeaseError(Exception):
     """The sender no longer holds these blocks for the reader."""
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """One message.
-
-    Attributes:
-        sender: The engine that holds the blocks.
-        lease: The number of its lease.
-        raw: The manifest's bytes, as received.
-    """
-
-    sender: ServingEngine
-    lease: int
-    raw: bytes
 
 
 @dataclass

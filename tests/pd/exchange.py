@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtrie.testing.pd.engine import Computed, Engine
+    from tests.pd.engine import Computed, Engine
 
 
 class PeerError(Exception):

@@ -2,15 +2,15 @@
 
 A slot holds the label of the KV that a real pool would have there:
 
-* `token`: the id it was computed for; `UNWRITTEN` if nothing was written since the block was handed
-  out;
+* `token`: the id it was computed for, with its item if it is in one; `UNWRITTEN` if nothing was
+  written since the block was handed out;
 * `position`: the position of its K, which a load moves by its delta;
 * `context`: a digest of everything it was computed with, see `chain`;
 * `place`: the digest of the tokens up to and including its own, in its current sequence;
 * `space`: its namespace;
 * `hops`: how many times it was placed under another prefix than the one it was computed under.
 
-Slots are plain integers, in one flat list per field.
+Tokens are any hashables, the rest plain integers, in one flat list per field.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
 UNWRITTEN = -1
 """The token of a slot that was not written since its block was handed out."""
 
 
-def chain(ids: Sequence[int], root: int) -> list[int]:
+def chain(ids: Sequence[Hashable], root: int) -> list[int]:
     """The context of each token if computed from scratch: it and all tokens before it.
 
     Args:
@@ -35,7 +35,7 @@ def chain(ids: Sequence[int], root: int) -> list[int]:
         One digest per token.
 
     Example:
-        >>> from kvtrie.testing.pd.labels import chain
+        >>> from tests.truth.labels import chain
         >>> chain([5, 6, 7], 0)[:2] == chain([5, 6, 8], 0)[:2]
         True
         >>> chain([5, 6, 7], 0)[2] == chain([6, 5, 7], 0)[2]
@@ -56,7 +56,7 @@ class LabelledPool:
         block_size: Slots per block.
 
     Example:
-        >>> from kvtrie.testing.pd.labels import LabelledPool, chain
+        >>> from tests.truth.labels import LabelledPool, chain
         >>> pool = LabelledPool(num_blocks=2, block_size=4)
         >>> slots, ids = pool.slots([1, 0]), [7, 8, 9]
         >>> pool.compute(slots, ids, chain(ids, 0), 0, 3)
@@ -71,7 +71,7 @@ class LabelledPool:
         """Make an unwritten pool."""
         num_slots = num_blocks * block_size
         self.block_size = block_size
-        self.token = [UNWRITTEN] * num_slots
+        self.token: list[Hashable] = [UNWRITTEN] * num_slots
         self.position = [-1] * num_slots
         self.context = [0] * num_slots
         self.place = [0] * num_slots
@@ -86,10 +86,10 @@ class LabelledPool:
     def clear(self, blocks: Iterable[int]) -> None:
         """Mark the slots of blocks as unwritten, for the next owner."""
         size = self.block_size
-        nothing, no_context = [UNWRITTEN] * size, [0] * size
+        nothing: list[Hashable] = [UNWRITTEN] * size
         for block in blocks:
             self.token[block * size : (block + 1) * size] = nothing
-            self.context[block * size : (block + 1) * size] = no_context
+            self.context[block * size : (block + 1) * size] = [0] * size
 
     def attended(self, slots: Sequence[int], canon: Sequence[int], root: int) -> tuple[int, int]:
         """What a token computed after these slots attends to.
@@ -124,7 +124,7 @@ class LabelledPool:
     def compute(
         self,
         slots: Sequence[int],
-        ids: Sequence[int],
+        ids: Sequence[Hashable],
         canon: Sequence[int],
         start: int,
         end: int,

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tests.pd.engine import Engine
+from tests.pd.leases import LeaseError, Leases
+from tests.truth.check import EXACT, is_loaded_right, wrong_slots
+from tests.truth.labels import chain
 
 import kvtrie
-from kvtrie.testing.pd.check import EXACT, is_loaded_right, wrong_slots
-from kvtrie.testing.pd.engine import Engine
-from kvtrie.testing.pd.labels import chain
-from kvtrie.testing.pd.wire import Envelope, LeaseError, Leases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -28,6 +28,21 @@ PLACEHOLDER = -1
 
 JUNK = 2**31
 """A token sampled after the end of a request."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """One message.
+
+    Attributes:
+        sender: The engine that holds the blocks.
+        lease: The number of its lease.
+        raw: The manifest's bytes, as received.
+    """
+
+    sender: ServingEngine
+    lease: int
+    raw: bytes
 
 
 @dataclass

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtrie.testing.pd.exchange import Answer, Piece, Want
+from tests.pd.exchange import Answer, Piece, Want
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtrie.testing.pd.engine import Computed
+    from tests.pd.engine import Computed
 
 
 @dataclass(frozen=True)
