@@ -224,10 +224,11 @@ instructions: setup ## instructions of five key operations against the record, w
 	$(PY) benches/instructions.py
 
 .PHONY: docs
-docs: setup ## the documentation site, strict, into site/
+docs: setup ## the documentation site, strict, into site/; checked in headless Chromium where it is installed
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --quiet --no-deps --package kvtrie-core
 	$(PY) benches/pictures.py --check
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	$(PY) tools/site_check.py site --screenshots site/screenshots
 	@echo "docs: open site/index.html; the crate's own: target/doc/kvtrie_core/index.html"
 
 # --- what maintainers run -------------------------------------------------------------------------
