@@ -1,6 +1,5 @@
 """Diagrams of what the index does, each drawn from what a real index returned."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,9 +12,9 @@ from drawing import (
     EXACT,
     FAINT,
     GREY,
-    INK,
     LIGHT,
     MOVED,
+    MOVED_LINE,
     Part,
     arrow,
     bar,
@@ -72,7 +71,7 @@ def edit() -> Axes:
             parts.append(Part(start, end, CLASSES[kind][0], word if end - start > 200 else ""))
         if kind == "approximate":
             middle = (start + end) / 2
-            arrow(axes, (middle - delta, 1.69), (middle, 0.31), MOVED, -0.12)
+            arrow(axes, (middle - delta, 1.69), (middle, 0.31), MOVED_LINE, -0.12)
     bar(axes, 0, parts)
     legend(axes, dict(CLASSES.values()))
     return axes
@@ -162,7 +161,7 @@ CALLS: dict[str, Callable[[World], object]] = {
     "take_freed": lambda world: world.index.take_freed(),
 }
 
-# How to get a block into each state. Only `allocate` gives the engine the block, so no other call is made before.
+# How to get a block into each state. Before `allocate` the engine has no block to call with.
 REACHED = {
     "free": [],
     "held": ["allocate"],
@@ -272,7 +271,7 @@ class Candidate:
     source: int
 
 
-# Numbers of tokens. A conversation is its parts, one after another; `tail` is the end of document 3.
+# Numbers of tokens. A conversation is its parts, one after another; head and tail are document 3.
 LENGTHS = {"system": 10, "document 1": 16, "document 2": 14, "head": 4, "tail": 8, "note": 8}
 LENGTHS |= {"other system": 6, "greeting": 6, "question": 8}
 CONVERSATIONS = (
@@ -411,9 +410,7 @@ def pins() -> Axes:
     index = kvtrie.RadixIndex(num_blocks=16, block_size=4, min_run=8, seed=0)
     for _, blocks, _ in PATHS.values():
         path = _path(blocks[-1])
-        index.insert(
-            _sequence(path), path, num_computed=4 * len(path), source=kvtrie.COMPUTED
-        )
+        index.insert(_sequence(path), path, num_computed=4 * len(path), source=kvtrie.COMPUTED)
     first = index.plan(_sequence(_path(4), extra=6))
     moved = [9_100, 9_101, *_block(10), *_block(11), 9_102]
     second = index.plan(kvtrie.TokenSequence(moved, SPACE), POLICY)

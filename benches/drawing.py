@@ -1,6 +1,7 @@
 """What all pictures share: colours that work in light and dark mode, bars, boxes, SVG as text."""
 
 import io
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,14 +10,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 
-# Drawn in these, which a browser replaces by what the reader's mode asks for.
+# Drawn in these, which a browser replaces by a colour of the reader's mode: letters, lines and dots
+# are on the page itself.
 INK = "#123456"
 FAINT = "#345678"
 PAPER = "#fedcba"
+GOOD_LINE = "#121212"
+BAD_LINE = "#343434"
+MOVED_LINE = "#565656"
 _MODES = {
     INK: ("--ink", "#1a202c", "#e2e8f0"),
     FAINT: ("--faint", "#5a6474", "#9aa5b5"),
     PAPER: ("--paper", "#ffffff", "#1e2129"),
+    GOOD_LINE: ("--good", "#2b6cb0", "#6cb0f0"),
+    BAD_LINE: ("--bad", "#c05621", "#f6995c"),
+    MOVED_LINE: ("--moved", "#23805a", "#4fc294"),
 }
 
 # Colours that people with any colour vision tell apart, under white letters.
@@ -27,6 +35,8 @@ GREY = "#718096"
 # Under black letters.
 LIGHT = "#cbd5e0"
 BLACK = "#1a202c"
+
+_FONT = "'DejaVu Sans'"
 
 CLASSES = {
     "exact": (EXACT, "exact: used in place or copied"),
@@ -120,20 +130,28 @@ def minus(number: int) -> str:
 
 def svg(figure: Figure) -> str:
     """The picture as text: the same for the same figure."""
-    settings = {"svg.hashsalt": "kvtrie", "svg.fonttype": "none", "font.sans-serif": "DejaVu Sans"}
+    settings = {"svg.hashsalt": "kvtrie", "svg.fonttype": "none", "font.sans-serif": _FONT[1:-1]}
     with mpl.rc_context(settings):
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
-    names = {"light": "", "dark": ""}
-    for colour, (name, light, dark) in _MODES.items():
-        text = text.replace(colour, f"var({name})")
-        names["light"] += f"{name}: {light}; "
-        names["dark"] += f"{name}: {dark}; "
-    style = (
-        f"<style>:root {{ {names['light']}}} "
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {names['dark']}}} }}</style>\n"
-    )
-    text = text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
-    text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
-    return text.replace(" <defs>\n", f" {style} <defs>\n", 1)
+    light, dark = [], []
+    for colour, (name, by_day, by_night) in _MODES.items():
+        if colour in text:
+            text = text.replace(colour, f"var({name})")
+            light.append(f"{name}: {by_day}")
+            dark.append(f"{name}: {by_night}")
+    rules = [
+        f":root {{ {'; '.join(light)} }}",
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {'; '.join(dark)} }} }}",
+    ]
+    for number, style in enumerate(dict.fromkeys(re.findall(r'style="(font: [^"]*)"', text))):
+        text = text.replace(f'style="{style}"', f'class="t{number}"')
+        rules.append(f".t{number} {{ {style.replace(_FONT, f'{_FONT}, Verdana, sans-serif')} }}")
+    rules = ["<style>", *rules, "</style>"]
+    text = text.replace(" <defs>\n", "\n".join([*rules, "<defs>\n"]), 1)
+    # Half of the bytes: comments, groups of one text, rotations by nothing.
+    text = re.sub(r"<!--.*?-->", "", text)
+    text = re.sub(r'<g id="text_\d+">\s*(<text.*?</text>)\s*</g>', r"\1", text, flags=re.DOTALL)
+    text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)
+    return "".join(f"{line.strip()}\n" for line in text.splitlines() if line.strip())
