@@ -53,7 +53,7 @@ def goals() -> Axes:
     for goal in found:
         groups.setdefault(goal.group, []).append(goal)
     lines = len(found) + len(groups) + 1
-    axes = canvas(10.4, lines * LINE, (0.55, 0.0, 0.27, 1.0))
+    axes = canvas(9.0, lines * LINE, (0.57, 0.0, 0.21, 1.0))
     margins = [goal.margin for goal in found]
     low, high = _decades(axes, min(margins), max(margins), lines, "goal")
     ends: dict[bool, list[tuple[float, int]]] = {True: [], False: []}
@@ -64,7 +64,7 @@ def goals() -> Axes:
         for goal in members:
             row += 1
             ends[goal.is_met].append((math.log10(goal.margin), row))
-            words = textwrap.shorten(goal.what.partition(" (")[0], 84, placeholder=" …")
+            words = textwrap.shorten(goal.what.partition(" (")[0], 80, placeholder=" …")
             _small(axes, low, row, words, "right")
             _small(axes, high, row, f"{goal.figure} (goal {goal.wanted})", "left")
         row += 1
@@ -86,7 +86,7 @@ def peers() -> Axes:
         peer.setdefault(kind, []).append(row["ratio"])
     ratios = [one for kinds in groups.values() for each in kinds.values() for one in each]
     lines = sum(1 + len(kinds) for kinds in groups.values()) + 1
-    axes = canvas(10.4, lines * LINE, (0.25, 0.0, 0.6, 1.0))
+    axes = canvas(9.0, lines * LINE, (0.25, 0.0, 0.6, 1.0))
     low, high = _decades(axes, min(ratios), max(ratios), lines, "equal")
     row = 1
     for name, kinds in groups.items():
@@ -111,7 +111,7 @@ def reuse() -> Axes:
         for row in figures.load()["sections"]["coverage"]
         if row.get("variant") == "own texts" and "workload" in row
     ]
-    axes = canvas(10.4, (len(rows) + 2.5) * LINE, (0.27, 0.0, 0.72, 1.0))
+    axes = canvas(9.0, (len(rows) + 2.5) * LINE, (0.27, 0.0, 0.72, 1.0))
     axes.set_xlim(0, 100)
     axes.set_ylim(len(rows) + 1.5, -1)
     for place, row in enumerate(rows):

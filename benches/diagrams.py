@@ -56,7 +56,7 @@ def edit() -> Axes:
         counts[kind] += end - start
     exact, fresh = counts["exact"], counts["compute"]
 
-    axes = canvas(10.4, 3.1, (0.165, 0.0, 0.83, 1.0))
+    axes = canvas(9.0, 3.1, (0.165, 0.0, 0.83, 1.0))
     axes.set_xlim(-10, len(turn.cached) + 10)
     axes.set_ylim(-1.05, 2.5)
     label(axes, -40, 2, f"cached: turn 1\n{len(turn.cached):,} tokens")
@@ -215,7 +215,7 @@ STATES = {
     "held": (2.2, 2.0, GREY, "held\nby the engine", "white"),
     "indexed": (5.2, 2.0, EXACT, "indexed", "white"),
     "pinned": (7.8, 2.0, EXACT, "indexed,\npinned by a plan", "white"),
-    "condemned": (7.8, 0.3, COMPUTED, "condemned:\nits bytes must stay", "white"),
+    "condemned": (7.8, 0.3, COMPUTED, "condemned:\nbytes must stay", "white"),
     "waiting": (2.2, 0.3, GREY, "waiting\nto be collected", "white"),
     "quarantined": (0.0, 0.3, COMPUTED, "quarantined", "white"),
 }
@@ -230,7 +230,7 @@ ARROWS = {
     ("pinned", "indexed"): ((-1, -0.5), (1, -0.5), (6.5, 1.73)),
     ("pinned", "condemned"): ((0, -1), (0, 1), (6.75, 1.15)),
     ("condemned", "waiting"): ((-1, 0), (1, 0), (5.0, 0.45)),
-    ("waiting", "held"): ((0, 1), (0, -1), (2.8, 1.15)),
+    ("waiting", "held"): ((0, 1), (0, -1), (2.95, 1.15)),
 }
 
 
@@ -241,7 +241,7 @@ def states() -> Axes:
     if found.keys() != ARROWS.keys():
         text = f"states: the calls lead along {sorted(found)}, the picture has {sorted(ARROWS)}"
         raise RuntimeError(text)
-    axes = canvas(10.4, 3.2, (0.0, 0.0, 1.0, 1.0))
+    axes = canvas(9.0, 3.2, (0.0, 0.0, 1.0, 1.0))
     axes.set_xlim(-0.95, 8.75)
     axes.set_ylim(-0.2, 2.6)
     for x, y, colour, word, ink in STATES.values():
@@ -254,7 +254,7 @@ def states() -> Axes:
         lines = [", ".join(names[i : i + 2]) for i in range(0, len(names), 2)]
         label(axes, *words, ",\n".join(lines), at="center")
     arrow(axes, (0.0, 1.0), (0.0, 0.61))
-    label(axes, 0.0, 1.2, "quarantine, once held;\nif pinned, at the last release", at="center")
+    label(axes, 0.0, 1.27, "quarantine, once held;\nif it is pinned, at\nthe last release", at="center")
     return axes
 
 
@@ -272,8 +272,8 @@ class Candidate:
 
 
 # Numbers of tokens. A conversation is its parts, one after another; head and tail are document 3.
-LENGTHS = {"system": 10, "document 1": 16, "document 2": 14, "head": 4, "tail": 8, "note": 8}
-LENGTHS |= {"other system": 6, "greeting": 6, "question": 8}
+LENGTHS = {"system": 10, "document 1": 16, "document 2": 14, "head": 5, "tail": 9, "note": 8}
+LENGTHS |= {"other system": 6, "greeting": 7, "question": 8}
 CONVERSATIONS = (
     ("system", "document 1", "document 2"),
     ("other system", "document 2", "head", "tail"),
@@ -340,7 +340,7 @@ def cover() -> Axes:
     candidates = _candidates(prompt)
     taken = [(one, _chosen(candidates, one)) for one in segments if one[3] != "compute"]
 
-    axes = canvas(10.4, 3.7, (0.145, 0.0, 0.85, 1.0))
+    axes = canvas(9.0, 3.7, (0.145, 0.0, 0.85, 1.0))
     axes.set_xlim(-0.3, len(prompt) + 0.3)
     axes.set_ylim(-1.0, 4.5)
     names = ["the plan", *(f"conversation {n}" for n in (3, 2, 1)), "prompt"]
@@ -426,7 +426,7 @@ def pins() -> Axes:
         text = f"pins: {order} left, {count} could; {in_place} and {sources}, {pinned} pinned"
         raise RuntimeError(text)
 
-    axes = canvas(10.4, 3.3, (0.0, 0.0, 1.0, 1.0))
+    axes = canvas(9.0, 3.3, (0.0, 0.0, 1.0, 1.0))
     axes.set_xlim(-0.5, 7.3)
     axes.set_ylim(-0.95, 2.75)
     colours = dict.fromkeys(in_place, EXACT) | dict.fromkeys(sources, MOVED)
