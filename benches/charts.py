@@ -121,8 +121,8 @@ def reuse() -> Axes:
         bar(axes, place, [Part(*ends[colour], colour) for colour in ends], 0.74)
         for start, end in (ends[EXACT], ends[MOVED]):
             if end - start > 5:
-                text, at = f"{end - start:.0f} %", {"ha": "right", "va": "center"}
-                axes.text(end - 0.5, place, text, color="white", fontsize=7.5, **at)
+                text = f"{end - start:.0f} %"
+                axes.text(end - 0.5, place, text, c="white", ha="right", va="center", size=7.5)
     legend(axes, {colour: text.partition(":")[0] for colour, text in CLASSES.values()})
     return axes
 

@@ -209,15 +209,24 @@ def _quarantines() -> None:
                 raise RuntimeError(text)
 
 
-# Where each state is drawn, its colour and its words.
-STATES = {
-    "free": (0.0, 2.0, LIGHT, "free", BLACK),
-    "held": (2.2, 2.0, GREY, "held\nby the engine", "white"),
-    "indexed": (5.2, 2.0, EXACT, "indexed", "white"),
-    "pinned": (7.8, 2.0, EXACT, "indexed,\npinned by a plan", "white"),
-    "condemned": (7.8, 0.3, COMPUTED, "condemned:\nbytes must stay", "white"),
-    "waiting": (2.2, 0.3, GREY, "waiting\nto be collected", "white"),
-    "quarantined": (0.0, 0.3, COMPUTED, "quarantined", "white"),
+# Where each state is drawn, and how.
+PLACES = {
+    "free": (0.0, 2.0),
+    "held": (2.2, 2.0),
+    "indexed": (5.2, 2.0),
+    "pinned": (7.8, 2.0),
+    "condemned": (7.8, 0.3),
+    "waiting": (2.2, 0.3),
+    "quarantined": (0.0, 0.3),
+}
+BOXES = {
+    "free": Part(0, 0, LIGHT, "free", BLACK),
+    "held": Part(0, 0, GREY, "held\nby the engine"),
+    "indexed": Part(0, 0, EXACT, "indexed"),
+    "pinned": Part(0, 0, EXACT, "indexed,\npinned by a plan"),
+    "condemned": Part(0, 0, COMPUTED, "condemned:\nbytes must stay"),
+    "waiting": Part(0, 0, GREY, "waiting\nto be collected"),
+    "quarantined": Part(0, 0, COMPUTED, "quarantined"),
 }
 SIZE = (1.5, 0.62)
 # Of each arrow: start and end as parts of the box (x, y), and where its words are.
@@ -244,18 +253,23 @@ def states() -> Axes:
     axes = canvas(9.0, 3.2, (0.0, 0.0, 1.0, 1.0))
     axes.set_xlim(-0.95, 8.75)
     axes.set_ylim(-0.2, 2.6)
-    for x, y, colour, word, ink in STATES.values():
-        box(axes, x, y, SIZE, Part(0, 0, colour, word, ink))
-    for (start, end), (out, into, words) in ARROWS.items():
-        first = [STATES[start][i] + out[i] * SIZE[i] / 2 for i in (0, 1)]
-        last = [STATES[end][i] + into[i] * SIZE[i] / 2 for i in (0, 1)]
-        arrow(axes, (first[0], first[1]), (last[0], last[1]))
+    for name, part in BOXES.items():
+        box(axes, *PLACES[name], SIZE, part)
+    for (start, end), (out, into, at) in ARROWS.items():
+        arrow(axes, _edge(start, out), _edge(end, into))
         names = found[start, end]
         lines = [", ".join(names[i : i + 2]) for i in range(0, len(names), 2)]
-        label(axes, *words, ",\n".join(lines), at="center")
+        label(axes, *at, ",\n".join(lines), at="center")
     arrow(axes, (0.0, 1.0), (0.0, 0.61))
-    label(axes, 0.0, 1.27, "quarantine, once held;\nif it is pinned, at\nthe last release", at="center")
+    words = "quarantine, once held;\nif it is pinned, at\nthe last release"
+    label(axes, 0.0, 1.27, words, at="center")
     return axes
+
+
+def _edge(name: str, part: tuple[float, float]) -> tuple[float, float]:
+    """A point on the edge of a box."""
+    (x, y), (width, height) = PLACES[name], SIZE
+    return x + part[0] * width / 2, y + part[1] * height / 2
 
 
 # --- how a plan covers a prompt -----------------------------------------------------------------
@@ -367,9 +381,9 @@ def cover() -> Axes:
         word = {"exact": "exact", "compute": "computed"}.get(kind, f"moved {minus(delta)}")
         bar(axes, 0, [Part(start, end, CLASSES[kind][0], word)])
         axes.plot([start, start], [-0.31, 3.69], ls=":", lw=0.9, color=FAINT, zorder=0)
-    words = {colour: text.partition(":")[0] for colour, text in CLASSES.values()}
-    words[LIGHT] = "cached, not taken: another run reaches further"
-    legend(axes, words, columns=4)
+    colours = {colour: text.partition(":")[0] for colour, text in CLASSES.values()}
+    colours[LIGHT] = "cached, not taken: another run reaches further"
+    legend(axes, colours, columns=4)
     return axes
 
 
@@ -431,7 +445,7 @@ def pins() -> Axes:
     axes.set_ylim(-0.95, 2.75)
     colours = dict.fromkeys(in_place, EXACT) | dict.fromkeys(sources, MOVED)
     colours |= dict.fromkeys(kept, GREY) | dict.fromkeys(order, LIGHT)
-    places = {}
+    places: dict[int, tuple[float, float]] = {}
     for after, blocks, row in PATHS.values():
         for block in blocks:
             above = after if block == blocks[0] else block - 1
@@ -450,7 +464,8 @@ def pins() -> Axes:
             label(axes, x + 0.5, row, name, at="left")
     label(axes, 0.5, 1.42, "system prompt", at="center")
     label(axes, places[in_place[-1]][0], 2.42, "the path of plan 1 ends", at="center")
-    label(axes, np.mean([places[block][0] for block in sources]), -0.42, "plan 2", at="center")
+    middle = sum(places[block][0] for block in sources) / len(sources)
+    label(axes, middle, -0.42, "plan 2", at="center")
     words = {EXACT: "pinned: in place", MOVED: "pinned: source of a move"}
     words |= {GREY: "kept: above a pinned block", LIGHT: f"num_evictable: {count}"}
     legend(axes, words, columns=4)

@@ -4,6 +4,7 @@ import io
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -115,11 +116,16 @@ def arrow(
     axes.add_patch(patch)
 
 
-def legend(axes: Axes, words: dict[str, str], place: str = "lower left", columns: int = 3) -> None:
-    """Colours and what they mean."""
+def legend(axes: Axes, words: dict[str, str], columns: int = 3) -> None:
+    """Colours and what they mean, at the bottom."""
     handles = [Patch(color=colour, label=word) for colour, word in words.items()]
     axes.legend(
-        handles=handles, loc=place, ncols=columns, frameon=False, borderpad=0.2, labelcolor=INK
+        handles=handles,
+        loc="lower left",
+        ncols=columns,
+        frameon=False,
+        borderpad=0.2,
+        labelcolor=INK,
     )
 
 
@@ -128,11 +134,13 @@ def minus(number: int) -> str:
     return f"{number:+,}".replace("-", "\N{MINUS SIGN}")
 
 
-def svg(figure: Figure) -> str:
-    """The picture as text: the same for the same figure."""
-    settings = {"svg.hashsalt": "kvtrie", "svg.fonttype": "none", "font.sans-serif": _FONT[1:-1]}
-    with mpl.rc_context(settings):
+def svg(axes: Axes) -> str:
+    """The picture as text: the same for the same axes."""
+    with mpl.rc_context(
+        {"svg.hashsalt": "kvtrie", "svg.fonttype": "none", "font.sans-serif": _FONT[1:-1]}
+    ):
         buffer = io.StringIO()
+        figure = cast("Figure", axes.figure)
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     light, dark = [], []

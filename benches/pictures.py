@@ -37,7 +37,7 @@ def main() -> int:
     options = parser.parse_args()
     old = 0
     for name, draw in PICTURES.items():
-        path, text = FOLDER / name, drawing.svg(draw().figure)
+        path, text = FOLDER / name, drawing.svg(draw())
         if not options.check:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")

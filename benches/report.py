@@ -127,10 +127,10 @@ def goals(content: dict[str, Any]) -> tuple[list[Goal], list[str]]:
         unit = _unit(row)
         if row.get("goal") is not None:
             pair = f"{number(row['kvtrie'])} against {number(row['theirs'])} {unit}"
-            found.append(_goal(row["peer"], row["work"], row["ratio"], TIMES, row["goal"], pair))
+            found.append(goal_of(row["peer"], row["work"], row["ratio"], TIMES, row["goal"], pair))
         if row.get("kvtrie_goal") is not None:
             limit = row["kvtrie_goal"]
-            found.append(_goal("kvtrie", row["work"], row["kvtrie"], f" {unit}", limit=limit))
+            found.append(goal_of("kvtrie", row["work"], row["kvtrie"], f" {unit}", limit=limit))
     for goal in _own_goals():
         value = _value(sections, goal)
         if value is None:
@@ -138,8 +138,9 @@ def goals(content: dict[str, Any]) -> tuple[list[Goal], list[str]]:
             continue
         value *= goal.get("times", 1)
         group = SECTIONS[goal["section"]][0]
-        bounds = {"least": goal.get("least"), "limit": goal.get("limit")}
-        found.append(_goal(group, goal["what"], value, f" {goal['unit']}", **bounds))
+        unit = goal["unit"] if goal["unit"] == TIMES else f" {goal['unit']}"
+        least, limit = goal.get("least"), goal.get("limit")
+        found.append(goal_of(group, goal["what"], value, unit, least=least, limit=limit))
     return found, missing
 
 
@@ -227,7 +228,7 @@ def _own_goals() -> Iterable[dict[str, Any]]:
             }
 
 
-def _goal(
+def goal_of(
     group: str,
     what: str,
     value: float,
@@ -236,19 +237,33 @@ def _goal(
     pair: str = "",
     limit: float | None = None,
 ) -> Goal:
+    """A goal of at least `least` or at most `limit`, and what was measured.
+
+    Args:
+        group: The peer, or the section of the figures.
+        what: The work.
+        value: The measured figure.
+        unit: What follows it.
+        least: The least that meets the goal.
+        pair: Both sides, if the figure is a ratio.
+        limit: The most that meets the goal.
+
+    Raises:
+        ValueError: There is neither bound.
+    """
     # Rounded down, so that 100 % means all of it.
     shown = f"{math.floor(value * 100 + 1e-4) / 100:g}" if unit == " %" else number(value)
     measured = f"{shown}{unit}" + (f" ({pair})" if pair else "")
     if least is not None:
-        wanted, margin = f"{AT_LEAST} {least:,g}{unit}", value / least
+        wanted, margin, is_met = f"{AT_LEAST} {least:,g}{unit}", value / least, value >= least
     elif limit is not None:
         # A limit of nothing is met by nothing.
-        margin = limit / value if value else 1.0
+        margin, is_met = limit / value if value else 1.0, value <= limit
         wanted = f"{AT_MOST} {limit:,g}{unit}"
     else:
         message = f"the goal {what!r} has no bound"
         raise ValueError(message)
-    return Goal(group, what, wanted, shown, measured, margin, margin >= 1)
+    return Goal(group, what, wanted, shown, measured, margin, is_met)
 
 
 def _goal_table(found: Iterable[Goal]) -> str:
