@@ -111,7 +111,7 @@ soak-failpoints: $(VENV)/.packages ## a million random calls with errors and pan
 	KVTRIE_FAILURES=1000000 $(CARGO) test --quiet --profile release-checked $(FAILPOINT_TESTS) -- --nocapture
 
 .PHONY: bench
-bench: setup workloads ## speed and memory: Rust, Python, peers with us; writes docs/benchmarks.md (a quarter of an hour)
+bench: setup workloads ## speed and memory: Rust, Python, peers with us; writes docs/benchmarks.md and its charts (a quarter of an hour)
 	$(CARGO) bench --package kvtrie-benches
 	$(PY) benches/rust_figures.py
 	$(PY) benches/python/record.py
@@ -143,6 +143,7 @@ PEER_FLAGS ?=
 bench-peers: ## kvtrie and its peers on the same work, alternating in one process (PEER_FLAGS=--quick: as a test)
 	@for peer in $(PEERS); do $(MAKE) --no-print-directory bench-peers-$$peer; done
 	$(PY) benches/report.py
+	$(PY) benches/pictures.py
 
 # A peer's list of packages is complete, so nothing is resolved. A changed list makes a new environment.
 .venv-peers/%/.packages: benches/peers/requirements/%.txt | $(VENV)/.packages
@@ -224,10 +225,11 @@ instructions: setup ## instructions of five key operations against the record, w
 	$(PY) benches/instructions.py
 
 .PHONY: docs
-docs: setup ## the documentation site, strict, into site/
+docs: setup ## the documentation site, strict, into site/; checked in headless Chromium where it is installed
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --quiet --no-deps --package kvtrie-core
 	$(PY) benches/pictures.py --check
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	$(PY) tools/site_check.py site --screenshots site/screenshots
 	@echo "docs: open site/index.html; the crate's own: target/doc/kvtrie_core/index.html"
 
 # --- what maintainers run -------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Renders `benches/figures.json` into `docs/benchmarks.md`.
+"""Renders `benches/figures.json` into `docs/benchmarks.md` and into the tables of the site.
 
-The words around the tables, the goals and the prototype's figures are in `benches/report.toml`.
+The words around the figures, the goals and the prototype's figures are in `benches/report.toml`.
 `python benches/report.py` writes the page; `--check` writes nothing and fails if the page does not
-match the figures.
+match the figures; `--tables` prints all tables, which `make docs` makes a page of the site.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import math
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,6 @@ WORDS = Path(__file__).resolve().parent / "report.toml"
 
 Row = dict[str, Any]
 
-COMMANDS = {
-    "peers": "make bench-peers",
-    "coverage": "make bench",
-    "turns": "make bench",
-    "generate": "make bench",
-    "moved": "make bench",
-    "hostile": "make bench",
-    "python": "make bench",
-    "rust": "make bench",
-    "limits": "make bench",
-    "limits-python": "make bench",
-    "memory": "make bench",
-    "instructions": "make bench",
-    "traces": "make bench",
-}
-
 UNITS = {"us": "µs"}
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -46,14 +31,35 @@ AT_LEAST = "\N{GREATER-THAN OR EQUAL TO}"
 AT_MOST = "\N{LESS-THAN OR EQUAL TO}"
 
 
+@dataclass(frozen=True)
+class Goal:
+    """A goal and what was measured: `margin` is how many times better than the goal that is.
+
+    `figure` is without the unit, `measured` with it and with both sides of a ratio.
+    """
+
+    group: str
+    what: str
+    wanted: str
+    figure: str
+    measured: str
+    margin: float
+    is_met: bool
+
+
 def main() -> int:
     """Write or check the page."""
     parser = argparse.ArgumentParser(description="Render figures.json into docs/benchmarks.md.")
     parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
+    parser.add_argument("--tables", action="store_true", help="print all tables instead")
     parser.add_argument("--figures", type=Path, default=figures.PATH, help="the figures to render")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
     options = parser.parse_args()
-    text = render(figures.load(options.figures))
+    content = figures.load(options.figures)
+    if options.tables:
+        print(tables(content))
+        return 0
+    text = render(content)
     if not options.check:
         options.page.write_text(text, encoding="utf-8")
         return 0
@@ -64,56 +70,78 @@ def main() -> int:
 
 
 def render(content: dict[str, Any]) -> str:
-    """The whole page.
+    """The page: findings, goals and method.
 
     Args:
-        content: What `figures.load` answers.
+        content: What `figures.load` returns.
     """
     sections: dict[str, list[Row]] = content["sections"]
-    words = tomllib.loads(WORDS.read_text(encoding="utf-8"))
+    words = _words()
     parts = [
         words["introduction"],
         _machine(content),
-        _goals(sections, words["goals"]),
+        words["headlines"],
+        _findings(sections, words["findings"]),
+        _page_goals(content, words),
+        "## Compared with other indexes",
+        words["peers_text"],
+        "## What a plan reuses",
+        words["coverage_page"],
+        _page_section(sections, "coverage", _all_coverage),
+        words["turns_page"],
+        "## First tokens of the embedded engine",
+        words["generate"],
+        _page_section(sections, "generate", _generate),
         words["method"],
-        _section(sections, "peers", "Compared with other indexes", _peers),
-        words["prototype"],
-        _prototype(sections, words["marks"]),
-        _section(
-            sections,
-            "coverage",
-            "What a plan reuses",
-            lambda rows: words["coverage"].strip() + "\n\n" + _coverage(rows),
-        ),
-        _section(
-            sections,
-            "turns",
-            "What a turn leaves",
-            lambda rows: words["turns"].strip() + "\n\n" + turns(rows),
-        ),
-        _section(
-            sections,
-            "generate",
-            "First tokens of the embedded engine",
-            lambda rows: words["generate"].strip() + "\n\n" + _generate(rows),
-        ),
-        _section(sections, "moved", "Moved runs", _own),
-        _section(
-            sections,
-            "hostile",
-            "What one tenant keeps another waiting for",
-            lambda rows: words["hostile"].strip() + "\n\n" + _hostile(rows),
-        ),
-        _section(sections, "python", "From Python", _own),
-        _section(sections, "rust", "In Rust", _own),
-        _section(sections, "limits", "What the machine allows", _limits),
-        _section(sections, "limits-python", "What the machine allows in Python", _limits),
-        _section(sections, "memory", "Memory", _memory),
-        _section(sections, "instructions", "Instructions", _instructions),
-        _section(sections, "traces", "Recorded traffic", _own),
-        words["weaknesses"],
+        words["limits_of_figures"],
     ]
-    return "\n".join(part.strip() + "\n" for part in parts)
+    return _joined(parts)
+
+
+def tables(content: dict[str, Any]) -> str:
+    """The appendix: all figures, in tables.
+
+    Args:
+        content: What `figures.load` returns.
+    """
+    sections: dict[str, list[Row]] = content["sections"]
+    words = _words()
+    parts = [words["tables"], _all_goals(content)]
+    for name, (title, body) in SECTIONS.items():
+        parts += [f"## {title}", words.get(name, ""), _page_section(sections, name, body)]
+        if name == "peers":
+            parts += ["## Compared with a prototype", words["prototype"]]
+            parts.append(_prototype(sections, words["marks"]))
+    return _joined(parts)
+
+
+def goals(content: dict[str, Any]) -> tuple[list[Goal], list[str]]:
+    """All goals that something was measured for, and the names of the others.
+
+    Args:
+        content: What `figures.load` returns.
+    """
+    sections: dict[str, list[Row]] = content["sections"]
+    found, missing = [], []
+    for row in sections.get("peers", []):
+        unit = _unit(row)
+        if row.get("goal") is not None:
+            pair = f"{number(row['kvtrie'])} against {number(row['theirs'])} {unit}"
+            found.append(goal_of(row["peer"], row["work"], row["ratio"], TIMES, row["goal"], pair))
+        if row.get("kvtrie_goal") is not None:
+            limit = row["kvtrie_goal"]
+            found.append(goal_of("kvtrie", row["work"], row["kvtrie"], f" {unit}", limit=limit))
+    for goal in _own_goals():
+        value = _value(sections, goal)
+        if value is None:
+            missing.append(goal["what"])
+            continue
+        value *= goal.get("times", 1)
+        group = SECTIONS[goal["section"]][0]
+        unit = goal["unit"] if goal["unit"] == TIMES else f" {goal['unit']}"
+        least, limit = goal.get("least"), goal.get("limit")
+        found.append(goal_of(group, goal["what"], value, unit, least=least, limit=limit))
+    return found, missing
 
 
 def number(value: float | None) -> str:
@@ -152,7 +180,15 @@ def turns(rows: Sequence[Row]) -> str:
     return "\n".join(_turn([row for row in rows if row["workload"] == name]) for name in names)
 
 
-_WORDS = ("Note", "What the difference buys", "Goal", "Compared with", "Met")
+_WORDS = ("Note", "Goal", "Compared with", "Met", "Measured")
+
+
+def _words() -> dict[str, Any]:
+    return tomllib.loads(WORDS.read_text(encoding="utf-8"))
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return "\n".join(part.strip() + "\n" for part in parts if part.strip())
 
 
 def _machine(content: dict[str, Any]) -> str:
@@ -183,53 +219,94 @@ def _machine(content: dict[str, Any]) -> str:
     return "\n".join([*lines, *(["", *other] if other else [])]) + "\n"
 
 
-def _goals(sections: dict[str, list[Row]], goals: list[dict[str, Any]]) -> str:
-    rows = []
-    for row in sections.get("peers", []):
-        if row.get("goal") is not None:
-            pair = f"{number(row['kvtrie'])} against {number(row['theirs'])} {_unit(row)}"
-            rows.append(
-                (
-                    f"{row['peer']}: {row['work']}",
-                    f"{AT_LEAST} {row['goal']:g}{TIMES}",
-                    f"{number(row['ratio'])}{TIMES} ({pair})",
-                    _met(row["ratio"], at_least=row["goal"]),
-                )
-            )
-        if row.get("kvtrie_goal") is not None:
-            rows.append(
-                (
-                    f"kvtrie: {row['work']}",
-                    f"{AT_MOST} {row['kvtrie_goal']:g} {_unit(row)}",
-                    f"{number(row['kvtrie'])} {_unit(row)}",
-                    _met(row["kvtrie"], at_most=row["kvtrie_goal"]),
-                )
-            )
-    missing = []
-    for goal in goals:
-        value = _value(sections, goal)
-        if value is None:
-            missing.append(goal["what"])
-            continue
-        unit = goal["unit"]
-        value *= goal.get("times", 1)
-        if "least" in goal:
-            wanted = f"{AT_LEAST} {goal['least']:g} {unit}"
-            met = _met(value, at_least=goal["least"])
-        else:
-            wanted = f"{AT_MOST} {goal['limit']:g} {unit}"
-            met = _met(value, at_most=goal["limit"])
-        # Rounded down, so that 100 % means all of it.
-        shown = f"{math.floor(value * 100 + 1e-4) / 100:g}" if unit == "%" else number(value)
-        rows.append((goal["what"], wanted, f"{shown} {unit}", met))
-    text = "## Goals\n\nWhat kvtrie set out to reach, and what it reaches here.\n\n"
-    if rows:
-        reached_all = sum(cells[-1] == "yes" for cells in rows)
-        text += f"{reached_all} of {len(rows)} are met.\n\n"
-        text += table(("Work", "Goal", "Measured", "Met"), rows)
+def _own_goals() -> Iterable[dict[str, Any]]:
+    for goal in _words()["goals"]:
+        for text in goal.get("each", [""]):
+            yield {
+                key: value.replace("{}", text) if isinstance(value, str) else value
+                for key, value in goal.items()
+            }
+
+
+def goal_of(
+    group: str,
+    what: str,
+    value: float,
+    unit: str,
+    least: float | None = None,
+    pair: str = "",
+    limit: float | None = None,
+) -> Goal:
+    """A goal of at least `least` or at most `limit`, and what was measured.
+
+    Args:
+        group: The peer, or the section of the figures.
+        what: The work.
+        value: The measured figure.
+        unit: What follows it.
+        least: The least that meets the goal.
+        pair: Both sides, if the figure is a ratio.
+        limit: The most that meets the goal.
+
+    Raises:
+        ValueError: There is neither bound.
+    """
+    # Rounded down, so that 100 % means all of it.
+    shown = f"{math.floor(value * 100 + 1e-4) / 100:g}" if unit == " %" else number(value)
+    measured = f"{shown}{unit}" + (f" ({pair})" if pair else "")
+    if least is not None:
+        wanted, margin, is_met = f"{AT_LEAST} {least:,g}{unit}", value / least, value >= least
+    elif limit is not None:
+        # A limit of nothing is met by nothing.
+        margin, is_met = limit / value if value else 1.0, value <= limit
+        wanted = f"{AT_MOST} {limit:,g}{unit}"
+    else:
+        message = f"the goal {what!r} has no bound"
+        raise ValueError(message)
+    return Goal(group, what, wanted, shown, measured, margin, is_met)
+
+
+def _goal_table(found: Iterable[Goal]) -> str:
+    rows = [(f"{goal.group}: {goal.what}", goal.wanted, goal.measured) for goal in found]
+    return table(("Work", "Goal", "Measured"), rows)
+
+
+def _page_goals(content: dict[str, Any], words: dict[str, Any]) -> str:
+    found, missing = goals(content)
+    if not found:
+        return "## Goals\n\nNo figures are recorded: run `make bench`.\n"
+    failed = [goal for goal in found if not goal.is_met]
+    parts = [f"## Goals\n\n{len(found) - len(failed)} of {len(found)} are met."]
+    parts += [words["goals_text"], _goal_table(failed), words["reasons"]]
     if missing:
-        text += "\nNot measured here (`make bench`): " + "; ".join(missing) + ".\n"
-    return text
+        parts.append("Not measured here (`make bench`): " + "; ".join(missing) + ".")
+    return _joined(parts)
+
+
+def _all_goals(content: dict[str, Any]) -> str:
+    return f"## Goals\n\n{_goal_table(goals(content)[0])}"
+
+
+def _findings(sections: dict[str, list[Row]], findings: list[dict[str, str]]) -> str:
+    lines = []
+    for finding in findings:
+        wanted = {key: value for key, value in finding.items() if key in {"work", "peer"}}
+        rows = [
+            row for row in sections.get(finding["section"], []) if wanted.items() <= row.items()
+        ]
+        lines += [f"* {finding['says'].format_map(_said(row))}." for row in rows]
+    return "\n".join(lines)
+
+
+def _said(row: Row) -> dict[str, str]:
+    """The columns of a row as the page says them."""
+    said = {key: f"{value:,}" for key, value in row.items() if isinstance(value, int)}
+    shares = [key for key in row if key.endswith(("_prompt", "_share"))]
+    said |= {key: _percent(row[key]) for key in shares}
+    for side in ("kvtrie", "theirs"):
+        if row.get(side) is not None:
+            said[side] = f"{number(row[side])} {_unit(row)}"
+    return said | {"ratio": f"{number(row.get('ratio'))}{TIMES}"}
 
 
 def _value(sections: dict[str, list[Row]], goal: dict[str, Any]) -> float | None:
@@ -246,13 +323,12 @@ def _find(sections: dict[str, list[Row]], section: str, work: str) -> Row | None
     return next((row for row in sections.get(section, []) if row["work"] == work), None)
 
 
-def _section(
-    sections: dict[str, list[Row]], name: str, title: str, body: Callable[[list[Row]], str]
+def _page_section(
+    sections: dict[str, list[Row]], name: str, body: Callable[[list[Row]], str]
 ) -> str:
     rows = sections.get(name)
-    if not rows:
-        return f"## {title}\n\nNot measured here: `{COMMANDS[name]}` makes this table.\n"
-    return f"## {title}\n\n{body(rows)}"
+    command = "make bench-peers" if name == "peers" else "make bench"
+    return body(rows) if rows else f"Not measured here: `{command}` makes this table."
 
 
 def _peers(rows: list[Row]) -> str:
@@ -293,7 +369,7 @@ def _peer(peer: str, rows: list[Row]) -> str:
 def _prototype(sections: dict[str, list[Row]], marks: list[dict[str, Any]]) -> str:
     rows = []
     for mark in marks:
-        # What is no Python row stands in the column beside the prototype's own Rust.
+        # A row that is not of Python is in the column of the prototype's own Rust.
         cells = {"native": DASH, "python": DASH}
         factors = []
         for ours in mark["ours"]:
@@ -302,7 +378,6 @@ def _prototype(sections: dict[str, list[Row]], marks: list[dict[str, Any]]) -> s
                 column = "python" if ours["section"] in {"python", "moved"} else "native"
                 cells[column] = number(row["kvtrie"])
                 factors.append(row["kvtrie"] / ours["upper"])
-        slower = not mark["ours"] or any(factor > 2 for factor in factors)
         rows.append(
             (
                 mark["work"],
@@ -311,11 +386,10 @@ def _prototype(sections: dict[str, list[Row]], marks: list[dict[str, Any]]) -> s
                 mark["python"],
                 cells["python"],
                 " / ".join(map(number, factors)) or DASH,
-                mark["buys"] if slower else "",
             )
         )
     columns = ("Prototype", "kvtrie", "Prototype, Python", "kvtrie, Python", "Factor")
-    return table(("Work", *columns, "What the difference buys"), rows)
+    return table(("Work", *columns), rows)
 
 
 def _own(rows: list[Row]) -> str:
@@ -356,10 +430,23 @@ def _coverage(rows: list[Row]) -> str:
     )
 
 
+def _all_coverage(rows: list[Row]) -> str:
+    every = [row for row in rows if "variant" in row and "workload" not in row]
+    return _shares("Conversations", [(row["variant"].capitalize(), row) for row in every])
+
+
 def _variant(variant: str, rows: list[Row]) -> str:
+    named = [
+        (f"{row['workload']} {row['name']}" if "workload" in row else "**all**", row)
+        for row in rows
+    ]
+    return f"### {variant.capitalize()}\n\n" + _shares("Workload", named)
+
+
+def _shares(head: str, rows: Iterable[tuple[str, Row]]) -> str:
     cells = [
         (
-            f"{row['workload']} {row['name']}" if "workload" in row else "**all**",
+            name,
             _percent(row.get("exact_of_prompt")),
             _percent(row.get("possible_of_prompt")),
             _percent(row.get("found_of_prompt")),
@@ -367,10 +454,10 @@ def _variant(variant: str, rows: list[Row]) -> str:
             _percent(row["lowest"]),
             f"{row['candidates_dropped']:,}",
         )
-        for row in rows
+        for name, row in rows
     ]
     columns = ("Exact", "Could be reused", "Reused", "Of what could be", "Lowest", "Dropped")
-    return f"### {variant.capitalize()}\n\n" + table(("Workload", *columns), cells)
+    return table((head, *columns), cells)
 
 
 def _turn(rows: list[Row]) -> str:
@@ -421,7 +508,7 @@ def _hostile(rows: list[Row]) -> str:
             f"{number(row['kvtrie'])} {_unit(row)}",
             f"{number(row['idle'])} {_unit(row)}",
             f"{number(row['cpu'])} {_unit(row)}",
-            f"{number(row['ns_each'])} ns a {row['each']}",
+            f"{number(row['ns_each'])} ns per {row['each']}",
         )
         for row in rows
     ]
@@ -452,8 +539,7 @@ def _memory(rows: list[Row]) -> str:
 
 def _instructions(rows: list[Row]) -> str:
     cells = [(row["work"], number(row["kvtrie"])) for row in rows]
-    text = "Counted by callgrind, so they are the same on an idle and on a busy machine.\n\n"
-    return text + table(("Work", "Instructions"), cells)
+    return table(("Work", "Instructions"), cells)
 
 
 def _cached(row: Row) -> str:
@@ -463,19 +549,32 @@ def _cached(row: Row) -> str:
 
 def _unit(row: Row) -> str:
     unit: str = UNITS.get(row["unit"]) or row["unit"]
-    return f"{unit} a {row['per']}" if "per" in row else unit
+    return f"{unit} per {row['per']}" if "per" in row else unit
 
 
 def _each(row: Row) -> str:
     for key, value in row.items():
         if key.startswith(("ns_a_", "ns_per_")):
-            return f"{number(value)} ns a {key.rpartition('_')[2]}"
+            return f"{number(value)} ns per {key.rpartition('_')[2]}"
     return DASH
 
 
-def _met(value: float, *, at_least: float = -math.inf, at_most: float = math.inf) -> str:
-    return "yes" if at_least <= value <= at_most else "**no**"
-
+# The tables, in their order: a section of the figures, its title, and what writes it.
+SECTIONS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
+    "peers": ("Compared with other indexes", _peers),
+    "coverage": ("What a plan reuses", _coverage),
+    "turns": ("What a turn leaves", turns),
+    "generate": ("First tokens of the embedded engine", _generate),
+    "moved": ("Moved runs", _own),
+    "hostile": ("What one tenant keeps another waiting for", _hostile),
+    "python": ("From Python", _own),
+    "rust": ("In Rust", _own),
+    "limits": ("What the machine allows", _limits),
+    "limits-python": ("What the machine allows in Python", _limits),
+    "memory": ("Memory", _memory),
+    "instructions": ("Instructions", _instructions),
+    "traces": ("Recorded traffic", _own),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,36 @@
+"""What mkdocs adds to the site: the tables of the benchmarks, and the address of the repository."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benches"))
+
+import figures
+import report
+
+PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Link the repository that `[project.urls]` of pyproject.toml names; none, where it names none.
+
+    Args:
+        config: What mkdocs.yml says.
+    """
+    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    config.repo_url = project.get("urls", {}).get("Repository")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Add the tables of all recorded figures, which no commit has as a page.
+
+    Args:
+        files: The pages that are in docs.
+        config: What mkdocs.yml says.
+    """
+    page = report.tables(figures.load())
+    files.append(File.generated(config, "benchmarks-tables.md", content=page))
