@@ -1,6 +1,7 @@
 //! The exceptions, and which one a core error becomes.
 
 use kvtrie_core::{Error, ErrorKind};
+use kvtrie_transfer::TransferError;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
@@ -67,8 +68,7 @@ pub(crate) fn exception(error: &Error) -> PyErr {
         ErrorKind::OutOfBlocks => OutOfBlocksError::new_err(message),
         ErrorKind::StaleHandle => StaleHandleError::new_err(message),
         ErrorKind::Snapshot => SnapshotError::new_err(message),
-        ErrorKind::TransferRefused(reason) => refused(message, reason.as_str()),
-        ErrorKind::Malformed => KvTrieError::new_err(message),
+        ErrorKind::BrokenInvariant => KvTrieError::new_err(message),
         _ => KvTrieError::new_err(message),
     }
 }
@@ -79,10 +79,17 @@ pub(crate) fn released(call: &str) -> PyErr {
     StaleHandleError::new_err(format!("{call}: the plan was released already"))
 }
 
-fn refused(message: String, reason: &'static str) -> PyErr {
-    let error = TransferRefused::new_err(message);
-    Python::attach(|py| match error.value(py).setattr("reason", reason) {
-        Ok(()) => error,
-        Err(failure) => failure,
-    })
+/// The exception for an error of a transfer.
+pub(crate) fn transfer_exception(error: &TransferError) -> PyErr {
+    let (refusal, message) = match error {
+        TransferError::Argument(error) => return exception(error),
+        TransferError::Refused(refusal, message) => (refusal, message),
+    };
+    let error = TransferRefused::new_err(message.clone());
+    Python::attach(
+        |py| match error.value(py).setattr("reason", refusal.as_str()) {
+            Ok(()) => error,
+            Err(failure) => failure,
+        },
+    )
 }

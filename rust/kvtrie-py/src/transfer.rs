@@ -1,9 +1,7 @@
 //! `TransferManifest`, `BlockRun` and `TransferLimits`.
 
-use kvtrie_core::{
-    BlockId, Class, Imported, LabelRun, Offer, SentGroup, TransferKey, TransferLimits,
-    TransferManifest,
-};
+use kvtrie_core::{BlockId, Class, Imported};
+use kvtrie_transfer::{LabelRun, Offer, SentGroup, TransferKey, TransferLimits, TransferManifest};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

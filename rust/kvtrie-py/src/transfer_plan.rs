@@ -1,6 +1,6 @@
 //! `plan_transfer` and `TransferPlan`.
 
-use kvtrie_core::{LocalGroup, TransferOptions, TransferPlan};
+use kvtrie_transfer::{LocalGroup, TransferOptions, TransferPlan};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
