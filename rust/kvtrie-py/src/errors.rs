@@ -61,7 +61,7 @@ create_exception!(
     reason = "every kind is named; the last arm is there because the list may grow"
 )]
 pub(crate) fn exception(error: &Error) -> PyErr {
-    let message = error.to_string();
+    let message = in_python(error.to_string());
     match error.kind() {
         ErrorKind::InvalidArgument => PyValueError::new_err(message),
         ErrorKind::BlockInUse => BlockInUseError::new_err(message),
@@ -71,6 +71,30 @@ pub(crate) fn exception(error: &Error) -> PyErr {
         ErrorKind::BrokenInvariant => KvTrieError::new_err(message),
         _ => KvTrieError::new_err(message),
     }
+}
+
+/// A message of the core, with Python's name of the Rust call that it begins with.
+fn in_python(message: String) -> String {
+    let Some((call, rest)) = message.split_once(": ") else {
+        return message;
+    };
+    let name = match call {
+        "SequenceLedger::new" => "SequenceLedger",
+        "SequenceLedger::final_end" => "SequenceLedger.final_range",
+        "TransferManifest::new" => "TransferManifest.from_blocks",
+        "Offer::of" | "Offer::manifest" => "TransferManifest.from_ledger",
+        "TransferPlan::new" => "plan_transfer",
+        _ if call.contains("::") => &call.replace("::", "."),
+        _ => return message,
+    };
+    format!("{name}: {rest}")
+}
+
+/// The exception for a core error that one argument of a Python call is the cause of: the call has another name in Rust.
+pub(crate) fn exception_in(call: &str, error: &Error) -> PyErr {
+    let message = error.to_string();
+    let rest = message.split_once(": ").map_or(&*message, |(_, rest)| rest);
+    exception(&Error::new(error.kind(), format!("{call}: {rest}")))
 }
 
 /// The error of a plan that is used after it was released.
@@ -85,7 +109,7 @@ pub(crate) fn transfer_exception(error: &TransferError) -> PyErr {
         TransferError::Argument(error) => return exception(error),
         TransferError::Refused(refusal, message) => (refusal, message),
     };
-    let error = TransferRefused::new_err(message.clone());
+    let error = TransferRefused::new_err(in_python(message.clone()));
     Python::attach(
         |py| match error.value(py).setattr("reason", refusal.as_str()) {
             Ok(()) => error,

@@ -11,7 +11,7 @@ use super::request::{Request, check_ids, check_unique};
 use super::{RequestId, SequenceLedger};
 use crate::error::invalid;
 
-const CALL: &str = "SequenceLedger.begin";
+const CALL: &str = "SequenceLedger::begin";
 
 /// How a request begins.
 #[derive(Clone, Debug)]

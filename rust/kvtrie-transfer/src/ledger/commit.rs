@@ -43,7 +43,7 @@ impl SequenceLedger {
         seq: &mut TokenSequence,
         index: &mut RadixIndex,
     ) -> Result<Inserted> {
-        const CALL: &str = "SequenceLedger.commit";
+        const CALL: &str = "SequenceLedger::commit";
         let block_size = self.block_size;
         let request = self.request_mut(id, CALL)?;
         request.check_owns(seq, CALL)?;
@@ -88,7 +88,7 @@ impl SequenceLedger {
         seq: &mut TokenSequence,
         index: &mut RadixIndex,
     ) -> Result<Inserted> {
-        const CALL: &str = "SequenceLedger.finish";
+        const CALL: &str = "SequenceLedger::finish";
         let block_size = self.block_size;
         let request = self.request(id, CALL)?;
         request.check_owns(seq, CALL)?;
@@ -120,7 +120,7 @@ impl SequenceLedger {
     /// # Complexity
     /// O(blocks).
     pub fn forget(&mut self, id: RequestId) -> Result<Forgotten> {
-        const CALL: &str = "SequenceLedger.forget";
+        const CALL: &str = "SequenceLedger::forget";
         self.request(id, CALL)?;
         failpoints::before(CALL)?;
         let request = self.requests.remove(id);

@@ -124,7 +124,7 @@ impl SequenceLedger {
     pub fn new(block_size: usize) -> Result<Self> {
         if block_size == 0 || block_size > Config::MAX_BLOCK_SIZE {
             return Err(invalid(format!(
-                "SequenceLedger: block_size is {block_size}; it must be in [1, {}]",
+                "SequenceLedger::new: block_size is {block_size}; it must be in [1, {}]",
                 Config::MAX_BLOCK_SIZE
             )));
         }
@@ -167,7 +167,7 @@ impl SequenceLedger {
     /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): the positions exceed the table, or there are more
     ///   drafts than tokens.
     pub fn schedule(&mut self, id: RequestId, num_tokens: usize, num_drafts: usize) -> Result<()> {
-        const CALL: &str = "SequenceLedger.schedule";
+        const CALL: &str = "SequenceLedger::schedule";
         let block_size = self.block_size;
         failpoints::before(CALL)?;
         let request = self.request_mut(id, CALL)?;
@@ -190,7 +190,7 @@ impl SequenceLedger {
         seq: &mut TokenSequence,
         ids: &[T],
     ) -> Result<()> {
-        const CALL: &str = "SequenceLedger.append";
+        const CALL: &str = "SequenceLedger::append";
         let request = self.request_mut(id, CALL)?;
         request.check_owns(seq, CALL)?;
         let tokens = ids::checked(ids, CALL)?;
@@ -208,7 +208,7 @@ impl SequenceLedger {
     /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): below what is final and computed, above what was
     ///   issued, or lower than the last claim while no ids have arrived for the first drafts.
     pub fn confirm(&mut self, id: RequestId, num_computed: usize) -> Result<()> {
-        const CALL: &str = "SequenceLedger.confirm";
+        const CALL: &str = "SequenceLedger::confirm";
         let block_size = self.block_size;
         failpoints::before(CALL)?;
         let request = self.request_mut(id, CALL)?;
@@ -226,7 +226,7 @@ impl SequenceLedger {
     /// # Complexity
     /// O(blocks of the table) for a few blocks; O(blocks · log blocks) for more.
     pub fn add_blocks(&mut self, id: RequestId, blocks: &[BlockId]) -> Result<()> {
-        const CALL: &str = "SequenceLedger.add_blocks";
+        const CALL: &str = "SequenceLedger::add_blocks";
         let request = self.request_mut(id, CALL)?;
         check_ids(blocks, CALL)?;
         check_unique(&request.blocks, blocks, CALL)?;
@@ -243,7 +243,7 @@ impl SequenceLedger {
     /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): `to` is below what was committed or above what was
     ///   issued.
     pub fn rollback(&mut self, id: RequestId, to: usize, drop_blocks: bool) -> Result<RolledBack> {
-        const CALL: &str = "SequenceLedger.rollback";
+        const CALL: &str = "SequenceLedger::rollback";
         let block_size = self.block_size;
         let request = self.request_mut(id, CALL)?;
         if to < request.committed {
@@ -277,7 +277,7 @@ impl SequenceLedger {
     /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a span is reversed, ends after the final ids, or has
     ///   an empty kind.
     pub fn tag(&mut self, id: RequestId, spans: &[Span]) -> Result<()> {
-        const CALL: &str = "SequenceLedger.tag";
+        const CALL: &str = "SequenceLedger::tag";
         let request = self.request_mut(id, CALL)?;
         let len = request.positions.num_final;
         for span in spans {
@@ -306,7 +306,7 @@ impl SequenceLedger {
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
     pub fn spans(&self, id: RequestId) -> Result<Vec<Span>> {
-        let request = self.request(id, "SequenceLedger.spans")?;
+        let request = self.request(id, "SequenceLedger::spans")?;
         let spans = request.spans.iter().map(|tagged| tagged.span.clone());
         Ok(spans.collect())
     }
@@ -316,7 +316,7 @@ impl SequenceLedger {
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
     pub fn final_end(&self, id: RequestId) -> Result<usize> {
-        let request = self.request(id, "SequenceLedger.final_range")?;
+        let request = self.request(id, "SequenceLedger::final_end")?;
         Ok(request.positions.verified())
     }
 
@@ -325,7 +325,7 @@ impl SequenceLedger {
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
     pub fn new_range(&self, id: RequestId) -> Result<(usize, usize)> {
-        let request = self.request(id, "SequenceLedger.new_range")?;
+        let request = self.request(id, "SequenceLedger::new_range")?;
         Ok((request.committed, request.positions.verified()))
     }
 
@@ -334,7 +334,7 @@ impl SequenceLedger {
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
     pub fn lookahead(&self, id: RequestId) -> Result<(usize, usize)> {
-        let request = self.request(id, "SequenceLedger.lookahead")?;
+        let request = self.request(id, "SequenceLedger::lookahead")?;
         Ok((request.positions.verified(), request.positions.issued()))
     }
 
@@ -343,7 +343,7 @@ impl SequenceLedger {
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
     pub fn missing(&self, id: RequestId) -> Result<Vec<(usize, usize)>> {
-        let request = self.request(id, "SequenceLedger.missing")?;
+        let request = self.request(id, "SequenceLedger::missing")?;
         Ok(request.positions.missing())
     }
 
@@ -352,7 +352,7 @@ impl SequenceLedger {
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
     pub fn blocks(&self, id: RequestId) -> Result<&[BlockId]> {
-        Ok(&self.request(id, "SequenceLedger.blocks")?.blocks)
+        Ok(&self.request(id, "SequenceLedger::blocks")?.blocks)
     }
 
     /// The blocks that hold exactly the tokens `start..end`, all of which are final and computed.
@@ -362,7 +362,7 @@ impl SequenceLedger {
     /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a range that is reversed or not all final and
     ///   computed.
     pub fn blocks_for(&self, id: RequestId, start: usize, end: usize) -> Result<&[BlockId]> {
-        const CALL: &str = "SequenceLedger.blocks_for";
+        const CALL: &str = "SequenceLedger::blocks_for";
         let request = self.request(id, CALL)?;
         let verified = request.positions.verified();
         if start > end || end > verified {
@@ -386,7 +386,7 @@ impl SequenceLedger {
     /// # Complexity
     /// O(blocks · log segments) with a plan that copies anything approximate; else O(1).
     pub fn labels(&self, id: RequestId, start: usize, end: usize) -> Result<Vec<LabelRun>> {
-        const CALL: &str = "SequenceLedger.labels";
+        const CALL: &str = "SequenceLedger::labels";
         let request = self.request(id, CALL)?;
         let capacity = request.blocks.len() * self.block_size;
         if start > end || end > capacity {
@@ -403,7 +403,7 @@ impl SequenceLedger {
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
     pub fn pins(&self, id: RequestId) -> Result<&[Arc<ReusePlan>]> {
-        Ok(&self.request(id, "SequenceLedger.pins")?.pins)
+        Ok(&self.request(id, "SequenceLedger::pins")?.pins)
     }
 
     /// Removes the spans that no index has been given.
@@ -411,7 +411,7 @@ impl SequenceLedger {
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
     pub fn untag(&mut self, id: RequestId) -> Result<()> {
-        let request = self.request_mut(id, "SequenceLedger.untag")?;
+        let request = self.request_mut(id, "SequenceLedger::untag")?;
         request
             .spans
             .retain(|tagged| tagged.given_until > tagged.span.start);
@@ -423,7 +423,7 @@ impl SequenceLedger {
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
     pub fn source(&self, id: RequestId) -> Result<&LedgerSource> {
-        Ok(&self.request(id, "SequenceLedger.source")?.source)
+        Ok(&self.request(id, "SequenceLedger::source")?.source)
     }
 
     /// Number of tokens whose blocks belong to the index.
@@ -431,7 +431,7 @@ impl SequenceLedger {
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
     pub fn num_committed(&self, id: RequestId) -> Result<usize> {
-        Ok(self.request(id, "SequenceLedger.num_committed")?.committed)
+        Ok(self.request(id, "SequenceLedger::num_committed")?.committed)
     }
 
     /// Checks that a request is live and that this is its sequence.

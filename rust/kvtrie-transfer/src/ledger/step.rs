@@ -10,7 +10,7 @@ use super::request::refuse;
 use super::{RequestId, SequenceLedger};
 use crate::error::invalid;
 
-const CALL: &str = "SequenceLedger.step";
+const CALL: &str = "SequenceLedger::step";
 
 /// What an engine reports once per step, with one item per request.
 #[derive(Clone, Copy, Debug)]

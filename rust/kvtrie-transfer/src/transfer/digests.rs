@@ -80,7 +80,7 @@ impl TransferKey {
     pub fn new(key: &[u8]) -> Result<Self> {
         if !(Self::MIN_LEN..=Self::MAX_LEN).contains(&key.len()) {
             return Err(invalid(format!(
-                "TransferKey: the key has {} bytes; it must have {} to {}",
+                "TransferKey::new: the key has {} bytes; it must have {} to {}",
                 key.len(),
                 Self::MIN_LEN,
                 Self::MAX_LEN
@@ -115,7 +115,7 @@ impl TransferKey {
     pub fn bound_to(mut self, context: &[u8]) -> Result<Self> {
         if context.len() > Self::MAX_CONTEXT {
             return Err(invalid(format!(
-                "TransferKey: the context has {} bytes; the limit is {}",
+                "TransferKey::bound_to: the context has {} bytes; the limit is {}",
                 context.len(),
                 Self::MAX_CONTEXT
             )));

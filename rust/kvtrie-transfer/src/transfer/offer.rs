@@ -27,7 +27,7 @@ impl Offer {
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
     /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): another sequence.
     pub fn of(ledger: &SequenceLedger, id: RequestId, seq: &TokenSequence) -> Result<Self> {
-        ledger.check_owns(id, seq, "TransferManifest.from_ledger")?;
+        ledger.check_owns(id, seq, "Offer::of")?;
         let (mut labels, mut at) = (Vec::new(), 0);
         let missing = ledger.missing(id)?;
         for (start, end) in missing.into_iter().chain([(seq.len(), seq.len())]) {
@@ -60,6 +60,13 @@ impl Offer {
             block_size: self.block_size,
             blocks: &self.blocks,
         };
-        TransferManifest::new(seq, &[table], &self.labels, self.lookahead_end, key)
+        TransferManifest::written(
+            "Offer::manifest",
+            seq,
+            &[table],
+            &self.labels,
+            self.lookahead_end,
+            key,
+        )
     }
 }

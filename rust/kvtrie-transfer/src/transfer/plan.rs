@@ -13,7 +13,7 @@ use crate::transfer::own;
 use crate::transfer::pairs::{BlockPair, Piece, cut, gaps, pair_up};
 use crate::transfer::writer::check_table;
 
-const CALL: &str = "plan_transfer";
+const CALL: &str = "TransferPlan::new";
 /// The shortest run that a policy may ask for.
 const LEAST_RUN: usize = 8;
 

@@ -9,7 +9,7 @@ use crate::error::{Refusal, TransferError, refused};
 
 pub(super) type Read<T> = Result<T, TransferError>;
 
-pub(super) const READ: &str = "TransferManifest.from_bytes";
+pub(super) const READ: &str = "TransferManifest::from_bytes";
 
 /// A part of the bytes, of which there are fewer than 2³².
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -67,13 +67,13 @@ fn failed_calls_change_nothing() {
     let wanted = [
         "RadixIndex.insert",
         "RadixIndex.tag",
-        "SequenceLedger.append",
-        "SequenceLedger.confirm",
-        "SequenceLedger.forget",
-        "SequenceLedger.rollback",
-        "SequenceLedger.schedule",
-        "SequenceLedger.step",
-        "SequenceLedger.tag",
+        "SequenceLedger::append",
+        "SequenceLedger::confirm",
+        "SequenceLedger::forget",
+        "SequenceLedger::rollback",
+        "SequenceLedger::schedule",
+        "SequenceLedger::step",
+        "SequenceLedger::tag",
     ];
     for place in wanted {
         assert!(met.contains(place), "{place} is not among {met:?}");
