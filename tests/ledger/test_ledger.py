@@ -236,7 +236,7 @@ CONTRADICTIONS = [
     ),
     (
         lambda led: led.append("a", [-1, 5]),
-        r"placeholder \(-1\), but a final id stands behind it at 1",
+        r"placeholder \(-1\), but a final id follows it at 1",
     ),
     (
         lambda led: led.append("a", [1 << 32]),

@@ -244,7 +244,7 @@ def test_names_that_differ_behind_what_is_shown_say_where() -> None:
         cases.sequence(prompt), [1], key=KEY, num_computed=2, block_size=2
     )
     other = cases.sequence(naive.Prompt((1, 2), space=naive.Space(model="m" * 90 + "b")))
-    with pytest.raises(kvtrie.TransferRefused, match=r"they differ behind character 90$"):
+    with pytest.raises(kvtrie.TransferRefused, match=r"they differ after character 90$"):
         kvtrie.plan_transfer(manifest, other, [1], key=KEY)
 
 

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use kvtrie_core::{BlockId, Class, Error, Result, ReusePlan, TokenSequence, failpoints};
 
+use super::cached::{CachedRanges, check_ranges};
 use super::labels::{LedgerSource, RequestLabels};
 use super::positions::Positions;
-use super::present::{Islands, check_ranges};
 use super::request::{Request, check_ids, check_unique};
 use super::{RequestId, SequenceLedger};
 use crate::error::invalid;
@@ -85,14 +85,14 @@ impl SequenceLedger {
         if let Some(plan) = &begin.in_place {
             if matches!(begin.source, LedgerSource::Plan(_)) {
                 return Err(invalid(format!(
-                    "{CALL}: the source is a plan, and another plan is given beside it"
+                    "{CALL}: the source is a plan, and another plan is given with it"
                 )));
             }
             self.check_plan(plan, seq, blocks)?;
             committed = plan.blocks().len() * self.block_size;
         }
         let num_computed = begin.num_computed;
-        let (computed, islands) = match (&begin.source, begin.missing) {
+        let (computed, cached) = match (&begin.source, begin.missing) {
             (LedgerSource::Plan(_), missing) if num_computed > 0 || missing.is_some() => {
                 return Err(invalid(format!(
                     "{CALL}: a plan says itself what is computed; num_computed and missing are for other sources"
@@ -106,7 +106,7 @@ impl SequenceLedger {
                     .iter()
                     .filter(|segment| segment.class == Class::Compute)
                     .map(|segment| (segment.start, segment.end));
-                Islands::around(gaps, num_planned(plan))
+                CachedRanges::around(gaps, num_planned(plan))
             }
             (_, None) => {
                 if num_computed > seq.len() {
@@ -115,7 +115,7 @@ impl SequenceLedger {
                         seq.len()
                     )));
                 }
-                (num_computed.max(committed), Islands::default())
+                (num_computed.max(committed), CachedRanges::default())
             }
             (_, Some(_)) if num_computed > 0 => {
                 return Err(invalid(format!(
@@ -129,10 +129,10 @@ impl SequenceLedger {
                         "{CALL}: missing has [{start}, {end}), but the first {committed} tokens are in place"
                     )));
                 }
-                Islands::around(missing.iter().copied(), seq.len())
+                CachedRanges::around(missing.iter().copied(), seq.len())
             }
         };
-        let (end, capacity) = (computed.max(islands.end()), blocks.len() * self.block_size);
+        let (end, capacity) = (computed.max(cached.end()), blocks.len() * self.block_size);
         if end > capacity {
             return Err(invalid(format!(
                 "{CALL}: KV up to position {end} is said to be there, the {} blocks of {} tokens end at {capacity}",
@@ -147,7 +147,7 @@ impl SequenceLedger {
         failpoints::within("begin: a sequence without a request");
         Ok(self.requests.insert(Request {
             owner,
-            positions: Positions::new(seq.len(), computed, islands),
+            positions: Positions::new(seq.len(), computed, cached),
             blocks: blocks.to_vec(),
             committed,
             labels: RequestLabels::new(&begin.source, begin.in_place.as_deref(), self.block_size),

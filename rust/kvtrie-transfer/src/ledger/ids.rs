@@ -1,7 +1,8 @@
 //! Ids as an engine has them: final ones, then placeholders.
 
-use crate::error::invalid;
 use kvtrie_core::Result;
+
+use crate::error::invalid;
 
 /// The value for a sampled token whose id is not known yet.
 pub const PLACEHOLDER: i64 = -1;
@@ -27,7 +28,7 @@ pub(super) fn finals<T: Copy + Into<i64>>(ids: &[T]) -> std::result::Result<&[T]
 fn wrong(id: i64, at: usize, len: usize) -> String {
     if id == PLACEHOLDER {
         return format!(
-            "ids[{at}] is a placeholder (-1), but a final id stands behind it at {}",
+            "ids[{at}] is a placeholder (-1), but a final id follows it at {}",
             len - 1
         );
     }

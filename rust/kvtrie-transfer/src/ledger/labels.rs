@@ -1,9 +1,10 @@
 //! Labels of the blocks of a request.
 
-use crate::error::invalid;
+use std::sync::Arc;
+
 use kvtrie_core::{Class, Imported, Result, ReusePlan, ReusePolicy, Source};
 
-use std::sync::Arc;
+use crate::error::invalid;
 
 /// The source of a request's KV, as [`Source`] for an insert. A plan is shared with its creator.
 #[derive(Clone, Debug)]

@@ -44,8 +44,8 @@
 //!
 //! # Structure
 //!
-//! - `positions`: one request's numbers, and what each call does to them. `present`: cached segments after a gap
-//!   (`Islands`).
+//! - `positions`: one request's numbers, and what each call does to them. `cached`: cached segments after
+//!   gaps.
 //! - `begin`, `step`, `commit`: calls. `labels`: exactness of blocks. `ids`: placeholders. `request`: one
 //!   request's state. `requests`: all of them.
 //!
@@ -53,20 +53,21 @@
 //! [`commit`]: SequenceLedger::commit
 //! [`step`]: SequenceLedger::step
 
-use crate::error::{invalid, stale};
-use kvtrie_core::{BlockId, Config, Error, Result, ReusePlan, Span, TokenSequence, failpoints};
-
 mod begin;
+mod cached;
 mod commit;
 mod ids;
 mod labels;
 mod positions;
-mod present;
 mod request;
 mod requests;
 mod step;
 
 use std::sync::Arc;
+
+use kvtrie_core::{BlockId, Config, Error, Result, ReusePlan, Span, TokenSequence, failpoints};
+
+use crate::error::{invalid, stale};
 
 use request::{Request, Tagged, check_ids, check_unique, refuse};
 use requests::Requests;
@@ -248,7 +249,7 @@ impl SequenceLedger {
         let request = self.request_mut(id, CALL)?;
         if to < request.committed {
             return Err(invalid(format!(
-                "{CALL}: to is {to}, but blocks of the first {} tokens are committed; finish the request and begin anew",
+                "{CALL}: to is {to}, but blocks of the first {} tokens are committed; finish the request and begin it again",
                 request.committed
             )));
         }

@@ -1,18 +1,18 @@
 //! The positions of one request: which are final, computed and issued.
 
-use super::present::Islands;
+use super::cached::CachedRanges;
 
 /// The counters of one request, in tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Positions {
     /// Final ids: the length of the sequence.
     pub(super) num_final: usize,
-    /// KV of everything below was claimed to be written, drafts included; never inside an island.
+    /// KV of everything below was claimed to be written, drafts included; never inside a cached range.
     computed: usize,
-    /// The engine has issued everything below. At least `computed`, and never inside an island.
+    /// The engine has issued everything below. At least `computed`, and never inside a cached range.
     issued: usize,
     /// Cached segments at or after `computed`.
-    islands: Islands,
+    cached: CachedRanges,
     /// First positions of the issued drafts that are not verified, ascending: one per call that issued drafts.
     drafts: Vec<usize>,
 }
@@ -32,7 +32,7 @@ pub(super) enum Contradiction {
     /// A claim below what is final and computed.
     Below { claimed: usize, verified: usize },
     /// A claim above what was issued.
-    Behind { claimed: usize, issued: usize },
+    NotIssued { claimed: usize, issued: usize },
     /// Positions after the end of the table.
     NoRoom { end: usize, capacity: usize },
     /// A claim lower than the last one while no ids have arrived for the first drafts.
@@ -46,14 +46,14 @@ pub(super) enum Contradiction {
 }
 
 impl Positions {
-    /// KV is present below `computed` and in the islands.
-    pub(super) fn new(num_final: usize, computed: usize, islands: Islands) -> Self {
-        let computed = islands.leave(computed);
+    /// KV is present below `computed` and in the cached ranges.
+    pub(super) fn new(num_final: usize, computed: usize, cached: CachedRanges) -> Self {
+        let computed = cached.leave(computed);
         Self {
             num_final,
             computed,
             issued: computed,
-            islands,
+            cached,
             drafts: Vec::new(),
         }
     }
@@ -70,7 +70,7 @@ impl Positions {
 
     /// Ranges of final tokens without KV that is known to be theirs.
     pub(super) fn missing(&self) -> Vec<(usize, usize)> {
-        self.islands.between(self.verified(), self.num_final)
+        self.cached.gaps(self.verified(), self.num_final)
     }
 
     /// Issues positions, the last of them drafts, if the table has room.
@@ -106,7 +106,7 @@ impl Positions {
                 draft,
             });
         }
-        let claimed = self.islands.leave(claimed);
+        let claimed = self.cached.leave(claimed);
         let comes_down = claimed < self.computed;
         if self.claim(claimed) || comes_down {
             self.issued = claimed;
@@ -126,7 +126,7 @@ impl Positions {
         capacity: usize,
     ) -> Result<Stepped, Contradiction> {
         self.check_claim(claimed)?;
-        let computed = self.islands.leave(claimed);
+        let computed = self.cached.leave(claimed);
         let (issued, draft) = self.issue(computed, tokens, drafts, capacity)?;
         Ok(Stepped {
             computed,
@@ -152,10 +152,10 @@ impl Positions {
         if to < verified {
             gone.push((to, verified));
         }
-        gone.extend(self.islands.behind(to.max(verified)));
+        gone.extend(self.cached.from(to.max(verified)));
         self.computed = self.computed.min(to);
         self.issued = to;
-        self.islands.cut(to);
+        self.cached.cut(to);
         self.drafts.retain(|&first| first < to);
         gone
     }
@@ -166,7 +166,7 @@ impl Positions {
             return Err(Contradiction::Below { claimed, verified });
         }
         if claimed > issued {
-            return Err(Contradiction::Behind { claimed, issued });
+            return Err(Contradiction::NotIssued { claimed, issued });
         }
         Ok(())
     }
@@ -195,7 +195,7 @@ impl Positions {
             }
         }
         self.computed = computed;
-        self.islands.forget_below(self.verified());
+        self.cached.forget_below(self.verified());
         verified > 0
     }
 
@@ -210,11 +210,11 @@ impl Positions {
         if drafts > tokens {
             return Err(Contradiction::Drafts { drafts, tokens });
         }
-        let end = self.islands.advance(from, tokens);
+        let end = self.cached.advance(from, tokens);
         if end > capacity {
             return Err(Contradiction::NoRoom { end, capacity });
         }
-        let draft = (drafts > 0).then(|| self.islands.advance(from, tokens - drafts));
+        let draft = (drafts > 0).then(|| self.cached.advance(from, tokens - drafts));
         Ok((end, draft))
     }
 }

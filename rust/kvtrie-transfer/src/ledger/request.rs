@@ -91,7 +91,7 @@ pub(super) fn refuse(why: Contradiction, blocks: usize, block_size: usize, call:
             "{call}: num_computed is {claimed}, below the {verified} tokens that are final and computed; a rollback \
              takes them back"
         ),
-        Contradiction::Behind { claimed, issued } => format!(
+        Contradiction::NotIssued { claimed, issued } => format!(
             "{call}: num_computed is {claimed}, but only the positions below {issued} were issued"
         ),
         Contradiction::Refused {

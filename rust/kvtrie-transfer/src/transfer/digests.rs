@@ -9,7 +9,6 @@
 use std::fmt;
 
 use blake2b_simd::{Params, State};
-
 use kvtrie_core::{Item, Result, TokenSequence};
 
 use crate::error::invalid;

@@ -234,7 +234,7 @@ impl TransferManifest {
                 let more = if common < Shown::MOST {
                     String::new()
                 } else {
-                    format!("; they differ behind character {common}")
+                    format!("; they differ after character {common}")
                 };
                 let (mine, theirs) = (Shown(mine).to_string(), Shown(theirs).to_string());
                 return refused(field, &mine, &theirs, &more);

@@ -9,7 +9,6 @@ use std::ops::Range;
 
 use foldhash::quality::FixedState;
 use hashbrown::HashMap;
-
 use kvtrie_core::{Class, ReusePolicy};
 
 use crate::transfer::digests::{Digest, Tokens, TransferKey};
@@ -216,9 +215,9 @@ impl<'a> MoveSearch<'a> {
             high = high.max(low);
             while high - low < MAX_CANDIDATES {
                 let before = low.checked_sub(1).map(|low| window - at(places[low]));
-                let behind = places.get(high).map(|&place| at(place) - window);
-                match (before, behind) {
-                    (Some(before), Some(behind)) if before > behind => high += 1,
+                let after = places.get(high).map(|&place| at(place) - window);
+                match (before, after) {
+                    (Some(before), Some(after)) if before > after => high += 1,
                     (Some(_), _) => low -= 1,
                     _ => high += 1,
                 }
@@ -267,8 +266,8 @@ impl<'a> MoveSearch<'a> {
     }
 
     /// Whether one block directly follows the other.
-    fn adjoin(&self, before: usize, behind: usize) -> bool {
-        self.blocks[before].at + self.block_size == self.blocks[behind].at
+    fn adjoin(&self, before: usize, after: usize) -> bool {
+        self.blocks[before].at + self.block_size == self.blocks[after].at
     }
 
     /// The content of the window at a position; `length` indexes `lengths`.
@@ -296,10 +295,10 @@ impl<'a> MoveSearch<'a> {
         while at < range.end {
             let first = found.blocks.start + (at - found.start) / self.block_size;
             let run = self.blocks[first].run;
-            let behind = self.blocks[first..found.blocks.end]
+            let other = self.blocks[first..found.blocks.end]
                 .iter()
                 .position(|block| block.run != run);
-            let end = behind.map_or(range.end, |blocks| {
+            let end = other.map_or(range.end, |blocks| {
                 let token = found.start + (first + blocks - found.blocks.start) * self.block_size;
                 token.min(range.end)
             });

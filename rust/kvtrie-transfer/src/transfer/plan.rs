@@ -308,7 +308,7 @@ fn check_groups(
 ) -> Result<(), TransferError> {
     if let Some(pair) = local.windows(2).find(|pair| pair[0].group >= pair[1].group) {
         return Err(invalid(format!(
-            "{CALL}: group {} behind group {}; groups ascend",
+            "{CALL}: group {} after group {}; groups ascend",
             pair[1].group, pair[0].group
         ))
         .into());

@@ -143,7 +143,7 @@ impl Reading<'_> {
             && group <= last.group
         {
             return Err(cursor.wrong(format!(
-                "group {group} behind group {}; groups ascend",
+                "group {group} after group {}; groups ascend",
                 last.group
             )));
         }
@@ -197,11 +197,11 @@ impl Reading<'_> {
         let is_lookahead = flags == u64::from(LOOKAHEAD);
         let is_whole = num_tokens % block_size == 0;
         let is_aligned = start % block_size == 0 && num_tokens > 0;
-        let is_behind =
+        let is_after =
             start >= before.end && !before.lookahead && (is_lookahead || !before.partial);
-        if !is_aligned || !is_behind || is_lookahead && !is_whole {
+        if !is_aligned || !is_after || is_lookahead && !is_whole {
             return Err(cursor.wrong(format!(
-                "a run [{start}, {end}) with flags {flags} in blocks of {block_size} behind {}",
+                "a run [{start}, {end}) with flags {flags} in blocks of {block_size} after {}",
                 before.end
             )));
         }

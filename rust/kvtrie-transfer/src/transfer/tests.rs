@@ -2,20 +2,19 @@
 
 use std::sync::Arc;
 
+use kvtrie_core::{
+    BlockId, Class, Error, ErrorKind, Imported, Namespace, ReusePolicy, Salt, TokenSequence,
+};
 use proptest::prelude::*;
+
+use super::*;
+use crate::error::{Refusal, TransferError};
+use crate::ledger::{Begin, LabelRun, LedgerSource, SequenceLedger};
 
 mod manifest;
 mod model;
 mod moved;
 mod refusals;
-
-use kvtrie_core::{
-    BlockId, Class, Error, ErrorKind, Imported, Namespace, ReusePolicy, Salt, TokenSequence,
-};
-
-use super::*;
-use crate::error::{Refusal, TransferError};
-use crate::ledger::{Begin, LabelRun, LedgerSource, SequenceLedger};
 
 fn key() -> TransferKey {
     TransferKey::new(b"the deployment's key").unwrap()

@@ -151,7 +151,7 @@ fn a_plan_that_does_not_fit() {
         ..Begin::planned(Arc::clone(&plan))
     };
     let done = ledger.begin(&mut seq, &table, twice);
-    assert_invalid(done, "another plan is given beside it");
+    assert_invalid(done, "another plan is given with it");
     let said = Begin {
         num_computed: 8,
         ..Begin::planned(Arc::clone(&plan))
@@ -226,11 +226,11 @@ fn ids_that_are_no_tokens() {
         ),
         (
             &[5, -1, 6],
-            "ids[1] is a placeholder (-1), but a final id stands behind it at 2",
+            "ids[1] is a placeholder (-1), but a final id follows it at 2",
         ),
         (
             &[-1, -1, 6, -1],
-            "ids[0] is a placeholder (-1), but a final id stands behind it at 2",
+            "ids[0] is a placeholder (-1), but a final id follows it at 2",
         ),
     ];
     for (new, words) in cases {

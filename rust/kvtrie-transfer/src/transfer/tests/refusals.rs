@@ -156,7 +156,7 @@ fn runs_that_nobody_would_write() {
         ),
         (
             &|run| run.numbers[0] = 9,
-            "a run [9, 17) with flags 0 in blocks of 4 behind 8",
+            "a run [9, 17) with flags 0 in blocks of 4 after 8",
         ),
         (&|run| run.numbers[0] = 4, "a run [4, 12)"),
         (&|run| run.numbers[1] = 0, "a run [8, 8)"),
@@ -224,8 +224,8 @@ fn groups_that_nobody_would_write() {
         groups.groups().collect::<Vec<_>>(),
         [(0, 4), (MAX_GROUP, 4)]
     );
-    assert_malformed(two(3, 3), "group 3 behind group 3; groups ascend");
-    assert_malformed(two(3, 2), "group 2 behind group 3");
+    assert_malformed(two(3, 3), "group 3 after group 3; groups ascend");
+    assert_malformed(two(3, 2), "group 2 after group 3");
     assert_malformed(two(0, most + 1), "is not in [0, ");
     assert_malformed(two(0, usize::MAX), "is not in [0, ");
     let wrong = |change: Change<'_, Group>| {
@@ -477,7 +477,7 @@ fn manifests_of_other_namespaces_are_refused_by_the_field() {
         (
             &long[0],
             &long[1],
-            "... (81 characters) in the sequence; they differ behind character 80",
+            "... (81 characters) in the sequence; they differ after character 80",
         ),
     ];
     for (theirs, mine, words) in cases {
@@ -486,7 +486,7 @@ fn manifests_of_other_namespaces_are_refused_by_the_field() {
         assert!(error.to_string().contains(words), "{error}: not {words:?}");
     }
     let error = plan(&lora, &mine).unwrap_err().to_string();
-    assert!(!error.contains("differ behind"), "{error}");
+    assert!(!error.contains("differ after"), "{error}");
 }
 
 #[test]
@@ -527,11 +527,11 @@ fn what_a_plan_is_asked_wrongly() {
         (plan(&[group(0)], 0..11, exact), "cached is [0, 11)"),
         (
             plan(&[group(0), group(0)], 0..0, exact),
-            "group 0 behind group 0; groups ascend",
+            "group 0 after group 0; groups ascend",
         ),
         (
             plan(&[group(1), group(0)], 0..0, exact),
-            "group 0 behind group 1; groups ascend",
+            "group 0 after group 1; groups ascend",
         ),
         (
             plan(
