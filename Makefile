@@ -369,7 +369,7 @@ pins: $(VENV)/.python ## write the lists of pinned packages with their hashes (P
 
 # Text in the project's words: tools/words.txt lists words to avoid, each with the one to write, and codespell's own list common
 # misspellings. A line that needs one of them ends with "codespell:ignore WORD" and why. The rest of the code is to follow.
-PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rust/kvtrie-py $(shell find python/kvtrie -name '*.py')
+PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rust/kvtrie-py rust/kvtrie-transfer $(shell find python/kvtrie -name '*.py')
 
 .PHONY: lint
 lint: setup ## formats, lints, types, words, import contracts, stubs

@@ -1,6 +1,6 @@
-//! Manifests from an enemy: typed errors, memory of four times the bytes at most, and never a load that is not true.
+//! Hostile manifests: typed errors, memory of at most four times the bytes, and no load of wrong tokens.
 //!
-//! One test alone, since the counter of bytes is the process's. `KVTRIE_HOSTILE` says how many manifests, 20,000 if nobody does.
+//! One test, because the counter of bytes is the process's. `KVTRIE_HOSTILE` sets the number of manifests (20,000).
 
 #![expect(clippy::unwrap_used, reason = "helpers of a test")]
 
@@ -17,11 +17,11 @@ use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
-/// What a message takes beside the memory for the bytes.
+/// Bytes of a message, in addition to those of the manifest.
 const MESSAGE: usize = 1024;
 const GROUPS: [(u32, usize); 2] = [(0, 4), (7, 6)];
 
-/// A generator of choices: the same ones each time.
+/// A deterministic generator of choices.
 struct Choices(u64);
 
 impl Choices {
@@ -45,7 +45,7 @@ impl Choices {
         (0..len).map(|_| self.byte()).collect()
     }
 
-    /// A number at the edge of something.
+    /// A number at a limit of an encoding or of the format.
     fn edge(&mut self) -> u64 {
         let edges = [
             0,
@@ -112,7 +112,7 @@ fn bin(out: &mut Vec<u8>, bytes: &[u8]) {
     out.extend(bytes);
 }
 
-/// What everybody in the tests knows.
+/// What sender and receiver share.
 struct World {
     tokens: Vec<u32>,
     tables: Vec<Vec<BlockId>>,
@@ -169,7 +169,7 @@ impl World {
         }
     }
 
-    /// Reads bytes and counts what that takes; plans with what comes of it. Answers the reason of a refusal.
+    /// Reads bytes and measures the memory, then plans. Returns the reason of a refusal.
     fn receive(&self, raw: &[u8]) -> Option<Refusal> {
         let region = Region::new(ALLOCATOR);
         let read = TransferManifest::from_bytes(raw, &TransferLimits::default());
@@ -212,7 +212,7 @@ impl World {
         (self.tokens.clone(), local.collect())
     }
 
-    /// Whoever wrote the manifest, what is loaded of it is true.
+    /// Checks that the plan loads the right tokens, whoever wrote the manifest.
     fn check(&self, plan: &TransferPlan) {
         for pair in plan.pairs() {
             let (at, _) = GROUPS
@@ -257,7 +257,7 @@ fn mutated(world: &World, choices: &mut Choices) -> Vec<u8> {
                 raw.splice(at..at, piece);
             }
             5 => {
-                // A count that nothing can hold.
+                // A count that is too large.
                 let marker = [0xdd, 0xc6, 0xdb, 0xdf, 0xce][choices.below(5)];
                 let huge = [marker, 0xff, choices.byte(), 0xff, choices.byte()];
                 let end = (at + choices.below(6)).min(raw.len());

@@ -42,11 +42,11 @@ enum Call {
         tokens: usize,
         drafts: usize,
     },
-    /// All that is missing is issued and computed.
+    /// All missing tokens are issued and computed.
     Fill {
         at: usize,
     },
-    /// Drafts are issued, and claimed before anybody knows which were accepted.
+    /// Drafts are issued, and claimed before it is known which were accepted.
     Speculate {
         at: usize,
         drafts: usize,
@@ -55,7 +55,7 @@ enum Call {
         at: usize,
         ids: Vec<i64>,
     },
-    /// Relative to what is final and computed, or all that was issued, so that most are possible.
+    /// Relative to the final and computed tokens or to the issued ones, so that most calls are valid.
     Confirm {
         at: usize,
         ahead: i64,
@@ -99,7 +99,7 @@ fn ids() -> impl Strategy<Value = Vec<i64>> {
     prop::collection::vec(id, 0..6)
 }
 
-/// Texts that know nothing of each other, and one text with a part left out.
+/// Unrelated texts, and one text without a part of it.
 fn texts() -> impl Strategy<Value = Vec<u32>> {
     let without = |(cut, len): (usize, usize)| -> Vec<u32> {
         let text = (0..48u32).map(|at| at * at % 23 % 7);
@@ -145,7 +145,7 @@ fn calls() -> impl Strategy<Value = Call> {
     ]
 }
 
-/// An index with its free list. The ledger works on one, plain inserts on its twin.
+/// An index with its free list. The ledger commits to one; plain inserts go to its twin.
 struct World {
     index: RadixIndex,
     pool: BlockAllocator,
@@ -186,21 +186,21 @@ impl World {
 }
 
 /// A live request, on both sides.
-struct Live {
+struct LiveRequest {
     id: RequestId,
     seq: TokenSequence,
     naive: Request,
     twin: TokenSequence,
     /// The twin's.
     source: LedgerSource,
-    /// The twin's plans of what was committed without one.
+    /// The twin's plans of committed blocks, if the source is not a plan.
     pins: Vec<ReusePlan>,
     spans: Vec<Span>,
     given: usize,
     given_until: usize,
-    /// Up to where the source, and what was in place, said that blocks are exact.
+    /// End of the exact tokens according to the source and the blocks in place.
     said: usize,
-    /// Up to where the index answered that they are.
+    /// End of the exact tokens according to the index.
     answered: usize,
 }
 
@@ -209,9 +209,9 @@ struct Test {
     ledger: SequenceLedger,
     ours: World,
     twin: World,
-    live: Vec<Option<Live>>,
+    live: Vec<Option<LiveRequest>>,
     refused: usize,
-    /// A sequence that was its owner's when its request ended.
+    /// Requests that have ended.
     ended: usize,
 }
 
@@ -273,7 +273,7 @@ impl Test {
         self.check();
     }
 
-    /// Does it on both sides; what both refuse is an error.
+    /// Makes the call on both sides. If both refuse it, returns the error.
     fn call(&mut self, call: &Call) -> Result<(), ()> {
         match call {
             Call::Begin {
@@ -524,7 +524,7 @@ impl Test {
                     .collect()
             }
             _ if how == 5 => {
-                // Two gaps, wherever they fall.
+                // Two gaps at any place.
                 let (a, b) = (part % 7, part % 11);
                 let ranges = vec![(a, a + b), (a + b + 3, a + b + 5)];
                 let gone = positions_of(&ranges);
@@ -562,7 +562,7 @@ impl Test {
         for at in there {
             naive.slots[at].present = true;
         }
-        // What no gap lies before is the same as claimed.
+        // Tokens without a gap before them count as claimed.
         for at in 0..naive.issued() {
             naive.slots[at] = naive::Slot {
                 present: false,
@@ -579,7 +579,7 @@ impl Test {
             LedgerSource::Imported(imported) => imported.exact_until,
             LedgerSource::Computed => usize::MAX,
         };
-        self.live[at] = Some(Live {
+        self.live[at] = Some(LiveRequest {
             id,
             seq,
             naive,
@@ -730,7 +730,7 @@ impl Test {
         self.ended(live);
     }
 
-    fn ended(&mut self, mut live: Live) {
+    fn ended(&mut self, mut live: LiveRequest) {
         assert!(!live.seq.is_owned());
         assert!(!self.ledger.is_live(live.id));
         assert!(self.ledger.confirm(live.id, 0).is_err());
@@ -810,7 +810,7 @@ fn positions_of(ranges: &[(usize, usize)]) -> Vec<usize> {
     ranges.iter().flat_map(|&(start, end)| start..end).collect()
 }
 
-/// Both did it, or both refused.
+/// Checks that both made the call, or both refused it.
 fn same<T: std::fmt::Debug, E: std::fmt::Debug>(
     ours: Result<T, E>,
     theirs: Result<(), ()>,
@@ -819,7 +819,7 @@ fn same<T: std::fmt::Debug, E: std::fmt::Debug>(
     theirs
 }
 
-impl Live {
+impl LiveRequest {
     fn exact_until(&self) -> usize {
         self.said.min(self.answered)
     }
@@ -836,14 +836,14 @@ impl Live {
                 let inside = segments.filter(|segment| segment.start < end && segment.end > start);
                 inside.map(|segment| segment.hops).max().unwrap_or(0)
             }
-            // What the index has there instead is not known.
+            // The block that the index has there is not known.
             LedgerSource::Imported(imported) if end > self.said => imported.hops,
             _ => 0,
         };
         (Class::Approximate, hops)
     }
 
-    /// What stands in place is planned, so that it stays; then the plan before it is released.
+    /// Plans the blocks in place, which pins them, then releases the previous plan.
     fn hold(&mut self, num_exact: usize, index: &mut RadixIndex) {
         let policy = ReusePolicy {
             approximate: num_exact < self.naive.committed,
@@ -874,7 +874,7 @@ impl Live {
         usize::try_from(self.naive.verified() as i64 + ahead).unwrap_or(0)
     }
 
-    /// The twin's sequence gets what the request has got.
+    /// Appends the request's new tokens to the twin's sequence.
     fn follow(&mut self) {
         let known = self.twin.len();
         self.twin

@@ -1,12 +1,12 @@
-//! The ledger's rules without a counter: a list of slots, each with what is known of it.
+//! The ledger's rules without counters: a list of slots with the state of each.
 
 /// One slot of a request's table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Slot {
-    /// KV was there when the request began.
+    /// It had KV when the request began.
     pub(crate) present: bool,
     pub(crate) issued: bool,
-    /// The engine said that its KV is written.
+    /// The engine claimed that its KV is written.
     pub(crate) claimed: bool,
 }
 
@@ -16,12 +16,12 @@ pub(crate) struct Request {
     pub(crate) tokens: Vec<u32>,
     pub(crate) table: Vec<u32>,
     pub(crate) slots: Vec<Slot>,
-    /// Positions of drafts that nobody verified, one list each time that some were issued.
+    /// Positions of unverified drafts, one list per call that issued some.
     pub(crate) drafts: Vec<Vec<usize>>,
     pub(crate) committed: usize,
 }
 
-/// Whether a call is one that cannot be.
+/// The result of a call; an error if the call contradicts the slots.
 pub(crate) type Answer<T = ()> = Result<T, ()>;
 
 impl Request {
@@ -96,7 +96,7 @@ impl Request {
         self.claim(computed);
         let from = self.behind_present(computed);
         if from < claimed || self.drafts.len() < drafts {
-            // The engine says where it stands: it has counted out what was refused.
+            // The engine's counter: it excludes the refused drafts.
             for (at, slot) in self.slots.iter_mut().enumerate() {
                 slot.issued = at < computed;
             }
@@ -109,7 +109,7 @@ impl Request {
         computed >= self.verified() && computed <= self.issued() && self.tells_whose(computed)
     }
 
-    /// Whether it is known whose drafts a claim that comes down has counted out.
+    /// Whether it is known which drafts a lower claim excludes.
     fn tells_whose(&self, computed: usize) -> bool {
         let claimed = self.until(|_, slot| slot.present || slot.claimed);
         computed >= claimed
@@ -131,7 +131,7 @@ impl Request {
         let before = self.drafts.len();
         self.drafts.retain(|drafts| drafts[0] >= len);
         if self.drafts.len() < before {
-            // What is under way stands so much further in front as was refused.
+            // Issued positions move down by the number of refused drafts.
             let refused = self.issued().saturating_sub(self.behind_present(computed));
             self.drafts
                 .retain(|drafts| drafts[0] >= self.tokens.len() + refused);
@@ -159,7 +159,7 @@ impl Request {
         }
         next.append(new)?;
         next.claim(computed);
-        // What is there behind the counter is passed over.
+        // Cached slots after the counter are skipped.
         let from = next.behind_present(computed);
         next.drafts.retain(|drafts| drafts[0] < from);
         for slot in &mut next.slots[computed..] {
@@ -200,7 +200,7 @@ impl Request {
         Ok(())
     }
 
-    /// Answers the positions whose KV is gone, and the blocks that were cut.
+    /// Returns the positions whose KV is gone, and the blocks that were cut.
     pub(crate) fn rollback(&mut self, to: usize, drop: bool) -> Answer<(Vec<usize>, Vec<u32>)> {
         if to < self.committed || to > self.issued() {
             return Err(());

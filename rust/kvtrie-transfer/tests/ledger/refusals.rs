@@ -1,4 +1,4 @@
-//! What a ledger refuses, one step on either side of each limit, and that nothing has changed then (L1 to L9).
+//! What a ledger refuses, one step on either side of each limit; a refused call changes nothing (L1 to L9).
 
 use std::sync::Arc;
 
@@ -76,7 +76,7 @@ fn ids_of_a_table() {
 
 #[test]
 fn ids_that_come_twice() {
-    // Few ids are looked for one by one, and many in order.
+    // Few ids are searched one by one; many are sorted.
     for count in [2, 7, 8, 9, 20] {
         let unique: Vec<BlockId> = (1..=count).map(BlockId).collect();
         let with = |id: u32| {
@@ -163,7 +163,7 @@ fn a_plan_that_does_not_fit() {
 }
 
 #[test]
-fn what_is_said_to_be_there() {
+fn computed_and_missing_tokens_of_begin() {
     let mut index = filled();
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     let mut seq = sequence(0..12);
@@ -207,7 +207,7 @@ fn what_is_said_to_be_there() {
     let short = "KV up to position 9 is said to be there, the 2 blocks of 4 tokens end at 8";
     assert_invalid(begin(&table[..2], 9, None), short);
     assert_eq!(begin(&table[..2], 8, None), Ok((8, vec![(8, 12)])));
-    // What is in place is there, whatever else is.
+    // Blocks in place count, whatever else is computed.
     assert_eq!(begin(&table, 3, None), Ok((8, vec![(8, 12)])));
     assert_eq!(begin(&table, 12, None), Ok((8, vec![])));
     let gaps = [(8, 9), (9, 9), (9, 10)];
@@ -266,7 +266,7 @@ fn another_sequence_or_index() {
     assert_invalid(ledger.finish(id, &mut seq, &mut other_size), words);
     assert_eq!(format!("{ledger:?}"), before);
 
-    // A request whose plan another index made: nothing of it is new, so that no insert would refuse.
+    // A request whose plan another index made, without new blocks: no insert would refuse it.
     let mut planning = sequence(0..9);
     let plan = planned(&mut index, &mut planning, true);
     let begin = Begin::planned(plan);

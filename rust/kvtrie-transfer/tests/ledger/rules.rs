@@ -1,4 +1,4 @@
-//! Rules of the ledger, each by its smallest history.
+//! Rules of the ledger, each with its smallest history.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -117,7 +117,7 @@ fn a_step_that_fails_rolls_back_every_request_before() {
         };
         let error = ledger.step(&step, visit).unwrap_err();
         assert_eq!(error.at, Some(failing));
-        // Each request before it was visited twice: for its ids, and to take them back.
+        // Each request before it was visited twice: to append its ids, and to remove them.
         assert_eq!(calls.get(), 2 * failing + 1);
         for (seq, tokens) in seqs.iter().zip(4..) {
             let tokens: Vec<u32> = (0..tokens).collect();
@@ -130,13 +130,13 @@ fn a_step_that_fails_rolls_back_every_request_before() {
 #[test]
 fn a_step_forgets_the_drafts_that_were_given_up() {
     let (mut ledger, mut seq, id) = begun(4);
-    // A token and two drafts, of which the engine counts the token alone: the drafts were given up.
+    // A token and two drafts. The engine counts only the token: the drafts were refused.
     step(&mut ledger, (id, &mut seq), (4, 3, 2), &[]);
     step(&mut ledger, (id, &mut seq), (5, 2, 0), &[50]);
     assert_eq!(ledger.lookahead(id), Ok((5, 7)));
     ledger.append(id, &mut seq, &[51]).unwrap();
     ledger.confirm(id, 6).unwrap();
-    // Nothing was verified, so what is under way stays so.
+    // Nothing was verified, so the issued positions stay issued.
     assert_eq!(ledger.lookahead(id), Ok((6, 7)));
 }
 
@@ -150,7 +150,7 @@ fn a_rollback_forgets_the_draft_at_its_position() {
         ledger.schedule(id, 7 - to, 0).unwrap();
         ledger.confirm(id, 7).unwrap();
         ledger.append(id, &mut seq, &[50, 51, 52]).unwrap();
-        // An id behind a draft says nothing about the KV there before the engine has counted.
+        // An id after a draft proves nothing about its KV before the engine has counted.
         let end = if kept { 5 } else { 7 };
         assert_eq!(ledger.final_end(id), Ok(end), "rolled back to {to}");
     }
@@ -166,7 +166,7 @@ fn a_rollback_forgets_the_islands_behind_it() {
         };
         ledger.begin(seq, &ids(0..3), begin).unwrap()
     };
-    // With what is issued before, and what KV is gone then.
+    // Issued positions, and the KV that is gone after the rollback.
     let cases = [
         (0, 1, vec![(1, 2), (4, 6), (8, 10)]),
         (1, 3, vec![(4, 6), (8, 10)]),
@@ -187,7 +187,7 @@ fn a_rollback_forgets_the_islands_behind_it() {
             _ => &[(there, 12)],
         };
         assert_eq!(ledger.missing(id).unwrap(), missing, "rolled back to {to}");
-        // What is issued from there on passes over nothing.
+        // Positions issued after the rollback skip nothing.
         ledger.schedule(id, 12 - to, 0).unwrap();
         assert_eq!(ledger.lookahead(id), Ok((there, 12)));
     }
@@ -210,7 +210,7 @@ fn a_finish_after_its_plan_claims_what_is_committed_as_exact() {
     ledger.confirm(id, 8).unwrap();
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!((done.blocks, done.num_exact), (vec![BlockId(0)], 8));
-    // Four more are computed, and the plan is released before they are committed.
+    // Four more tokens are computed. The plan is released before they are committed.
     ledger.schedule(id, 4, 0).unwrap();
     ledger.confirm(id, 12).unwrap();
     index.release(&plan).unwrap();
@@ -224,7 +224,7 @@ fn a_finish_after_its_plan_claims_what_is_committed_as_exact() {
 fn a_finish_offers_what_is_final_and_computed_alone() {
     let mut index = index();
     let (mut ledger, mut seq, id) = begun(9);
-    // A draft at 10, and an id behind it that no claim has confirmed.
+    // A draft at 10, and an id after it that no claim has confirmed.
     ledger.schedule(id, 3, 2).unwrap();
     ledger.confirm(id, 12).unwrap();
     ledger.append(id, &mut seq, &[50, 51, 52]).unwrap();
@@ -246,7 +246,7 @@ fn a_pin_that_its_holder_released_does_not_stop_a_commit_half_way() {
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!(done.blocks, ids(1..2));
     assert_eq!(ledger.num_committed(id), Ok(8));
-    // One plan holds what is committed, and nothing else does.
+    // One plan pins the committed blocks.
     assert_eq!(ledger.pins(id).unwrap().len(), 1);
     assert_eq!((index.stats().live_plans, index.stats().pinned), (1, 2));
     ledger.finish(id, &mut seq, &mut index).unwrap();
@@ -269,7 +269,7 @@ fn an_answer_that_is_less_exact_lowers_the_labels() {
     let mut index = index();
     let (mut ledger, mut seq, id) = begun(4);
     ledger.commit(id, &mut seq, &mut index).unwrap();
-    // Somebody releases what holds the block, and other KV takes its place.
+    // The pin is released, and other KV replaces the block.
     let pin = Arc::clone(&ledger.pins(id).unwrap()[0]);
     index.release(&pin).unwrap();
     assert_eq!(index.evict(1), ids(0..1));
@@ -283,9 +283,9 @@ fn an_answer_that_is_less_exact_lowers_the_labels() {
     assert_eq!(ledger.labels(id, 0, 8).unwrap().len(), 1);
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!((done.blocks, done.num_exact), (ids(1..2), 0));
-    // Which hops the index has there is not known.
+    // The hops in the index are not known.
     assert_eq!(labels(&ledger, id, 16), [(0, 16, Class::Approximate, 0)]);
-    // A commit of nothing says the same.
+    // A commit without new blocks returns the same.
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!((done.blocks, done.num_exact), (vec![], 0));
 }
@@ -303,7 +303,7 @@ fn spans_that_the_index_has_are_not_taken_back() {
     ledger.append(id, &mut seq, &[50, 51, 52, 53]).unwrap();
     let given = [span(0, 4), span(6, 10), span(8, 12)];
     ledger.tag(id, &given).unwrap();
-    // Nothing is new but the spans: of the second, what is committed; of the third, nothing.
+    // Only spans are new: the committed part of the second, and nothing of the third.
     ledger.commit(id, &mut seq, &mut index).unwrap();
     let told: Vec<_> = index.tags(&seq);
     let told: Vec<_> = told.iter().map(|span| (span.start, span.end)).collect();
@@ -346,7 +346,7 @@ fn what_is_held_is_in_place_alone_and_stays_beside_what_takes_its_place() {
     let mut known = sequence(0..24);
     let options = InsertOptions::new(24, Source::Computed);
     index.insert(&mut known, &ids(20..26), options).unwrap();
-    // Approximate blocks, whose tokens further on stand elsewhere too.
+    // Approximate blocks, whose later tokens are also cached elsewhere.
     let tokens: Vec<u32> = (90..94).chain(2..22).collect();
     let mut seq =
         TokenSequence::new(Arc::clone(known.namespace()), tokens.clone(), vec![]).unwrap();
@@ -365,7 +365,7 @@ fn what_is_held_is_in_place_alone_and_stays_beside_what_takes_its_place() {
         (pin.num_tokens(Class::Compute), pin.segments().len()),
         (16, 2)
     );
-    // Another request computes the first block: the ledger's pin of what it takes the place of must stay.
+    // Another request computes the first block: the ledger's pin of the block that it replaces must stay.
     let mut other =
         TokenSequence::new(Arc::clone(known.namespace()), tokens.clone(), vec![]).unwrap();
     let options = InsertOptions::new(4, Source::Computed);
@@ -405,7 +405,7 @@ fn what_is_in_place_has_the_hops_that_the_index_has() {
     };
     let table = [8, 9, 10, 11, 12, 0, 1, 2].map(BlockId);
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
-    // What is computed behind approximate blocks is approximate, with hops that nobody has said.
+    // Tokens computed after approximate blocks are approximate, with the hops of their source.
     let sources = [
         (LedgerSource::Imported(imported(30, 2)), 2),
         (LedgerSource::Computed, 0),
@@ -461,11 +461,11 @@ fn an_answer_lowers_the_labels_of_what_was_said_to_be_exact_alone() {
 #[test]
 fn drafts_under_way_stand_so_much_further_in_front_as_others_were_refused() {
     let (mut ledger, mut seq, id) = begun(4);
-    // A token and three drafts; then, before anybody knows of them, a token and two drafts more.
+    // A token and three drafts; then, before their ids arrive, a token and two drafts more.
     step(&mut ledger, (id, &mut seq), (4, 4, 3), &[]);
     step(&mut ledger, (id, &mut seq), (8, 3, 2), &[]);
     assert_eq!(ledger.lookahead(id), Ok((4, 11)));
-    // One of the three is right, and two are not: what is under way begins at 6, its drafts at 7.
+    // One of the three is accepted and two are refused: the next step begins at 6, its drafts at 7.
     step(&mut ledger, (id, &mut seq), (9, 0, 0), &[50, 51]);
     assert_eq!(ledger.lookahead(id), Ok((6, 9)));
     ledger.append(id, &mut seq, &[52, 53]).unwrap();
@@ -479,7 +479,7 @@ fn drafts_under_way_stand_so_much_further_in_front_as_others_were_refused() {
 #[test]
 fn what_is_held_is_no_worse_than_what_was_committed() {
     let mut index = index_of_moved_runs();
-    // Behind an exact block, the index has an approximate one.
+    // After an exact block, the index has an approximate one.
     let options = InsertOptions::new(8, Source::Imported(imported(4, 1)));
     index
         .insert(&mut sequence(0..8), &ids(8..10), options)
@@ -489,7 +489,7 @@ fn what_is_held_is_no_worse_than_what_was_committed() {
     ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!(ledger.pins(id).unwrap()[0].blocks(), ids(8..9));
     ledger.finish(id, &mut seq, &mut index).unwrap();
-    // All but the first token stand elsewhere too: that is not copied.
+    // All but the first token are also cached elsewhere. They are not copied.
     index
         .insert(
             &mut sequence(40..56),

@@ -81,12 +81,12 @@ fn from(start: usize, count: usize) -> Vec<Option<usize>> {
 
 /// A block at 130 places, and the first of the blocks after it, each of which is at one place.
 const CROWD: u32 = 1;
-const BEHIND: u32 = 100;
+const AFTER: u32 = 100;
 
 /// A block at one place, then the crowd, then `more`.
 fn crowd(more: &[u32]) -> TransferManifest {
     let mut names = vec![50];
-    names.extend((0..130).flat_map(|place| [CROWD, BEHIND + place]));
+    names.extend((0..130).flat_map(|place| [CROWD, AFTER + place]));
     names.extend(more);
     let tokens = blocks_of_four(&names);
     all_exact(&tokens, 4, &ids(names.len(), 3))
@@ -101,9 +101,9 @@ fn of_a_block_in_many_places_the_64_nearest_are_tried() {
         let mut nearest = places.clone();
         // A stable sort: at equal distance, the earlier place comes first.
         nearest.sort_by_key(|place| place.abs_diff(window));
-        for (behind, place) in (BEHIND..).zip(&places) {
+        for (after, place) in (AFTER..).zip(&places) {
             let mut mine = noise(window);
-            mine.extend(blocks_of_four(&[CROWD, behind]));
+            mine.extend(blocks_of_four(&[CROWD, after]));
             let found = sources(&manifest, &mine, &Asked::runs_of(8));
             // The block after it is at one place, and is always found.
             let mut expected = vec![None; window];
@@ -150,7 +150,7 @@ fn a_token_is_found_through_windows_that_hold_it() {
 #[test]
 fn a_part_of_a_block_that_is_no_run_alone_is_found_through_the_block_before_it() {
     let mut tokens: Vec<u32> = (0..130)
-        .flat_map(|place| blocks_of_four(&[CROWD, 2, BEHIND + place]))
+        .flat_map(|place| blocks_of_four(&[CROWD, 2, AFTER + place]))
         .collect();
     let last = tokens.len();
     let end = [&blocks_of_four(&[CROWD, 2])[..], &[3, 3]].concat();
@@ -179,8 +179,8 @@ fn of_two_places_as_near_the_lowest_slot_is_taken() {
         keep_last: 20,
         min_run: 16,
     };
-    for (before, behind, source) in [(3, 4, 40), (4, 3, 80)] {
-        let table = [10, 11, before, 13, 14, behind, 16].map(BlockId);
+    for (before, after, source) in [(3, 4, 40), (4, 3, 80)] {
+        let table = [10, 11, before, 13, 14, after, 16].map(BlockId);
         let found = sources(&all_exact(&tokens, 16, &table), &mine, &asked);
         assert_eq!(found[60..80], from(source, 20));
     }
