@@ -86,11 +86,7 @@ pub use armed::{arm, disarm};
 /// Where this thread armed this point with a panic.
 #[cfg_attr(
     not(feature = "failpoints"),
-    expect(
-        clippy::inline_always,
-        clippy::unnecessary_wraps,
-        reason = "it is nothing"
-    )
+    expect(clippy::inline_always, reason = "it is nothing")
 )]
 #[cfg_attr(not(feature = "failpoints"), inline(always))]
 pub fn before(place: &'static str) -> Result<()> {

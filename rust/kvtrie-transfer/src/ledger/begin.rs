@@ -135,7 +135,7 @@ impl SequenceLedger {
         let (end, capacity) = (computed.max(cached.end()), blocks.len() * self.block_size);
         if end > capacity {
             return Err(invalid(format!(
-                "{CALL}: KV up to position {end} is said to be there, the {} blocks of {} tokens end at {capacity}",
+                "{CALL}: KV is claimed up to position {end}, the {} blocks of {} tokens end at {capacity}",
                 blocks.len(),
                 self.block_size
             )));

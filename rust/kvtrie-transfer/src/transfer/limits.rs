@@ -15,7 +15,7 @@ pub struct TransferLimits {
     pub max_groups: usize,
     /// Runs of blocks.
     pub max_runs: usize,
-    /// SentBlock ids.
+    /// Block ids.
     pub max_blocks: usize,
     /// End position of a run.
     pub max_tokens: usize,

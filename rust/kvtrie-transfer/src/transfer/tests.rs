@@ -212,7 +212,7 @@ proptest! {
 }
 
 #[test]
-fn a_changed_byte_is_refused_wherever_it_stands() {
+fn a_changed_byte_is_refused_at_any_place() {
     let sender = Sender {
         tokens: (0..40).collect(),
         labels: vec![Some((Class::Exact, 0)); 40],

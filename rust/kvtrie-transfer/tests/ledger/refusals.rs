@@ -204,7 +204,7 @@ fn computed_and_missing_tokens_of_begin() {
     for ((num_computed, missing), words) in refused {
         assert_invalid(begin(&table, num_computed, missing), words);
     }
-    let short = "KV up to position 9 is said to be there, the 2 blocks of 4 tokens end at 8";
+    let short = "KV is claimed up to position 9, the 2 blocks of 4 tokens end at 8";
     assert_invalid(begin(&table[..2], 9, None), short);
     assert_eq!(begin(&table[..2], 8, None), Ok((8, vec![(8, 12)])));
     // Blocks in place count, whatever else is computed.

@@ -12,7 +12,7 @@ fn runs(manifest: &TransferManifest) -> Vec<(usize, usize, Class, Vec<BlockId>)>
 }
 
 #[test]
-fn look_ahead_is_whole_blocks_behind_those_of_the_last_label() {
+fn look_ahead_is_whole_blocks_after_those_of_the_last_label() {
     let table = ids(5, 0);
     let labels = [label(0, 10, Class::Exact)];
     let held = (0, 10, Class::Exact, table[..3].to_vec());
@@ -121,7 +121,7 @@ fn a_value_in_a_longer_form_is_refused() {
 }
 
 #[test]
-fn what_stands_before_an_item_does_not_depend_on_it() {
+fn the_digest_before_an_item_does_not_depend_on_it() {
     let with = |digest: &[u8]| {
         let namespace = Arc::clone(sequence(&[]).namespace());
         let items = vec![Item::new(8, 11, digest).unwrap()];
