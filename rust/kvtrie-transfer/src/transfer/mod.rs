@@ -7,11 +7,12 @@
 //!
 //! # Structure
 //!
-//! - `digests`: keyed `BLAKE2b` of blocks, of the tokens before a run, of runs and of salts. The key is the
+//! - `wire`: `MessagePack` values in their shortest form. `offsets`: the format, and 32 bytes per run for the offsets of
+//!   its parts. `digests`: keyed `BLAKE2b` of blocks, of the tokens before a run, of runs and of salts. The key is the
 //!   deployment's.
-//! - `wire`: `MessagePack` values in their shortest form. `reader`: checks on untrusted bytes before they become a
-//!   manifest. `limits`: the sizes it accepts. `manifest`: the bytes, and 32 bytes per run for the offsets of its
-//!   parts. `live`: the KV of a running request, from a ledger.
+//! - `writer`: which blocks are sent, in which runs. `reader`: checks on untrusted bytes before they become a manifest;
+//!   `limits`: the sizes it accepts. `manifest`: the bytes with their offsets. `offer`: the KV of a live request, from a
+//!   ledger.
 //! - `plan` combines: `own` finds blocks after the same whole prefix, block by block from each run's prefix digest on;
 //!   `moved` finds blocks anywhere else in the prompt, if the policy allows it; `pairs` cuts the result at the block
 //!   edges of both engines.
