@@ -23,9 +23,9 @@ export UV_SYSTEM_CERTS := 1
 INSTALL := $(UV) pip install --quiet --require-hashes --no-build
 
 RUST_VERSION := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
-RUST_SOURCES := $(shell find rust/kvtrie-core/src rust/kvtrie-py/src -name '*.rs' 2>/dev/null)
+RUST_SOURCES := $(shell find rust/*/src -name '*.rs' 2>/dev/null)
 PYTHON_SOURCES := $(shell find python/kvtrie -name '*.py' 2>/dev/null)
-RUST_MANIFESTS := Cargo.toml $(wildcard Cargo.lock rust/kvtrie-core/Cargo.toml rust/kvtrie-py/Cargo.toml)
+RUST_MANIFESTS := Cargo.toml $(wildcard Cargo.lock rust/*/Cargo.toml)
 
 .PHONY: help
 help: ## list the targets
@@ -226,11 +226,11 @@ instructions: setup ## instructions of five key operations against the record, w
 
 .PHONY: docs
 docs: setup ## the documentation site, strict, into site/; checked in headless Chromium where it is installed
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --quiet --no-deps --package kvtrie-core
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --quiet --no-deps --package kvtrie-core --package kvtrie-transfer
 	$(PY) benches/pictures.py --check
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	$(PY) tools/site_check.py site --screenshots site/screenshots
-	@echo "docs: open site/index.html; the crate's own: target/doc/kvtrie_core/index.html"
+	@echo "docs: open site/index.html; the crates' own: target/doc/kvtrie_core/index.html, target/doc/kvtrie_transfer/index.html"
 
 # --- what maintainers run -------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ soak: setup ## a million random calls, plans, removals and hostile manifests, ea
 	$(PY) -m tests.property.soak --operations 1000000
 	$(PY) -m tests.property.any_block_removal --removals 1000000
 	$(PY) -m tests.property.sound_plans --plans 1000000
-	KVTRIE_HOSTILE=1000000 $(CARGO) test --quiet --profile release-checked --test hostile -- --nocapture
+	KVTRIE_HOSTILE=1000000 $(CARGO) test --quiet --profile release-checked --package kvtrie-transfer --test hostile -- --nocapture
 
 .PHONY: soak-transfers
 soak-transfers: setup ## a million random transfers between labelled engines, every slot looked at (a quarter of an hour)
@@ -329,7 +329,7 @@ MUTANTS_COPY := target/mutants-copy
 MUTANTS_RUNNER_OF = CARGO_TARGET_$(shell rustc -vV | sed -n 's/^host: //p' | tr a-z- A-Z_)_RUNNER
 # $(1): a module, $(2): which tests. Killed is a mutant that a test fails for; that some are left is no error of the first pass.
 MUTANTS_RUN = $(CURDIR)/$< mutants --in-place --no-times --iterate --timeout 600 --output "$(MUTANTS_REPORT)/$(1)" \
-    --file "rust/kvtrie-core/src/$(1)/**" $(if $(MUTANTS_SHARD),--shard $(MUTANTS_SHARD)) $(addprefix --cargo-arg=,$(2))
+    --file "rust/*/src/$(1)/**" $(if $(MUTANTS_SHARD),--shard $(MUTANTS_SHARD)) $(addprefix --cargo-arg=,$(2))
 
 $(MUTANTS_TOOL)/bin/cargo-mutants:
 	$(CARGO) install --quiet --locked --root $(MUTANTS_TOOL) --version $(MUTANTS_VERSION) cargo-mutants
@@ -371,12 +371,11 @@ pins: $(VENV)/.python ## write the lists of pinned packages with their hashes (P
 
 # Text in the project's words: tools/words.txt lists words to avoid, each with the one to write, and codespell's own list common
 # misspellings. A line that needs one of them ends with "codespell:ignore WORD" and why. The rest of the code is to follow.
-PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rust/kvtrie-py $(shell find python/kvtrie -name '*.py')
+PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rust/kvtrie-py rust/kvtrie-transfer $(shell find python/kvtrie -name '*.py')
 
 # Inputs of fuzzers and chat templates, which are part of a model, are not read; neither are, for now, the files of FOLLOWS.
 PLAIN += rust/kvtrie-core/tests tests benches tools fuzz locks
-FOLLOWS = tests/pd/*,tests/ledger/test_ledger.py,tests/transfer/test_transfer.py,benches/report.py,benches/python/test_batches.py,$\
-	rust/kvtrie-core/tests/ledger/*,rust/kvtrie-core/tests/hostile.rs,fuzz/Cargo.toml
+FOLLOWS = tests/pd/*,tests/ledger/test_ledger.py,tests/transfer/test_transfer.py,benches/report.py,fuzz/Cargo.toml
 
 .PHONY: lint
 lint: setup ## formats, lints, types, words, import contracts, stubs

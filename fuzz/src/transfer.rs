@@ -5,10 +5,8 @@
 
 use std::sync::Arc;
 
-use kvtrie_core::{
-    BlockId, Class, ErrorKind, LabelRun, LocalGroup, Namespace, ReusePolicy, Salt, SentGroup,
-    TokenSequence, TransferKey, TransferLimits, TransferManifest, TransferOptions, TransferPlan,
-};
+use kvtrie_core::{BlockId, Class, Namespace, ReusePolicy, Salt, TokenSequence};
+use kvtrie_transfer::{LabelRun, LocalGroup, SentGroup, TransferError, TransferKey, TransferLimits, TransferManifest, TransferOptions, TransferPlan};
 
 use crate::bytes::Bytes;
 
@@ -42,7 +40,7 @@ pub fn run(data: &[u8]) -> Outcome {
     };
     let manifest = match TransferManifest::from_bytes(&raw, &TransferLimits::default()) {
         Ok(manifest) => manifest,
-        Err(error) => return refused(error.kind()),
+        Err(error) => return refused(&error),
     };
     assert_eq!(manifest.to_bytes(), raw, "other bytes come out");
     let _ = format!("{manifest:?} {:?}", manifest.runs().collect::<Vec<_>>());
@@ -77,12 +75,12 @@ pub fn run(data: &[u8]) -> Outcome {
             }
             Outcome::Planned
         }
-        Err(error) => refused(error.kind()),
+        Err(error) => refused(&error),
     }
 }
 
-fn refused(kind: ErrorKind) -> Outcome {
-    assert!(matches!(kind, ErrorKind::TransferRefused(_)), "{kind:?}");
+fn refused(error: &TransferError) -> Outcome {
+    assert!(error.refusal().is_some(), "{error:?}");
     Outcome::Refused
 }
 

@@ -100,7 +100,7 @@ def test_placeholders_are_left_out_until_their_ids_come() -> None:
     assert ledger.final_range("a") == (0, 5)
     ledger.append("a", [-1, -1])
     assert len(ledger.sequence("a")) == 5
-    with pytest.raises(ValueError, match=r"ids\[1\] is a placeholder \(-1\).*behind it at 2"):
+    with pytest.raises(ValueError, match=r"ids\[1\] is a placeholder \(-1\).*follows it at 2"):
         ledger.append("a", [5, -1, 6])
 
 
@@ -236,7 +236,7 @@ CONTRADICTIONS = [
     ),
     (
         lambda led: led.append("a", [-1, 5]),
-        r"placeholder \(-1\), but a final id stands behind it at 1",
+        r"placeholder \(-1\), but a final id follows it at 1",
     ),
     (
         lambda led: led.append("a", [1 << 32]),
@@ -263,7 +263,7 @@ CONTRADICTIONS = [
     ),
     (
         lambda led: led.begin("b", sequence(6), [9], num_computed=5),
-        "position 5 .* the 1 blocks of 4 .* end at 4",
+        "position 5, the 1 blocks of 4 .* end at 4",
     ),
     (
         lambda led: led.begin("b", sequence(6), [9], missing=[(0, 7)]),
@@ -610,7 +610,7 @@ def test_plan_must_fit_the_request() -> None:
         ("does not start with the 26 tokens", ledger, sequence(26), table, {}),
         (r"blocks\[1\] is 9, but the plan has block 1", ledger, seq, [0, 9, *table[2:]], {}),
         ("1 blocks for a plan that has 2", ledger, seq, [0], {}),
-        ("position 24 .* the 5 blocks of 4 tokens end at 20", ledger, seq, table[:5], {}),
+        ("position 24, the 5 blocks of 4 tokens end at 20", ledger, seq, table[:5], {}),
         ("a plan says itself", ledger, seq, table, {"num_computed": 4}),
         ("a plan says itself", ledger, seq, table, {"missing": []}),
     ]

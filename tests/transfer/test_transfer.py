@@ -145,7 +145,8 @@ def test_manifest_says_what_it_holds() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_computed": 41}, "KV of 41 tokens, the sequence has 40"),
+        ({"num_computed": 41}, r"num_computed is 41; it must be in \[0, 40\], the tokens"),
+        ({"num_lookahead": 2**32}, r"num_lookahead is 4294967296; .* in \[0, 4294967255\]"),
         ({"block_size": 8}, "has 4 blocks, 40 tokens need 5 of 8 tokens"),
         ({"num_lookahead": 30}, "has 4 blocks, 70 tokens need 5 of 16 tokens"),
         ({"block_size": 0}, "block_size is 0"),
@@ -155,7 +156,7 @@ def test_manifest_says_what_it_holds() -> None:
     ],
 )
 def test_from_blocks_refuses_contradictions(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"^TransferManifest\.from_blocks: .*{message}"):
         _manifest(**options)
 
 
@@ -172,12 +173,13 @@ def test_from_blocks_refuses_a_block_twice() -> None:
         ({"cached": (0, 41)}, r"lie in \[0, 40\]"),
         ({"keep_last": -1}, "keep_last is -1"),
         ({"block_size": 8}, "has 3 blocks, 40 tokens need 5 of 8 tokens"),
+        ({"block_size": {1: 16}}, r"of the groups \[1\], local_blocks of \[0\]"),
         ({"key": b"k" * 65}, "the key has 65 bytes"),
     ],
 )
 def test_plan_refuses_contradictions(options: dict[str, Any], message: str) -> None:
     seq = cases.sequence(naive.Prompt(tuple(range(40))))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^plan_transfer: .*{message}"):
         kvtrie.plan_transfer(_manifest(), seq, [1, 2, 3], **{"key": KEY} | options)
 
 
@@ -242,7 +244,7 @@ def test_names_that_differ_after_the_shown_part_say_where() -> None:
         cases.sequence(prompt), [1], key=KEY, num_computed=2, block_size=2
     )
     other = cases.sequence(naive.Prompt((1, 2), space=naive.Space(model="m" * 90 + "b")))
-    with pytest.raises(kvtrie.TransferRefused, match=r"they differ behind character 90$"):
+    with pytest.raises(kvtrie.TransferRefused, match=r"they differ after character 90$"):
         kvtrie.plan_transfer(manifest, other, [1], key=KEY)
 
 

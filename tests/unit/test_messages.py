@@ -40,6 +40,10 @@ class World:
         args: dict[str, Any] = {"num_computed": 6, "source": COMPUTED, **changes}
         return self.index.insert(self.seq, blocks, **args)
 
+    def offer(self, blocks: Any = (5, 3, 1), **changes: Any) -> Any:
+        args: dict[str, Any] = {"key": KEY, "num_computed": 6, "block_size": 2, **changes}
+        return API.TransferManifest.from_blocks(self.seq, blocks, **args)
+
     def moves(self, *args: Any) -> Any:
         return self.plan.moves(*args)
 
@@ -255,6 +259,50 @@ CALLS: list[tuple[Callable[[World], object], tuple[str, ...]]] = [
     (
         lambda w: API.plan_transfer(b"x", w.seq, [1, 2, 4], key=KEY),
         ("plan_transfer: ", "manifest", "'bytes'", "a TransferManifest"),
+    ),
+    # Rust has these calls and arguments under other names.
+    (
+        lambda w: w.live.extend([1]),
+        ("TokenSequence.extend: ", "a request of a SequenceLedger has this sequence of 5 tokens"),
+    ),
+    (
+        lambda w: w.live.truncate(1),
+        ("TokenSequence.truncate: ", "a request of a SequenceLedger has this sequence of 5 tokens"),
+    ),
+    (
+        lambda w: w.ledger.confirm("a", 9),
+        ("SequenceLedger.confirm: ", "num_computed is 9", "below 4", "(request 'a')"),
+    ),
+    (
+        lambda w: w.ledger.begin("b", w.seq, [5, 3, 1], num_computed=1, missing=[(2, 3)]),
+        ("SequenceLedger.begin: ", "num_computed is 1 and missing is given", "(request 'b')"),
+    ),
+    (
+        lambda w: API.TransferManifest.from_ledger(w.ledger, "a", key=b"k"),
+        ("TransferManifest.from_ledger: ", "the key has 1 bytes", "16 to 64"),
+    ),
+    (lambda w: w.offer(blocks=[5]), ("TransferManifest.from_blocks: ", "group 0 has 1 blocks")),
+    (lambda w: w.offer(key=b"k"), ("TransferManifest.from_blocks: ", "the key has 1 bytes")),
+    (
+        lambda w: w.offer(num_computed=7),
+        ("TransferManifest.from_blocks: ", "num_computed is 7", "[0, 6]"),
+    ),
+    (
+        lambda w: w.offer(num_lookahead=2**32),
+        ("TransferManifest.from_blocks: ", "num_lookahead is 4294967296", "[0, 4294967289]"),
+    ),
+    (lambda _: API.TransferManifest.from_bytes(b"x"), ("TransferManifest.from_bytes: byte 1: ",)),
+    (
+        lambda w: API.plan_transfer(w.offer(), w.seq, [1], key=KEY),
+        ("plan_transfer: ", "group 0 has 1 blocks, 6 tokens need 3"),
+    ),
+    (
+        lambda w: API.plan_transfer(w.offer(), w.seq, [1, 2, -1], key=KEY),
+        ("plan_transfer: ", "local_blocks[2] is -1"),
+    ),
+    (
+        lambda w: API.plan_transfer(w.offer(), w.seq, [1, 2, 4], key=KEY * 2),
+        ("plan_transfer: ", "the digest of the run [0, 6) of group 0 is wrong"),
     ),
 ]
 

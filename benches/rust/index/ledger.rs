@@ -4,10 +4,8 @@ use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput};
 use kvtrie_benches::{BLOCK_SIZE, tokens};
-use kvtrie_core::{
-    Begin, BlockId, LedgerSource, Present, RequestId, SequenceLedger, Step, StepError,
-    TokenSequence,
-};
+use kvtrie_core::{BlockId, TokenSequence};
+use kvtrie_transfer::{Begin, LedgerSource, RequestId, SequenceLedger, Step, StepError};
 
 use crate::setup::{fresh, size};
 
@@ -36,7 +34,8 @@ impl Running {
                 .collect();
             let begin = Begin {
                 source: LedgerSource::Computed,
-                present: Some(Present::Below(LENGTH)),
+                num_computed: LENGTH,
+                missing: None,
                 in_place: None,
             };
             names.push(ledger.begin(&mut seq, &table, begin).expect("a request"));

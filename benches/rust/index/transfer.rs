@@ -2,9 +2,10 @@
 
 use criterion::{Criterion, Throughput};
 use kvtrie_benches::{BLOCK_SIZE, Ids, tokens};
-use kvtrie_core::{
-    Class, LabelRun, LocalGroup, ReusePolicy, SentGroup, TokenSequence, TransferKey,
-    TransferLimits, TransferManifest, TransferOptions, TransferPlan,
+use kvtrie_core::{Class, ReusePolicy, TokenSequence};
+use kvtrie_transfer::{
+    LabelRun, LocalGroup, SentGroup, TransferKey, TransferLimits, TransferManifest,
+    TransferOptions, TransferPlan,
 };
 
 use crate::setup::{fresh, size};

@@ -17,7 +17,10 @@ fn must(condition: bool, what: impl FnOnce() -> String) -> Result<()> {
     if condition {
         Ok(())
     } else {
-        Err(Error::malformed(format!("RadixIndex.check: {}", what())))
+        Err(Error::broken_invariant(format!(
+            "RadixIndex.check: {}",
+            what()
+        )))
     }
 }
 
@@ -52,7 +55,7 @@ impl RadixIndex {
     /// siblings.
     ///
     /// # Errors
-    /// [`Malformed`](crate::ErrorKind::Malformed) with the first broken invariant: a bug in this crate.
+    /// [`BrokenInvariant`](crate::ErrorKind::BrokenInvariant) with the first broken invariant: a bug in this crate.
     ///
     /// # Complexity
     /// O(tokens held · log blocks + blocks pinned, once per plan).

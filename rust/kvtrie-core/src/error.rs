@@ -12,47 +12,12 @@ pub enum ErrorKind {
     BlockInUse,
     /// Fewer blocks can be freed than requested.
     OutOfBlocks,
-    /// A released plan was used again, or a request that its ledger does not know (any more).
+    /// A released plan was used again, or a request that has ended.
     StaleHandle,
     /// The bytes are not a snapshot, are damaged, or exceed a limit.
     Snapshot,
-    /// A transfer manifest cannot be read, or is not meant for this receiver; the [`Refusal`] says why.
-    TransferRefused(Refusal),
     /// An invariant of the index is broken: a bug in this crate, never in the caller.
-    Malformed,
-}
-
-/// Why a transfer manifest is refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Refusal {
-    /// The bytes are not a manifest, or contradict themselves.
-    Malformed,
-    /// The bytes are of another version of the format.
-    Version,
-    /// The manifest exceeds a limit of its reader.
-    Limits,
-    /// A run was not written with this key, or was changed afterwards.
-    Digest,
-    /// The blocks belong to another namespace than the prompt.
-    Namespace,
-    /// The manifest names other groups of blocks than the receiver has.
-    Groups,
-}
-
-impl Refusal {
-    /// The reason in one word, as in Python's `TransferRefused.reason`.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Malformed => "malformed",
-            Self::Version => "version",
-            Self::Limits => "limits",
-            Self::Digest => "digest",
-            Self::Namespace => "namespace",
-            Self::Groups => "groups",
-        }
-    }
+    BrokenInvariant,
 }
 
 /// An error with its kind and one sentence that names the call, the value and the limit.
@@ -96,15 +61,13 @@ impl Error {
         )
     }
 
-    pub(crate) fn refused(reason: Refusal, message: impl Into<String>) -> Self {
-        Self::new(ErrorKind::TransferRefused(reason), message)
+    pub(crate) fn broken_invariant(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::BrokenInvariant, message)
     }
 
-    pub(crate) fn malformed(message: impl Into<String>) -> Self {
-        Self::new(ErrorKind::Malformed, message)
-    }
-
-    fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+    /// An error of a crate that is built on this one.
+    #[must_use]
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self {
             kind,
             message: message.into(),

@@ -1,11 +1,12 @@
 //! Failures on demand, for tests. Without the feature `failpoints` they compile to nothing.
 //!
 //! A *point* is a place in a call. At a point before the first change, the call can fail with an error or panic, and
-//! leaves everything as it was. Between two changes it can only panic: the index or ledger is then inconsistent and
-//! must not be used again, which a poisoned lock ensures. A point between two changes that returned an error would be a
+//! leaves everything as it was. Between two changes it can only panic: what it changes is then inconsistent and must
+//! not be used again, which a poisoned lock ensures. A point between two changes that returned an error would be a
 //! bug.
 //!
-//! Each thread arms one failure at a time, for itself only.
+//! Each thread arms one failure at a time, for itself only. The module is public for `kvtrie-transfer`, whose calls have
+//! points too.
 
 use crate::error::Result;
 
@@ -13,7 +14,7 @@ use crate::error::Result;
 #[cfg(feature = "failpoints")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// The call fails with [`Malformed`](crate::ErrorKind::Malformed). Only at points before the first change.
+    /// The call fails with [`BrokenInvariant`](crate::ErrorKind::BrokenInvariant). Only at points before the first change.
     Error,
     /// The call panics. At any point.
     Panic,
@@ -67,7 +68,7 @@ mod armed {
         }
         FIRED.set(Some(Fired { place, within }));
         match failure {
-            Failure::Error => Err(Error::malformed(format!("{place}: a failpoint"))),
+            Failure::Error => Err(Error::broken_invariant(format!("{place}: a failpoint"))),
             Failure::Panic => panic!("{place}: a failpoint"),
         }
     }
@@ -77,16 +78,18 @@ mod armed {
 pub use armed::{arm, disarm};
 
 /// A point before the first change of a call.
+///
+/// # Errors
+/// [`BrokenInvariant`](crate::ErrorKind::BrokenInvariant) where this thread armed this point with an error.
+///
+/// # Panics
+/// Where this thread armed this point with a panic.
 #[cfg_attr(
     not(feature = "failpoints"),
-    expect(
-        clippy::inline_always,
-        clippy::unnecessary_wraps,
-        reason = "it is nothing"
-    )
+    expect(clippy::inline_always, reason = "it is nothing")
 )]
 #[cfg_attr(not(feature = "failpoints"), inline(always))]
-pub(crate) fn before(place: &'static str) -> Result<()> {
+pub fn before(place: &'static str) -> Result<()> {
     #[cfg(feature = "failpoints")]
     armed::come_to(place, false)?;
     #[cfg(not(feature = "failpoints"))]
@@ -95,12 +98,15 @@ pub(crate) fn before(place: &'static str) -> Result<()> {
 }
 
 /// A point between two changes of a call.
+///
+/// # Panics
+/// Where this thread armed this point with a panic.
 #[cfg_attr(
     not(feature = "failpoints"),
     expect(clippy::inline_always, reason = "it is nothing")
 )]
 #[cfg_attr(not(feature = "failpoints"), inline(always))]
-pub(crate) fn within(place: &'static str) {
+pub fn within(place: &'static str) {
     #[cfg(feature = "failpoints")]
     // It panics, or has no effect.
     drop(armed::come_to(place, true));

@@ -16,9 +16,6 @@
 //! - A [`ReusePlan`] says how to build the KV of a prompt: blocks in place, tokens to copy, and tokens to compute. If
 //!   the [`ReusePolicy`] allows it, the copies include *moved runs*: cached tokens at another position or after another
 //!   prefix. A plan is a lease: what it uses is pinned until it is released.
-//! - A [`SequenceLedger`] records what is *computed* for every live request, and is the only owner of its lengths. It
-//!   takes final ids and the engine's claims, returns the range that is final and computed, and commits exactly that
-//!   range to an index.
 //! - A block is **free** or **held** (managed by the engine), **indexed**, **condemned** (it left the index while
 //!   pinned, and [`RadixIndex::take_freed`] returns it after its last release), or **quarantined** (out of use
 //!   permanently).
@@ -49,9 +46,6 @@
 //! | [`snapshot`](RadixIndex::snapshot), [`restore`](RadixIndex::restore) | O(tokens held + windows), O(bytes · log bytes); 4 · (`block_size` + 1) bytes per block and 17 per edge |
 //! | [`stats`](RadixIndex::stats) | O(edges) |
 //! | [`digest`](RadixIndex::digest), [`check`](RadixIndex::check) | O(tokens held + pinned blocks, counted once per plan) |
-//!
-//! In a ledger, [`step`](SequenceLedger::step) costs O(requests + new ids), some tens of ns each. Calls on one request
-//! cost what they are given or return; a commit costs what its insert costs.
 //!
 //! No call recurses: a chain of 10⁶ edges is walked with any stack size. No table is moved as a whole: `cargo run
 //! --release -p kvtrie-benches --bin pauses` prints the longest of 10⁵ single inserts and evictions.
@@ -127,7 +121,7 @@
 //! # Threads
 //!
 //! Calls take `&mut RadixIndex` and `&mut TokenSequence`: a caller with threads puts a lock around each (order: sequence,
-//! then index; a [`SequenceLedger`] before both).
+//! then index).
 //!
 //! # What it does not decide
 //!
@@ -147,16 +141,12 @@ mod edge_table;
 mod error;
 mod explain;
 mod extras;
-#[cfg(feature = "failpoints")]
 pub mod failpoints;
-#[cfg(not(feature = "failpoints"))]
-mod failpoints;
 mod fingerprints;
 mod gone;
 mod hash;
 mod ids;
 mod lease;
-mod ledger;
 mod lru;
 mod namespace;
 mod node;
@@ -173,29 +163,20 @@ mod snapshot;
 mod span;
 mod stats;
 mod tokens;
-mod transfer;
 mod tree;
 mod windows;
 
 pub use allocator::BlockAllocator;
-pub use error::{Error, ErrorKind, Refusal, Result};
+pub use error::{Error, ErrorKind, Result};
 pub use explain::{Context, ExplainOptions, Explanation, NamespaceDifference, Reason, WouldSave};
 pub use ids::BlockId;
-pub use ledger::{
-    Begin, Forgotten, LabelRun, LedgerSource, PLACEHOLDER, Present, RequestId, RolledBack,
-    SequenceLedger, Step, StepError, StepIds,
-};
 pub use namespace::{Namespace, Salt};
 pub use plan::{Class, Move, PlanOptions, ReusePlan, Segment};
 pub use policy::ReusePolicy;
 pub use snapshot::{RestoreLimits, RestoredPool};
 pub use span::{BUILT_IN_KINDS, MAX_KINDS, Span};
 pub use stats::Stats;
-pub use tokens::{Item, TokenSequence};
-pub use transfer::{
-    BlockRun, LocalGroup, Offer, Pair, SentGroup, TransferKey, TransferLimits, TransferManifest,
-    TransferOptions, TransferPlan,
-};
+pub use tokens::{Item, SequenceOwner, TokenSequence};
 pub use tree::{
     Config, Effort, Imported, InsertOptions, Inserted, LookupOptions, Match, RadixIndex, Removed,
     Source,

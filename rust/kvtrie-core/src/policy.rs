@@ -51,8 +51,12 @@ impl ReusePolicy {
         partial_blocks: true,
     };
 
-    /// Checks the fields against their limits and the index's `min_run`.
-    pub(crate) fn check(&self, min_run: usize, call: &str) -> Result<()> {
+    /// Checks the fields against their limits, and [`min_run`](Self::min_run) against the shortest run that can be
+    /// found.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument), with a message that begins with `call`.
+    pub fn check(&self, min_run: usize, call: &str) -> Result<()> {
         if let Some(asked) = self.min_run
             && asked < min_run
         {

@@ -84,11 +84,6 @@ impl<T> Slab<T> {
         self.slots.len() - self.free.len()
     }
 
-    /// Places, filled or vacant.
-    pub(crate) fn num_places(&self) -> usize {
-        self.slots.len()
-    }
-
     /// The vacant places, oldest first; the last is filled first.
     pub(crate) fn vacant(&self) -> &[u32] {
         &self.free

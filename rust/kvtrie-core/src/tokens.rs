@@ -117,14 +117,15 @@ pub struct TokenSequence {
     /// change.
     lineage: u64,
     held_len: usize,
-    /// Alive while a ledger's request owns the sequence. Nobody else changes it then.
-    owner: Weak<Owner>,
+    /// Alive while the sequence has an owner.
+    owner: Weak<()>,
     pub(crate) cursor: Option<Cursor>,
 }
 
-/// Held by a ledger's request while it owns a sequence.
+/// The right to change a sequence that nobody else may change, from [`TokenSequence::own`] on until this is dropped. A
+/// request of a ledger has one.
 #[derive(Debug)]
-pub(crate) struct Owner;
+pub struct SequenceOwner(Arc<()>);
 
 /// The tokens of a sequence at one moment, kept by a plan.
 #[derive(Clone, Debug)]
@@ -179,8 +180,7 @@ impl TokenSequence {
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and are inside
-    /// the new tokens, or if a request of a [`SequenceLedger`](crate::SequenceLedger) owns the sequence. Nothing is
-    /// appended then.
+    /// the new tokens, or if the sequence has an owner. Nothing is appended then.
     pub fn extend(&mut self, tokens: &[u32], items: Vec<Item>) -> Result<()> {
         self.check_free("TokenSequence.extend")?;
         let len = self.tokens.len();
@@ -190,8 +190,17 @@ impl TokenSequence {
         Ok(())
     }
 
-    /// Appends tokens without items, whoever owns the sequence.
-    pub(crate) fn push(&mut self, tokens: &[u32]) {
+    /// Appends tokens without items, for the owner.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if somebody else owns the sequence, or nobody does.
+    pub fn extend_as(&mut self, owner: &SequenceOwner, tokens: &[u32]) -> Result<()> {
+        self.check_owner(owner, "TokenSequence.extend_as")?;
+        self.push(tokens);
+        Ok(())
+    }
+
+    fn push(&mut self, tokens: &[u32]) {
         if let Some(own) = Arc::get_mut(&mut self.tokens) {
             own.extend_from_slice(tokens);
         } else {
@@ -205,22 +214,32 @@ impl TokenSequence {
     /// Keeps the first `len` tokens. An item across the cut ends there.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `len` is larger than the sequence, or a request of a
-    /// [`SequenceLedger`](crate::SequenceLedger) owns the sequence.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `len` is larger than the sequence, or the sequence has
+    /// an owner.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
-        self.check_free("TokenSequence.truncate")?;
+        const CALL: &str = "TokenSequence.truncate";
+        self.check_free(CALL)?;
+        self.cut(len, CALL)
+    }
+
+    /// Like [`truncate`](Self::truncate), for the owner.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `len` is larger than the sequence, or somebody else
+    /// owns the sequence, or nobody does.
+    pub fn truncate_as(&mut self, owner: &SequenceOwner, len: usize) -> Result<()> {
+        const CALL: &str = "TokenSequence.truncate_as";
+        self.check_owner(owner, CALL)?;
+        self.cut(len, CALL)
+    }
+
+    fn cut(&mut self, len: usize, call: &str) -> Result<()> {
         if len > self.tokens.len() {
             return Err(Error::invalid(format!(
-                "TokenSequence.truncate: n is {len}; it must be in [0, {}], the tokens of the sequence",
+                "{call}: n is {len}; it must be in [0, {}], the tokens of the sequence",
                 self.tokens.len()
             )));
         }
-        self.cut(len);
-        Ok(())
-    }
-
-    /// Keeps the first `len` tokens, whoever owns the sequence, which has at least `len`.
-    pub(crate) fn cut(&mut self, len: usize) {
         match Arc::get_mut(&mut self.tokens) {
             Some(own) => own.truncate(len),
             None => self.tokens = Arc::new(self.tokens[..len].to_vec()),
@@ -233,33 +252,51 @@ impl TokenSequence {
         if let Some(cursor) = &mut self.cursor {
             cursor.truncate(len);
         }
+        Ok(())
     }
 
-    /// Whether a request of a [`SequenceLedger`](crate::SequenceLedger) owns the sequence. [`extend`](Self::extend) and
-    /// [`truncate`](Self::truncate) are refused then.
+    /// Gives the sequence an owner, unless it has one. Until the owner is dropped, only [`extend_as`](Self::extend_as)
+    /// and [`truncate_as`](Self::truncate_as) change the tokens.
+    #[must_use]
+    pub fn own(&mut self) -> Option<SequenceOwner> {
+        if self.is_owned() {
+            return None;
+        }
+        let owner = SequenceOwner(Arc::new(()));
+        self.owner = Arc::downgrade(&owner.0);
+        Some(owner)
+    }
+
+    /// Whether the sequence has an owner. [`extend`](Self::extend) and [`truncate`](Self::truncate) are refused then.
     #[must_use]
     pub fn is_owned(&self) -> bool {
         self.owner.strong_count() > 0
     }
 
-    pub(crate) fn is_owned_by(&self, owner: &Arc<Owner>) -> bool {
-        Weak::as_ptr(&self.owner) == Arc::as_ptr(owner)
-    }
-
-    /// Gives the sequence to an owner for the owner's lifetime.
-    pub(crate) fn give_to(&mut self, owner: &Arc<Owner>) {
-        self.owner = Arc::downgrade(owner);
+    /// Whether this is the sequence's owner.
+    #[must_use]
+    pub fn is_owned_by(&self, owner: &SequenceOwner) -> bool {
+        Weak::as_ptr(&self.owner) == Arc::as_ptr(&owner.0)
     }
 
     fn check_free(&self, call: &str) -> Result<()> {
         if self.is_owned() {
             return Err(Error::invalid(format!(
-                "{call}: a request of a SequenceLedger has this sequence of {} tokens; append through the ledger, or \
-                 finish or forget the request first",
+                "{call}: this sequence of {} tokens has an owner, which alone changes it",
                 self.tokens.len()
             )));
         }
         Ok(())
+    }
+
+    fn check_owner(&self, owner: &SequenceOwner, call: &str) -> Result<()> {
+        if self.is_owned_by(owner) {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "{call}: this sequence of {} tokens has another owner, or none",
+            self.tokens.len()
+        )))
     }
 
     /// The token ids.
@@ -495,12 +532,12 @@ mod tests {
         let namespace = Namespace::new("m", "auto", "default", None, crate::Salt::Shared).unwrap();
         let mut seq =
             TokenSequence::new(Arc::new(namespace), vec![1, 2, 3], vec![item(1, 3, b"x")]).unwrap();
-        let owner = Arc::new(Owner);
-        seq.give_to(&owner);
+        let owner = seq.own().unwrap();
+        assert!(seq.own().is_none());
         let mut copy = seq.clone();
         assert!(Arc::ptr_eq(&seq.tokens, &copy.tokens));
         assert!(seq.is_owned() && !copy.is_owned());
-        seq.push(&[4]);
+        seq.extend_as(&owner, &[4]).unwrap();
         assert_eq!(
             (seq.tokens(), copy.tokens()),
             (&[1, 2, 3, 4][..], &[1, 2, 3][..])
@@ -508,6 +545,9 @@ mod tests {
         copy.truncate(2).unwrap();
         copy.extend(&[9], Vec::new()).unwrap();
         assert_eq!((seq.items()[0].end(), copy.items()[0].end()), (3, 2));
+        assert!(copy.extend_as(&owner, &[4]).is_err() && copy.truncate_as(&owner, 1).is_err());
+        assert!(seq.extend(&[5], Vec::new()).is_err() && seq.truncate(1).is_err());
+        assert!(seq.truncate_as(&owner, 5).is_err());
         // A plan of one says nothing about the other.
         let snapshot = seq.snapshot();
         assert!(seq.starts_with(&snapshot) && !copy.starts_with(&snapshot));

@@ -19,7 +19,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{PyCFunction, PyDict};
 
-use crate::errors::{KvTrieError, StaleHandleError, exception};
+use crate::errors::{KvTrieError, StaleHandleError, exception, transfer_exception};
 
 /// Whether a piece of work is expected to take longer than about 50 µs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +59,8 @@ impl Cost {
 pub(crate) enum Failure {
     /// The core refused.
     Core(kvtrie_core::Error),
+    /// A transfer failed.
+    Transfer(kvtrie_transfer::TransferError),
     /// A call panicked earlier while it held this lock.
     Poisoned(&'static str),
     /// The work panicked: a bug in the core.
@@ -73,10 +75,17 @@ impl From<kvtrie_core::Error> for Failure {
     }
 }
 
+impl From<kvtrie_transfer::TransferError> for Failure {
+    fn from(error: kvtrie_transfer::TransferError) -> Self {
+        Self::Transfer(error)
+    }
+}
+
 impl From<Failure> for PyErr {
     fn from(failure: Failure) -> Self {
         match failure {
             Failure::Core(error) => exception(&error),
+            Failure::Transfer(error) => transfer_exception(&error),
             Failure::Poisoned(what) => KvTrieError::new_err(format!(
                 "{what} is unusable: an earlier call on it ended in an internal error"
             )),

@@ -1,6 +1,7 @@
 //! The exceptions, and which one a core error becomes.
 
 use kvtrie_core::{Error, ErrorKind};
+use kvtrie_transfer::TransferError;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
@@ -60,17 +61,40 @@ create_exception!(
     reason = "every kind is named; the last arm is there because the list may grow"
 )]
 pub(crate) fn exception(error: &Error) -> PyErr {
-    let message = error.to_string();
+    let message = in_python(error.to_string());
     match error.kind() {
         ErrorKind::InvalidArgument => PyValueError::new_err(message),
         ErrorKind::BlockInUse => BlockInUseError::new_err(message),
         ErrorKind::OutOfBlocks => OutOfBlocksError::new_err(message),
         ErrorKind::StaleHandle => StaleHandleError::new_err(message),
         ErrorKind::Snapshot => SnapshotError::new_err(message),
-        ErrorKind::TransferRefused(reason) => refused(message, reason.as_str()),
-        ErrorKind::Malformed => KvTrieError::new_err(message),
+        ErrorKind::BrokenInvariant => KvTrieError::new_err(message),
         _ => KvTrieError::new_err(message),
     }
+}
+
+/// A message of the core, with Python's name of the Rust call that it begins with.
+fn in_python(message: String) -> String {
+    let Some((call, rest)) = message.split_once(": ") else {
+        return message;
+    };
+    let name = match call {
+        "SequenceLedger::new" => "SequenceLedger",
+        "SequenceLedger::final_end" => "SequenceLedger.final_range",
+        "TransferManifest::new" => "TransferManifest.from_blocks",
+        "Offer::of" | "Offer::manifest" => "TransferManifest.from_ledger",
+        "TransferPlan::new" => "plan_transfer",
+        _ if call.contains("::") => &call.replace("::", "."),
+        _ => return message,
+    };
+    format!("{name}: {rest}")
+}
+
+/// The exception for a core error that one argument of a Python call is the cause of: the call has another name in Rust.
+pub(crate) fn exception_in(call: &str, error: &Error) -> PyErr {
+    let message = error.to_string();
+    let rest = message.split_once(": ").map_or(&*message, |(_, rest)| rest);
+    exception(&Error::new(error.kind(), format!("{call}: {rest}")))
 }
 
 /// The error of a plan that is used after it was released.
@@ -79,10 +103,17 @@ pub(crate) fn released(call: &str) -> PyErr {
     StaleHandleError::new_err(format!("{call}: the plan was released already"))
 }
 
-fn refused(message: String, reason: &'static str) -> PyErr {
-    let error = TransferRefused::new_err(message);
-    Python::attach(|py| match error.value(py).setattr("reason", reason) {
-        Ok(()) => error,
-        Err(failure) => failure,
-    })
+/// The exception for an error of a transfer.
+pub(crate) fn transfer_exception(error: &TransferError) -> PyErr {
+    let (refusal, message) = match error {
+        TransferError::Argument(error) => return exception(error),
+        TransferError::Refused(refusal, message) => (refusal, message),
+    };
+    let error = TransferRefused::new_err(in_python(message.clone()));
+    Python::attach(
+        |py| match error.value(py).setattr("reason", refusal.as_str()) {
+            Ok(()) => error,
+            Err(failure) => failure,
+        },
+    )
 }

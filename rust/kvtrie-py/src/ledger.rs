@@ -2,9 +2,9 @@
 
 use std::sync::{Arc, Mutex};
 
-use kvtrie_core::{
-    Begin, BlockId, LedgerSource, Present, RadixIndex, RequestId, ReusePlan, RolledBack,
-    SequenceLedger, Step, StepError, TokenSequence,
+use kvtrie_core::{BlockId, RadixIndex, ReusePlan, TokenSequence};
+use kvtrie_transfer::{
+    Begin, LedgerSource, RequestId, RolledBack, SequenceLedger, Step, StepError,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -28,11 +28,11 @@ use crate::span::PySpan;
 /// What a ledger's lock guards, for messages.
 pub(crate) const LEDGER: &str = "the ledger";
 /// Ids as engines have them: -1 stands for one that is not known yet.
-const IDS: std::ops::RangeInclusive<i64> = kvtrie_core::PLACEHOLDER..=0xFFFF_FFFF;
+const IDS: std::ops::RangeInclusive<i64> = kvtrie_transfer::PLACEHOLDER..=0xFFFF_FFFF;
 
 /// A live request, as the ledger's dictionary has it.
 #[pyclass(frozen, module = "kvtrie", name = "_LiveRequest")]
-pub(crate) struct PyLive {
+pub(crate) struct PyLiveRequest {
     pub(crate) id: RequestId,
     pub(crate) seq: Py<PyTokenSequence>,
     plan: Option<Py<PyReusePlan>>,
@@ -43,7 +43,7 @@ pub(crate) struct PyLive {
     pins: Mutex<Vec<Py<PyReusePlan>>>,
 }
 
-impl PyLive {
+impl PyLiveRequest {
     /// Keeps what commits made, and lets go of what they have released.
     fn keep_pins(
         &self,
@@ -258,22 +258,13 @@ impl PySequenceLedger {
         if plan.is_some_and(|plan| plan.get().is_released()) {
             return Err(released(CALL));
         }
-        let present = match &missing {
-            Some(_) if num_computed > 0 => {
-                return Err(of_request(request)(PyValueError::new_err(format!(
-                    "{CALL}: num_computed is {num_computed} and missing is given; they exclude each other"
-                ))));
-            }
-            Some(missing) => Some(Present::AllBut(missing)),
-            None if num_computed > 0 => Some(Present::Below(num_computed)),
-            None => None,
-        };
         if self.find(py, request)?.is_some() {
             return Err(live_already(request));
         }
         let begin = Begin {
             source: core_source,
-            present,
+            num_computed,
+            missing: missing.as_deref(),
             in_place: plan.map(|plan| plan.get().share()),
         };
         let cost = Cost::copy(4 * blocks.len());
@@ -284,7 +275,7 @@ impl PySequenceLedger {
             Ok(ledger.begin(&mut seq, &blocks, begin)?)
         });
         let id = id.map_err(of_request(request))?;
-        let live = PyLive {
+        let live = PyLiveRequest {
             id,
             seq: seq.clone().unbind(),
             plan: source_plan.or_else(|| plan.map(|plan| plan.clone().unbind())),
@@ -1134,7 +1125,7 @@ impl PySequenceLedger {
         py: Python<'py>,
         request: &Bound<'py, PyAny>,
         call: &str,
-    ) -> PyResult<Bound<'py, PyLive>> {
+    ) -> PyResult<Bound<'py, PyLiveRequest>> {
         self.find(py, request)?
             .ok_or_else(|| not_live(request, call))
     }
@@ -1143,7 +1134,7 @@ impl PySequenceLedger {
         &self,
         py: Python<'py>,
         request: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyLive>>> {
+    ) -> PyResult<Option<Bound<'py, PyLiveRequest>>> {
         find_in(self.requests.bind(py), request)
     }
 
@@ -1153,18 +1144,23 @@ impl PySequenceLedger {
         py: Python<'py>,
         request: &Bound<'py, PyAny>,
         call: &str,
-    ) -> PyResult<Bound<'py, PyLive>> {
+    ) -> PyResult<Bound<'py, PyLiveRequest>> {
         let found = self
             .requests
             .bind(py)
             .call_method1("pop", (request, py.None()))?;
         found
-            .cast_into::<PyLive>()
+            .cast_into::<PyLiveRequest>()
             .map_err(|_| not_live(request, call))
     }
 
     /// Puts a request back that did not end.
-    fn put_back(&self, py: Python<'_>, request: &Bound<'_, PyAny>, entry: &Bound<'_, PyLive>) {
+    fn put_back(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        entry: &Bound<'_, PyLiveRequest>,
+    ) {
         if let Err(error) = self.requests.bind(py).set_item(request, entry) {
             // The request's own methods fail: nobody can name it any longer.
             error.write_unraisable(py, Some(request));
@@ -1172,7 +1168,12 @@ impl PySequenceLedger {
     }
 
     /// Puts a request into the dictionary, unless one of its name is there.
-    fn enlist(&self, py: Python<'_>, request: &Bound<'_, PyAny>, live: PyLive) -> PyResult<()> {
+    fn enlist(
+        &self,
+        py: Python<'_>,
+        request: &Bound<'_, PyAny>,
+        live: PyLiveRequest,
+    ) -> PyResult<()> {
         let live = Bound::new(py, live)?;
         let there = self
             .requests
@@ -1204,7 +1205,7 @@ impl PySequenceLedger {
 /// How many steps handing the blocks of a request over takes at most, and ending its plans.
 fn commit_steps(
     ledger: &SequenceLedger,
-    live: &PyLive,
+    live: &PyLiveRequest,
     seq: &TokenSequence,
     index: &RadixIndex,
     plans: &[Py<PyReusePlan>],
@@ -1240,10 +1241,10 @@ impl<'py> FromPyObject<'_, 'py> for Name<'py> {
 fn find_in<'py>(
     requests: &Bound<'py, PyDict>,
     request: &Bound<'py, PyAny>,
-) -> PyResult<Option<Bound<'py, PyLive>>> {
+) -> PyResult<Option<Bound<'py, PyLiveRequest>>> {
     match requests.get_item(request)? {
         // Nothing else is put there.
-        Some(live) => Ok(live.cast_into::<PyLive>().ok()),
+        Some(live) => Ok(live.cast_into::<PyLiveRequest>().ok()),
         None => Ok(None),
     }
 }

@@ -1,6 +1,7 @@
 //! What goes out: numpy arrays, always fresh ones that belong to the caller.
 
-use kvtrie_core::{BlockId, Class, LabelRun, Move, Pair, Segment};
+use kvtrie_core::{BlockId, Class, Move, Segment};
+use kvtrie_transfer::{BlockPair, LabelRun};
 use numpy::{PyArray1, PyArrayDescr, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -124,7 +125,7 @@ pub(crate) fn moves<'py>(py: Python<'py>, moves: &[Move]) -> PyResult<Records<'p
 }
 
 /// What a transfer loads as a structured array.
-pub(crate) fn pairs<'py>(py: Python<'py>, pairs: &[Pair]) -> PyResult<Records<'py>> {
+pub(crate) fn pairs<'py>(py: Python<'py>, pairs: &[BlockPair]) -> PyResult<Records<'py>> {
     static DTYPE: PyOnceLock<Py<PyArrayDescr>> = PyOnceLock::new();
     let mut bytes = Vec::with_capacity(pairs.len() * 48);
     for pair in pairs {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvtrie_core::{Item, TokenSequence};
+use kvtrie_core::{Error, ErrorKind, Item, TokenSequence};
 use numpy::PyArray1;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -115,7 +115,9 @@ impl PyTokenSequence {
         // A plan may hold the old ids, which are copied then.
         let cost = Cost::copy(self.len(py)? + ids.len());
         py.enter(cost, move |keys| {
-            Ok(keys.lock(&self.core, SEQUENCE)?.extend(&ids, items)?)
+            let mut seq = keys.lock(&self.core, SEQUENCE)?;
+            check_free(&seq, CALL)?;
+            Ok(seq.extend(&ids, items)?)
         })
     }
 
@@ -140,9 +142,12 @@ impl PyTokenSequence {
         py: Python<'_>,
         #[pyo3(from_py_with = int::<call::TokenSequenceTruncate, arg::N>)] n: i128,
     ) -> PyResult<()> {
-        let n = Arg::new("TokenSequence.truncate", "n").count(n)?;
+        const CALL: &str = "TokenSequence.truncate";
+        let n = Arg::new(CALL, "n").count(n)?;
         py.enter(Cost::copy(n), |keys| {
-            Ok(keys.lock(&self.core, SEQUENCE)?.truncate(n)?)
+            let mut seq = keys.lock(&self.core, SEQUENCE)?;
+            check_free(&seq, CALL)?;
+            Ok(seq.truncate(n)?)
         })
     }
 
@@ -259,6 +264,19 @@ impl<'py> FromPyObject<'_, 'py> for Key<'py> {
 
 fn signed(len: usize) -> i128 {
     i128::try_from(len).unwrap_or(i128::MAX)
+}
+
+/// Refuses a change of a sequence that a request of a ledger has.
+fn check_free(seq: &TokenSequence, call: &str) -> kvtrie_core::Result<()> {
+    if !seq.is_owned() {
+        return Ok(());
+    }
+    let message = format!(
+        "{call}: a request of a SequenceLedger has this sequence of {} tokens; append through the ledger, or finish or \
+         forget the request first",
+        seq.len()
+    );
+    Err(Error::new(ErrorKind::InvalidArgument, message))
 }
 
 fn read_items(value: Option<&Bound<'_, PyAny>>, arg: Arg) -> PyResult<Vec<Item>> {

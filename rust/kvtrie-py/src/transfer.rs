@@ -1,9 +1,7 @@
 //! `TransferManifest`, `BlockRun` and `TransferLimits`.
 
-use kvtrie_core::{
-    BlockId, Class, Imported, LabelRun, Offer, SentGroup, TransferKey, TransferLimits,
-    TransferManifest,
-};
+use kvtrie_core::{BlockId, Class, Error, ErrorKind, Imported, TokenSequence};
+use kvtrie_transfer::{LabelRun, Offer, SentGroup, TransferKey, TransferLimits, TransferManifest};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -12,7 +10,7 @@ use pyo3::types::{PyBytes, PyDict};
 use crate::arguments::{arg, call, int, of, optional_of};
 use crate::buffers::{self, Arg, block_ids, no_bytes};
 use crate::detach::{Cost, Enter};
-use crate::errors::exception;
+use crate::errors::exception_in;
 use crate::fields::{new_arguments, replaced};
 use crate::hints::{Ids, NewArguments, ReducedManifest};
 use crate::ledger::{LEDGER, PySequenceLedger};
@@ -335,12 +333,12 @@ impl PyTransferManifest {
     ) -> PyResult<Self> {
         const CALL: &str = "TransferManifest.from_blocks";
         let arg = |name| Arg::new(CALL, name);
-        let key = transfer_key(key, context)?;
+        let key = transfer_key(key, context, CALL)?;
         let num_computed = arg("num_computed").count(num_computed)?;
         let num_lookahead = arg("num_lookahead").count(num_lookahead)?;
         let labels = labels(source, num_computed, arg("source"))?;
-        let tables = tables(blocks, CALL)?;
-        let sizes = block_sizes(Some(block_size), &tables, CALL)?;
+        let tables = tables(blocks, arg("blocks"))?;
+        let sizes = block_sizes(Some(block_size), &tables, arg("blocks"))?;
         let tokens = num_computed.saturating_mul(tables.len());
         let seq = seq.get();
         let core = py.enter(hashing(tokens), move |keys| {
@@ -353,9 +351,9 @@ impl PyTransferManifest {
                     blocks,
                 })
                 .collect();
-            let end = num_computed.saturating_add(num_lookahead);
             // The lock is free while the copy is hashed.
             let seq = keys.lock(&seq.core, SEQUENCE)?.clone();
+            let end = check_counts(&seq, num_computed, num_lookahead, CALL)?;
             Ok(TransferManifest::new(&seq, &groups, &labels, end, &key)?)
         })?;
         Ok(Self { core })
@@ -411,7 +409,7 @@ impl PyTransferManifest {
         context: Option<&Bound<'_, PyBytes>>,
     ) -> PyResult<Self> {
         const CALL: &str = "TransferManifest.from_ledger";
-        let key = transfer_key(key, context)?;
+        let key = transfer_key(key, context, CALL)?;
         let group = Arg::new(CALL, "group").within(group, 0, i32::MAX.cast_unsigned())?;
         let ledger = ledger.get();
         let live = ledger.live(py, request, CALL)?;
@@ -627,31 +625,53 @@ fn labels(
         .collect())
 }
 
+/// The end of the issued positions, for counts that the sequence and the format have room for.
+fn check_counts(
+    seq: &TokenSequence,
+    num_computed: usize,
+    num_lookahead: usize,
+    call: &str,
+) -> kvtrie_core::Result<usize> {
+    const MOST: usize = u32::MAX as usize;
+    let end = num_computed.saturating_add(num_lookahead);
+    let message = if num_computed > seq.len() {
+        format!(
+            "{call}: num_computed is {num_computed}; it must be in [0, {}], the tokens of the sequence",
+            seq.len()
+        )
+    } else if end > MOST {
+        format!(
+            "{call}: num_lookahead is {num_lookahead}; after {num_computed} computed tokens it must be in [0, {}]",
+            MOST.saturating_sub(num_computed)
+        )
+    } else {
+        return Ok(end);
+    };
+    Err(Error::new(ErrorKind::InvalidArgument, message))
+}
+
 /// The key of a deployment.
 /// The key of a call, bound to what the caller says that a manifest is about.
 pub(crate) fn transfer_key(
     key: &Bound<'_, PyBytes>,
     context: Option<&Bound<'_, PyBytes>>,
+    call: &str,
 ) -> PyResult<TransferKey> {
     let context = context.map_or(&[][..], |context| context.as_bytes());
     TransferKey::new(key.as_bytes())
         .and_then(|key| key.bound_to(context))
-        .map_err(|error| exception(&error))
+        .map_err(|error| exception_in(call, &error))
 }
 
 /// Block tables by group, ascending: a list of ids is group 0.
-pub(crate) fn tables(
-    value: &Bound<'_, PyAny>,
-    call: &'static str,
-) -> PyResult<Vec<(u32, Vec<BlockId>)>> {
-    let arg = Arg::new(call, "blocks");
+pub(crate) fn tables(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<(u32, Vec<BlockId>)>> {
     let Ok(groups) = value.cast::<PyDict>() else {
         return Ok(vec![(0, block_ids(value, BlockId::MAX_BLOCKS, arg)?)]);
     };
     let mut tables = Vec::with_capacity(groups.len());
     for (group, ids) in groups {
         tables.push((
-            group_number(&group, call)?,
+            group_number(&group, arg.call)?,
             block_ids(&ids, BlockId::MAX_BLOCKS, arg)?,
         ));
     }
@@ -663,8 +683,9 @@ pub(crate) fn tables(
 pub(crate) fn block_sizes(
     value: Option<&Bound<'_, PyAny>>,
     tables: &[(u32, Vec<BlockId>)],
-    call: &'static str,
+    blocks: Arg,
 ) -> PyResult<Vec<Option<usize>>> {
+    let Arg { call, name } = blocks;
     let arg = Arg::new(call, "block_size");
     let size = |value: &Bound<'_, PyAny>| -> PyResult<usize> {
         let read = buffers::int(value).map_err(|error| arg.not_read(value, error, "an int"))?;
@@ -688,7 +709,7 @@ pub(crate) fn block_sizes(
     );
     if mine != theirs {
         return Err(PyValueError::new_err(format!(
-            "{call}: block_size is of the groups {}, blocks of {}",
+            "{call}: block_size is of the groups {}, {name} of {}",
             groups(mine),
             groups(theirs)
         )));

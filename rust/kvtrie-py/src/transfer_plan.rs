@@ -1,6 +1,6 @@
 //! `plan_transfer` and `TransferPlan`.
 
-use kvtrie_core::{LocalGroup, TransferOptions, TransferPlan};
+use kvtrie_transfer::{LocalGroup, TransferOptions, TransferPlan};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -209,14 +209,15 @@ pub(crate) fn plan_transfer(
     const CALL: &str = "plan_transfer";
     /// Tokens that are hashed in the time of one compression.
     const LEAST_WINDOW: usize = 16;
-    let key = transfer_key(key, context)?;
+    let key = transfer_key(key, context, CALL)?;
     let keep_last = Arg::new(CALL, "keep_last").count(keep_last)?;
     let (start, end) = match cached {
         None => (0, 0),
         Some(cached) => range(cached, Arg::new(CALL, "cached"))?,
     };
-    let tables = tables(local_blocks, CALL)?;
-    let sizes = block_sizes(block_size, &tables, CALL)?;
+    let blocks = Arg::new(CALL, "local_blocks");
+    let tables = tables(local_blocks, blocks)?;
+    let sizes = block_sizes(block_size, &tables, blocks)?;
     let policy = policy.map_or(&EXACT_ONLY, |policy| policy.get()).core();
     let (manifest, seq) = (manifest.get().core(), local_seq.get());
     let mut tokens = seq.len(py)?.saturating_mul(tables.len());

@@ -43,7 +43,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::ids::{BlockId, Depth, NO_NODE};
+use crate::ids::{BlockId, NO_NODE};
 use crate::lease::Lease;
 use crate::node::Node;
 use crate::policy::ReusePolicy;
@@ -216,17 +216,33 @@ impl ReusePlan {
         self.pinned
     }
 
-    pub(crate) fn block_size(&self) -> usize {
+    /// Tokens per block of the index that made the plan.
+    #[must_use]
+    pub fn block_size(&self) -> usize {
         self.block_size
+    }
+
+    /// Whether this index made the plan.
+    #[must_use]
+    pub fn is_of(&self, index: &RadixIndex) -> bool {
+        self.index == index.uid
+    }
+
+    /// Whether the sequence begins with the tokens that were planned, in their namespace. O(1) if it is the sequence
+    /// that was planned.
+    #[must_use]
+    pub fn is_prefix_of(&self, seq: &TokenSequence) -> bool {
+        seq.starts_with(&self.snapshot)
     }
 
     pub(crate) fn snapshot(&self) -> &Snapshot {
         &self.snapshot
     }
 
-    /// The most hops of any token in the block at a depth.
-    pub(crate) fn hops_of_block(&self, place: Depth) -> u16 {
-        let start = place as usize * self.block_size;
+    /// The most hops of any token in the prompt's block number `block`, counted from 0.
+    #[must_use]
+    pub fn hops_of_block(&self, block: usize) -> u16 {
+        let start = block * self.block_size;
         let first = self
             .segments
             .partition_point(|segment| segment.end <= start);
@@ -236,8 +252,9 @@ impl ReusePlan {
         inside.map(|segment| segment.hops).max().unwrap_or(0)
     }
 
-    /// The first approximate token.
-    pub(crate) fn first_approximate(&self) -> Option<usize> {
+    /// Position of the first approximate token, if there is one.
+    #[must_use]
+    pub fn first_approximate(&self) -> Option<usize> {
         let mut segments = self.segments.iter();
         let first = segments.find(|segment| segment.class == Class::Approximate);
         first.map(|segment| segment.start)
@@ -255,7 +272,7 @@ impl ReusePlan {
     }
 
     fn check_index(&self, index: &RadixIndex, call: &str) -> Result<()> {
-        if self.index == index.uid {
+        if self.is_of(index) {
             return Ok(());
         }
         Err(Error::invalid(format!(
@@ -304,8 +321,28 @@ impl RadixIndex {
         Ok(self.plan_checked(seq, policy, options))
     }
 
-    /// Like [`plan`](Self::plan), with a policy that is within its limits: it cannot fail.
-    pub(crate) fn plan_checked(
+    /// Pins the blocks that a sequence has in place: exact ones, or with `approximate` all. It copies nothing, searches
+    /// for no moved run, and cannot fail.
+    ///
+    /// # Complexity
+    /// That of [`plan`](Self::plan) without a search.
+    pub fn pin_in_place(&mut self, seq: &mut TokenSequence, approximate: bool) -> ReusePlan {
+        let policy = ReusePolicy {
+            approximate,
+            max_hops: ReusePolicy::MAX_HOPS,
+            // Longer than any run.
+            min_run: Some(seq.len().max(self.config.min_run) + 1),
+            partial_blocks: false,
+            ..ReusePolicy::EXACT_ONLY
+        };
+        let options = PlanOptions {
+            keep_last: 0,
+            pin: true,
+        };
+        self.plan_checked(seq, &policy, options)
+    }
+
+    fn plan_checked(
         &mut self,
         seq: &mut TokenSequence,
         policy: &ReusePolicy,
@@ -466,8 +503,9 @@ impl RadixIndex {
         Ok(())
     }
 
-    /// Ends a plan of this index unless it was released before; it cannot fail.
-    pub(crate) fn release_if_live(&mut self, plan: &ReusePlan) {
+    /// Like [`release`](Self::release), but a plan that was released before, or belongs to another index, is left as it
+    /// is: it cannot fail.
+    pub fn release_if_live(&mut self, plan: &ReusePlan) {
         if let Ok(lease) = plan.lease_index(self, "ReusePlan.release") {
             self.end_lease(lease);
         }

@@ -590,7 +590,7 @@ impl<'a> Labels<'a> {
         match self.source {
             Source::Computed => 0,
             Source::Imported(imported) => imported.hops,
-            Source::Plan(plan) => plan.hops_of_block(place),
+            Source::Plan(plan) => plan.hops_of_block(place as usize),
         }
     }
 

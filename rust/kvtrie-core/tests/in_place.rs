@@ -1,0 +1,88 @@
+//! Plans that only pin what is in place, and what a plan says about itself.
+
+#![expect(clippy::unwrap_used, reason = "helpers of a test")]
+
+use std::sync::Arc;
+
+use common::{ids, sequence};
+use kvtrie_core::{
+    Config, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePolicy, Salt, Source,
+    TokenSequence,
+};
+
+mod common;
+
+fn index() -> RadixIndex {
+    RadixIndex::new(Config {
+        num_blocks: 32,
+        block_size: 2,
+        moved_runs: true,
+        min_run: 8,
+        ..Config::seeded(0)
+    })
+    .unwrap()
+}
+
+/// Two exact blocks and two approximate ones of 32 tokens, which are all cached after another prefix too.
+fn filled() -> (RadixIndex, TokenSequence) {
+    let mut index = index();
+    let mut other = sequence([100, 101].into_iter().chain(0..32));
+    let options = InsertOptions::new(34, Source::Computed);
+    index.insert(&mut other, &ids(4..21), options).unwrap();
+    let mut seq = sequence(0..32);
+    let source = Source::Imported(Imported {
+        exact_until: 4,
+        hops: 3,
+    });
+    let options = InsertOptions::new(8, source);
+    index.insert(&mut seq, &ids(0..4), options).unwrap();
+    (index, seq)
+}
+
+#[test]
+fn pin_in_place_pins_exact_blocks_or_all_and_copies_nothing() {
+    let (mut index, mut seq) = filled();
+    assert_eq!(index.num_evictable(), 21);
+    for (approximate, blocks) in [(false, 2), (true, 4)] {
+        let plan = index.pin_in_place(&mut seq, approximate);
+        assert_eq!(plan.blocks(), ids(0..blocks));
+        assert_eq!(plan.source_blocks(), []);
+        assert_eq!(index.num_evictable(), 21 - u64::from(blocks));
+        // A plan with the same permission copies the rest.
+        let policy = ReusePolicy {
+            approximate: true,
+            max_hops: ReusePolicy::MAX_HOPS,
+            ..ReusePolicy::EXACT_ONLY
+        };
+        let moved = index.plan(&mut seq.clone(), &policy, PlanOptions::default());
+        let moved = moved.unwrap();
+        assert!(!moved.source_blocks().is_empty());
+        index.release(&moved).unwrap();
+        // The second release, and the release by another index, do nothing.
+        self::index().release_if_live(&plan);
+        assert!(!index.is_released(&plan));
+        index.release_if_live(&plan);
+        index.release_if_live(&plan);
+        assert!(index.is_released(&plan));
+        assert_eq!(index.num_evictable(), 21);
+    }
+}
+
+#[test]
+fn a_plan_knows_its_index_its_tokens_and_its_labels() {
+    let (mut index, mut seq) = filled();
+    let plan = index.pin_in_place(&mut seq, true);
+    assert!(plan.is_of(&index) && !plan.is_of(&self::index()));
+    assert_eq!(plan.block_size(), 2);
+    assert_eq!(plan.first_approximate(), Some(4));
+    let hops = [0, 1, 2, 3, 4, 99].map(|block| plan.hops_of_block(block));
+    assert_eq!(hops, [0, 0, 3, 3, 0, 0]);
+    seq.extend(&[7], Vec::new()).unwrap();
+    assert!(plan.is_prefix_of(&seq) && plan.is_prefix_of(&sequence(0..40)));
+    assert!(!plan.is_prefix_of(&sequence(0..31)));
+    let other = Namespace::new("n", "bfloat16", "default", None, Salt::Shared).unwrap();
+    let other = TokenSequence::new(Arc::new(other), (0..40).collect(), Vec::new()).unwrap();
+    assert!(!plan.is_prefix_of(&other));
+    let exact = index.pin_in_place(&mut seq, false);
+    assert_eq!(exact.first_approximate(), None);
+}

@@ -1,0 +1,98 @@
+//! Why a call fails.
+
+use std::fmt;
+
+use kvtrie_core::{Error, ErrorKind};
+
+/// Why a transfer manifest is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// The bytes are not a manifest, or contradict themselves.
+    Malformed,
+    /// The bytes are of another version of the format.
+    Version,
+    /// The manifest exceeds a limit of its reader.
+    Limits,
+    /// A run was not written with this key, or was changed afterwards.
+    Digest,
+    /// The blocks belong to another namespace than the prompt.
+    Namespace,
+    /// The manifest names other groups of blocks than the receiver has.
+    Groups,
+}
+
+impl Refusal {
+    /// The reason in one word.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Malformed => "malformed",
+            Self::Version => "version",
+            Self::Limits => "limits",
+            Self::Digest => "digest",
+            Self::Namespace => "namespace",
+            Self::Groups => "groups",
+        }
+    }
+}
+
+/// Why a manifest cannot be read or planned with. The message names the call, the value and the limit.
+///
+/// # Examples
+/// ```
+/// use kvtrie_transfer::{Refusal, TransferLimits, TransferManifest};
+/// let error = TransferManifest::from_bytes(b"?", &TransferLimits::default()).unwrap_err();
+/// assert_eq!(error.refusal(), Some(Refusal::Malformed));
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TransferError {
+    /// The manifest is not readable, or not meant for this receiver.
+    Refused(Refusal, String),
+    /// The receiver's own arguments are wrong.
+    Argument(Error),
+}
+
+impl TransferError {
+    /// Why the manifest is refused, if it is.
+    #[must_use]
+    pub fn refusal(&self) -> Option<Refusal> {
+        match self {
+            Self::Refused(refusal, _) => Some(*refusal),
+            Self::Argument(_) => None,
+        }
+    }
+}
+
+impl fmt::Display for TransferError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused(_, message) => f.write_str(message),
+            Self::Argument(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for TransferError {}
+
+impl From<Error> for TransferError {
+    fn from(error: Error) -> Self {
+        Self::Argument(error)
+    }
+}
+
+pub(crate) fn invalid(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::InvalidArgument, message)
+}
+
+pub(crate) fn block_in_use(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::BlockInUse, message)
+}
+
+pub(crate) fn stale(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::StaleHandle, message)
+}
+
+pub(crate) fn refused(refusal: Refusal, message: impl Into<String>) -> TransferError {
+    TransferError::Refused(refusal, message.into())
+}

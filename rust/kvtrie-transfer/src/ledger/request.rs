@@ -1,0 +1,112 @@
+//! The state of one live request.
+
+use std::sync::Arc;
+
+use kvtrie_core::{BlockId, Error, Result, ReusePlan, SequenceOwner, Span, TokenSequence};
+
+use super::labels::{LedgerSource, RequestLabels};
+use super::positions::{Contradiction, Positions};
+use crate::error::{block_in_use, invalid};
+
+#[derive(Debug)]
+pub(super) struct Request {
+    /// Of the request's sequence.
+    pub(super) owner: SequenceOwner,
+    pub(super) positions: Positions,
+    /// The table, from position 0.
+    pub(super) blocks: Vec<BlockId>,
+    /// Tokens whose blocks belong to the index: whole blocks, at most what is final and computed.
+    pub(super) committed: usize,
+    pub(super) source: LedgerSource,
+    /// If the source is not a plan: pins the blocks in place at the beginning.
+    pub(super) in_place: Option<Arc<ReusePlan>>,
+    /// If the source is not a plan: pin the committed blocks.
+    pub(super) pins: Vec<Arc<ReusePlan>>,
+    pub(super) labels: RequestLabels,
+    pub(super) spans: Vec<Tagged>,
+}
+
+/// A span, and the end of the part that the index has.
+#[derive(Clone, Debug)]
+pub(super) struct Tagged {
+    pub(super) span: Span,
+    pub(super) given_until: usize,
+}
+
+impl Request {
+    /// Refuses any sequence but this request's.
+    pub(super) fn check_owns(&self, seq: &TokenSequence, call: &str) -> Result<()> {
+        if seq.is_owned_by(&self.owner) {
+            return Ok(());
+        }
+        Err(invalid(format!(
+            "{call}: the sequence of {} tokens is not the one of {} tokens that the request began with",
+            seq.len(),
+            self.positions.num_final
+        )))
+    }
+}
+
+/// Refuses ids that are twice in a table, of which `old` is already part.
+pub(super) fn check_unique(old: &[BlockId], new: &[BlockId], call: &str) -> Result<()> {
+    /// Up to this many ids, a linear search is used.
+    const FEW: usize = 8;
+    let twice = if new.len() <= FEW {
+        let mut known = (0..new.len()).filter(|&at| {
+            let id = new[at];
+            old.contains(&id) || new[..at].contains(&id)
+        });
+        known.next().map(|at| new[at])
+    } else {
+        let mut all: Vec<BlockId> = old.iter().chain(new).copied().collect();
+        all.sort_unstable();
+        all.windows(2)
+            .find(|pair| pair[0] == pair[1])
+            .map(|pair| pair[0])
+    };
+    match twice {
+        Some(id) => Err(block_in_use(format!(
+            "{call}: block {id} comes twice in the table of {} and {} new blocks",
+            old.len(),
+            new.len()
+        ))),
+        None => Ok(()),
+    }
+}
+
+pub(super) fn check_ids(ids: &[BlockId], call: &str) -> Result<()> {
+    match ids.iter().find(|id| u64::from(id.0) >= BlockId::MAX_BLOCKS) {
+        Some(id) => Err(invalid(format!(
+            "{call}: blocks has {id}; it must be in [0, {}), the ids that a pool can have",
+            BlockId::MAX_BLOCKS
+        ))),
+        None => Ok(()),
+    }
+}
+
+#[cold]
+pub(super) fn refuse(why: Contradiction, blocks: usize, block_size: usize, call: &str) -> Error {
+    invalid(match why {
+        Contradiction::Below { claimed, verified } => format!(
+            "{call}: num_computed is {claimed}, below the {verified} tokens that are final and computed; a rollback \
+             takes them back"
+        ),
+        Contradiction::NotIssued { claimed, issued } => format!(
+            "{call}: num_computed is {claimed}, but only the positions below {issued} were issued"
+        ),
+        Contradiction::Refused {
+            claimed,
+            computed,
+            draft,
+        } => format!(
+            "{call}: num_computed comes down from {computed} to {claimed}, but no id has arrived for the drafts from {draft} \
+             on: ids and the counter without what was refused go into one call"
+        ),
+        Contradiction::NoRoom { end, capacity } => format!(
+            "{call}: positions up to {end} would be issued, the {blocks} blocks of {block_size} tokens end at {capacity}"
+        ),
+        Contradiction::Drafts { drafts, tokens } => {
+            format!("{call}: {drafts} drafts are more than the {tokens} tokens that are issued")
+        }
+    })
+}

@@ -1,0 +1,26 @@
+//! What KV of a live request is computed, and what another engine may load of it.
+//!
+//! Two parts, both pure Rust, without Python, I/O, unsafe code of their own or access to KV bytes:
+//!
+//! - A [`SequenceLedger`] records what is *computed* for every live request, and is the only owner of its lengths. It
+//!   takes final ids and the engine's claims, returns the range that is final and computed, and commits exactly that
+//!   range to a [`RadixIndex`](kvtrie_core::RadixIndex).
+//! - A [`TransferManifest`] names the blocks of one request with digests of their tokens. A [`TransferPlan`] says which
+//!   of them a receiver loads, where, and what it computes.
+//!
+//! A caller with threads puts a lock around each ledger, and takes it before the locks of sequences and of the index.
+#![forbid(unsafe_code)]
+
+mod error;
+mod ledger;
+mod transfer;
+
+pub use error::{Refusal, TransferError};
+pub use ledger::{
+    Begin, Forgotten, LabelRun, LedgerSource, PLACEHOLDER, RequestId, RolledBack, SequenceLedger,
+    Step, StepError, StepIds,
+};
+pub use transfer::{
+    BlockPair, BlockRun, LocalGroup, Offer, SentGroup, TransferKey, TransferLimits,
+    TransferManifest, TransferOptions, TransferPlan,
+};

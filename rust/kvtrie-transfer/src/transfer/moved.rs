@@ -1,0 +1,316 @@
+//! Moved runs: blocks of a sender elsewhere in the prompt, with one more hop.
+//!
+//! A *match* is a maximal chain of consecutive blocks of the sender whose tokens the prompt has at one distance. The
+//! prompt is covered from left to right: at each token by the match that contains it and reaches furthest; ties: fewer
+//! hops, smaller distance, lowest slot of the sender. A match that contains a token has a block that contains it, or
+//! ends in a partial block after one, so few windows are looked up per token.
+
+use std::ops::Range;
+
+use foldhash::quality::FixedState;
+use hashbrown::HashMap;
+use kvtrie_core::{Class, ReusePolicy};
+
+use crate::transfer::digests::{Digest, Tokens, TransferKey};
+use crate::transfer::manifest::BlockRun;
+use crate::transfer::pairs::{Piece, distance};
+use crate::transfer::wire::short;
+
+/// Most places at which one window is tried: the nearest.
+pub(super) const MAX_CANDIDATES: usize = 64;
+/// The shortest moved run if the policy sets none.
+pub(super) const MIN_RUN: usize = 16;
+
+/// Contents of a window: not hashed yet, and not known to the sender.
+const UNKNOWN: u32 = u32::MAX;
+const NOWHERE: u32 = u32::MAX - 1;
+
+/// A block of the sender that may be moved.
+#[derive(Clone, Copy)]
+struct SentBlock {
+    /// Position of its first token in the sender's sequence.
+    at: usize,
+    len: usize,
+    /// Equal for blocks of equal tokens.
+    content: u32,
+    run: usize,
+    /// Its index in the run.
+    place: usize,
+    /// Hops after the move.
+    hops: u16,
+}
+
+/// A match: `blocks`, the first of which starts at `start` in the prompt.
+#[derive(Clone)]
+struct MovedRun {
+    start: usize,
+    end: usize,
+    blocks: Range<usize>,
+}
+
+/// The search for the blocks of one group.
+pub(super) struct MoveSearch<'a> {
+    runs: &'a [BlockRun<'a>],
+    prompt: Tokens<'a>,
+    key: &'a TransferKey,
+    min_run: usize,
+    block_size: usize,
+    blocks: Vec<SentBlock>,
+    /// Tokens of the partial block, and of a whole one.
+    lengths: [usize; 2],
+    contents: HashMap<Digest, u32, FixedState>,
+    /// The blocks of each content, ascending.
+    places: Vec<Vec<u32>>,
+    /// By window length and position, the content of the window.
+    windows: [Vec<u32>; 2],
+    /// By distance, the match that was found last.
+    known: HashMap<i64, MovedRun, FixedState>,
+}
+
+impl<'a> MoveSearch<'a> {
+    pub(super) fn new(
+        runs: &'a [BlockRun<'a>],
+        prompt: Tokens<'a>,
+        key: &'a TransferKey,
+        policy: &ReusePolicy,
+    ) -> Self {
+        let mut search = Self {
+            runs,
+            prompt,
+            key,
+            min_run: policy.min_run.unwrap_or(MIN_RUN),
+            block_size: runs.first().map_or(1, BlockRun::block_size),
+            blocks: Vec::new(),
+            lengths: [0, runs.first().map_or(1, BlockRun::block_size)],
+            contents: HashMap::default(),
+            places: Vec::new(),
+            windows: [Vec::new(), Vec::new()],
+            known: HashMap::default(),
+        };
+        for (at, run) in runs.iter().enumerate() {
+            let hops = run.hops() + 1;
+            if run.is_lookahead() || hops > policy.max_hops {
+                continue;
+            }
+            for (place, digest) in run.digests().iter().enumerate() {
+                let from = run.start() + place * search.block_size;
+                search.add(
+                    SentBlock {
+                        at: from,
+                        len: search.block_size.min(run.end() - from),
+                        content: 0,
+                        run: at,
+                        place,
+                        hops,
+                    },
+                    *digest,
+                );
+            }
+        }
+        search
+    }
+
+    fn add(&mut self, block: SentBlock, digest: Digest) {
+        let next = short(self.places.len());
+        let content = *self.contents.entry(digest).or_insert(next);
+        if content == next {
+            self.places.push(Vec::new());
+        }
+        self.places[content as usize].push(short(self.blocks.len()));
+        if block.len < self.block_size {
+            self.lengths[0] = block.len;
+        }
+        self.blocks.push(SentBlock { content, ..block });
+    }
+
+    pub(super) fn cover(&mut self, gaps: &[Range<usize>], policy: &ReusePolicy) -> Vec<Piece> {
+        let mut pieces = Vec::new();
+        if self.blocks.is_empty() {
+            return pieces;
+        }
+        for gap in gaps {
+            let mut at = gap.start;
+            // A match that contains `at` has no window of use before this position.
+            let mut from = (at + 1).saturating_sub(self.block_size + self.lengths[0]);
+            while at < gap.end {
+                let Some((found, end)) = self.best(from, at, gap.end) else {
+                    at += 1;
+                    from = at;
+                    continue;
+                };
+                let start = (at + policy.recompute_first).min(end);
+                let stop = end.saturating_sub(policy.recompute_last).max(start);
+                self.emit(&found, start..stop, &mut pieces);
+                at = end;
+                from = (at + 1).saturating_sub(self.block_size + self.lengths[0]);
+            }
+        }
+        pieces
+    }
+
+    /// The match that contains `at` and reaches furthest, among those with a window that starts in `from..=at`, and its
+    /// end, at most `limit`.
+    fn best(&mut self, from: usize, at: usize, limit: usize) -> Option<(MovedRun, usize)> {
+        // The end, the rank (lowest first) and the match.
+        let mut best: Option<(usize, (u16, u64, u64), MovedRun)> = None;
+        for window in from..=at {
+            for length in [1, 0] {
+                // A partial block alone is a match if it is long enough.
+                if length == 0 && (self.lengths[0] < self.min_run || self.lengths[0] == 0) {
+                    continue;
+                }
+                let content = self.content(window, length);
+                if content == NOWHERE {
+                    continue;
+                }
+                for place in self.nearest(content, window) {
+                    let found = self.follow(window, place);
+                    let is_long = found.end - found.start >= self.min_run;
+                    if !is_long || !(found.start..found.end).contains(&at) {
+                        continue;
+                    }
+                    let end = found.end.min(limit);
+                    if best.as_ref().is_some_and(|best| best.0 > end) {
+                        continue;
+                    }
+                    let rank = self.rank(&found, at, end);
+                    let is_better = best
+                        .as_ref()
+                        .is_none_or(|best| end > best.0 || rank < best.1);
+                    if is_better {
+                        best = Some((end, rank, found));
+                    }
+                }
+            }
+        }
+        best.map(|(end, _, found)| (found, end))
+    }
+
+    /// The order of matches with the same end: most hops from `at` on, distance, slot.
+    fn rank(&self, found: &MovedRun, at: usize, end: usize) -> (u16, u64, u64) {
+        let block = |token: usize| found.blocks.start + (token - found.start) / self.block_size;
+        let hops = self.blocks[block(at)..=block(end - 1)]
+            .iter()
+            .map(|block| block.hops);
+        let first = &self.blocks[found.blocks.start];
+        let (source, here) = (first.at + at - found.start, &self.blocks[block(at)]);
+        let id = self.runs[here.run].block(here.place);
+        let slot = u64::from(id.0) * self.block_size as u64 + (source - here.at) as u64;
+        (
+            hops.max().unwrap_or(0),
+            distance(at, source).unsigned_abs(),
+            slot,
+        )
+    }
+
+    /// The places of a content nearest to a position; at equal distance the earlier first.
+    fn nearest(&self, content: u32, window: usize) -> Vec<usize> {
+        let places = &self.places[content as usize];
+        let at = |place: u32| self.blocks[place as usize].at;
+        let (mut low, mut high) = (0, 0);
+        if places.len() <= MAX_CANDIDATES {
+            high = places.len();
+        } else {
+            low = places.partition_point(|&place| at(place) < window);
+            high = high.max(low);
+            while high - low < MAX_CANDIDATES {
+                let before = low.checked_sub(1).map(|low| window - at(places[low]));
+                let after = places.get(high).map(|&place| at(place) - window);
+                match (before, after) {
+                    (Some(before), Some(after)) if before > after => high += 1,
+                    (Some(_), _) => low -= 1,
+                    _ => high += 1,
+                }
+            }
+        }
+        places[low..high]
+            .iter()
+            .map(|&place| place as usize)
+            .collect()
+    }
+
+    /// The match whose block at `place` begins at `window` in the prompt.
+    fn follow(&mut self, window: usize, place: usize) -> MovedRun {
+        let delta = distance(window, self.blocks[place].at);
+        if let Some(known) = self.known.get(&delta)
+            && known.blocks.contains(&place)
+        {
+            return known.clone();
+        }
+        let mut found = MovedRun {
+            start: window,
+            end: window + self.blocks[place].len,
+            blocks: place..place + 1,
+        };
+        while let Some(before) = found.blocks.start.checked_sub(1)
+            && self.adjoin(before, found.blocks.start)
+            && let Some(start) = found.start.checked_sub(self.block_size)
+            && self.content(start, 1) == self.blocks[before].content
+        {
+            (found.start, found.blocks.start) = (start, before);
+        }
+        while found.blocks.end < self.blocks.len()
+            && self.adjoin(found.blocks.end - 1, found.blocks.end)
+        {
+            let next = &self.blocks[found.blocks.end];
+            let (len, content) = (next.len, next.content);
+            let length = usize::from(len == self.block_size);
+            if self.content(found.end, length) != content {
+                break;
+            }
+            found.end += len;
+            found.blocks.end += 1;
+        }
+        self.known.insert(delta, found.clone());
+        found
+    }
+
+    /// Whether one block directly follows the other.
+    fn adjoin(&self, before: usize, after: usize) -> bool {
+        self.blocks[before].at + self.block_size == self.blocks[after].at
+    }
+
+    /// The content of the window at a position; `length` indexes `lengths`.
+    fn content(&mut self, window: usize, length: usize) -> u32 {
+        let len = self.lengths[length];
+        let end = window + len;
+        if len == 0 || end > self.prompt.ids.len() {
+            return NOWHERE;
+        }
+        let known = &mut self.windows[length];
+        if known.is_empty() {
+            known.resize(self.prompt.ids.len(), UNKNOWN);
+        }
+        if known[window] == UNKNOWN {
+            let digest = self.key.block(self.prompt.slice(window, end));
+            known[window] = self.contents.get(&digest).copied().unwrap_or(NOWHERE);
+        }
+        known[window]
+    }
+
+    /// Adds the tokens of a match in a range, one piece per run.
+    fn emit(&self, found: &MovedRun, range: Range<usize>, pieces: &mut Vec<Piece>) {
+        let source = self.blocks[found.blocks.start].at;
+        let mut at = range.start;
+        while at < range.end {
+            let first = found.blocks.start + (at - found.start) / self.block_size;
+            let run = self.blocks[first].run;
+            let other = self.blocks[first..found.blocks.end]
+                .iter()
+                .position(|block| block.run != run);
+            let end = other.map_or(range.end, |blocks| {
+                let token = found.start + (first + blocks - found.blocks.start) * self.block_size;
+                token.min(range.end)
+            });
+            pieces.push(Piece {
+                start: at,
+                end,
+                source: source + at - found.start,
+                class: Class::Approximate,
+                hops: self.blocks[first].hops,
+                run,
+            });
+            at = end;
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! The manifest of a live request, from its ledger.
+
+use kvtrie_core::{BlockId, Result, TokenSequence};
+
+use crate::ledger::{LabelRun, RequestId, SequenceLedger};
+use crate::transfer::digests::TransferKey;
+use crate::transfer::manifest::TransferManifest;
+use crate::transfer::writer::SentGroup;
+
+/// The KV of a live request that others may load.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// Tokens per block.
+    pub block_size: usize,
+    /// The block table, from position 0.
+    pub blocks: Vec<BlockId>,
+    /// Labels of the final tokens with KV, ascending and disjoint.
+    pub labels: Vec<LabelRun>,
+    /// The end of the issued positions.
+    pub lookahead_end: usize,
+}
+
+impl Offer {
+    /// The offer of a request; `seq` is the sequence that it began with.
+    ///
+    /// # Errors
+    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): another sequence.
+    pub fn of(ledger: &SequenceLedger, id: RequestId, seq: &TokenSequence) -> Result<Self> {
+        ledger.check_owns(id, seq, "Offer::of")?;
+        let (mut labels, mut at) = (Vec::new(), 0);
+        let missing = ledger.missing(id)?;
+        for (start, end) in missing.into_iter().chain([(seq.len(), seq.len())]) {
+            if at < start {
+                labels.extend(ledger.labels(id, at, start)?);
+            }
+            at = end;
+        }
+        let end = labels.last().map_or(0, |label| label.end);
+        Ok(Self {
+            block_size: ledger.block_size(),
+            blocks: ledger.blocks(id)?.to_vec(),
+            labels,
+            lookahead_end: ledger.lookahead(id)?.1.max(end),
+        })
+    }
+
+    /// The manifest of the offer, with one group of blocks.
+    ///
+    /// # Errors
+    /// As [`TransferManifest::new`].
+    pub fn manifest(
+        &self,
+        seq: &TokenSequence,
+        group: u32,
+        key: &TransferKey,
+    ) -> Result<TransferManifest> {
+        let table = SentGroup {
+            group,
+            block_size: self.block_size,
+            blocks: &self.blocks,
+        };
+        TransferManifest::written(
+            "Offer::manifest",
+            seq,
+            &[table],
+            &self.labels,
+            self.lookahead_end,
+            key,
+        )
+    }
+}

@@ -1,0 +1,90 @@
+//! The format of a manifest, and the offsets of its parts.
+
+use kvtrie_core::BlockId;
+
+use crate::transfer::wire::ByteRange;
+
+pub(super) const MAGIC: &str = "kvtrie.manifest";
+pub(super) const VERSION: usize = 1;
+pub(super) const MAX_GROUP: u32 = i32::MAX.cast_unsigned();
+
+pub(super) const EXACT: u8 = 0;
+pub(super) const APPROXIMATE: u8 = 1;
+pub(super) const LOOKAHEAD: u8 = 2;
+
+/// The offsets of the parts of a manifest in its bytes.
+#[derive(Clone, Debug)]
+pub(super) struct Offsets {
+    pub(super) namespace: NamespaceOffsets,
+    pub(super) groups: Vec<GroupOffsets>,
+    /// The runs of all groups, one group after the other.
+    pub(super) runs: Vec<RunOffsets>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NamespaceOffsets {
+    /// All of it, as it is hashed with every run.
+    pub(super) whole: ByteRange,
+    pub(super) model: ByteRange,
+    pub(super) kv_dtype: ByteRange,
+    pub(super) rope: ByteRange,
+    pub(super) adapter: Option<ByteRange>,
+    pub(super) salt: Option<ByteRange>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GroupOffsets {
+    pub(super) group: u32,
+    pub(super) block_size: u32,
+    /// One past its last run.
+    pub(super) end: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RunOffsets {
+    pub(super) start: u32,
+    pub(super) num_tokens: u32,
+    pub(super) ids: u32,
+    pub(super) prefix: u32,
+    pub(super) digests: u32,
+    pub(super) digest: u32,
+    /// Start of the fields that the run's digest covers.
+    pub(super) fields: u32,
+    pub(super) hops: u16,
+    pub(super) flags: u8,
+    /// Bytes between these fields and the digest.
+    pub(super) tail: u8,
+}
+
+impl RunOffsets {
+    pub(super) fn num_blocks(&self, block_size: u32) -> usize {
+        self.num_tokens.div_ceil(block_size) as usize
+    }
+
+    pub(super) fn ids<'a>(
+        &self,
+        raw: &'a [u8],
+        block_size: u32,
+    ) -> impl ExactSizeIterator<Item = BlockId> + Clone + use<'a> {
+        let at = self.ids as usize;
+        block_ids(&raw[at..at + 4 * self.num_blocks(block_size)])
+    }
+}
+
+pub(super) fn block_ids(raw: &[u8]) -> impl ExactSizeIterator<Item = BlockId> + Clone + use<'_> {
+    let (ids, _) = raw.as_chunks();
+    ids.iter().map(|id| BlockId(u32::from_le_bytes(*id)))
+}
+
+/// An id that is given twice.
+pub(super) fn first_twice(ids: impl Iterator<Item = BlockId> + Clone) -> Option<BlockId> {
+    // Most tables ascend: no copy needed.
+    if ids.clone().is_sorted_by(|a, b| a < b) {
+        return None;
+    }
+    let mut all: Vec<BlockId> = Vec::with_capacity(ids.clone().count());
+    all.extend(ids);
+    all.sort_unstable();
+    let pair = all.windows(2).find(|pair| pair[0] == pair[1])?;
+    pair.first().copied()
+}

@@ -1,0 +1,126 @@
+//! Pieces of the prompt that are loaded, and their pairs of blocks.
+
+use std::ops::Range;
+
+use kvtrie_core::{BlockId, Class};
+
+use crate::transfer::manifest::BlockRun;
+
+/// Tokens to load, inside one block of the sender and one of the receiver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockPair {
+    /// The group that both blocks belong to.
+    pub group: u32,
+    /// The sender's block.
+    pub remote: BlockId,
+    /// The receiver's block.
+    pub local: BlockId,
+    /// First position in the prompt; the sender has it at `start - delta`.
+    pub start: usize,
+    /// One past the last position.
+    pub end: usize,
+    /// By how many positions K must be rotated.
+    pub delta: i64,
+    /// The label of the KV in the prompt.
+    pub class: Class,
+    /// Hops of the KV in the prompt.
+    pub hops: u16,
+}
+
+/// Consecutive tokens of the prompt that one run of the sender has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) start: usize,
+    pub(super) end: usize,
+    /// Position of the first token in the sender's sequence.
+    pub(super) source: usize,
+    pub(super) class: Class,
+    pub(super) hops: u16,
+    /// Index of the run in its group.
+    pub(super) run: usize,
+}
+
+impl Piece {
+    /// The part inside a range, if any.
+    pub(super) fn inside(mut self, range: &Range<usize>) -> Option<Self> {
+        let start = self.start.max(range.start);
+        self.source += start - self.start;
+        self.start = start;
+        self.end = self.end.min(range.end);
+        (self.start < self.end).then_some(self)
+    }
+}
+
+/// The parts of ascending, disjoint pieces inside ascending, disjoint ranges.
+pub(super) fn cut(pieces: &[Piece], ranges: &[Range<usize>]) -> Vec<Piece> {
+    let mut found = Vec::with_capacity(pieces.len());
+    let mut first = 0;
+    for range in ranges {
+        while pieces
+            .get(first)
+            .is_some_and(|piece| piece.end <= range.start)
+        {
+            first += 1;
+        }
+        let inside = pieces[first..]
+            .iter()
+            .take_while(|piece| piece.start < range.end);
+        found.extend(inside.filter_map(|piece| piece.inside(range)));
+    }
+    found
+}
+
+/// The parts of a range that ascending, disjoint pieces do not contain.
+pub(super) fn gaps(range: Range<usize>, pieces: &[Piece]) -> Vec<Range<usize>> {
+    let (mut found, mut at) = (Vec::new(), range.start);
+    for piece in pieces.iter().filter(|piece| piece.end > range.start) {
+        if piece.start >= range.end {
+            break;
+        }
+        if at < piece.start {
+            found.push(at..piece.start);
+        }
+        at = at.max(piece.end);
+    }
+    if at < range.end {
+        found.push(at..range.end);
+    }
+    found
+}
+
+/// Cuts pieces at the block edges of both sides.
+pub(super) fn pair_up(
+    pieces: &[Piece],
+    runs: &[BlockRun<'_>],
+    block_size: usize,
+    blocks: &[BlockId],
+    out: &mut Vec<BlockPair>,
+) {
+    for piece in pieces {
+        let run = &runs[piece.run];
+        let theirs = run.block_size();
+        let delta = distance(piece.start, piece.source);
+        let mut at = piece.start;
+        while at < piece.end {
+            let source = piece.source + at - piece.start;
+            let left = (theirs - source % theirs).min(block_size - at % block_size);
+            let end = (at + left).min(piece.end);
+            out.push(BlockPair {
+                group: run.group(),
+                remote: run.block((source - run.start()) / theirs),
+                local: blocks[at / block_size],
+                start: at,
+                end,
+                delta,
+                class: piece.class,
+                hops: piece.hops,
+            });
+            at = end;
+        }
+    }
+}
+
+/// Position here minus position there.
+pub(super) fn distance(here: usize, there: usize) -> i64 {
+    i64::try_from(here).unwrap_or(i64::MAX) - i64::try_from(there).unwrap_or(i64::MAX)
+}

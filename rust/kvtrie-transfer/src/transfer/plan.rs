@@ -1,0 +1,385 @@
+//! Which tokens of a manifest a receiver loads, and which it computes.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use kvtrie_core::{BlockId, Class, ReusePolicy, TokenSequence};
+
+use crate::error::{Refusal, TransferError, invalid, refused};
+use crate::transfer::digests::{Digest, Tokens, TransferKey};
+use crate::transfer::manifest::{BlockRun, TransferManifest};
+use crate::transfer::moved::MoveSearch;
+use crate::transfer::own;
+use crate::transfer::pairs::{BlockPair, Piece, cut, gaps, pair_up};
+use crate::transfer::writer::check_table;
+
+const CALL: &str = "TransferPlan::new";
+/// The shortest run that a policy may ask for.
+const LEAST_RUN: usize = 8;
+
+/// The blocks of one group that a receiver has for a prompt.
+#[derive(Clone, Copy, Debug)]
+pub struct LocalGroup<'a> {
+    /// The number of the group.
+    pub group: u32,
+    /// Tokens per block. `None`: as in the manifest.
+    pub block_size: Option<usize>,
+    /// The block table, from position 0.
+    pub blocks: &'a [BlockId],
+}
+
+/// How to plan a transfer.
+#[derive(Clone, Debug)]
+pub struct TransferOptions<'a> {
+    /// Tokens whose KV the receiver already has.
+    pub cached: Range<usize>,
+    /// Tokens at the end of the prompt that are always computed.
+    pub keep_last: usize,
+    /// What may be loaded.
+    pub policy: &'a ReusePolicy,
+}
+
+impl Default for TransferOptions<'_> {
+    fn default() -> Self {
+        static EXACT_ONLY: ReusePolicy = ReusePolicy::EXACT_ONLY;
+        Self {
+            cached: 0..0,
+            keep_last: 0,
+            policy: &EXACT_ONLY,
+        }
+    }
+}
+
+/// Which tokens to load from a manifest, and which to compute.
+///
+/// # Examples
+/// ```
+/// # use std::sync::Arc;
+/// # use kvtrie_core::*;
+/// # use kvtrie_transfer::*;
+/// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+/// let key = TransferKey::new(&[7; 32])?;
+/// let theirs = TokenSequence::new(ns.clone(), vec![1, 2, 3, 4, 5], vec![])?;
+/// let table = [SentGroup { group: 0, block_size: 2, blocks: &[BlockId(8), BlockId(3), BlockId(5)] }];
+/// let label = LabelRun { start: 0, end: 5, class: Class::Exact, hops: 0 };
+/// let manifest = TransferManifest::new(&theirs, &table, &[label], 5, &key)?;
+///
+/// let mine = TokenSequence::new(ns, vec![1, 2, 3, 9, 5], vec![])?;
+/// let table = [LocalGroup { group: 0, block_size: Some(4), blocks: &[BlockId(0), BlockId(1)] }];
+/// let plan = TransferPlan::new(&manifest, &mine, &table, &key, &TransferOptions::default())?;
+/// assert_eq!((plan.pairs()[0].remote, plan.pairs()[0].end), (BlockId(8), 2));
+/// assert_eq!(plan.compute(), [(2, 5)]);
+/// # Ok::<(), TransferError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TransferPlan {
+    len: usize,
+    pairs: Vec<BlockPair>,
+    compute: Vec<(usize, usize)>,
+    first_approximate: Option<usize>,
+    hops: u16,
+    num_exact: usize,
+    num_approximate: usize,
+}
+
+impl TransferPlan {
+    /// Plans what to load.
+    ///
+    /// Every group is planned on its own; only tokens that all groups have are loaded. A token is
+    ///
+    /// - exact, if its run is exact, and the tokens before the run and those of its blocks up to here equal the
+    ///   prompt's;
+    /// - approximate with the run's hops, if the same holds for an approximate run;
+    /// - approximate with one more hop, if it is in consecutive blocks whose tokens the prompt has elsewhere: at least
+    ///   [`min_run`](ReusePolicy::min_run) tokens (16) at one distance. Such runs cover the remaining tokens from left
+    ///   to right.
+    ///
+    /// Approximate tokens need a policy that allows them and that many hops. A manifest has no kinds: if the policy
+    /// forbids any, nothing approximate is loaded. The same holds if more than
+    /// [`max_approximate_share`](ReusePolicy::max_approximate_share) of the prompt would be approximate.
+    /// `partial_blocks` has no effect, since every transfer copies.
+    ///
+    /// # Errors
+    /// - [`TransferRefused`](crate::TransferError::Refused): [`Digest`](Refusal::Digest), then
+    ///   [`Namespace`](Refusal::Namespace), then [`Groups`](Refusal::Groups).
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a policy beyond its limits, a cached range beyond the
+    ///   prompt, a prompt of 2³² tokens or more, groups that do not ascend, or a table that is too short for the prompt
+    ///   or has an id twice.
+    ///
+    /// # Complexity
+    /// O(tokens) per group and O(runs · items). If the policy allows approximate KV, also O(u · (64 + `block_size`))
+    /// for the `u` uncovered tokens of each group, at each of which about `block_size` / 32 compressions of `BLAKE2b`,
+    /// at least one, hash a window.
+    pub fn new(
+        manifest: &TransferManifest,
+        seq: &TokenSequence,
+        local: &[LocalGroup<'_>],
+        key: &TransferKey,
+        options: &TransferOptions<'_>,
+    ) -> Result<Self, TransferError> {
+        let policy = options.policy;
+        policy.check(LEAST_RUN, CALL)?;
+        let (cached, len) = (&options.cached, seq.len());
+        if cached.start > cached.end || cached.end > len {
+            return Err(invalid(format!(
+                "{CALL}: cached is [{}, {}); it must ascend and lie in [0, {len}], the sequence",
+                cached.start, cached.end
+            ))
+            .into());
+        }
+        if len > u32::MAX as usize {
+            return Err(invalid(format!(
+                "{CALL}: the sequence has {len} tokens; the limit is {}",
+                u32::MAX
+            ))
+            .into());
+        }
+        manifest.verify(key, CALL)?;
+        manifest.is_of(seq.namespace(), key, CALL)?;
+        check_groups(manifest, local)?;
+        let mut tables = Vec::with_capacity(local.len());
+        for (group, (_, theirs)) in local.iter().zip(manifest.groups()) {
+            let block_size = group.block_size.unwrap_or(theirs);
+            check_table(CALL, group.group, block_size, group.blocks, len)?;
+            tables.push((block_size, group.blocks));
+        }
+        let until = len.saturating_sub(options.keep_last);
+        let planning = Planning {
+            manifest,
+            seq,
+            key,
+            prefixes: own::prefixes(manifest, seq, key),
+            wanted: wanted(cached, until),
+        };
+        let mut pieces = planning.pieces(policy);
+        #[expect(
+            clippy::cast_precision_loss,
+            reason = "a share needs no more precision"
+        )]
+        let is_too_much =
+            num_approximate(&pieces) as f64 / len as f64 > policy.max_approximate_share;
+        if is_too_much {
+            pieces = planning.pieces(&ReusePolicy::EXACT_ONLY);
+        }
+        let mut pairs = Vec::new();
+        for (at, (pieces, (block_size, blocks))) in pieces.iter().zip(tables).enumerate() {
+            let runs: Vec<BlockRun<'_>> = manifest.runs_of(at).collect();
+            pair_up(pieces, &runs, block_size, blocks, &mut pairs);
+        }
+        let approximate = |pair: &&BlockPair| pair.class == Class::Approximate;
+        let num_approximate = num_approximate(&pieces);
+        let loaded: usize = pieces.first().map_or(0, |pieces| {
+            pieces.iter().map(|piece| piece.end - piece.start).sum()
+        });
+        Ok(Self {
+            len,
+            compute: compute(len, cached, until, pieces.first()),
+            first_approximate: pairs
+                .iter()
+                .filter(approximate)
+                .map(|pair| pair.start)
+                .min(),
+            hops: pairs.iter().map(|pair| pair.hops).max().unwrap_or(0),
+            num_exact: loaded - num_approximate,
+            num_approximate,
+            pairs,
+        })
+    }
+
+    /// The pairs to load, by group and position.
+    #[must_use]
+    pub fn pairs(&self) -> &[BlockPair] {
+        &self.pairs
+    }
+
+    /// The ranges to compute: neither cached nor loaded, and the last `keep_last` tokens.
+    #[must_use]
+    pub fn compute(&self) -> &[(usize, usize)] {
+        &self.compute
+    }
+
+    /// The first token that is loaded and approximate. All before it are exact, if the cached ones are.
+    #[must_use]
+    pub fn first_approximate(&self) -> Option<usize> {
+        self.first_approximate
+    }
+
+    /// The most hops of the loaded KV.
+    #[must_use]
+    pub fn hops(&self) -> u16 {
+        self.hops
+    }
+
+    /// Number of tokens of the prompt.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the prompt has no token.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Number of tokens that are loaded and exact in every group.
+    #[must_use]
+    pub fn num_exact(&self) -> usize {
+        self.num_exact
+    }
+
+    /// Number of tokens that are loaded and approximate in some group.
+    #[must_use]
+    pub fn num_approximate(&self) -> usize {
+        self.num_approximate
+    }
+}
+
+/// The ranges before `until` that are not cached.
+fn wanted(cached: &Range<usize>, until: usize) -> Vec<Range<usize>> {
+    let around = if cached.is_empty() {
+        [0..until, until..until]
+    } else {
+        [0..cached.start.min(until), cached.end.min(until)..until]
+    };
+    around
+        .into_iter()
+        .filter(|range| !range.is_empty())
+        .collect()
+}
+
+/// The inputs that do not depend on the policy.
+struct Planning<'a> {
+    manifest: &'a TransferManifest,
+    seq: &'a TokenSequence,
+    key: &'a TransferKey,
+    prefixes: BTreeMap<usize, Digest>,
+    /// The ranges that may be loaded: ascending, disjoint, not empty.
+    wanted: Vec<Range<usize>>,
+}
+
+impl Planning<'_> {
+    /// The pieces of each group, which all load the same tokens.
+    fn pieces(&self, policy: &ReusePolicy) -> Vec<Vec<Piece>> {
+        let num_groups = self.manifest.groups().len();
+        let groups = (0..num_groups).map(|at| self.group(at, policy));
+        let mut groups: Vec<Vec<Piece>> = groups.collect();
+        if num_groups > 1 {
+            let mut common = self.wanted.clone();
+            for pieces in &groups {
+                common = common_ranges(&common, pieces);
+            }
+            for pieces in &mut groups {
+                *pieces = cut(pieces, &common);
+            }
+        }
+        groups
+    }
+
+    /// The pieces that one group can load.
+    fn group(&self, at: usize, policy: &ReusePolicy) -> Vec<Piece> {
+        let policy = &ReusePolicy {
+            approximate: policy.approximate && policy.forbid_kinds.is_empty(),
+            ..policy.clone()
+        };
+        let runs: Vec<BlockRun<'_>> = self.manifest.runs_of(at).collect();
+        let prompt = Tokens::of(self.seq);
+        let own = own::in_place(&runs, prompt, &self.prefixes, self.key, policy);
+        let mut pieces = cut(&own, &self.wanted);
+        if policy.approximate {
+            let uncovered: Vec<Range<usize>> = self
+                .wanted
+                .iter()
+                .flat_map(|range| gaps(range.clone(), &pieces))
+                .collect();
+            if !uncovered.is_empty() {
+                let mut search = MoveSearch::new(&runs, prompt, self.key, policy);
+                pieces.extend(search.cover(&uncovered, policy));
+                pieces.sort_unstable_by_key(|piece| piece.start);
+            }
+        }
+        pieces
+    }
+}
+
+fn check_groups(
+    manifest: &TransferManifest,
+    local: &[LocalGroup<'_>],
+) -> Result<(), TransferError> {
+    if let Some(pair) = local.windows(2).find(|pair| pair[0].group >= pair[1].group) {
+        return Err(invalid(format!(
+            "{CALL}: group {} after group {}; groups ascend",
+            pair[1].group, pair[0].group
+        ))
+        .into());
+    }
+    let mine: Vec<u32> = local.iter().map(|group| group.group).collect();
+    let theirs: Vec<u32> = manifest.groups().map(|(group, _)| group).collect();
+    if mine == theirs {
+        return Ok(());
+    }
+    Err(refused(
+        Refusal::Groups,
+        format!("{CALL}: the manifest has the groups {theirs:?}, the tables are of {mine:?}"),
+    ))
+}
+
+/// Number of tokens that are approximate in some group.
+fn num_approximate(groups: &[Vec<Piece>]) -> usize {
+    let approximate = |piece: &&Piece| piece.class == Class::Approximate;
+    let mut ranges: Vec<(usize, usize)> = groups
+        .iter()
+        .flatten()
+        .filter(approximate)
+        .map(|piece| (piece.start, piece.end))
+        .collect();
+    ranges.sort_unstable();
+    let (mut count, mut at) = (0, 0);
+    for (start, end) in ranges {
+        let start = start.max(at);
+        count += end.saturating_sub(start);
+        at = at.max(end);
+    }
+    count
+}
+
+/// The parts of the ranges inside pieces. Both ascend and are disjoint.
+fn common_ranges(ranges: &[Range<usize>], pieces: &[Piece]) -> Vec<Range<usize>> {
+    let inside = cut(pieces, ranges);
+    let mut found: Vec<Range<usize>> = Vec::with_capacity(inside.len());
+    for piece in inside {
+        match found.last_mut() {
+            Some(last) if last.end == piece.start => last.end = piece.end,
+            _ => found.push(piece.start..piece.end),
+        }
+    }
+    found
+}
+
+/// The ranges that are neither cached nor loaded, and those after `until`.
+fn compute(
+    len: usize,
+    cached: &Range<usize>,
+    until: usize,
+    loaded: Option<&Vec<Piece>>,
+) -> Vec<(usize, usize)> {
+    let mut known: Vec<(usize, usize)> = loaded
+        .into_iter()
+        .flatten()
+        .map(|piece| (piece.start, piece.end))
+        .collect();
+    known.push((cached.start.min(until), cached.end.min(until)));
+    known.retain(|(start, end)| start < end);
+    known.sort_unstable();
+    let (mut found, mut at) = (Vec::new(), 0);
+    for (start, end) in known {
+        if at < start {
+            found.push((at, start));
+        }
+        at = at.max(end);
+    }
+    if at < len {
+        found.push((at, len));
+    }
+    found
+}

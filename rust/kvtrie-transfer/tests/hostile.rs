@@ -1,0 +1,534 @@
+//! Hostile manifests: typed errors, memory of at most four times the bytes, and no load of wrong tokens.
+//!
+//! One test, because the counter of bytes is the process's. `KVTRIE_HOSTILE` sets the number of manifests (20,000).
+
+#![expect(clippy::unwrap_used, reason = "helpers of a test")]
+
+use std::alloc::System;
+use std::sync::Arc;
+
+use kvtrie_core::{BlockId, Class, Namespace, ReusePolicy, Salt, TokenSequence};
+use kvtrie_transfer::{
+    LabelRun, LocalGroup, Refusal, SentGroup, TransferError, TransferKey, TransferLimits,
+    TransferManifest, TransferOptions, TransferPlan,
+};
+use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
+
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+/// Bytes of a message, in addition to those of the manifest.
+const MESSAGE: usize = 1024;
+const GROUPS: [(u32, usize); 2] = [(0, 4), (7, 6)];
+
+/// A deterministic generator of choices.
+struct Choices(u64);
+
+impl Choices {
+    fn next(&mut self) -> u64 {
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.0 ^ self.0 >> 31).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 16
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        usize::try_from(self.next() % limit.max(1) as u64).unwrap()
+    }
+
+    fn byte(&mut self) -> u8 {
+        u8::try_from(self.below(256)).unwrap()
+    }
+
+    fn bytes(&mut self, len: usize) -> Vec<u8> {
+        (0..len).map(|_| self.byte()).collect()
+    }
+
+    /// A number at a limit of an encoding or of the format.
+    fn edge(&mut self) -> u64 {
+        let edges = [
+            0,
+            1,
+            4,
+            6,
+            8,
+            127,
+            128,
+            255,
+            256,
+            65_535,
+            65_536,
+            (1 << 26) + 1,
+            (1 << 31) - 1,
+            1 << 31,
+            (1 << 32) - 1,
+            1 << 32,
+            u64::MAX - 3,
+            u64::MAX,
+        ];
+        edges[self.below(edges.len())]
+    }
+}
+
+fn uint(out: &mut Vec<u8>, number: u64) {
+    let bytes = number.to_be_bytes();
+    match number {
+        0..128 => out.push(bytes[7]),
+        128..256 => out.extend([0xcc, bytes[7]]),
+        256..65_536 => out.extend([0xcd, bytes[6], bytes[7]]),
+        65_536..0x1_0000_0000 => {
+            out.push(0xce);
+            out.extend(&bytes[4..]);
+        }
+        _ => {
+            out.push(0xcf);
+            out.extend(bytes);
+        }
+    }
+}
+
+fn array(out: &mut Vec<u8>, len: usize) {
+    match u16::try_from(len) {
+        Ok(len @ 0..16) => out.push(0x90 | u8::try_from(len).unwrap()),
+        Ok(len) => {
+            out.push(0xdc);
+            out.extend(len.to_be_bytes());
+        }
+        Err(_) => {
+            out.push(0xdd);
+            out.extend(u32::try_from(len).unwrap().to_be_bytes());
+        }
+    }
+}
+
+fn bin(out: &mut Vec<u8>, bytes: &[u8]) {
+    if let Ok(len) = u8::try_from(bytes.len()) {
+        out.extend([0xc4, len]);
+    } else {
+        out.push(0xc5);
+        out.extend(u16::try_from(bytes.len()).unwrap().to_be_bytes());
+    }
+    out.extend(bytes);
+}
+
+/// What sender and receiver share.
+struct World {
+    tokens: Vec<u32>,
+    tables: Vec<Vec<BlockId>>,
+    manifest: TransferManifest,
+    key: TransferKey,
+    policy: ReusePolicy,
+}
+
+impl World {
+    fn new() -> Self {
+        let tokens: Vec<u32> = (0..61).map(|token| token % 13).collect();
+        let tables: Vec<Vec<BlockId>> = GROUPS
+            .iter()
+            .map(|(_, size)| {
+                (0..20)
+                    .map(|id| BlockId(id * 3 + u32::try_from(*size).unwrap()))
+                    .collect()
+            })
+            .collect();
+        let groups: Vec<SentGroup<'_>> = GROUPS
+            .iter()
+            .zip(&tables)
+            .map(|(&(group, block_size), blocks)| SentGroup {
+                group,
+                block_size,
+                blocks,
+            })
+            .collect();
+        let label = |start, end, class, hops| LabelRun {
+            start,
+            end,
+            class,
+            hops,
+        };
+        let labels = [
+            label(0, 24, Class::Exact, 0),
+            label(30, 48, Class::Approximate, 1),
+            label(48, 61, Class::Exact, 0),
+        ];
+        let key = TransferKey::new(&[7; 32]).unwrap();
+        let manifest =
+            TransferManifest::new(&sequence(&tokens), &groups, &labels, 70, &key).unwrap();
+        Self {
+            tokens,
+            tables,
+            manifest,
+            key,
+            policy: ReusePolicy {
+                approximate: true,
+                min_run: Some(8),
+                max_hops: 2,
+                ..ReusePolicy::EXACT_ONLY
+            },
+        }
+    }
+
+    /// Reads bytes and measures the memory, then plans. Returns the reason of a refusal.
+    fn receive(&self, raw: &[u8]) -> Option<Refusal> {
+        let region = Region::new(ALLOCATOR);
+        let read = TransferManifest::from_bytes(raw, &TransferLimits::default());
+        let change = region.change();
+        let taken = change.bytes_allocated
+            + usize::try_from(change.bytes_reallocated.max(0)).unwrap_or_default();
+        assert!(
+            taken <= 4 * raw.len() + MESSAGE,
+            "{taken} bytes for {} of input",
+            raw.len()
+        );
+        let planned = read.and_then(|manifest| {
+            assert_eq!(manifest.to_bytes(), raw);
+            let (mine, local) = self.local();
+            let options = TransferOptions {
+                policy: &self.policy,
+                ..TransferOptions::default()
+            };
+            TransferPlan::new(&manifest, &sequence(&mine), &local, &self.key, &options)
+        });
+        match planned {
+            Ok(plan) => {
+                self.check(&plan);
+                None
+            }
+            Err(TransferError::Refused(reason, _)) => Some(reason),
+            Err(TransferError::Argument(error)) => panic!("{:?}: {error}", error.kind()),
+        }
+    }
+
+    fn local(&self) -> (Vec<u32>, Vec<LocalGroup<'_>>) {
+        let local = GROUPS
+            .iter()
+            .zip(&self.tables)
+            .map(|(&(group, _), blocks)| LocalGroup {
+                group,
+                block_size: Some(5),
+                blocks,
+            });
+        (self.tokens.clone(), local.collect())
+    }
+
+    /// Checks that the plan loads the right tokens, whoever wrote the manifest.
+    fn check(&self, plan: &TransferPlan) {
+        for pair in plan.pairs() {
+            let (at, _) = GROUPS
+                .iter()
+                .enumerate()
+                .find(|(_, group)| group.0 == pair.group)
+                .unwrap();
+            for position in pair.start..pair.end {
+                let source =
+                    usize::try_from(i64::try_from(position).unwrap() - pair.delta).unwrap();
+                assert_eq!(self.tokens[position], self.tokens[source]);
+                assert_eq!(pair.remote, self.tables[at][source / GROUPS[at].1]);
+            }
+        }
+    }
+}
+
+fn sequence(tokens: &[u32]) -> TokenSequence {
+    let namespace = Namespace::new("m", "auto", "default", None, Salt::Tenant("t".into())).unwrap();
+    TokenSequence::new(Arc::new(namespace), tokens.to_vec(), Vec::new()).unwrap()
+}
+
+/// The true bytes, changed.
+fn mutated(world: &World, choices: &mut Choices) -> Vec<u8> {
+    let mut raw = world.manifest.to_bytes().to_vec();
+    for _ in 0..=choices.below(3) {
+        let at = choices.below(raw.len());
+        match choices.below(8) {
+            0 => raw.truncate(at),
+            1 | 2 => {
+                if let Some(byte) = raw.get_mut(at) {
+                    *byte ^= 1 << choices.below(8);
+                }
+            }
+            3 => {
+                let end = (at + choices.below(90)).min(raw.len());
+                raw.drain(at..end);
+            }
+            4 => {
+                let end = (at + choices.below(90)).min(raw.len());
+                let piece = raw[at..end].to_vec();
+                raw.splice(at..at, piece);
+            }
+            5 => {
+                // A count that is too large.
+                let marker = [0xdd, 0xc6, 0xdb, 0xdf, 0xce][choices.below(5)];
+                let huge = [marker, 0xff, choices.byte(), 0xff, choices.byte()];
+                let end = (at + choices.below(6)).min(raw.len());
+                raw.splice(at..end, huge);
+            }
+            6 => {
+                let mut number = Vec::new();
+                uint(&mut number, choices.edge());
+                let end = (at + 1).min(raw.len());
+                raw.splice(at..end, number);
+            }
+            _ => {
+                if let Some(byte) = raw.get_mut(at) {
+                    *byte = choices.byte();
+                }
+            }
+        }
+    }
+    raw
+}
+
+/// Values of the right types with any numbers: overlapping ranges, forged digests, ids that come twice.
+fn forged(choices: &mut Choices) -> Vec<u8> {
+    let mut raw = Vec::new();
+    array(&mut raw, 4);
+    raw.push(0xaf);
+    raw.extend(b"kvtrie.manifest");
+    uint(
+        &mut raw,
+        if choices.below(30) == 0 {
+            choices.edge()
+        } else {
+            1
+        },
+    );
+    array(&mut raw, 5);
+    for name in ["m", "auto", "default"] {
+        raw.push(0xa0 | u8::try_from(name.len()).unwrap());
+        raw.extend(name.as_bytes());
+    }
+    raw.push(0xc0);
+    if choices.below(2) == 0 {
+        raw.push(0xc0);
+    } else {
+        bin(&mut raw, &choices.bytes(16));
+    }
+    let groups = choices.below(4);
+    array(&mut raw, groups);
+    for group in 0..groups {
+        array(&mut raw, 3);
+        let number = [0, 7, 9, 11][group];
+        uint(
+            &mut raw,
+            if choices.below(20) == 0 {
+                choices.edge()
+            } else {
+                number
+            },
+        );
+        let size = if choices.below(30) == 0 {
+            choices.edge()
+        } else {
+            1 + choices.next() % 9
+        };
+        uint(&mut raw, size);
+        let runs = choices.below(5);
+        array(&mut raw, runs);
+        let mut start = 0;
+        for _ in 0..runs {
+            let blocks = 1 + choices.below(4) as u64;
+            let flags = [0, 0, 1, 2][choices.below(4)];
+            let tokens = size
+                .saturating_mul(blocks)
+                .saturating_sub(choices.next() % 2);
+            array(&mut raw, 8);
+            let odd = choices.below(12) == 0;
+            uint(&mut raw, if odd { choices.edge() } else { start });
+            uint(
+                &mut raw,
+                if choices.below(30) == 0 {
+                    choices.edge()
+                } else {
+                    tokens
+                },
+            );
+            uint(
+                &mut raw,
+                if choices.below(30) == 0 {
+                    choices.edge()
+                } else {
+                    flags
+                },
+            );
+            uint(
+                &mut raw,
+                if choices.below(30) == 0 {
+                    choices.edge()
+                } else {
+                    flags % 2
+                },
+            );
+            let count = usize::try_from(blocks).unwrap();
+            let ids: Vec<u8> = (0..count)
+                .flat_map(|_| {
+                    let id = choices.next() % 500;
+                    u32::try_from(id).unwrap().to_le_bytes()
+                })
+                .collect();
+            bin(&mut raw, &ids);
+            let digests = if flags == 2 { 0 } else { 16 };
+            bin(&mut raw, &choices.bytes(digests));
+            bin(&mut raw, &choices.bytes(digests * count));
+            bin(&mut raw, &choices.bytes(16));
+            start += size.saturating_mul(blocks + choices.next() % 2) % (1 << 20);
+        }
+    }
+    raw
+}
+
+/// Arrays in arrays, or groups and runs that promise more than is there.
+fn nested(choices: &mut Choices) -> Vec<u8> {
+    let mut raw = vec![0x94, 0xaf];
+    raw.extend(b"kvtrie.manifest");
+    raw.extend([1, 0x95, 0xa1, b'm', 0xa1, b'm', 0xa1, b'm', 0xc0, 0xc0]);
+    raw.truncate([0, 1, 18, raw.len()][choices.below(4)]);
+    let marker = [0x91, 0x93, 0x98, 0x9f, 0xdc, 0xdd, 0x81, 0xc1][choices.below(8)];
+    let len = choices.below(3000);
+    raw.extend(std::iter::repeat_n(marker, len));
+    raw
+}
+
+/// As many runs as there can be, of one token each; and one run of many blocks, in no order.
+fn large_ones_take_less_than_four_times_their_size(key: &TransferKey) {
+    let tokens = vec![1; 60_000];
+    let seq = sequence(&tokens);
+    let shuffled: Vec<BlockId> = (0..60_000).map(|id| BlockId(id * 7_919 % 60_013)).collect();
+    let alternating: Vec<LabelRun> = (0..60_000)
+        .map(|at| LabelRun {
+            start: at,
+            end: at + 1,
+            class: Class::Approximate,
+            hops: u16::try_from(at % 2).unwrap(),
+        })
+        .collect();
+    let one = LabelRun {
+        start: 0,
+        end: 60_000,
+        class: Class::Exact,
+        hops: 0,
+    };
+    for labels in [&alternating[..], &[one]] {
+        let group = SentGroup {
+            group: 0,
+            block_size: 1,
+            blocks: &shuffled,
+        };
+        let manifest = TransferManifest::new(&seq, &[group], labels, 60_000, key).unwrap();
+        let raw = manifest.to_bytes();
+        let region = Region::new(ALLOCATOR);
+        let again = TransferManifest::from_bytes(raw, &TransferLimits::default()).unwrap();
+        let change = region.change();
+        assert!(change.bytes_allocated < 4 * raw.len(), "{change:?}");
+        assert_eq!(again, manifest);
+    }
+}
+
+/// Names as long as the bytes allow, of characters that take most room in quotes, and no run whose digest could be wrong.
+fn long_names_are_cut_where_they_are_shown(world: &World) {
+    const LEN: usize = 3 << 20;
+    for (field, name) in ["model", "kv_dtype", "rope", "the adapter"]
+        .iter()
+        .enumerate()
+    {
+        for groups in [0, 64] {
+            let mut raw = vec![0x94, 0xaf];
+            raw.extend(b"kvtrie.manifest");
+            raw.extend([1, 0x95]);
+            for (at, own) in ["m", "auto", "default", ""].iter().enumerate() {
+                if at == field {
+                    raw.push(0xdb);
+                    raw.extend(u32::try_from(LEN).unwrap().to_be_bytes());
+                    raw.extend(std::iter::repeat_n(1, LEN));
+                } else if own.is_empty() {
+                    raw.push(0xc0);
+                } else {
+                    raw.push(0xa0 | u8::try_from(own.len()).unwrap());
+                    raw.extend(own.as_bytes());
+                }
+            }
+            raw.push(0xc0);
+            array(&mut raw, groups);
+            for group in 0..groups {
+                array(&mut raw, 3);
+                uint(&mut raw, group as u64);
+                raw.extend([4, 0x90]);
+            }
+            let manifest = TransferManifest::from_bytes(&raw, &TransferLimits::default()).unwrap();
+            let (mine, local) = world.local();
+            let seq = sequence(&mine);
+            let region = Region::new(ALLOCATOR);
+            let error = TransferPlan::new(
+                &manifest,
+                &seq,
+                &local,
+                &world.key,
+                &TransferOptions::default(),
+            )
+            .unwrap_err();
+            let shown = [error.to_string(), format!("{manifest:?}")];
+            let taken = region.change().bytes_allocated;
+            assert_eq!(error.refusal(), Some(Refusal::Namespace));
+            assert!(shown[0].contains(&format!("{name} is \"")), "{error}");
+            assert!(
+                shown[0].contains("\\u{1}\"... (3145728 characters) in"),
+                "{error}"
+            );
+            assert_eq!(shown[0].matches("\\u{1}").count(), 80, "{error}");
+            assert!(shown.iter().all(|text| text.len() < MESSAGE), "{shown:?}");
+            assert!(taken < 8 * MESSAGE, "{taken} bytes for a refusal");
+        }
+    }
+}
+
+#[test]
+fn no_bytes_are_believed_or_cost_more_than_four_times_their_size() {
+    let asked = std::env::var("KVTRIE_HOSTILE").ok();
+    let count = asked.map_or(20_000, |count| count.parse().unwrap());
+    let world = World::new();
+    assert_eq!(world.receive(world.manifest.to_bytes()), None);
+    let other = World {
+        key: TransferKey::new(&[8; 32]).unwrap(),
+        ..World::new()
+    };
+    assert_eq!(
+        other.receive(world.manifest.to_bytes()),
+        Some(Refusal::Digest)
+    );
+    large_ones_take_less_than_four_times_their_size(&world.key);
+    long_names_are_cut_where_they_are_shown(&world);
+    let mut choices = Choices(1);
+    let mut met: Vec<(Option<Refusal>, usize)> = Vec::new();
+    for _ in 0..count {
+        let raw = match choices.below(10) {
+            0..5 => mutated(&world, &mut choices),
+            5..8 => forged(&mut choices),
+            8 => nested(&mut choices),
+            _ => {
+                let len = choices.below(200);
+                choices.bytes(len)
+            }
+        };
+        let reason = world.receive(&raw);
+        match met.iter_mut().find(|met| met.0 == reason) {
+            Some(met) => met.1 += 1,
+            None => met.push((reason, 1)),
+        }
+    }
+    for reason in [
+        Refusal::Malformed,
+        Refusal::Version,
+        Refusal::Limits,
+        Refusal::Digest,
+    ] {
+        assert!(met.iter().any(|met| met.0 == Some(reason)), "{met:?}");
+    }
+    if count > 20_000 {
+        let mut message = format!("{count} hostile manifests:");
+        for (reason, times) in met {
+            let name = reason.map_or("true", Refusal::as_str);
+            message.extend([" ", name, " ", &times.to_string()]);
+        }
+        std::io::Write::write_all(&mut std::io::stderr(), message.as_bytes()).unwrap();
+    }
+}
