@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import figures
 import report
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.plugins import PluginCollection
+from mkdocs.config import load_config
 from mkdocs.structure.files import Files
 from tools import site_hooks
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pytest
+
+SETTINGS = Path(__file__).resolve().parents[2] / "mkdocs.yml"
 
 
 def test_the_tables_are_a_page() -> None:
-    files = Files([])
-    config = MkDocsConfig()
-    config.plugins = PluginCollection()
-    site_hooks.on_files(files, config)
-    (page,) = files
+    config = load_config(str(SETTINGS))
+    (page,) = config.plugins.on_files(Files([]), config=config)
     assert page.src_uri == "benchmarks-tables.md"
     assert page.content_string == report.tables(figures.load())
 
@@ -34,8 +31,7 @@ def test_the_repository_is_linked_if_the_metadata_names_one(
     monkeypatch.setattr(site_hooks, "PROJECT", project)
     for urls, links in (("", None), ('Repository = "https://host/a"', ["https://host/a"])):
         project.write_text(f"[project.urls]\n{urls}\n", encoding="utf-8")
-        config = MkDocsConfig()
-        config.extra = {}
+        config = load_config(str(SETTINGS))
         site_hooks.on_config(config)
         social = config.extra.get("social")
         assert (social and [one["link"] for one in social]) == links
