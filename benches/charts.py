@@ -121,7 +121,7 @@ def reuse() -> Axes:
         bar(axes, place, [Part(*ends[colour], colour) for colour in ends], 0.74)
         for start, end in (ends[EXACT], ends[MOVED]):
             if end - start > 5:
-                text = f"{end - start:.0f} %"
+                text = f"{math.floor(end - start)} %"  # rounded down, so that 100 % means all of it
                 axes.text(end - 0.5, place, text, c="white", ha="right", va="center", size=7.5)
     legend(axes, {colour: text.partition(":")[0] for colour, text in CLASSES.values()})
     return axes

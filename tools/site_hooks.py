@@ -18,11 +18,16 @@ PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 def on_config(config: MkDocsConfig) -> None:
     """Link the repository that `[project.urls]` of pyproject.toml names; none, where it names none.
 
+    The link is in the footer: for one in the header, the theme asks the repository's host.
+
     Args:
         config: What mkdocs.yml says.
     """
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
-    config.repo_url = project.get("urls", {}).get("Repository")
+    address = project.get("urls", {}).get("Repository")
+    if address is not None:
+        link = {"icon": "material/source-repository", "link": address, "name": "Repository"}
+        config.extra["social"] = [link]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
