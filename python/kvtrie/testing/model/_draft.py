@@ -73,9 +73,7 @@ def draft(cached: Cached, tokens: Tokens, keep_last: int, policy: ReusePolicy) -
     if policy.approximate or policy.partial_blocks:
         start = len(found) + sum(len(piece.sources) for piece in pieces)
         by_position = cached.is_one_path
-        slots = Slots(
-            limited, cached.entries, cached.block_size, allowed, by_position=by_position
-        )
+        slots = Slots(limited, cached.entries, cached.block_size, allowed, by_position=by_position)
         pieces += cover(slots, start, policy.min_run or cached.min_run)
     for number, piece in enumerate(pieces, IN_PLACE + 1):
         found += [None] * (piece.start - len(found))
