@@ -376,7 +376,7 @@ class Imported:
     def __hash__(self, /) -> int: ...
     def __ne__(self, value: object, /) -> bool: ...
     def __new__(cls, /, exact_until: SupportsIndex, hops: SupportsIndex = 1) -> Imported: ...
-    def __replace__(self, /, **changes: Any) -> Imported:
+    def __replace__(self, /, **changes: object) -> Imported:
         """
         The same, for `copy.replace`.
         """
@@ -390,7 +390,7 @@ class Imported:
         """
         Hops of the approximate rest.
         """
-    def replace(self, /, **changes: Any) -> Imported:
+    def replace(self, /, **changes: object) -> Imported:
         """
         This source with some fields changed.
 
@@ -599,7 +599,7 @@ class Item:
     def __hash__(self, /) -> int: ...
     def __ne__(self, value: object, /) -> bool: ...
     def __new__(cls, /, start: SupportsIndex, end: SupportsIndex, digest: bytes) -> Item: ...
-    def __replace__(self, /, **changes: Any) -> Item:
+    def __replace__(self, /, **changes: object) -> Item:
         """
         The same, for `copy.replace`.
         """
@@ -613,7 +613,7 @@ class Item:
         """
         One past the last token.
         """
-    def replace(self, /, **changes: Any) -> Item:
+    def replace(self, /, **changes: object) -> Item:
         """
         This item with some fields changed.
 
@@ -705,7 +705,7 @@ class Namespace:
         adapter: str | None = None,
         salt: str | SharedSalt,
     ) -> Namespace: ...
-    def __replace__(self, /, **changes: Any) -> Namespace:
+    def __replace__(self, /, **changes: object) -> Namespace:
         """
         The same, for `copy.replace`.
         """
@@ -724,7 +724,7 @@ class Namespace:
         """
         Model and revision.
         """
-    def replace(self, /, **changes: Any) -> Namespace:
+    def replace(self, /, **changes: object) -> Namespace:
         """
         This namespace with some fields changed.
 
@@ -1737,7 +1737,7 @@ class ReusePolicy:
         forbid_kinds: Iterable[str] = ...,
         partial_blocks: bool = True,
     ) -> ReusePolicy: ...
-    def __replace__(self, /, **changes: Any) -> ReusePolicy:
+    def __replace__(self, /, **changes: object) -> ReusePolicy:
         """
         The same, for `copy.replace`.
         """
@@ -1781,7 +1781,7 @@ class ReusePolicy:
         """
         Tokens at the end of every moved run that are computed anyway.
         """
-    def replace(self, /, **changes: Any) -> ReusePolicy:
+    def replace(self, /, **changes: object) -> ReusePolicy:
         """
         This policy with some fields changed.
 
@@ -2542,7 +2542,7 @@ class Span:
     def __hash__(self, /) -> int: ...
     def __ne__(self, value: object, /) -> bool: ...
     def __new__(cls, /, start: SupportsIndex, end: SupportsIndex, kind: str) -> Span: ...
-    def __replace__(self, /, **changes: Any) -> Span:
+    def __replace__(self, /, **changes: object) -> Span:
         """
         The same, for `copy.replace`.
         """
@@ -2556,7 +2556,7 @@ class Span:
         """
         What the tokens are.
         """
-    def replace(self, /, **changes: Any) -> Span:
+    def replace(self, /, **changes: object) -> Span:
         """
         This span with some fields changed.
 
@@ -2705,7 +2705,7 @@ class TransferLimits:
         max_tokens: SupportsIndex = 67108864,
         max_block_size: SupportsIndex = 4096,
     ) -> TransferLimits: ...
-    def __replace__(self, /, **changes: Any) -> TransferLimits:
+    def __replace__(self, /, **changes: object) -> TransferLimits:
         """
         The same, for `copy.replace`.
         """
@@ -2739,7 +2739,7 @@ class TransferLimits:
         """
         Position after the last token that a run may reach.
         """
-    def replace(self, /, **changes: Any) -> TransferLimits:
+    def replace(self, /, **changes: object) -> TransferLimits:
         """
         This set of limits with some fields changed.
 

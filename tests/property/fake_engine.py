@@ -386,7 +386,7 @@ class Request:
         read = set()
         for segment in plan.segments:
             start, end = int(segment["start"]), int(segment["end"])
-            covered = []
+            covered: list[int] = []
             for source, _, count, delta, at in self.copies(start, end):
                 read.add(source // size)
                 assert delta == segment["delta"]

@@ -172,7 +172,7 @@ def test_whether_a_block_is_approximate_is_one_counter(small: Callable[..., Core
             return getattr(self.index, name)
 
     vllm = small()
-    sources = vllm.connector.planner.sources
+    sources: Any = vllm.connector.planner.sources
     sources._index = counting = Counting(sources.index)
     assert not sources.has_approximate
     vllm.ask(gapped(PARTS))

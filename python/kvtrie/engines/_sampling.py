@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import (
@@ -58,6 +59,8 @@ def pick(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> int:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(sampling.top_p))
-    # They read only the scores.
-    scores = warpers(torch.empty((1, 0), dtype=torch.long), logits[None])
+    # They read no ids, and take any tensor of floats.
+    ids: Any = None
+    scores: Any = logits[None]
+    scores = warpers(ids, scores)
     return int(torch.multinomial(scores[0].softmax(dim=-1), 1, generator=rng))

@@ -95,7 +95,7 @@ impl PyItem {
     ///     >>> import kvtrie
     ///     >>> kvtrie.Item(0, 4, b"image").replace(start=2)
     ///     Item(2, 4, b'image')
-    #[pyo3(signature = (**changes: "Any"))]
+    #[pyo3(signature = (**changes: "object"))]
     fn replace<'py>(
         slf: &Bound<'py, Self>,
         changes: Option<&Bound<'py, PyDict>>,
@@ -104,7 +104,7 @@ impl PyItem {
     }
 
     /// The same, for `copy.replace`.
-    #[pyo3(signature = (**changes: "Any"))]
+    #[pyo3(signature = (**changes: "object"))]
     fn __replace__<'py>(
         slf: &Bound<'py, Self>,
         changes: Option<&Bound<'py, PyDict>>,

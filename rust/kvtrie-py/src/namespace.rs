@@ -154,7 +154,7 @@ impl PyNamespace {
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> space.replace(adapter="lora").adapter
     ///     'lora'
-    #[pyo3(signature = (**changes: "Any"))]
+    #[pyo3(signature = (**changes: "object"))]
     fn replace<'py>(
         slf: &Bound<'py, Self>,
         changes: Option<&Bound<'py, PyDict>>,
@@ -163,7 +163,7 @@ impl PyNamespace {
     }
 
     /// The same, for `copy.replace`.
-    #[pyo3(signature = (**changes: "Any"))]
+    #[pyo3(signature = (**changes: "object"))]
     fn __replace__<'py>(
         slf: &Bound<'py, Self>,
         changes: Option<&Bound<'py, PyDict>>,

@@ -203,7 +203,7 @@ impl PyReusePolicy {
     ///     >>> policy = kvtrie.ReusePolicy(max_hops=2)
     ///     >>> policy.replace(min_run=32) == kvtrie.ReusePolicy(max_hops=2, min_run=32)
     ///     True
-    #[pyo3(signature = (**changes: "Any"))]
+    #[pyo3(signature = (**changes: "object"))]
     fn replace<'py>(
         slf: &Bound<'py, Self>,
         changes: Option<&Bound<'py, PyDict>>,
@@ -212,7 +212,7 @@ impl PyReusePolicy {
     }
 
     /// The same, for `copy.replace`.
-    #[pyo3(signature = (**changes: "Any"))]
+    #[pyo3(signature = (**changes: "object"))]
     fn __replace__<'py>(
         slf: &Bound<'py, Self>,
         changes: Option<&Bound<'py, PyDict>>,

@@ -91,7 +91,7 @@ impl PyImported {
     ///     >>> import kvtrie
     ///     >>> kvtrie.Imported(exact_until=2).replace(hops=3)
     ///     Imported(exact_until=2, hops=3)
-    #[pyo3(signature = (**changes: "Any"))]
+    #[pyo3(signature = (**changes: "object"))]
     fn replace<'py>(
         slf: &Bound<'py, Self>,
         changes: Option<&Bound<'py, PyDict>>,
@@ -100,7 +100,7 @@ impl PyImported {
     }
 
     /// The same, for `copy.replace`.
-    #[pyo3(signature = (**changes: "Any"))]
+    #[pyo3(signature = (**changes: "object"))]
     fn __replace__<'py>(
         slf: &Bound<'py, Self>,
         changes: Option<&Bound<'py, PyDict>>,

@@ -100,7 +100,7 @@ impl PySpan {
     ///     >>> import kvtrie
     ///     >>> kvtrie.Span(0, 4, "user").replace(end=6)
     ///     Span(0, 6, 'user')
-    #[pyo3(signature = (**changes: "Any"))]
+    #[pyo3(signature = (**changes: "object"))]
     fn replace<'py>(
         slf: &Bound<'py, Self>,
         changes: Option<&Bound<'py, PyDict>>,
@@ -109,7 +109,7 @@ impl PySpan {
     }
 
     /// The same, for `copy.replace`.
-    #[pyo3(signature = (**changes: "Any"))]
+    #[pyo3(signature = (**changes: "object"))]
     fn __replace__<'py>(
         slf: &Bound<'py, Self>,
         changes: Option<&Bound<'py, PyDict>>,

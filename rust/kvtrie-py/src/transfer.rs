@@ -130,7 +130,7 @@ impl PyTransferLimits {
     ///     >>> import kvtrie
     ///     >>> kvtrie.TransferLimits(max_runs=5).replace(max_groups=1).max_runs
     ///     5
-    #[pyo3(signature = (**changes: "Any"))]
+    #[pyo3(signature = (**changes: "object"))]
     fn replace<'py>(
         slf: &Bound<'py, Self>,
         changes: Option<&Bound<'py, PyDict>>,
@@ -139,7 +139,7 @@ impl PyTransferLimits {
     }
 
     /// The same, for `copy.replace`.
-    #[pyo3(signature = (**changes: "Any"))]
+    #[pyo3(signature = (**changes: "object"))]
     fn __replace__<'py>(
         slf: &Bound<'py, Self>,
         changes: Option<&Bound<'py, PyDict>>,
