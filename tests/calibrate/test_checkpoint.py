@@ -44,6 +44,10 @@ def model(tmp_path: Path) -> Path:
     return write(tmp_path / "model", WEIGHTS)
 
 
+def test_digest_is_that_of_gate_files_written_before(model: Path) -> None:
+    assert checkpoint_digest(model) == "a48901666cc7c0372c190bf032e6cf9f"
+
+
 def test_digest_ignores_place_indent_and_how_tensors_are_cut(model: Path, tmp_path: Path) -> None:
     found = checkpoint_digest(model)
     other = tmp_path / "other"

@@ -198,6 +198,19 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RopeSpec]:
+    """Reads a config as if transformers were not installed."""
+
+    def read(config: Any, **options: Any) -> RopeSpec:
+        with monkeypatch.context() as hidden:
+            hidden.setitem(sys.modules, "transformers", None)
+            hidden.setitem(sys.modules, "transformers.modeling_rope_utils", None)
+            return RopeSpec.from_config(config, **options)
+
+    return read
+
+
 @cache
 def _model(case: Case) -> Any:
     torch.manual_seed(0)
@@ -443,7 +456,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     ],
 )
 def test_frequencies_are_those_of_rope_init_functions(
-    kind: str, settings: dict[str, Any], head_dim: int
+    kind: str,
+    settings: dict[str, Any],
+    head_dim: int,
+    without_transformers: Callable[..., RopeSpec],
 ) -> None:
     for theta in THETAS:
         config = transformers.LlamaConfig(
@@ -455,23 +471,11 @@ def test_frequencies_are_those_of_rope_init_functions(
             rope_parameters={"rope_type": kind, "rope_theta": theta, **settings},
         )
         want, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-        made = RopeSpec.from_config(config).layers[0]
-        assert made is not None
-        assert made.inv_freq == tuple(want.tolist())
-        assert made.attention_factor == factor
-
-
-@pytest.fixture
-def without_transformers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], RopeSpec]:
-    """Reads a config as if transformers were not installed."""
-
-    def read(config: Any, **options: Any) -> RopeSpec:
-        with monkeypatch.context() as hidden:
-            hidden.setitem(sys.modules, "transformers", None)
-            hidden.setitem(sys.modules, "transformers.modeling_rope_utils", None)
-            return RopeSpec.from_config(config, **options)
-
-    return read
+        for read in (RopeSpec.from_config, without_transformers):
+            made = read(config).layers[0]
+            assert made is not None
+            assert made.inv_freq == tuple(want.tolist())
+            assert made.attention_factor == factor
 
 
 def test_frequencies_come_from_transformers_where_it_is_installed(
@@ -559,10 +563,17 @@ def test_transformers_changes_no_generated_frequency(
     (with_it,), (without,) = spec.layers, own.layers
     assert with_it is not None
     assert without is not None
-    # Within one float32 rounding, so that each is an answer for the other; and in fact equal.
+    # At most one float32 rounding apart; in fact equal, so a moved key has the same bytes.
     both = np.array([with_it.inv_freq, without.inv_freq], np.float32)
     assert (np.abs(both[0] - both[1]) <= np.spacing(np.abs(both).max(axis=0))).all()
     assert own == spec
+
+
+def test_frequencies_are_those_of_a_cpu_whatever_the_default_device() -> None:
+    config = CASE["llama-yarn"].config().to_dict()
+    with torch.device("meta"):
+        found = RopeSpec.from_config(config)
+    assert found == RopeSpec.from_config(config)
 
 
 def test_float64_rounded_once_is_not_what_engines_compute() -> None:

@@ -75,10 +75,9 @@ class ConfigFields:
         if found is None:
             return None
         name, value = found
-        if isinstance(value, (list, tuple)):
-            self.refuse(f"{name} is {value!r}: it differs from layer to layer")
         if not is_int(value) or value < 1:
-            self.refuse(f"{name} is {value!r}, not a positive integer")
+            why = ": it differs from layer to layer" if isinstance(value, (list, tuple)) else ""
+            self.refuse(f"{name} is {value!r}, not a positive integer{why}")
         return value
 
     def number(self, name: str, value: object, *, least: float = 0.0) -> float:
@@ -99,6 +98,6 @@ class ConfigFields:
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise a refusal that names the model."""
-        model = self.model_type or type(self._config).__name__
+        model = self.get("model_type") or type(self._config).__name__
         msg = f"{self._refusal} a {model} model: {reason}"
         raise self._error(msg)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvtrie.tags.grammar import Grammar
 
 
-class Reader:
+class MessageReader:
     """Reads tokens by one format, and lists the sections and turns that end.
 
     Every call takes a state and returns the next one. The lists only grow between calls of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvtrie._core import Span
 from kvtrie.tags.formats import KIND_OF_ROLE, ROLES
 from kvtrie.tags.ids import as_position, as_tokens
-from kvtrie.tags.reader import Reader
+from kvtrie.tags.reader import MessageReader
 from kvtrie.tags.sections import Section, Turn
 from kvtrie.tags.state import ANSWERED, BODY, State
 
@@ -63,7 +63,7 @@ class Stream:
         self._tagger = tagger
         self._base = start
         self._length = start
-        self._reader = Reader(tagger)
+        self._reader = MessageReader(tagger)
         self._journal: list[tuple[int, State]] = []
         self._view: tuple[State, list[Section], list[tuple[int, int, int, int]]] | None = None
         self.num_steps: int = 0

@@ -13,7 +13,7 @@ from kvtrie.integrations.vllm import _gate, _lineage, _ranges
 from kvtrie.integrations.vllm._dead import DeadThinking
 from kvtrie.integrations.vllm._metadata import Load, StepMetadata
 from kvtrie.integrations.vllm._ranges import APPROXIMATE
-from kvtrie.integrations.vllm._requests import Live, Pending, Range, adapter_of
+from kvtrie.integrations.vllm._requests import LiveRequest, Pending, Range, adapter_of
 from kvtrie.integrations.vllm._runners import send_whole
 from kvtrie.integrations.vllm._settings import request_policy
 from kvtrie.integrations.vllm._sources import Sources, used_by
@@ -76,7 +76,7 @@ class Planner:
         self._space_of = lru_cache(maxsize=_MAX_NAMESPACES)(self._new_namespace)
         # All of vLLM's requests, also those without kvtrie: they may read what it copied.
         self._requests: dict[str, Request] = {}
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         # Those with work in the current step, so that a decode step skips the others.
         self._pending: dict[str, Request] = {}
         self._prefilling: dict[str, Request] = {}
@@ -115,12 +115,12 @@ class Planner:
             policy = EXACT_ONLY
         seq = TokenSequence(request.prompt_token_ids, self._namespace(request))
         reading = None if self._tagger is None else Reading(self._tagger)
-        live = Live(seq, policy, reading=reading)
+        live = LiveRequest(seq, policy, reading=reading)
         self._live[request.request_id] = live
         if policy.approximate and not request.skip_reading_prefix_cache:
             self._join(request, live)
 
-    def _join(self, request: Request, live: Live) -> None:
+    def _join(self, request: Request, live: LiveRequest) -> None:
         """Let vLLM find approximate blocks in place, under their own hashes."""
         if not self.sources.has_approximate:
             return
@@ -189,7 +189,7 @@ class Planner:
         return promised[1] - promised[0]
 
     def _label(
-        self, request: Request, live: Live, plan: ReusePlan, ranges: Sequence[Range]
+        self, request: Request, live: LiveRequest, plan: ReusePlan, ranges: Sequence[Range]
     ) -> None:
         """Start a separate lineage at the request's first approximate KV.
 
@@ -229,7 +229,14 @@ class Planner:
             self._load(request, live, pending.plan, start, start + num_external, most=end)
 
     def _load(
-        self, request: Request, live: Live, plan: ReusePlan, start: int, end: int, *, most: int
+        self,
+        request: Request,
+        live: LiveRequest,
+        plan: ReusePlan,
+        start: int,
+        end: int,
+        *,
+        most: int,
     ) -> None:
         """Copy the tokens of a range, on which vLLM relies from now on.
 
@@ -395,7 +402,7 @@ class Planner:
         self.sources.reset()
 
     def _advance(
-        self, request: Request, live: Live, pending: Pending, output: SchedulerOutput
+        self, request: Request, live: LiveRequest, pending: Pending, output: SchedulerOutput
     ) -> None:
         request_id = request.request_id
         if pending.jumped is not None:
@@ -414,7 +421,7 @@ class Planner:
             return
         self._drop_pending(request_id, live)
 
-    def _note_refusal(self, request: Request, live: Live) -> None:
+    def _note_refusal(self, request: Request, live: LiveRequest) -> None:
         """Record whether vLLM may have refused the request because its sources were pinned."""
         before = self._pool.get_num_free_blocks()
         self._drop_pending(request.request_id, live)
@@ -424,7 +431,7 @@ class Planner:
             live.num_refused += 1
         live.last_free = before
 
-    def _drop_pending(self, request_id: str, live: Live) -> None:
+    def _drop_pending(self, request_id: str, live: LiveRequest) -> None:
         pending, live.pending = live.pending, None
         self._pending.pop(request_id, None)
         if pending is not None:
@@ -449,7 +456,12 @@ class Planner:
                     self.abandon(request_id)
 
     def _offer(
-        self, request: Request, live: Live, block_ids: Sequence[int], *, has_ended: bool = False
+        self,
+        request: Request,
+        live: LiveRequest,
+        block_ids: Sequence[int],
+        *,
+        has_ended: bool = False,
     ) -> None:
         live.follow(request)
         # Tokens in flight are not written yet; the last sampled token never is.
@@ -465,7 +477,7 @@ class Planner:
         stretches = live.stretches(done // self._block_size, self._block_size)
         self.sources.offer(live.seq, block_ids, stretches, spans=spans)
 
-    def _count_prompt(self, request: Request, live: Live) -> None:
+    def _count_prompt(self, request: Request, live: LiveRequest) -> None:
         """Count, once, the sources of a request's prompt KV."""
         if live.is_counted:
             return

@@ -45,7 +45,7 @@ class Pending:
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class LiveRequest:
     """One request from arrival to finish.
 
     Attributes:
