@@ -26,28 +26,28 @@ def main() -> None:
         source = unrotated.to(dtype)
         worst = 0.0
         for delta in DELTAS:
-            exact = rotation.complex_turn(source, ROPE, delta)
+            exact = rotation.complex_rotation(source, ROPE, delta)
             once = rotation.error(exact.to(dtype), exact)
             worst = max(worst, rotation.error(rotate(source, ROPE, delta), exact) / once)
-        say(f"  one turn over one rounding, worst of {len(DELTAS)} deltas: {worst:.4f}\n")
-        cached = rotation.complex_turn(unrotated, ROPE, old).to(dtype)
+        say(f"  one rotation over one rounding, worst of {len(DELTAS)} deltas: {worst:.4f}\n")
+        cached = rotation.complex_rotation(unrotated, ROPE, old).to(dtype)
         for turns in (1, 16, 64):
             generator = torch.Generator().manual_seed(5)
             steps = torch.randint(-500, 500, (turns,), generator=generator).tolist()
             moved = cached
             for step in steps:
                 moved = rotate(moved, ROPE, step)
-            exact = rotation.complex_turn(unrotated, ROPE, old + sum(steps))
+            exact = rotation.complex_rotation(unrotated, ROPE, old + sum(steps))
             chained = rotation.error(moved, exact)
             once = rotation.error(rotate(cached, ROPE, sum(steps)), exact)
-            say(f"  {turns:2} turns: chained {chained:.1e}, once {once:.1e}\n")
+            say(f"  {turns:2} rotations: chained {chained:.1e}, once {once:.1e}\n")
     rotary = ROPE.layers[0]
     if rotary is None:
         return
     say("angles in float32 and everything else in float64\n")
     for position in (32_768, 10**6):
         at = torch.arange(position - TOKENS, position)
-        exact = rotation.complex_turn(unrotated, ROPE, at)
+        exact = rotation.complex_rotation(unrotated, ROPE, at)
         angles = (at.float()[:, None] * torch.tensor(rotary.inv_freq).float()).double()
         first, second = unrotated.chunk(2, dim=-1)
         rotated = torch.complex(first, second) * torch.exp(1j * angles)
