@@ -4,12 +4,11 @@ use std::ops::{Index, IndexMut};
 
 use super::request::Request;
 
-/// Names a live request of a ledger. It is stale for good once the request has ended.
+/// Names a live request of a ledger. It is stale once the request has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestId {
     place: u32,
-    /// How many requests began before this one.
-    number: u64,
+    generation: u32,
 }
 
 impl RequestId {
@@ -19,67 +18,75 @@ impl RequestId {
 }
 
 #[derive(Debug, Default)]
+struct Slot {
+    /// How many requests ended here.
+    generation: u32,
+    request: Option<Request>,
+}
+
+#[derive(Debug, Default)]
 pub(super) struct Requests {
-    places: Vec<Option<(u64, Request)>>,
+    slots: Vec<Slot>,
     free: Vec<u32>,
-    begun: u64,
 }
 
 impl Requests {
     pub(super) fn insert(&mut self, request: Request) -> RequestId {
         let place = self.free.pop().unwrap_or_else(|| {
-            self.places.push(None);
-            u32::try_from(self.places.len() - 1).unwrap_or(u32::MAX)
+            self.slots.push(Slot::default());
+            u32::try_from(self.slots.len() - 1).unwrap_or(u32::MAX)
         });
-        let number = self.begun;
-        self.begun += 1;
-        self.places[place as usize] = Some((number, request));
-        RequestId { place, number }
+        let slot = &mut self.slots[place as usize];
+        slot.request = Some(request);
+        let generation = slot.generation;
+        RequestId { place, generation }
     }
 
     pub(super) fn remove(&mut self, id: RequestId) -> Option<Request> {
         self.get(id)?;
+        let slot = &mut self.slots[id.place()];
+        slot.generation = slot.generation.wrapping_add(1);
         self.free.push(id.place);
-        let (_, request) = self.places[id.place()].take()?;
-        Some(request)
+        slot.request.take()
     }
 
     pub(super) fn get(&self, id: RequestId) -> Option<&Request> {
-        match self.places.get(id.place()) {
-            Some(Some((number, request))) if *number == id.number => Some(request),
-            _ => None,
-        }
+        let slot = self.slots.get(id.place())?;
+        let request = slot.request.as_ref();
+        request.filter(|_| slot.generation == id.generation)
     }
 
     pub(super) fn get_mut(&mut self, id: RequestId) -> Option<&mut Request> {
-        match self.places.get_mut(id.place()) {
-            Some(Some((number, request))) if *number == id.number => Some(request),
-            _ => None,
-        }
+        let slot = self.slots.get_mut(id.place())?;
+        let request = slot.request.as_mut();
+        request.filter(|_| slot.generation == id.generation)
     }
 
     pub(super) fn len(&self) -> usize {
-        self.places.len() - self.free.len()
+        self.slots.len() - self.free.len()
     }
 
     /// Places of live and of ended requests.
     pub(super) fn num_places(&self) -> usize {
-        self.places.len()
+        self.slots.len()
     }
 }
 
-impl Index<RequestId> for Requests {
+/// The request at a place.
+impl Index<usize> for Requests {
     type Output = Request;
 
     /// # Panics
-    /// If the request has ended.
-    fn index(&self, id: RequestId) -> &Request {
-        self.get(id).expect("a live request")
+    /// If no live request is there.
+    fn index(&self, place: usize) -> &Request {
+        let request = self.slots[place].request.as_ref();
+        request.expect("a live request")
     }
 }
 
-impl IndexMut<RequestId> for Requests {
-    fn index_mut(&mut self, id: RequestId) -> &mut Request {
-        self.get_mut(id).expect("a live request")
+impl IndexMut<usize> for Requests {
+    fn index_mut(&mut self, place: usize) -> &mut Request {
+        let request = self.slots[place].request.as_mut();
+        request.expect("a live request")
     }
 }

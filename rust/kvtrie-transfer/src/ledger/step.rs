@@ -50,17 +50,17 @@ impl StepIds<'_> {
     /// # Errors
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if it is another sequence, which is left unchanged.
     pub fn to(self, seq: &mut TokenSequence) -> Result<()> {
-        if !seq.is_owned_by(self.owner) {
-            return Err(invalid(format!(
+        let done = match self.change {
+            IdChange::Append(ids) => seq.extend_as(self.owner, ids),
+            IdChange::Cut(len) => seq.truncate_as(self.owner, len),
+        };
+        done.map_err(|_| {
+            invalid(format!(
                 "{CALL}: the sequence of {} tokens is not the one of {} tokens that the request began with",
                 seq.len(),
                 self.num_final
-            )));
-        }
-        match self.change {
-            IdChange::Append(ids) => seq.extend_as(self.owner, ids),
-            IdChange::Cut(len) => seq.truncate_as(self.owner, len),
-        }
+            ))
+        })
     }
 }
 
@@ -90,7 +90,8 @@ pub(super) struct Scratch {
     /// The last step that named the request at each index.
     seen_in: Vec<u64>,
     steps: u64,
-    stepped: Vec<(RequestId, Stepped)>,
+    /// By place of the request.
+    stepped: Vec<(usize, Stepped)>,
     ids: Vec<u32>,
 }
 
@@ -194,7 +195,7 @@ impl SequenceLedger {
         step: &Step<'_, T>,
         at: usize,
         scratch: &mut Scratch,
-    ) -> Result<(RequestId, Stepped)> {
+    ) -> Result<(usize, Stepped)> {
         let id = step.requests[at];
         let request = self.request(id, CALL)?;
         let seen_in = &mut scratch.seen_in[id.place()];
@@ -219,7 +220,7 @@ impl SequenceLedger {
                 .check_step(new.len(), computed, scheduled, drafts, capacity);
         let stepped =
             stepped.map_err(|why| refuse(why, request.blocks.len(), self.block_size, CALL))?;
-        Ok((id, stepped))
+        Ok((id.place(), stepped))
     }
 
     /// Appends the ids, then updates all positions. If a sequence cannot be reached, the ids are removed again.
@@ -248,15 +249,15 @@ impl SequenceLedger {
                 });
             }
         }
-        for &(id, stepped) in &scratch.stepped {
+        for &(place, stepped) in &scratch.stepped {
             failpoints::within("step: ids that are not counted");
-            self.requests[id].positions.step(stepped);
+            self.requests[place].positions.step(stepped);
         }
         Ok(())
     }
 
-    fn change<'a>(&'a self, id: RequestId, change: IdChange<'a>) -> StepIds<'a> {
-        let request = &self.requests[id];
+    fn change<'a>(&'a self, place: usize, change: IdChange<'a>) -> StepIds<'a> {
+        let request = &self.requests[place];
         StepIds {
             change,
             owner: &request.owner,
