@@ -67,10 +67,10 @@ mod tests {
 
     use super::*;
     use crate::ids::BlockId;
+    use crate::index::{Config, InsertOptions, RadixIndex, Source};
     use crate::namespace::{Namespace, Salt};
-    use crate::siblings;
+    use crate::storage::siblings;
     use crate::tokens::{Item, TokenSequence};
-    use crate::tree::{Config, InsertOptions, RadixIndex, Source};
 
     /// Siblings of one flood.
     const SIBLINGS: u32 = 32_000;

@@ -137,50 +137,41 @@
 #![forbid(unsafe_code)]
 
 mod allocator;
-mod arena;
-mod blocks;
-mod check;
 mod cursor;
-mod dead;
-mod digest;
-mod edge_table;
 mod error;
-mod explain;
-mod extras;
+mod eviction;
 #[cfg(feature = "failpoints")]
 pub mod failpoints;
 #[cfg(not(feature = "failpoints"))]
 mod failpoints;
-mod fingerprints;
-mod gone;
 mod hash;
 mod ids;
-mod lease;
+mod index;
+mod inspection;
 mod ledger;
-mod lru;
+mod moved;
 mod namespace;
-mod node;
-mod paged;
-mod payload;
+mod pins;
 mod plan;
 mod policy;
 mod ranges;
-mod run;
-mod salts;
-mod siblings;
-mod slab;
 mod snapshot;
 mod span;
-mod stats;
+mod storage;
 mod tokens;
 mod transfer;
-mod tree;
-mod windows;
 
 pub use allocator::BlockAllocator;
 pub use error::{Error, ErrorKind, Refusal, Result};
-pub use explain::{Context, ExplainOptions, Explanation, NamespaceDifference, Reason, WouldSave};
 pub use ids::BlockId;
+pub use index::{
+    Config, Effort, Imported, InsertOptions, Inserted, LookupOptions, Match, RadixIndex, Removed,
+    Source,
+};
+pub use inspection::explain::{
+    Context, ExplainOptions, Explanation, NamespaceDifference, Reason, WouldSave,
+};
+pub use inspection::stats::Stats;
 pub use ledger::{
     Begin, Forgotten, LabelRun, LedgerSource, PLACEHOLDER, Present, RequestId, RolledBack,
     SequenceLedger, Step, StepError, StepIds,
@@ -190,13 +181,8 @@ pub use plan::{Class, Move, PlanOptions, ReusePlan, Segment};
 pub use policy::ReusePolicy;
 pub use snapshot::{RestoreLimits, RestoredPool};
 pub use span::{BUILT_IN_KINDS, MAX_KINDS, Span};
-pub use stats::Stats;
 pub use tokens::{Item, TokenSequence};
 pub use transfer::{
     BlockRun, LocalGroup, Offer, Pair, SentGroup, TransferKey, TransferLimits, TransferManifest,
     TransferOptions, TransferPlan,
-};
-pub use tree::{
-    Config, Effort, Imported, InsertOptions, Inserted, LookupOptions, Match, RadixIndex, Removed,
-    Source,
 };

@@ -7,11 +7,11 @@ use super::record::Record;
 use super::{RequestId, SequenceLedger};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::BlockId;
+use crate::index::{InsertOptions, Inserted, RadixIndex};
 use crate::plan::{PlanOptions, ReusePlan};
 use crate::policy::ReusePolicy;
 use crate::span::Span;
 use crate::tokens::TokenSequence;
-use crate::tree::{InsertOptions, Inserted, RadixIndex};
 
 /// What is left of a request that was forgotten.
 #[derive(Clone, Debug)]

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::ids::depth;
-use crate::payload::Label;
+use crate::index::{Imported, Source};
 use crate::plan::{Class, ReusePlan};
-use crate::tree::{Imported, Source};
+use crate::storage::payload::Label;
 
 /// The source of a request's KV, as [`Source`] for an insert. A plan is shared with its creator.
 #[derive(Clone, Debug)]

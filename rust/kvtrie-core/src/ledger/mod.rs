@@ -66,11 +66,11 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
+use crate::index::Config;
 use crate::plan::ReusePlan;
-use crate::slab::{Handle, Slab};
 use crate::span::Span;
+use crate::storage::slab::{Handle, Slab};
 use crate::tokens::TokenSequence;
-use crate::tree::Config;
 
 use record::{Record, Tagged, check_ids, check_unique, refuse};
 use step::Scratch;

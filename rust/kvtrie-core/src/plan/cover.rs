@@ -8,14 +8,14 @@ use std::ops::Range;
 use foldhash::quality::FixedState;
 use hashbrown::HashMap;
 
-use crate::fingerprints::WINDOW;
 use crate::ids::{Depth, NodeIndex};
-use crate::payload::Label;
+use crate::index::{Effort, Position};
+use crate::moved::fingerprints::WINDOW;
 use crate::plan::budget::Budget;
 use crate::plan::reach::{Follower, Stretch, Stretches};
 use crate::plan::search::{Candidate, Hit, Search};
 use crate::plan::usable::{Kinship, Usable};
-use crate::tree::{Effort, Position};
+use crate::storage::payload::Label;
 
 /// Looks of a search that take about as long as walking to a node that is in no CPU cache.
 const LOOKS_PER_NODE: u64 = 4;

@@ -3,17 +3,17 @@
 use std::sync::Arc;
 
 use crate::ids::{BlockId, Depth, NO_NODE};
-use crate::node::Node;
-use crate::payload::Label;
+use crate::index::{Effort, Position, RadixIndex, SourceRun};
 use crate::plan::cover::{Cover, OwnPath, Run};
 use crate::plan::reach::{Follower, Stretch};
 use crate::plan::search::Search;
 use crate::plan::usable::{Kinship, Usable};
 use crate::plan::{Class, Copied, PlanOptions, Segment};
 use crate::policy::ReusePolicy;
-use crate::siblings;
+use crate::storage::node::Node;
+use crate::storage::payload::Label;
+use crate::storage::siblings;
 use crate::tokens::TokenSequence;
-use crate::tree::{Effort, Position, RadixIndex, SourceRun};
 
 /// How the KV of a prompt can be built.
 #[derive(Debug, Default)]

@@ -43,12 +43,12 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, Depth, NO_NODE};
-use crate::lease::Lease;
-use crate::node::Node;
+use crate::index::{Effort, RadixIndex};
+use crate::pins::lease::Lease;
 use crate::policy::ReusePolicy;
-use crate::slab::Handle;
+use crate::storage::node::Node;
+use crate::storage::slab::Handle;
 use crate::tokens::{Snapshot, TokenSequence};
-use crate::tree::{Effort, RadixIndex};
 
 use draft::Draft;
 

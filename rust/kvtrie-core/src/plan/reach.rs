@@ -2,13 +2,13 @@
 
 use smallvec::SmallVec;
 
-use crate::arena::Arena;
 use crate::ids::{NO_NODE, NodeIndex};
+use crate::index::RadixIndex;
 use crate::plan::budget::{CHOICE, TOKENS_PER_LOOK};
 use crate::plan::usable::{Kinship, Usable};
-use crate::siblings;
+use crate::storage::arena::Arena;
+use crate::storage::siblings;
 use crate::tokens::View;
-use crate::tree::RadixIndex;
 
 /// Consecutive tokens of one edge, by position on its path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,11 +5,11 @@ use std::ops::Range;
 use foldhash::quality::FixedState;
 use hashbrown::HashMap;
 
-use crate::blocks::Place;
-use crate::fingerprints::WINDOW;
 use crate::ids::NodeIndex;
-use crate::tree::RadixIndex;
-use crate::windows::Windows;
+use crate::index::RadixIndex;
+use crate::moved::fingerprints::WINDOW;
+use crate::moved::windows::Windows;
+use crate::storage::blocks::Place;
 
 /// The most windows that are looked up at once. While nothing is found, each lookup takes twice as many. After a run
 /// was found only the requested ones are looked up, because the run is followed by comparison.

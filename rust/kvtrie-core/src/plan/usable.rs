@@ -1,11 +1,11 @@
 //! What a policy allows a plan to use: which blocks, which tokens, and with how many hops.
 
 use crate::ids::Depth;
-use crate::node::Node;
-use crate::payload::{Label, Payload};
+use crate::index::RadixIndex;
 use crate::plan::Class;
 use crate::policy::ReusePolicy;
-use crate::tree::RadixIndex;
+use crate::storage::node::Node;
+use crate::storage::payload::{Label, Payload};
 
 /// Whether a source is under the whole prefix of the prompt's tokens, at their position, or elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,9 +1,9 @@
 //! Checks of numbers in a snapshot against the index into which they are read.
 
 use super::bytes::Reader;
-use crate::blocks::Place;
 use crate::error::Result;
-use crate::tree::RadixIndex;
+use crate::index::RadixIndex;
+use crate::storage::blocks::Place;
 
 /// Checks that an id is in the pool and was not read before.
 pub(super) fn new_id(index: &RadixIndex, from: &Reader<'_>, id: u32) -> Result<()> {

@@ -6,19 +6,19 @@ use smallvec::SmallVec;
 
 use super::bytes::{Reader, Writer};
 use super::checks::{new_id, read_stamp};
-use crate::dead::Dead;
 use crate::error::{Error, Result};
-use crate::extras::{Extras, InnerUses};
+use crate::eviction::dead_order::Dead;
 use crate::ids::{ABSENT, Depth, NO_NODE, NodeIndex};
+use crate::index::{RadixIndex, Tree};
 use crate::namespace::{Namespace, Salt};
-use crate::node::Node;
-use crate::payload::Label;
 use crate::ranges::{Range, Ranges};
-use crate::siblings;
-use crate::slab::Slab;
 use crate::span::{TagRun, Tags};
+use crate::storage::extras::{Extras, InnerUses};
+use crate::storage::node::Node;
+use crate::storage::payload::Label;
+use crate::storage::siblings;
+use crate::storage::slab::Slab;
 use crate::tokens::Item;
-use crate::tree::{RadixIndex, Tree};
 
 /// Parts that an edge may have besides tokens, ids and a last use.
 const LABELS: u8 = 1;

@@ -58,7 +58,7 @@ use std::fmt;
 
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
-use crate::tree::{Config, RadixIndex, check_pool_id};
+use crate::index::{Config, RadixIndex, check_pool_id};
 
 use bytes::{Reader, Writer};
 use sections::SECTIONS;

@@ -9,14 +9,14 @@ use super::RestoreLimits;
 use super::bytes::{Reader, Writer};
 use super::checks::new_id;
 use super::edges;
-use crate::arena::Arena;
-use crate::blocks::Place;
 use crate::error::{Error, Result};
-use crate::gone::{MOST, Note};
 use crate::hash::EdgeHasher;
 use crate::ids::{NO_NODE, NodeHandle};
+use crate::index::{Config, RadixIndex, Work, check_pool_id};
+use crate::inspection::gone::{MOST, Note};
 use crate::span::{Kinds, MAX_KINDS};
-use crate::tree::{Config, RadixIndex, Work, check_pool_id};
+use crate::storage::arena::Arena;
+use crate::storage::blocks::Place;
 
 pub(super) struct Section {
     pub(super) name: &'static str,

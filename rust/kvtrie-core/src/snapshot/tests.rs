@@ -8,14 +8,14 @@ mod records;
 use super::bytes::Writer;
 use super::*;
 use crate::ids::{ABSENT, BlockId, NO_NODE};
+use crate::index::{Config, Imported, InsertOptions, LookupOptions, Source};
 use crate::namespace::{Namespace, Salt};
-use crate::payload::{Label, Payload};
 use crate::plan::PlanOptions;
 use crate::policy::ReusePolicy;
 use crate::span::Span;
+use crate::storage::payload::{Label, Payload};
 use crate::tokens::{Item, TokenSequence};
-use crate::tree::{Config, Imported, InsertOptions, LookupOptions, Source};
-use crate::{ErrorKind, blocks::Place};
+use crate::{ErrorKind, storage::blocks::Place};
 
 /// The pool that `Config::seeded` names, still there.
 const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
@@ -388,13 +388,19 @@ fn contradictions_are_refused() {
             let ids = index.nodes[twin].run.ids(2).to_vec();
             let ids: Vec<u32> = ids.into_iter().take(tokens.len() / 2).collect();
             let (tree, depth) = (index.nodes[edge].tree, index.nodes[edge].depth);
-            let extras = crate::extras::Extras {
+            let extras = crate::storage::extras::Extras {
                 items: index.nodes[edge].extras().unwrap().items.clone(),
                 ..Default::default()
             };
             let tokens = &tokens[..2 * ids.len()];
-            let mut new =
-                crate::node::Node::of_parts((tree, parent, depth), tokens, &ids, 0, extras, 2);
+            let mut new = crate::storage::node::Node::of_parts(
+                (tree, parent, depth),
+                tokens,
+                &ids,
+                0,
+                extras,
+                2,
+            );
             let old = &index.nodes[twin];
             (new.left, new.right, new.up) = (old.left, old.right, old.up);
             index.nodes[twin] = new;

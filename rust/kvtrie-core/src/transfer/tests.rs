@@ -12,12 +12,12 @@ mod refusals;
 use super::*;
 use crate::error::{Error, ErrorKind, Refusal, Result};
 use crate::ids::BlockId;
+use crate::index::Imported;
 use crate::ledger::{Begin, LabelRun, LedgerSource, Present, SequenceLedger};
 use crate::namespace::{Namespace, Salt};
 use crate::plan::Class;
 use crate::policy::ReusePolicy;
 use crate::tokens::TokenSequence;
-use crate::tree::Imported;
 
 fn key() -> TransferKey {
     TransferKey::new(b"the deployment's key").unwrap()

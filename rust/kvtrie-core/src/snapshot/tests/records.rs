@@ -329,7 +329,7 @@ fn contradictions_of_one_edge_are_refused() {
         &spoilt(|index| {
             let edge = edge_with_extras(index);
             let pairs = [(5, 2), (6, 3)].into_iter().collect();
-            assert!(crate::extras::InnerUses::from_pairs(pairs).is_none());
+            assert!(crate::storage::extras::InnerUses::from_pairs(pairs).is_none());
             let node = &mut index.nodes[edge];
             let (from, clock) = (node.depth, node.whole_use());
             node.extras_mut().uses.touch(from + 2, clock + 1);
@@ -411,7 +411,8 @@ fn contradictions_of_one_edge_are_refused() {
                 let node = &mut index.nodes[edge];
                 let (from, whole) = (node.depth, node.whole_use());
                 let uses = [(from + 1, whole - earlier)].into_iter().collect();
-                node.extras_mut().uses = crate::extras::InnerUses::from_pairs(uses).unwrap();
+                node.extras_mut().uses =
+                    crate::storage::extras::InnerUses::from_pairs(uses).unwrap();
             }),
         );
     }

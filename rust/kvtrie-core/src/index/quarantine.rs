@@ -1,0 +1,88 @@
+//! Blocks that are permanently out of use because their KV is not finite (R7).
+
+use crate::error::Result;
+use crate::ids::BlockId;
+use crate::index::{Effort, RadixIndex};
+use crate::storage::blocks::Place;
+
+impl RadixIndex {
+    /// Removes ids from use permanently, wherever they are, and returns how many were not quarantined before. They
+    /// leave the index or stop waiting; pinned and condemned ones follow when their last pin ends. No call returns
+    /// them, and no insert takes them. An id that was unknown now belongs to the index: its holder must not free it.
+    ///
+    /// Ids that are not indexed are counted as by [`discard`](Self::discard).
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool; nothing is changed then.
+    ///
+    /// # Complexity
+    /// As [`discard`](Self::discard), plus O(waiting blocks) if one of the ids waits.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// assert_eq!(index.quarantine(&[BlockId(0)])?, 1);
+    /// assert_eq!(index.evict(9), [BlockId(6)]);
+    /// assert_eq!(index.stats().quarantined, 1);
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
+    pub fn quarantine(&mut self, ids: &[BlockId]) -> Result<u64> {
+        self.check_ids(ids, "RadixIndex.quarantine", "block_ids")?;
+        crate::failpoints::before("RadixIndex.quarantine")?;
+        let cuts = self.find_cuts(&self.pinned_of(ids), &mut Effort::ANY.steps());
+        self.cut_out(cuts.unwrap_or_default());
+        let (mut count, mut any_waited) = (0, false);
+        for &BlockId(id) in ids {
+            let place = self.blocks.place(id);
+            // A repeated id counts once.
+            if self.blocks.see(id) {
+                continue;
+            }
+            if let Place::Indexed { node, depth } = place {
+                if self.remove_block(node, depth) {
+                    self.blocks.set_quarantined(id, false);
+                } else {
+                    self.put_in_quarantine(id);
+                }
+                count += 1;
+                continue;
+            }
+            self.unknown_discards += 1;
+            match place {
+                Place::Quarantined | Place::CondemnedForGood => continue,
+                Place::Condemned => self.blocks.set_quarantined(id, false),
+                _ => self.put_in_quarantine(id),
+            }
+            any_waited |= place == Place::Waiting;
+            count += 1;
+        }
+        self.blocks.clear_seen(ids.iter().map(|id| id.0));
+        if any_waited {
+            let blocks = &self.blocks;
+            self.waiting
+                .retain(|&id| blocks.place(id) == Place::Waiting);
+        }
+        self.bound_holes();
+        Ok(count)
+    }
+
+    /// The ids in quarantine, and those that follow when their last pin ends, ascending.
+    ///
+    /// # Complexity
+    /// O(ids that the index knows).
+    pub fn quarantined(&self) -> impl Iterator<Item = BlockId> {
+        self.blocks.known().filter_map(|(id, place)| {
+            matches!(place, Place::Quarantined | Place::CondemnedForGood).then_some(BlockId(id))
+        })
+    }
+
+    pub(crate) fn put_in_quarantine(&mut self, id: u32) {
+        self.blocks.set_quarantined(id, true);
+        self.num_quarantined += 1;
+    }
+}

@@ -1,0 +1,4 @@
+//! Where moved runs are found.
+
+pub(crate) mod fingerprints;
+pub(crate) mod windows;

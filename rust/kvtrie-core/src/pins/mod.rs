@@ -1,0 +1,3 @@
+//! What live plans pin.
+
+pub(crate) mod lease;
