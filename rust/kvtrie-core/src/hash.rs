@@ -69,7 +69,6 @@ mod tests {
     use crate::ids::BlockId;
     use crate::index::{Config, InsertOptions, RadixIndex, Source};
     use crate::namespace::{Namespace, Salt};
-    use crate::storage::siblings;
     use crate::tokens::{Item, TokenSequence};
 
     /// Siblings of one flood.
@@ -206,14 +205,10 @@ mod tests {
             let computed = InsertOptions::new(BLOCK, Source::Computed);
             index.insert(&mut seq, &[BlockId(id)], computed).unwrap();
         }
-        let root = index.root(&namespace).unwrap().node;
+        let root = index.forest().root(&namespace).unwrap().node;
         let mut compared = 0;
-        for child in siblings::all(&index.nodes, root) {
-            let found = index.edges.find(index.edge_hash(child), |known| {
-                compared += 1;
-                known == child
-            });
-            assert_eq!(found, Some(child));
+        for child in index.forest().children(root) {
+            compared += index.forest().comparisons_of(child).unwrap();
         }
         compared
     }

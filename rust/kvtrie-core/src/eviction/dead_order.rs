@@ -1,4 +1,4 @@
-//! Dead blocks: the marks of an edge, and the order in which they are evicted.
+//! The order in which dead blocks are evicted.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -6,22 +6,6 @@ use std::collections::BTreeMap;
 use smallvec::SmallVec;
 
 use crate::ids::{Depth, NodeIndex};
-use crate::ranges::Ranges;
-
-/// The dead blocks of an edge.
-#[derive(Debug, Default)]
-pub(crate) struct Dead {
-    /// Marks by depth, of present blocks only.
-    pub(crate) marks: Ranges,
-    /// Number of these that may be evicted although they are protected: they are above a source.
-    pub(crate) loose: u32,
-}
-
-impl Dead {
-    pub(crate) fn heap_bytes(&self) -> usize {
-        size_of::<Self>() + self.marks.heap_bytes()
-    }
-}
 
 /// Consecutive dead blocks of one mark and one edge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,7 +2,8 @@
 //!
 //! The key of a leaf is the last use of its last block, which is unpinned; ties are resolved by the deepest block, then
 //! the lowest id, and are rare. An entry is 12 bytes, without the tie, so that many fit into a cache line. Each
-//! operation costs O(log leaves in the heap).
+//! operation costs O(log leaves in the heap). A list would make a touch cheaper, but a node that becomes a leaf, or a
+//! pin that ends, can have a last use of any age.
 
 use std::cmp::{Ordering, Reverse};
 

@@ -1,13 +1,14 @@
 //! Adds computed blocks to the tree (D1, D2, D3, D12, D14).
 
+use crate::effort::{Effort, Work};
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, Depth, NodeIndex, depth};
-use crate::index::edges::NewBlocks;
-use crate::index::pins::Leaving;
-use crate::index::{Effort, Position, RadixIndex, Walked, Work};
+use crate::index::RadixIndex;
+use crate::pins::Leaving;
 use crate::plan::ReusePlan;
 use crate::span::Span;
 use crate::storage::blocks::Place;
+use crate::storage::forest::{Forest, NewBlocks, Position, Walked};
 use crate::storage::node::Node;
 use crate::storage::payload::{Label, Payload};
 use crate::tokens::TokenSequence;
@@ -82,6 +83,53 @@ struct Path {
     exact: Depth,
 }
 
+impl Path {
+    /// The path of `seq` with holes and approximate blocks, at most `limit` blocks.
+    fn of(forest: &Forest, seq: &TokenSequence, limit: Depth) -> (Option<Self>, Work) {
+        let (from, exact_before) = match forest.at_cursor(seq) {
+            Some((at, exact)) if at.depth <= limit => (at, exact),
+            Some((at, exact)) => {
+                let at = forest.normal(Position {
+                    node: at.node,
+                    depth: limit,
+                });
+                let path = Self {
+                    at,
+                    present: limit,
+                    exact: exact.min(limit),
+                };
+                return (Some(path), Work::default());
+            }
+            None => match forest.root(seq.namespace()) {
+                Some(root) => (root, 0),
+                None => return (None, Work::default()),
+            },
+        };
+        let block_size = forest.block_size();
+        let (mut present, mut exact) = (from.depth, exact_before);
+        let (mut whole, mut all_exact) = (true, exact_before == from.depth);
+        let pass = |node: &Node, start, end| {
+            if all_exact {
+                exact = node.exact_until(start, end, block_size);
+                all_exact = exact == end;
+            }
+            if whole {
+                present = node.present_until(start, end, block_size);
+                whole = present == end;
+            }
+        };
+        let whole_edges = |_: &Node, _, to| to;
+        let Walked { at, work, .. } =
+            forest.walk(seq.view(), from, limit, Effort::ANY, whole_edges, pass);
+        let path = Self {
+            at,
+            present,
+            exact: exact.min(present),
+        };
+        (Some(path), work)
+    }
+}
+
 impl RadixIndex {
     /// Adds the blocks that end at or before `num_computed`, and returns the blocks that back the sequence.
     ///
@@ -106,11 +154,14 @@ impl RadixIndex {
         let need = (options.num_computed / block_size).saturating_sub(first);
         let lease = self.check_insert(seq, ids, &options, need)?;
         crate::failpoints::before("RadixIndex.insert")?;
-        let (path, work) =
-            self.path_of(seq, depth((first + ids.len()).min(seq.len() / block_size)));
+        let (path, work) = Path::of(
+            &self.forest,
+            seq,
+            depth((first + ids.len()).min(seq.len() / block_size)),
+        );
         let mut existing = Vec::new();
         if let Some(path) = &path {
-            self.path_ids(path.at, depth(first), &mut existing);
+            self.forest.path_ids(path.at, depth(first), &mut existing);
         }
         // Most tables begin with ids that are at their places already. These need no further check.
         let same = ids[..need.min(existing.len())]
@@ -121,14 +172,14 @@ impl RadixIndex {
         let rest = existing.get(same..).unwrap_or_default();
         let known_until = same + self.check_offers(&ids[same..], rest, first + same)?;
 
-        self.count_work(work);
-        let edges_before = self.num_edges();
+        self.work += work;
+        let edges_before = self.forest.num_edges();
         let stamp = self.tick();
         let whole_before = path
             .as_ref()
             .is_some_and(|path| path.present as usize >= first)
             || first == 0;
-        let over = lease.is_some_and(|lease| self.leases[lease].over);
+        let over = lease.is_some_and(|lease| self.pins.leases()[lease].is_over());
         let mut done = Inserted::default();
         let mut taken = 0;
         let exact_before = path.as_ref().map_or(0, |path| path.exact);
@@ -138,7 +189,7 @@ impl RadixIndex {
                 let end = depth(first).min(full);
                 (
                     path.map(|path| {
-                        self.normal(Position {
+                        self.forest.normal(Position {
                             node: path.at.node,
                             depth: end,
                         })
@@ -156,18 +207,19 @@ impl RadixIndex {
                 let reached = self.take(seq, &offers, path, first, &labels, &mut done);
                 taken = done.blocks.len();
                 // Blocks that were taken lost their offer marks; duplicates did not.
-                self.blocks
+                self.forest
+                    .blocks_mut()
                     .clear_offers(&ids[same..taken.min(existing.len()).max(same)]);
                 reached
             };
             done.num_exact = exact as usize * block_size;
             crate::failpoints::within("insert: blocks were taken");
             if let Some(end) = end {
-                self.stamp(end, stamp);
+                self.eviction.touch(&mut self.forest, end, stamp);
                 if end.depth as usize >= first {
-                    let new = self.num_edges() - edges_before;
+                    let new = self.forest.num_edges() - edges_before;
                     let walked = work.nodes_visited.saturating_sub(1);
-                    self.set_cursor(seq, end, exact, walked + new);
+                    self.forest.set_cursor(seq, end, exact, walked + new);
                 }
                 if let Some(lease) = lease {
                     self.credit(lease, end, exact);
@@ -175,14 +227,16 @@ impl RadixIndex {
             }
         }
         let behind = &ids[taken..];
-        self.blocks.clear_offers(behind);
+        self.forest.blocks_mut().clear_offers(behind);
         done.surplus = behind
             .iter()
             .copied()
-            .filter(|id| self.blocks.place(id.0) == Place::Unknown)
+            .filter(|id| self.forest.blocks().place(id.0) == Place::Unknown)
             .collect();
         crate::failpoints::within("insert: before the tags");
-        let _ = self.add_tags(seq, options.spans, Effort::ANY);
+        let _ = self
+            .tagging
+            .add(&mut self.forest, seq, options.spans, Effort::ANY);
         Ok(done)
     }
 
@@ -211,7 +265,7 @@ impl RadixIndex {
             )));
         }
         self.check_ids(ids, CALL, "blocks")?;
-        self.kinds.check(options.spans, seq.len(), CALL)?;
+        self.tagging.kinds().check(options.spans, seq.len(), CALL)?;
         if let Source::Imported(imported) = options.source
             && imported.hops > Label::MAX_HOPS
         {
@@ -247,11 +301,11 @@ impl RadixIndex {
         let (mut known_until, mut at) = (0, 0);
         let (mut seen, mut refused) = (Vec::new(), None);
         loop {
-            at += self.blocks.offer(&ids[at..]);
+            at += self.forest.blocks_mut().offer(&ids[at..]);
             let Some(&id) = ids.get(at) else {
                 break;
             };
-            let (place, is_first) = self.blocks.offer_known(id.0);
+            let (place, is_first) = self.forest.blocks_mut().offer_known(id.0);
             seen.push(id.0);
             let why = match place {
                 _ if !is_first => Some("is offered twice".to_owned()),
@@ -271,59 +325,14 @@ impl RadixIndex {
             }
             known_until = at;
         }
-        self.blocks.clear_seen(seen.into_iter());
+        self.forest.blocks_mut().clear_seen(seen.into_iter());
         match refused {
             Some(error) => {
-                self.blocks.clear_offers(&ids[..at]);
+                self.forest.blocks_mut().clear_offers(&ids[..at]);
                 Err(error)
             }
             None => Ok(known_until),
         }
-    }
-
-    /// The path of `seq` with holes and approximate blocks, at most `limit` blocks.
-    fn path_of(&self, seq: &TokenSequence, limit: Depth) -> (Option<Path>, Work) {
-        let (from, exact_before) = match self.at_cursor(seq) {
-            Some((at, exact)) if at.depth <= limit => (at, exact),
-            Some((at, exact)) => {
-                let at = self.normal(Position {
-                    node: at.node,
-                    depth: limit,
-                });
-                let path = Path {
-                    at,
-                    present: limit,
-                    exact: exact.min(limit),
-                };
-                return (Some(path), Work::default());
-            }
-            None => match self.root(seq.namespace()) {
-                Some(root) => (root, 0),
-                None => return (None, Work::default()),
-            },
-        };
-        let block_size = self.block_size();
-        let (mut present, mut exact) = (from.depth, exact_before);
-        let (mut whole, mut all_exact) = (true, exact_before == from.depth);
-        let pass = |node: &Node, start, end| {
-            if all_exact {
-                exact = node.exact_until(start, end, block_size);
-                all_exact = exact == end;
-            }
-            if whole {
-                present = node.present_until(start, end, block_size);
-                whole = present == end;
-            }
-        };
-        let whole_edges = |_: &Node, _, to| to;
-        let Walked { at, work, .. } =
-            self.walk(seq.view(), from, limit, Effort::ANY, whole_edges, pass);
-        let path = Path {
-            at,
-            present,
-            exact: exact.min(present),
-        };
-        (Some(path), work)
     }
 
     /// Takes offers from depth `first` on; everything before is present. Returns the ends of the blocks that back the
@@ -348,11 +357,10 @@ impl RadixIndex {
                 node: path.at.node,
                 depth: depth(first + settled),
             };
-            let edges = self.edges_to(self.normal(until), from);
-            if self.num_approximate > 0 && self.leases.len() > 0 {
+            let edges = self.forest.edges_to(self.forest.normal(until), from);
+            if self.forest.num_approximate() > 0 && self.pins.leases().len() > 0 {
                 let leaving = self.replaced(&edges, &ids[offers.same..], labels, behind);
-                let cuts = self.find_cuts(&leaving, &mut Effort::ANY.steps());
-                self.cut_out(cuts.unwrap_or_default());
+                self.cut_out_all(&leaving);
             }
             'path: for (node, from, to) in edges {
                 for place in from..to {
@@ -369,7 +377,7 @@ impl RadixIndex {
         }
         let reached = depth(first + done.blocks.len());
         let at = path.map(|path| {
-            self.normal(Position {
+            self.forest.normal(Position {
                 node: path.at.node,
                 depth: reached,
             })
@@ -381,7 +389,7 @@ impl RadixIndex {
         let known = offers.known_until.saturating_sub(settled).min(new.len());
         let known = new[..known]
             .iter()
-            .position(|id| self.blocks.place(id.0) != Place::Unknown);
+            .position(|id| self.forest.blocks().place(id.0) != Place::Unknown);
         let new = &new[..known.unwrap_or(new.len())];
         if new.is_empty() {
             return (at, exact);
@@ -394,12 +402,12 @@ impl RadixIndex {
         }
         done.blocks.extend_from_slice(new);
 
-        let mut at = at.unwrap_or_else(|| self.root_or_new(seq.namespace()));
-        if reached < self.nodes[at.node].end() {
+        let mut at = at.unwrap_or_else(|| self.forest.root_or_new(seq.namespace()));
+        if reached < self.forest.node(at.node).end() {
             at.node = self.split(at.node, reached);
         }
         crate::failpoints::within("insert: the path is ready");
-        let edge = &self.nodes[at.node];
+        let edge = self.forest.node(at.node);
         let grows = edge.run.can_grow(new.len(), self.block_size());
         let new = NewBlocks {
             ids: new,
@@ -412,29 +420,6 @@ impl RadixIndex {
         }
         at.depth = end;
         (Some(at), exact)
-    }
-
-    /// The outcome of an offer at one place of the path (D2, D12).
-    fn outcome(&self, node: u32, place: Depth, offer: BlockId, label: Label) -> Outcome {
-        let now = self.nodes[node].payload(place, self.block_size());
-        let held = || self.blocks.place(offer.0) == Place::Unknown;
-        let new = Payload { id: offer.0, label };
-        let better = !now.label.is_exact() && (label.is_exact() || label.hops() < now.label.hops());
-        if now.id == offer.0 {
-            Outcome::Stays(now)
-        } else if !held() {
-            if now.is_present() {
-                Outcome::Stays(now)
-            } else {
-                Outcome::Refused
-            }
-        } else if !now.is_present() {
-            Outcome::Fills(new)
-        } else if better {
-            Outcome::Replaces(new)
-        } else {
-            Outcome::Duplicate(now)
-        }
     }
 
     /// The possibly pinned blocks that offers will replace: one search finds the pins of all.
@@ -450,10 +435,16 @@ impl RadixIndex {
             .iter()
             .flat_map(|&(node, from, to)| (from..to).map(move |place| (node, place)));
         for ((node, place), &offer) in places.zip(ids) {
-            let outcome = self.outcome(node, place, offer, labels.label(place, behind));
+            let outcome = Outcome::of(
+                &self.forest,
+                node,
+                place,
+                offer,
+                labels.label(place, behind),
+            );
             let replaces = matches!(outcome, Outcome::Replaces(_));
-            if replaces && self.may_be_pinned(node, place) {
-                leaving.add(self.nodes[node].tree, node, place, place + 1);
+            if replaces && self.forest.may_be_pinned(node, place) {
+                leaving.add(self.forest.node(node).tree, node, place, place + 1);
             }
             let Some(now) = outcome.stands() else {
                 break;
@@ -473,7 +464,7 @@ impl RadixIndex {
         label: Label,
         done: &mut Inserted,
     ) -> Option<Payload> {
-        let outcome = self.outcome(node, place, offer, label);
+        let outcome = Outcome::of(&self.forest, node, place, offer, label);
         let new = match outcome {
             Outcome::Replaces(new) => new,
             Outcome::Fills(new) => {
@@ -486,32 +477,23 @@ impl RadixIndex {
             }
             Outcome::Stays(_) | Outcome::Refused => return outcome.stands(),
         };
-        let tags = self.tags_of_block(node, place);
+        let tags = self.forest.tags_of_block(node, place);
         let (old, condemned) = self.take_out(node, place);
         crate::failpoints::within("insert: a block was replaced");
         if !condemned {
             done.freed.push(BlockId(old));
         }
         self.fill(node, place, new);
-        self.restore_tags(node, tags);
-        self.renew_version(node);
+        self.forest.restore_tags(node, tags);
+        self.forest.renew_version(node);
         Some(new)
     }
 
     fn fill(&mut self, node: u32, place: Depth, new: Payload) {
-        self.put(node, place, new);
-        crate::failpoints::within("insert: a hole was filled");
-        self.num_holes -= 1;
-        self.num_approximate += u64::from(!new.label.is_exact());
-        self.num_indexed += 1;
-        // The canary of the target `engine`: a filled hole counts as evictable even if it is pinned.
-        if !cfg!(feature = "canary") {
-            self.num_protected += u64::from(place < self.protected_end(node));
-        }
-        self.blocks.set_indexed(new.id, node, place);
-        self.add_windows_of(node, place, new.id);
-        if place + 1 == self.nodes[node].end() {
-            self.requeue(node);
+        self.forest.fill(node, place, new);
+        self.moved.add(&mut self.forest, node, place, new.id);
+        if place + 1 == self.forest.node(node).end() {
+            self.eviction.requeue(&mut self.forest, node);
         }
     }
 
@@ -519,10 +501,10 @@ impl RadixIndex {
     fn credit(&mut self, lease: u32, end: Position, exact: Depth) {
         if exact < end.depth {
             let at = exact as usize * self.block_size();
-            let known = &mut self.leases[lease].first_approximate;
-            *known = Some(known.map_or(at, |known| known.min(at)));
+            self.pins.lower_first_approximate(lease, at);
         }
-        self.pin_path(lease, end);
+        self.pins
+            .pin_path(&mut self.forest, &mut self.eviction, lease, end);
     }
 }
 
@@ -541,6 +523,29 @@ enum Outcome {
 }
 
 impl Outcome {
+    /// The outcome of an offer at one place of the path (D2, D12).
+    fn of(forest: &Forest, node: NodeIndex, place: Depth, offer: BlockId, label: Label) -> Self {
+        let now = forest.node(node).payload(place, forest.block_size());
+        let held = || forest.blocks().place(offer.0) == Place::Unknown;
+        let new = Payload { id: offer.0, label };
+        let better = !now.label.is_exact() && (label.is_exact() || label.hops() < now.label.hops());
+        if now.id == offer.0 {
+            Self::Stays(now)
+        } else if !held() {
+            if now.is_present() {
+                Self::Stays(now)
+            } else {
+                Self::Refused
+            }
+        } else if !now.is_present() {
+            Self::Fills(new)
+        } else if better {
+            Self::Replaces(new)
+        } else {
+            Self::Duplicate(now)
+        }
+    }
+
     /// The block at the place afterwards.
     fn stands(self) -> Option<Payload> {
         match self {
@@ -575,7 +580,7 @@ impl<'a> Labels<'a> {
             Source::Computed => usize::MAX,
             Source::Imported(imported) => imported.exact_until,
             Source::Plan(_) => {
-                let first = lease.and_then(|lease| index.leases[lease].first_approximate);
+                let first = lease.and_then(|lease| index.pins.leases()[lease].first_approximate());
                 first.unwrap_or(usize::MAX)
             }
         };

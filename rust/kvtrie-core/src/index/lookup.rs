@@ -1,8 +1,11 @@
 //! The exact prefix of a sequence (D5).
 
+use crate::effort::Effort;
 use crate::error::Result;
+use crate::eviction::count_revival;
 use crate::ids::{BlockId, Depth, NO_NODE, depth};
-use crate::index::{Position, RadixIndex, Walked};
+use crate::index::RadixIndex;
+use crate::storage::forest::{Position, Walked};
 use crate::storage::node::Node;
 use crate::tokens::TokenSequence;
 
@@ -24,40 +27,6 @@ impl Default for LookupOptions {
             touch: true,
             start: 0,
         }
-    }
-}
-
-/// Cost limit of a call. A call always advances by at least one block and one edge.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Effort {
-    /// Edges visited.
-    pub nodes: u64,
-    /// Bytes of token ids compared.
-    pub bytes: u64,
-}
-
-impl Effort {
-    /// No limit: a call with it never gives up.
-    pub const ANY: Self = Self {
-        nodes: u64::MAX,
-        bytes: u64::MAX,
-    };
-
-    /// The limit in steps. A step takes about as long as a visit of an edge.
-    pub(crate) fn steps(self) -> Steps {
-        Steps(self.nodes)
-    }
-}
-
-/// Steps that a call has left.
-#[derive(Debug)]
-pub(crate) struct Steps(u64);
-
-impl Steps {
-    /// Uses up `count` steps; `None` if fewer are left.
-    pub(crate) fn take(&mut self, count: u64) -> Option<()> {
-        self.0 = self.0.checked_sub(count)?;
-        Some(())
     }
 }
 
@@ -146,19 +115,20 @@ impl RadixIndex {
             return Ok(None);
         }
         if options.touch {
-            if self.num_dead > 0
+            if self.eviction.any_dead()
                 && found.depth > 0
-                && self.count_revival(found, &mut effort.steps()).is_none()
+                && count_revival(&self.forest, found, &mut effort.steps()).is_none()
             {
                 return Ok(None);
             }
             let stamp = self.tick();
             crate::failpoints::within("lookup: a tick without a use");
-            self.stamp(found, stamp);
+            self.eviction.touch(&mut self.forest, found, stamp);
         }
         out.clear();
         if found.depth > 0 {
-            self.path_ids(found, depth(options.start / self.block_size()), out);
+            self.forest
+                .path_ids(found, depth(options.start / self.block_size()), out);
         }
         Ok(Some(Match {
             num_tokens: found.depth as usize * self.block_size(),
@@ -178,9 +148,9 @@ impl RadixIndex {
             depth: 0,
         };
         let limit = depth(seq.len().saturating_sub(keep_last) / self.block_size());
-        let (mut at, exact) = match self.at_cursor(seq) {
+        let (mut at, exact) = match self.forest.at_cursor(seq) {
             Some(known) => known,
-            None => match self.root(seq.namespace()) {
+            None => match self.forest.root(seq.namespace()) {
                 Some(root) => (root, 0),
                 None => return Some(NOWHERE),
             },
@@ -189,7 +159,7 @@ impl RadixIndex {
         if at.depth > known {
             // The result is on the known path: an approximate block or the limit follows.
             at.depth = known;
-            return Some(self.normal(at));
+            return Some(self.forest.normal(at));
         }
         let block_size = self.block_size();
         let within = |node: &Node, from, to| node.exact_until(from, to, block_size);
@@ -197,10 +167,13 @@ impl RadixIndex {
             at: end,
             work,
             gave_up,
-        } = self.walk(seq.view(), at, limit, effort, within, |_, _, _| ());
-        self.count_work(work);
+        } = self
+            .forest
+            .walk(seq.view(), at, limit, effort, within, |_, _, _| ());
+        self.work += work;
         if end != at {
-            self.set_cursor(seq, end, end.depth, work.nodes_visited - 1);
+            self.forest
+                .set_cursor(seq, end, end.depth, work.nodes_visited - 1);
         }
         (!gave_up).then_some(end)
     }

@@ -1,51 +1,33 @@
 //! The radix forest: what an index consists of.
 
-mod content;
 mod dead;
 mod edges;
 mod insert;
 mod lookup;
-mod pins;
+mod plan;
 mod quarantine;
-mod recency;
 mod remove;
 mod spans;
+mod steps;
 mod tags;
-mod walk;
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use foldhash::quality::FixedState;
-use hashbrown::HashMap;
-
+use crate::effort::Work;
 use crate::error::{Error, Result};
-use crate::eviction::dead_order::DeadOrder;
-use crate::eviction::lru::EvictionOrder;
-use crate::hash::EdgeHasher;
-use crate::ids::{BlockId, NO_NODE, NodeIndex};
+use crate::eviction::Eviction;
+use crate::ids::BlockId;
 use crate::inspection::gone::Gone;
-use crate::moved::windows::Windows;
+use crate::moved::{Moved, Windows};
 use crate::namespace::{Namespace, Salt};
-use crate::pins::lease::Lease;
-use crate::span::Kinds;
-use crate::storage::arena::Arena;
-use crate::storage::blocks::BlockTable;
-use crate::storage::edge_table::EdgeTable;
-use crate::storage::node::Node;
-use crate::storage::salts::Salts;
-use crate::storage::slab::Slab;
-
-use pins::Anchors;
+use crate::pins::Pins;
+use crate::storage::forest::Forest;
+use crate::tagging::Tagging;
 
 pub use insert::{Imported, InsertOptions, Inserted, Source};
-pub(crate) use lookup::Steps;
-pub use lookup::{Effort, LookupOptions, Match};
-pub(crate) use pins::{SourceRun, Sources};
+pub use lookup::{LookupOptions, Match};
 pub use spans::Removed;
-pub(crate) use walk::{Position, Walked, Work};
 
 /// What an index is made for. [`Config::seeded`] has the defaults.
 #[derive(Clone, PartialEq, Eq)]
@@ -109,67 +91,41 @@ impl Config {
     pub const MIN_RUN: usize = Windows::MIN_RUN;
 }
 
-/// One namespace's tree.
-#[derive(Debug)]
-pub(crate) struct Tree {
-    pub(crate) namespace: Arc<Namespace>,
-    pub(crate) root: NodeIndex,
-    /// Renewed whenever a block in the middle of a path leaves or is replaced: cursors of an older version are not
-    /// used. Unique within an index.
-    pub(crate) version: u64,
-    pub(crate) num_dead: u64,
-}
-
 /// A forest of radix trees, one per namespace, that maps tokens to block ids.
 ///
 /// See the [crate's documentation](crate) for what it promises and what its calls cost.
 pub struct RadixIndex {
-    /// Identifies the index in plans and cursors.
-    pub(crate) uid: u64,
-    pub(crate) config: Config,
-    pub(crate) nodes: Arena,
-    /// Every node with a sibling, by (parent, first block). An only child is followed without hashing.
-    pub(crate) edges: EdgeTable,
-    pub(crate) hasher: EdgeHasher,
-    pub(crate) trees: Slab<Tree>,
-    pub(crate) tree_of: HashMap<Arc<Namespace>, u32, FixedState>,
-    /// The same namespaces, for [`explain`](Self::explain).
-    pub(crate) salts: Salts,
-    pub(crate) blocks: BlockTable,
-    pub(crate) order: EvictionOrder,
-    /// Dead blocks that may be evicted, in their order of eviction.
-    pub(crate) dead: DeadOrder,
-    /// `None` if moved runs are off.
-    pub(crate) windows: Option<Windows>,
-    pub(crate) leases: Slab<Lease>,
-    /// Nodes in which pinned paths end.
-    pub(crate) anchors: HashMap<NodeIndex, Anchors, FixedState>,
-    /// Pins of copy sources, by node.
-    pub(crate) sources: HashMap<NodeIndex, Sources, FixedState>,
-    /// Condemned blocks, with their number of pins.
-    pub(crate) pins: HashMap<u32, u32, FixedState>,
-    /// Condemned blocks whose last pin ended, oldest release first.
-    pub(crate) waiting: VecDeque<u32>,
+    config: Config,
+    /// What is cached, and where.
+    forest: Forest,
+    /// What live plans pin, and the blocks that left while pinned.
+    pins: Pins,
+    /// What is evicted, and in which order.
+    eviction: Eviction,
+    /// Where moved runs are found.
+    moved: Moved,
+    /// The kinds of tokens.
+    tagging: Tagging,
     /// Recent departures, for [`explain`](Self::explain).
-    pub(crate) gone: Gone,
-    pub(crate) kinds: Kinds,
-    /// Whether any token was ever tagged.
-    pub(crate) is_tagged: bool,
-    pub(crate) clock: u64,
-    pub(crate) last_version: u64,
-    pub(crate) num_indexed: u64,
-    pub(crate) num_condemned: u64,
-    pub(crate) num_quarantined: u64,
-    /// Indexed blocks that are pinned or above a pinned block.
-    pub(crate) num_protected: u64,
-    pub(crate) num_approximate: u64,
-    pub(crate) num_holes: u64,
-    pub(crate) num_dead: u64,
-    /// Protected dead blocks that may be evicted: above sources only.
-    pub(crate) num_loose: u64,
-    pub(crate) last_mark: u64,
-    pub(crate) unknown_discards: u64,
-    pub(crate) work: Work,
+    gone: Gone,
+    clock: u64,
+    work: Work,
+    unknown_discards: u64,
+}
+
+/// The parts of an index that a snapshot fills.
+pub(crate) struct PartsMut<'a> {
+    #[cfg(test)]
+    pub(crate) config: &'a mut Config,
+    pub(crate) forest: &'a mut Forest,
+    pub(crate) pins: &'a mut Pins,
+    pub(crate) eviction: &'a mut Eviction,
+    pub(crate) moved: &'a mut Moved,
+    pub(crate) tagging: &'a mut Tagging,
+    pub(crate) gone: &'a mut Gone,
+    pub(crate) clock: &'a mut u64,
+    pub(crate) work: &'a mut Work,
+    pub(crate) unknown_discards: &'a mut u64,
 }
 
 /// Without the prompts and the seed.
@@ -177,7 +133,7 @@ impl fmt::Debug for RadixIndex {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RadixIndex")
             .field("config", &self.config)
-            .field("num_indexed", &self.num_indexed)
+            .field("num_indexed", &self.forest.num_indexed())
             .finish_non_exhaustive()
     }
 }
@@ -199,7 +155,6 @@ impl RadixIndex {
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a field of `config` is outside its limits.
     pub fn new(config: Config) -> Result<Self> {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
         if config.num_blocks == 0 || config.num_blocks > BlockId::MAX_BLOCKS {
             return Err(Error::invalid(format!(
                 "RadixIndex: num_blocks is {}; it must be in [1, {}]",
@@ -238,40 +193,78 @@ impl RadixIndex {
             Windows::new(blocks, size, config.min_run, config.seed, config.hash_bits)
         });
         Ok(Self {
-            uid: NEXT.fetch_add(1, Ordering::Relaxed),
-            hasher: EdgeHasher::new(config.seed, config.hash_bits),
-            tree_of: HashMap::with_hasher(FixedState::with_seed(config.seed)),
-            nodes: Arena::new(config.seed),
-            edges: EdgeTable::default(),
-            trees: Slab::default(),
-            salts: Salts::default(),
-            blocks: BlockTable::default(),
-            order: EvictionOrder::default(),
-            dead: DeadOrder::default(),
-            windows,
-            leases: Slab::default(),
-            anchors: HashMap::with_hasher(FixedState::with_seed(config.seed)),
-            sources: HashMap::with_hasher(FixedState::with_seed(config.seed)),
-            pins: HashMap::with_hasher(FixedState::with_seed(config.seed)),
-            waiting: VecDeque::new(),
+            forest: Forest::new(config.block_size, config.seed, config.hash_bits),
+            pins: Pins::new(config.seed),
+            eviction: Eviction::default(),
+            moved: Moved::new(windows),
+            tagging: Tagging::default(),
             gone: Gone::new(config.seed),
-            kinds: Kinds::default(),
-            is_tagged: false,
             clock: 0,
-            last_version: 0,
-            num_indexed: 0,
-            num_condemned: 0,
-            num_quarantined: 0,
-            num_protected: 0,
-            num_approximate: 0,
-            num_holes: 0,
-            num_dead: 0,
-            num_loose: 0,
-            last_mark: 0,
-            unknown_discards: 0,
             work: Work::default(),
+            unknown_discards: 0,
             config,
         })
+    }
+
+    /// The parts of an empty index, to be filled with those of a snapshot.
+    pub(crate) fn parts_mut(&mut self) -> PartsMut<'_> {
+        PartsMut {
+            #[cfg(test)]
+            config: &mut self.config,
+            forest: &mut self.forest,
+            pins: &mut self.pins,
+            eviction: &mut self.eviction,
+            moved: &mut self.moved,
+            tagging: &mut self.tagging,
+            gone: &mut self.gone,
+            clock: &mut self.clock,
+            work: &mut self.work,
+            unknown_discards: &mut self.unknown_discards,
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn node_mut(
+        &mut self,
+        at: crate::ids::NodeIndex,
+    ) -> &mut crate::storage::node::Node {
+        self.forest.node_mut(at)
+    }
+
+    pub(crate) fn forest(&self) -> &Forest {
+        &self.forest
+    }
+
+    pub(crate) fn pins(&self) -> &Pins {
+        &self.pins
+    }
+
+    pub(crate) fn eviction(&self) -> &Eviction {
+        &self.eviction
+    }
+
+    pub(crate) fn moved(&self) -> &Moved {
+        &self.moved
+    }
+
+    pub(crate) fn tagging(&self) -> &Tagging {
+        &self.tagging
+    }
+
+    pub(crate) fn gone(&self) -> &Gone {
+        &self.gone
+    }
+
+    pub(crate) fn clock(&self) -> u64 {
+        self.clock
+    }
+
+    pub(crate) fn work(&self) -> Work {
+        self.work
+    }
+
+    pub(crate) fn unknown_discards(&self) -> u64 {
+        self.unknown_discards
     }
 
     /// The configuration that the index was made with.
@@ -284,7 +277,7 @@ impl RadixIndex {
     /// blocks above no pinned block except copy sources. O(1).
     #[must_use]
     pub fn num_evictable(&self) -> u64 {
-        self.num_indexed - self.num_protected + self.num_loose
+        self.eviction.num_evictable(&self.forest)
     }
 
     /// The namespaces with cached blocks, sorted by their fields.
@@ -293,8 +286,9 @@ impl RadixIndex {
     /// O(namespaces · log namespaces).
     #[must_use]
     pub fn namespaces(&self) -> Vec<Arc<Namespace>> {
-        let all = self.trees.iter().map(|(_, tree)| &tree.namespace);
-        let mut all: Vec<Arc<Namespace>> = all.map(Arc::clone).collect();
+        let all = self.forest.trees().iter();
+        let mut all: Vec<Arc<Namespace>> =
+            all.map(|(_, tree)| Arc::clone(tree.namespace())).collect();
         let key = |namespace: &Namespace| {
             let salt = match namespace.salt() {
                 Salt::Shared => None,
@@ -311,10 +305,10 @@ impl RadixIndex {
     /// Names of the span kinds, by bit.
     #[must_use]
     pub fn kinds(&self) -> &[String] {
-        self.kinds.names()
+        self.tagging.kinds().names()
     }
 
-    pub(crate) fn tick(&mut self) -> u64 {
+    fn tick(&mut self) -> u64 {
         self.clock += 1;
         self.clock
     }
@@ -323,19 +317,7 @@ impl RadixIndex {
         self.config.block_size
     }
 
-    pub(crate) fn next_version(&mut self) -> u64 {
-        self.last_version += 1;
-        self.last_version
-    }
-
-    /// Invalidates the cursors of the namespace of `node`.
-    pub(crate) fn renew_version(&mut self, node: NodeIndex) {
-        let version = self.next_version();
-        let tree = self.nodes[node].tree;
-        self.trees[tree].version = version;
-    }
-
-    pub(crate) fn check_ids(&self, ids: &[BlockId], call: &str, argument: &str) -> Result<()> {
+    fn check_ids(&self, ids: &[BlockId], call: &str, argument: &str) -> Result<()> {
         match ids
             .iter()
             .find(|id| u64::from(id.0) >= self.config.num_blocks)
@@ -348,7 +330,7 @@ impl RadixIndex {
         }
     }
 
-    pub(crate) fn check_start(&self, start: usize, len: usize, call: &str) -> Result<()> {
+    fn check_start(&self, start: usize, len: usize, call: &str) -> Result<()> {
         if start > len || !start.is_multiple_of(self.block_size()) {
             return Err(Error::invalid(format!(
                 "{call}: start is {start}; it must be a multiple of the block size {} and at most the {len} tokens of \
@@ -357,36 +339,5 @@ impl RadixIndex {
             )));
         }
         Ok(())
-    }
-
-    pub(crate) fn root(&self, namespace: &Arc<Namespace>) -> Option<Position> {
-        let tree = *self.tree_of.get(namespace)?;
-        Some(Position {
-            node: self.trees[tree].root,
-            depth: 0,
-        })
-    }
-
-    /// The root of a namespace's tree, created if necessary.
-    pub(crate) fn root_or_new(&mut self, namespace: &Arc<Namespace>) -> Position {
-        if let Some(root) = self.root(namespace) {
-            return root;
-        }
-        let version = self.next_version();
-        let tree = self.trees.insert(Tree {
-            namespace: Arc::clone(namespace),
-            root: NO_NODE,
-            version,
-            num_dead: 0,
-        });
-        crate::failpoints::within("a tree without a root");
-        let root = self.nodes.insert(Node::new(tree, NO_NODE, 0));
-        self.trees[tree].root = root;
-        self.tree_of.insert(Arc::clone(namespace), tree);
-        self.salts.add(namespace);
-        Position {
-            node: root,
-            depth: 0,
-        }
     }
 }

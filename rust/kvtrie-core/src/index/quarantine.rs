@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::ids::BlockId;
-use crate::index::{Effort, RadixIndex};
+use crate::index::RadixIndex;
 use crate::storage::blocks::Place;
 
 impl RadixIndex {
@@ -34,38 +34,35 @@ impl RadixIndex {
     pub fn quarantine(&mut self, ids: &[BlockId]) -> Result<u64> {
         self.check_ids(ids, "RadixIndex.quarantine", "block_ids")?;
         crate::failpoints::before("RadixIndex.quarantine")?;
-        let cuts = self.find_cuts(&self.pinned_of(ids), &mut Effort::ANY.steps());
-        self.cut_out(cuts.unwrap_or_default());
+        self.cut_out_all(&self.pinned_of(ids));
         let (mut count, mut any_waited) = (0, false);
         for &BlockId(id) in ids {
-            let place = self.blocks.place(id);
+            let place = self.forest.blocks().place(id);
             // A repeated id counts once.
-            if self.blocks.see(id) {
+            if self.forest.blocks_mut().see(id) {
                 continue;
             }
-            if let Place::Indexed { node, depth } = place {
-                if self.remove_block(node, depth) {
-                    self.blocks.set_quarantined(id, false);
-                } else {
-                    self.put_in_quarantine(id);
-                }
-                count += 1;
-                continue;
-            }
-            self.unknown_discards += 1;
             match place {
-                Place::Quarantined | Place::CondemnedForGood => continue,
-                Place::Condemned => self.blocks.set_quarantined(id, false),
-                _ => self.put_in_quarantine(id),
+                Place::Indexed { node, depth } => {
+                    self.remove_block(node, depth);
+                }
+                Place::Quarantined | Place::CondemnedForGood => {
+                    self.unknown_discards += 1;
+                    continue;
+                }
+                _ => self.unknown_discards += 1,
             }
+            self.forest.blocks_mut().quarantine(id);
             any_waited |= place == Place::Waiting;
             count += 1;
         }
-        self.blocks.clear_seen(ids.iter().map(|id| id.0));
+        self.forest
+            .blocks_mut()
+            .clear_seen(ids.iter().map(|id| id.0));
         if any_waited {
-            let blocks = &self.blocks;
-            self.waiting
-                .retain(|&id| blocks.place(id) == Place::Waiting);
+            let blocks = self.forest.blocks();
+            self.pins
+                .retain_waiting(|id| blocks.place(id) == Place::Waiting);
         }
         self.bound_holes();
         Ok(count)
@@ -76,13 +73,8 @@ impl RadixIndex {
     /// # Complexity
     /// O(ids that the index knows).
     pub fn quarantined(&self) -> impl Iterator<Item = BlockId> {
-        self.blocks.known().filter_map(|(id, place)| {
+        self.forest.blocks().known().filter_map(|(id, place)| {
             matches!(place, Place::Quarantined | Place::CondemnedForGood).then_some(BlockId(id))
         })
-    }
-
-    pub(crate) fn put_in_quarantine(&mut self, id: u32) {
-        self.blocks.set_quarantined(id, true);
-        self.num_quarantined += 1;
     }
 }

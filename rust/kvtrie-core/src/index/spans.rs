@@ -1,10 +1,10 @@
 //! Removal of parts of a sequence, and the search for their blocks (D10, D11).
 
+use crate::effort::Effort;
 use crate::error::{Error, Result};
-use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex, depth};
-use crate::index::pins::{Cuts, Leaving};
-use crate::index::{Effort, Position, RadixIndex, Steps};
-use crate::storage::siblings;
+use crate::ids::{BlockId, Depth, NodeIndex, depth};
+use crate::index::RadixIndex;
+use crate::pins::{Cuts, Leaving};
 use crate::tokens::TokenSequence;
 
 /// The blocks inside the ranges, each list in path order.
@@ -16,15 +16,6 @@ pub struct Removed {
     pub kept: Vec<BlockId>,
     /// Ids that left the index pinned; they come later from [`RadixIndex::take_freed`].
     pub condemned: Vec<BlockId>,
-}
-
-/// Consecutive present blocks of an edge, inside the ranges.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Part {
-    pub(super) from: Depth,
-    pub(super) to: Depth,
-    /// A present block below them is not on the path.
-    pub(super) is_extended: bool,
 }
 
 /// The planned work of `remove_spans`.
@@ -95,7 +86,7 @@ impl RadixIndex {
         force: bool,
         effort: Effort,
     ) -> Result<Option<Removed>> {
-        let ranges = self.block_ranges(seq, ranges, "RadixIndex.remove_spans")?;
+        let ranges = block_ranges(seq, ranges, self.block_size(), "RadixIndex.remove_spans")?;
         crate::failpoints::before("RadixIndex.remove_spans")?;
         let Some(Removal {
             gone,
@@ -106,10 +97,10 @@ impl RadixIndex {
             return Ok(None);
         };
         if let Some(last) = gone.last() {
-            let edge = &self.nodes[last.0];
+            let edge = self.forest.node(last.0);
             let at_end = !edge.has_children() && last.1[last.1.len() - 1].1 == edge.end();
             if !at_end || gone.len() > 1 || last.1.len() > 1 {
-                self.renew_version(last.0);
+                self.forest.renew_version(last.0);
             }
             self.cut_out(cuts);
             self.remove_parts(&gone, &mut removed);
@@ -130,18 +121,18 @@ impl RadixIndex {
         let block_size = self.block_size();
         let (mut removal, mut leaving) = (Removal::default(), Leaving::default());
         let mut blocks = 0;
-        for (node, parts) in self.parts_inside(seq, ranges, true, effort)? {
-            let protected = self.protected_end(node);
+        for (node, parts) in self.forest.parts_inside(seq, ranges, true, effort)? {
+            let protected = self.forest.protected_end(node);
             let mut own = Vec::new();
             for part in parts {
                 if force || !part.is_extended {
                     blocks += u64::from(part.to - part.from);
                     own.push((part.from, part.to));
                     if part.from < protected {
-                        leaving.add(self.nodes[node].tree, node, part.from, part.to);
+                        leaving.add(self.forest.node(node).tree, node, part.from, part.to);
                     }
                 } else {
-                    let ids = self.nodes[node].ids(part.from, part.to, block_size);
+                    let ids = self.forest.node(node).ids(part.from, part.to, block_size);
                     removal.removed.kept.extend(ids);
                 }
             }
@@ -152,7 +143,7 @@ impl RadixIndex {
         let mut steps = effort.steps();
         self.count_removal(blocks, &mut steps)?;
         if !leaving.is_empty() {
-            removal.cuts = self.find_cuts(&leaving, &mut steps)?;
+            removal.cuts = self.pins.find_cuts(&self.forest, &leaving, &mut steps)?;
         }
         Some(removal)
     }
@@ -162,8 +153,8 @@ impl RadixIndex {
         let block_size = self.block_size();
         for (node, parts) in gone {
             for &(from, to) in parts {
-                for id in self.nodes[*node].ids(from, to, block_size) {
-                    if self.pins.contains_key(&id.0) {
+                for id in self.forest.node(*node).ids(from, to, block_size) {
+                    if self.pins.keeps(id.0) {
                         removed.condemned.push(id);
                     } else {
                         removed.freed.push(id);
@@ -180,119 +171,37 @@ impl RadixIndex {
             self.settle(*node);
         }
     }
+}
 
-    /// The ranges of whole blocks inside token ranges; touching ranges are merged first.
-    pub(super) fn block_ranges(
-        &self,
-        seq: &TokenSequence,
-        ranges: &[(usize, usize)],
-        call: &str,
-    ) -> Result<Vec<(Depth, Depth)>> {
-        let mut merged: Vec<(usize, usize)> = Vec::new();
-        let mut behind = 0;
-        for &(start, end) in ranges {
-            if start > end || end > seq.len() {
-                return Err(Error::invalid(format!(
-                    "{call}: ranges has [{start}, {end}); it must ascend and lie in [0, {}], the sequence",
-                    seq.len()
-                )));
-            }
-            if start < behind {
-                return Err(Error::invalid(format!(
-                    "{call}: ranges has [{start}, {end}) after a range that ends at {behind}; ranges must ascend and be disjoint"
-                )));
-            }
-            behind = end;
-            match merged.last_mut() {
-                Some(last) if last.1 == start => last.1 = end,
-                _ => merged.push((start, end)),
-            }
+/// The ranges of whole blocks inside token ranges; touching ranges are merged first.
+pub(super) fn block_ranges(
+    seq: &TokenSequence,
+    ranges: &[(usize, usize)],
+    block_size: usize,
+    call: &str,
+) -> Result<Vec<(Depth, Depth)>> {
+    let mut merged: Vec<(usize, usize)> = Vec::new();
+    let mut behind = 0;
+    for &(start, end) in ranges {
+        if start > end || end > seq.len() {
+            return Err(Error::invalid(format!(
+                "{call}: ranges has [{start}, {end}); it must ascend and lie in [0, {}], the sequence",
+                seq.len()
+            )));
         }
-        let block_size = self.block_size();
-        let whole = merged
-            .iter()
-            .map(|&(start, end)| (depth(start.div_ceil(block_size)), depth(end / block_size)));
-        Ok(whole.filter(|(from, to)| from < to).collect())
+        if start < behind {
+            return Err(Error::invalid(format!(
+                "{call}: ranges has [{start}, {end}) after a range that ends at {behind}; ranges must ascend and be disjoint"
+            )));
+        }
+        behind = end;
+        match merged.last_mut() {
+            Some(last) if last.1 == start => last.1 = end,
+            _ => merged.push((start, end)),
+        }
     }
-
-    /// The present blocks of the path of `seq` inside ranges of blocks, by edge, ascending; extended ones only if
-    /// requested. `None` if this takes more than `effort`.
-    pub(super) fn parts_inside(
-        &self,
-        seq: &TokenSequence,
-        ranges: &[(Depth, Depth)],
-        with_extended: bool,
-        effort: Effort,
-    ) -> Option<Vec<(NodeIndex, Vec<Part>)>> {
-        let mut found = Vec::new();
-        let Some(&(first, _)) = ranges.first() else {
-            return Some(found);
-        };
-        let Some(end) = self.whole_path(seq, effort)? else {
-            return Some(found);
-        };
-        let mut steps = effort.steps();
-        let extended = self.extended_end(end, &mut steps)?;
-        let from = if with_extended {
-            first
-        } else {
-            first.max(extended)
-        };
-        let block_size = self.block_size();
-        let mut ranges = ranges.iter().copied().peekable();
-        for (node, start, end) in self.edges_within(end, from, &mut steps)? {
-            let edge = &self.nodes[node];
-            if edge.num_holes() > 0 {
-                // Its blocks are checked one by one.
-                steps.take(u64::from(end - start))?;
-            }
-            let mut parts = Vec::new();
-            while let Some(&(from, to)) = ranges.peek() {
-                // All blocks before `extended` are extended, and none after it.
-                let (low, high) = (from.max(start), to.min(end));
-                for (from, to) in [(low, high.min(extended)), (low.max(extended), high)] {
-                    let mut at = from;
-                    while at < to {
-                        let until = edge.present_until(at, to, block_size);
-                        if at < until {
-                            parts.push(Part {
-                                from: at,
-                                to: until,
-                                is_extended: until <= extended,
-                            });
-                        }
-                        at = edge.absent_until(until, to, block_size);
-                    }
-                }
-                if to > end {
-                    break;
-                }
-                ranges.next();
-            }
-            if !parts.is_empty() {
-                found.push((node, parts));
-            }
-        }
-        Some(found)
-    }
-
-    /// The blocks of a path before this depth are extended: a present block below them is not on the path. These are
-    /// always the first blocks, as a block below one is below all above it. `None` if this takes more steps than are
-    /// left.
-    fn extended_end(&self, end: Position, steps: &mut Steps) -> Option<Depth> {
-        let edge = &self.nodes[end.node];
-        // The last block of a path is present, or a block below it is.
-        if end.depth < edge.end() || edge.has_children() {
-            return Some(end.depth);
-        }
-        let mut at = edge.parent;
-        while at != NO_NODE {
-            steps.take(1)?;
-            if siblings::only(&self.nodes, at).is_none() {
-                return Some(self.nodes[at].end());
-            }
-            at = self.nodes[at].parent;
-        }
-        Some(0)
-    }
+    let whole = merged
+        .iter()
+        .map(|&(start, end)| (depth(start.div_ceil(block_size)), depth(end / block_size)));
+    Ok(whole.filter(|(from, to)| from < to).collect())
 }

@@ -6,12 +6,13 @@ use foldhash::quality::FixedState;
 use hashbrown::HashMap;
 
 use crate::error::{Error, Result};
-use crate::eviction::lru::ARITY;
+use crate::eviction::{ARITY, Eviction, eviction_key, last_use_of_leaf};
 use crate::ids::{ABSENT, Depth, NodeIndex};
 use crate::index::RadixIndex;
+use crate::pins::Pins;
 use crate::storage::blocks::Place;
+use crate::storage::forest::{Forest, Sources};
 use crate::storage::node::{Guard, Node};
-use crate::storage::siblings;
 
 fn must(condition: bool, what: impl FnOnce() -> String) -> Result<()> {
     if condition {
@@ -23,7 +24,7 @@ fn must(condition: bool, what: impl FnOnce() -> String) -> Result<()> {
 
 /// The pins of all leases by node: ends of paths and runs of sources, ascending, with their counts.
 #[derive(Default)]
-struct Pins {
+struct Pinned {
     ends: BTreeMap<NodeIndex, BTreeMap<Depth, u32>>,
     runs: BTreeMap<NodeIndex, BTreeMap<(Depth, Depth), u32>>,
 }
@@ -57,62 +58,83 @@ impl RadixIndex {
     /// # Complexity
     /// O(tokens held · log blocks + blocks pinned, once per plan).
     pub fn check(&self) -> Result<()> {
+        let checker = Checker {
+            index: self,
+            forest: self.forest(),
+            pins: self.pins(),
+            eviction: self.eviction(),
+        };
+        checker.check()
+    }
+}
+
+/// The parts of an index that are checked against each other.
+struct Checker<'a> {
+    index: &'a RadixIndex,
+    forest: &'a Forest,
+    pins: &'a Pins,
+    eviction: &'a Eviction,
+}
+
+impl Checker<'_> {
+    fn check(&self) -> Result<()> {
         let pins = self.check_leases()?;
         let mut totals = Totals::default();
-        for run in self.dead.runs() {
+        for run in self.eviction.dead().order().runs() {
             let blocks = (run.from..run.to).map(|depth| ((run.mark, depth), run.node));
             totals.queued.extend(blocks);
         }
-        for (tree, state) in self.trees.iter() {
-            must(self.tree_of.get(&state.namespace) == Some(&tree), || {
+        let (forest, trees) = (self.forest, self.forest.trees());
+        for (tree, state) in trees.iter() {
+            must(trees.of(state.namespace()) == Some(tree), || {
                 format!("tree {tree} is not its namespace's")
             })?;
-            must(self.nodes[state.root].is_root(), || {
+            must(forest.node(state.root()).is_root(), || {
                 format!("the root of tree {tree} has a parent")
             })?;
-            must(self.nodes[state.root].has_children(), || {
+            must(forest.node(state.root()).has_children(), || {
                 format!("tree {tree} is empty")
             })?;
             let before = totals.dead;
-            self.check_tree(tree, state.root, &pins, &mut totals)?;
-            must(totals.dead - before == state.num_dead, || {
+            self.check_tree(tree, state.root(), &pins, &mut totals)?;
+            must(totals.dead - before == state.num_dead(), || {
                 format!("tree {tree} has {} dead blocks", totals.dead - before)
             })?;
         }
-        must(self.salts.len() == self.trees.len(), || {
+        must(trees.num_by_salt() == trees.len(), || {
             format!(
                 "{} namespaces are known by salt, there are {} trees",
-                self.salts.len(),
-                self.trees.len()
+                trees.num_by_salt(),
+                trees.len()
             )
         })?;
-        must(self.tree_of.len() == self.trees.len(), || {
+        must(trees.num_by_namespace() == trees.len(), || {
             "a namespace has no tree".into()
         })?;
-        must(totals.nodes == self.nodes.len(), || {
-            format!("{} of {} edges are linked", totals.nodes, self.nodes.len())
+        must(totals.nodes == forest.num_nodes(), || {
+            format!(
+                "{} of {} edges are linked",
+                totals.nodes,
+                forest.num_nodes()
+            )
         })?;
-        must(self.anchors.len() == pins.ends.len(), || {
+        must(forest.num_anchored() == pins.ends.len(), || {
             "an edge has ends of paths that nobody pins".into()
         })?;
-        must(self.edges.len() == totals.hashed, || {
+        must(forest.num_hashed() == totals.hashed, || {
             "the edge table has strangers".into()
         })?;
+        let ids = forest.blocks().known();
+        let ids = ids.filter(|(_, place)| matches!(place, Place::Indexed { .. }));
+        let ids = ids.count();
         let counters = [
-            ("indexed", totals.indexed, self.num_indexed),
-            ("holes", totals.holes, self.num_holes),
-            ("approximate", totals.approximate, self.num_approximate),
-            ("protected", totals.protected, self.num_protected),
-            ("dead", totals.dead, self.num_dead),
-            ("loose", totals.loose, self.num_loose),
-            (
-                "indexed ids",
-                self.blocks
-                    .known()
-                    .filter(|(_, place)| matches!(place, Place::Indexed { .. }))
-                    .count() as u64,
-                self.num_indexed,
-            ),
+            ("indexed", totals.indexed, forest.num_indexed()),
+            ("holes", totals.holes, forest.num_holes()),
+            ("approximate", totals.approximate, forest.num_approximate()),
+            ("protected", totals.protected, forest.num_protected()),
+            ("dead", totals.dead, self.eviction.dead().num_blocks()),
+            ("loose", totals.loose, self.eviction.dead().num_loose()),
+            ("indexed ids", ids as u64, forest.num_indexed()),
         ];
         for (name, counted, known) in counters {
             must(counted == known, || {
@@ -124,31 +146,32 @@ impl RadixIndex {
             format!("{free} dead blocks are queued, {} may go", totals.free)
         })?;
         let mut known = HashMap::with_hasher(FixedState::default());
+        let mut leaves = self.eviction.leaves().entries();
         must(
-            self.num_holes <= self.config.num_blocks
-                || self
-                    .order
-                    .entries()
-                    .all(|(_, node)| !self.is_cut_off(node, &mut known)),
-            || format!("{} holes, and something that could go", self.num_holes),
+            forest.num_holes() <= self.index.config().num_blocks
+                || leaves.all(|(_, node)| !forest.is_cut_off(node, &mut known)),
+            || format!("{} holes, and something that could go", forest.num_holes()),
         )?;
-        if let Some(windows) = &self.windows {
-            let checked = windows.check(self.live_windows());
-            must(checked.is_ok(), || checked.err().unwrap_or_default())?;
-        }
-        for (at, (stamp, node)) in self.order.entries().enumerate() {
+        let checked = self.index.moved().check(self.forest);
+        must(checked.is_ok(), || checked.err().unwrap_or_default())?;
+        self.check_order()
+    }
+
+    /// Checks the order of eviction by last use.
+    fn check_order(&self) -> Result<()> {
+        let leaves = self.eviction.leaves();
+        for (at, (stamp, node)) in leaves.entries().enumerate() {
             must(
-                self.nodes[node].queued() == Some(crate::ids::depth(at)),
+                self.forest.node(node).queued() == Some(crate::ids::depth(at)),
                 || format!("edge {node} is not where it is queued"),
             )?;
-            must(self.last_use_of_leaf(node) == Some(stamp), || {
+            must(last_use_of_leaf(self.forest, node) == Some(stamp), || {
                 format!("edge {node} is queued under an old use")
             })?;
         }
-        let keys: Vec<_> = self
-            .order
+        let keys: Vec<_> = leaves
             .entries()
-            .map(|(_, node)| self.eviction_key(node))
+            .map(|(_, node)| eviction_key(self.forest, node))
             .collect();
         must(
             (1..keys.len()).all(|at| keys[(at - 1) / ARITY] <= keys[at]),
@@ -157,46 +180,50 @@ impl RadixIndex {
     }
 
     /// Checks the pins of leases and the condemned blocks.
-    fn check_leases(&self) -> Result<Pins> {
-        let mut pins = Pins::default();
+    fn check_leases(&self) -> Result<Pinned> {
+        let mut pins = Pinned::default();
         let mut kept: BTreeMap<u32, u32> = BTreeMap::new();
-        for (lease, held) in self.leases.iter() {
+        for (lease, held) in self.pins.leases().iter() {
             must(
-                held.pinned
-                    || held.paths.is_empty()
-                        && held.sources.is_empty()
+                held.is_pinned()
+                    || held.paths().is_empty()
+                        && held.sources().is_empty()
                         && held.kept().next().is_none(),
                 || format!("lease {lease} pins though it must not"),
             )?;
-            let distinct: BTreeSet<u32> = held.paths.iter().map(|path| path.last).collect();
-            must(distinct.len() == held.paths.len(), || {
-                format!("lease {lease} pins paths to one block: {:?}", held.paths)
+            let distinct: BTreeSet<u32> = held.paths().iter().map(|path| path.last).collect();
+            must(distinct.len() == held.paths().len(), || {
+                format!("lease {lease} pins paths to one block: {:?}", held.paths())
             })?;
-            for stretch in held.paths.iter().chain(&held.sources) {
-                let place = self.anchor_place(stretch.last);
+            for stretch in held.paths().iter().chain(held.sources()) {
+                let place = self.forest.place_of(stretch.last);
                 must(
                     place.is_some_and(|(_, depth)| stretch.from <= depth),
                     || format!("lease {lease} pins {stretch:?}, which ends at {place:?}"),
                 )?;
-                let ids = self.path_through(stretch.last, stretch.from);
+                let ids = self.forest.path_through(stretch.last, stretch.from);
                 must(ids.iter().all(|id| id.0 != ABSENT), || {
                     format!("lease {lease} pins a hole: {ids:?}")
                 })?;
             }
             for (node, depth) in held
-                .paths
+                .paths()
                 .iter()
-                .filter_map(|path| self.anchor_place(path.last))
+                .filter_map(|path| self.forest.place_of(path.last))
             {
                 let ends = pins.ends.entry(node).or_default();
                 *ends.entry(depth + 1).or_default() += 1;
             }
-            for part in held.sources.iter().flat_map(|&source| self.parts(source)) {
+            for part in held
+                .sources()
+                .iter()
+                .flat_map(|&source| self.forest.parts(source.last, source.from))
+            {
                 let runs = pins.runs.entry(part.node).or_default();
                 *runs.entry((part.to, part.from)).or_default() += 1;
             }
             for id in held.kept() {
-                let place = self.blocks.place(id);
+                let place = self.forest.blocks().place(id);
                 must(
                     matches!(place, Place::Condemned | Place::CondemnedForGood),
                     || format!("lease {lease} keeps block {id}, which is not condemned"),
@@ -205,16 +232,23 @@ impl RadixIndex {
             }
         }
         must(
-            kept.len() == self.pins.len()
+            kept.len() == self.pins.kept().len()
                 && kept
                     .iter()
-                    .all(|(id, count)| self.pins.get(id) == Some(count)),
+                    .all(|(id, count)| self.pins.kept().get(id) == Some(count)),
             || format!("the leases keep {kept:?}, the table differs"),
         )?;
-        let counts = self.pin_counts();
-        must(counts.len() as u64 == self.num_pinned(), || {
-            format!("{} pinned, counted {}", counts.len(), self.num_pinned())
-        })?;
+        let counts = self.pins.pin_counts(self.forest);
+        must(
+            counts.len() as u64 == self.pins.num_pinned(self.forest),
+            || {
+                format!(
+                    "{} pinned, counted {}",
+                    counts.len(),
+                    self.pins.num_pinned(self.forest)
+                )
+            },
+        )?;
         self.check_places(&kept, &counts)?;
         Ok(pins)
     }
@@ -223,7 +257,7 @@ impl RadixIndex {
     /// each block.
     fn check_places(&self, kept: &BTreeMap<u32, u32>, counts: &BTreeMap<u32, u32>) -> Result<()> {
         let (mut condemned, mut quarantined, mut waiting) = (0, 0, BTreeSet::new());
-        for (id, place) in self.blocks.known() {
+        for (id, place) in self.forest.blocks().known() {
             match place {
                 Place::Condemned | Place::CondemnedForGood => {
                     condemned += 1;
@@ -249,24 +283,31 @@ impl RadixIndex {
         must(
             counts
                 .keys()
-                .all(|&id| self.blocks.place(id) != Place::Unknown),
+                .all(|&id| self.forest.blocks().place(id) != Place::Unknown),
             || "a block is pinned but not known".into(),
         )?;
-        must(waiting == self.waiting.iter().copied().collect(), || {
-            "the waiting blocks differ from the queue".into()
-        })?;
-        must(waiting.len() == self.waiting.len(), || {
+        must(
+            waiting == self.pins.waiting().iter().copied().collect(),
+            || "the waiting blocks differ from the queue".into(),
+        )?;
+        must(waiting.len() == self.pins.waiting().len(), || {
             "a block waits twice".into()
         })?;
-        must(condemned == self.num_condemned, || {
-            format!("{condemned} condemned, counter {}", self.num_condemned)
-        })?;
-        must(quarantined == self.num_quarantined, || {
+        must(condemned == self.forest.blocks().num_condemned(), || {
             format!(
-                "{quarantined} quarantined, counter {}",
-                self.num_quarantined
+                "{condemned} condemned, counter {}",
+                self.forest.blocks().num_condemned()
             )
         })?;
+        must(
+            quarantined == self.forest.blocks().num_quarantined(),
+            || {
+                format!(
+                    "{quarantined} quarantined, counter {}",
+                    self.forest.blocks().num_quarantined()
+                )
+            },
+        )?;
         Ok(())
     }
 
@@ -274,24 +315,24 @@ impl RadixIndex {
         &self,
         tree: u32,
         root: NodeIndex,
-        pins: &Pins,
+        pins: &Pinned,
         totals: &mut Totals,
     ) -> Result<()> {
         let mut open = vec![root];
         while let Some(at) = open.pop() {
-            let node = &self.nodes[at];
+            let node = self.forest.node(at);
             totals.nodes += 1;
             must(node.tree == tree, || {
                 format!("edge {at} is in the wrong tree")
             })?;
             self.check_edge(at, node, pins, totals)?;
-            let children = siblings::all(&self.nodes, at);
-            must(siblings::check(&self.nodes, self.block_size(), at), || {
+            let children = self.forest.children(at);
+            must(self.forest.are_children_sorted(at), || {
                 format!("the children of edge {at} are out of order")
             })?;
             let (mut paths, mut sources) = (0, 0);
             for &child in &children {
-                let below = &self.nodes[child];
+                let below = self.forest.node(child);
                 must(below.parent == at, || {
                     format!("edge {child} is linked badly")
                 })?;
@@ -299,11 +340,8 @@ impl RadixIndex {
                     format!("edge {child} starts at {}, not {}", below.depth, node.end())
                 })?;
                 must(below.run.len() > 0, || format!("edge {child} is empty"))?;
-                let first = below.first_block(self.block_size());
-                let hashed = self
-                    .edges
-                    .find(self.edge_hash(child), |known| known == child)
-                    .is_some();
+                let first = below.first_block(self.forest.block_size());
+                let hashed = self.forest.is_hashed(child);
                 must(hashed == (children.len() > 1), || {
                     format!("edge {child} is in the edge table, or is not")
                 })?;
@@ -319,8 +357,8 @@ impl RadixIndex {
                 paths == node.protection & !(Node::ANCHORED | Node::SOURCED),
                 || format!("edge {at} has {paths} children on pinned paths"),
             )?;
-            let known = self.sources.get(&at);
-            must(sources == known.map_or(0, |known| known.children), || {
+            let known = self.forest.sources_of(at);
+            must(sources == known.map_or(0, Sources::children), || {
                 format!("edge {at} has {sources} children with sources")
             })?;
             let runs: Vec<(Depth, Depth, u32)> = pins.runs.get(&at).map_or(Vec::new(), |runs| {
@@ -328,7 +366,7 @@ impl RadixIndex {
                     .map(|(&(to, from), &count)| (to, from, count))
                     .collect()
             });
-            must(known.map_or(&[][..], |known| &known.runs) == runs, || {
+            must(known.map_or(&[][..], Sources::runs) == runs, || {
                 format!("edge {at} has the sources {known:?}, not {runs:?}")
             })?;
             let has_sources = sources > 0 || !runs.is_empty();
@@ -345,14 +383,14 @@ impl RadixIndex {
         &self,
         at: NodeIndex,
         node: &Node,
-        pins: &Pins,
+        pins: &Pinned,
         totals: &mut Totals,
     ) -> Result<()> {
         let (mut holes, mut approximate) = (0, 0);
         let own: Vec<(Depth, u32)> = pins.ends.get(&at).map_or(Vec::new(), |ends| {
             ends.iter().map(|(&end, &count)| (end, count)).collect()
         });
-        let block_size = self.block_size();
+        let block_size = self.forest.block_size();
         for depth in node.depth..node.end() {
             let payload = node.payload(depth, block_size);
             if !payload.is_present() {
@@ -360,7 +398,7 @@ impl RadixIndex {
                 continue;
             }
             approximate += u32::from(!payload.label.is_exact());
-            let place = self.blocks.place(payload.id);
+            let place = self.forest.blocks().place(payload.id);
             must(place == Place::Indexed { node: at, depth }, || {
                 format!(
                     "block {} stands in edge {at} at depth {depth}, its entry says {place:?}",
@@ -374,7 +412,7 @@ impl RadixIndex {
         must(approximate == node.num_approximate(), || {
             format!("edge {at} has {approximate} approximate blocks")
         })?;
-        let anchored = self.anchors.get(&at).map_or(&[][..], |ends| ends);
+        let anchored = self.forest.anchors_of(at);
         must(own == anchored, || {
             format!("edge {at} has the anchors {anchored:?}, not {own:?}")
         })?;
@@ -388,7 +426,7 @@ impl RadixIndex {
                 format!("edge {at} ends in a hole")
             })?;
             must(
-                (self.protected_end(at) <= last) == node.queued().is_some(),
+                (self.forest.protected_end(at) <= last) == node.queued().is_some(),
                 || format!("the leaf {at} is queued although pinned, or the other way round"),
             )?;
         } else {
@@ -398,8 +436,8 @@ impl RadixIndex {
         }
         if let Some(extras) = node.extras() {
             let (start, end) = (
-                node.depth as usize * self.block_size(),
-                node.end() as usize * self.block_size(),
+                node.depth as usize * self.forest.block_size(),
+                node.end() as usize * self.forest.block_size(),
             );
             let runs = extras.tags.runs();
             must(
@@ -409,7 +447,7 @@ impl RadixIndex {
             for depth in (node.depth..node.end())
                 .filter(|&depth| !node.payload(depth, block_size).is_present())
             {
-                let tags = self.tags_of_block(at, depth);
+                let tags = self.forest.tags_of_block(at, depth);
                 must(tags.is_empty(), || {
                     format!("the hole at depth {depth} of edge {at} has tags")
                 })?;
@@ -428,7 +466,7 @@ impl RadixIndex {
         totals.indexed += u64::from(node.num_present(node.depth, node.end(), block_size));
         totals.approximate += u64::from(approximate);
         totals.protected +=
-            u64::from(node.num_present(node.depth, self.protected_end(at), block_size));
+            u64::from(node.num_present(node.depth, self.forest.protected_end(at), block_size));
         Ok(())
     }
 
@@ -440,20 +478,17 @@ impl RadixIndex {
         must(!dead.marks.is_empty(), || {
             format!("edge {at} knows of no dead blocks")
         })?;
-        let (path_end, protected_end) = (self.path_end(at), self.protected_end(at));
-        let runs = self
-            .sources
-            .get(&at)
-            .map_or(&[][..], |sources| &sources.runs);
+        let (path_end, protected_end) = (self.forest.path_end(at), self.forest.protected_end(at));
+        let runs = self.forest.sources_of(at).map_or(&[][..], Sources::runs);
         let mut loose = 0;
         for range in dead.marks.as_slice() {
-            must(range.value <= self.last_mark, || {
+            must(range.value <= self.eviction.dead().last_mark(), || {
                 format!("edge {at} has the mark {}", range.value)
             })?;
             for depth in range.from..range.to {
                 let is_inside = (node.depth..node.end()).contains(&depth);
                 must(
-                    is_inside && node.payload(depth, self.block_size()).is_present(),
+                    is_inside && node.payload(depth, self.forest.block_size()).is_present(),
                     || format!("edge {at} has marked the absent block at depth {depth}"),
                 )?;
                 let is_source = runs

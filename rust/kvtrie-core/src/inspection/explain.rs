@@ -3,15 +3,16 @@
 use std::cmp::Reverse;
 use std::fmt;
 
+use crate::effort::Effort;
 use crate::error::Result;
 use crate::ids::{Depth, NO_NODE, NodeIndex, depth};
-use crate::index::{Effort, Position, RadixIndex};
+use crate::index::RadixIndex;
 use crate::inspection::gone::Note;
 use crate::namespace::Namespace;
 use crate::plan::{Class, PlanOptions};
 use crate::policy::ReusePolicy;
+use crate::storage::forest::Position;
 use crate::storage::node::Node;
-use crate::storage::siblings;
 use crate::tokens::TokenSequence;
 
 /// The most other namespaces of the prompt's salt that are searched.
@@ -176,11 +177,11 @@ impl RadixIndex {
     ) -> Result<Explanation> {
         options
             .policy
-            .check(self.config.min_run, "RadixIndex.explain")?;
+            .check(self.config().min_run, "RadixIndex.explain")?;
         let would_save = self.would_save(seq, options);
         let at = self.exact_prefix(seq, 0, Effort::ANY);
         let at = at.filter(|at| at.node != NO_NODE);
-        let block_size = self.block_size();
+        let block_size = self.forest().block_size();
         let reached = at.map_or(0, |at| at.depth);
         let num_exact = reached as usize * block_size;
         let is_complete = num_exact + block_size > seq.len();
@@ -207,12 +208,12 @@ impl RadixIndex {
             let end = match (at, beside) {
                 (_, Some(Beside { node, .. })) => Position {
                     node,
-                    depth: self.nodes[node].end(),
+                    depth: self.forest().node(node).end(),
                 },
                 (Some(at), None) => at,
                 (None, None) => return Vec::new(),
             };
-            self.kind_names(self.kinds_on_path(end, token, token + 1))
+            self.kind_names(self.tagging().on_path(self.forest(), end, token, token + 1))
         };
         Ok(Explanation {
             reason,
@@ -249,10 +250,10 @@ impl RadixIndex {
     /// The cached block at the place of the first block of `seq` after its exact path. Of several: the one that shares
     /// most tokens; then exact before approximate; then first in token order.
     fn beside(&self, seq: &TokenSequence, at: Position) -> Option<Beside> {
-        let block_size = self.block_size();
+        let block_size = self.forest().block_size();
         let start = at.depth as usize * block_size;
         let wanted = seq.view().slice(start, start + block_size);
-        let edge = &self.nodes[at.node];
+        let edge = self.forest().node(at.node);
         if at.depth < edge.end() {
             let here = edge.view(block_size).slice(start, start + block_size);
             return Some(Beside {
@@ -261,11 +262,13 @@ impl RadixIndex {
             });
         }
         let likest = |exact| {
-            let mut found = siblings::likest(&self.nodes, block_size, at.node, exact, wanted);
+            let mut found = self.forest().likest_children(at.node, exact, wanted);
             found.next()
         };
-        let exact =
-            siblings::nearest(&self.nodes, block_size, at.node, wanted).or_else(|| likest(true));
+        let exact = self
+            .forest()
+            .nearest_child(at.node, wanted)
+            .or_else(|| likest(true));
         let found = match (exact, likest(false)) {
             (Some(exact), Some(other)) if other.1 > exact.1 => other,
             (Some(exact), _) => exact,
@@ -284,10 +287,10 @@ impl RadixIndex {
         at: Option<Position>,
         beside: Option<Beside>,
     ) -> Option<Reason> {
-        let block_size = self.block_size();
+        let block_size = self.forest().block_size();
         let reached: Depth = at.map_or(0, |at| at.depth);
         if let Some(beside) = beside.filter(|beside| beside.shared == block_size) {
-            let payload = self.nodes[beside.node].payload(reached, block_size);
+            let payload = self.forest().node(beside.node).payload(reached, block_size);
             return Some(if payload.is_present() {
                 Reason::ApproximateOnly
             } else {
@@ -299,24 +302,26 @@ impl RadixIndex {
         let behind = at.filter(|at| at.depth > 0);
         let prefix = behind.map_or(seq.namespace().digest(), |_| 0);
         let note = Note::new(
-            behind.map(|at| self.nodes.handle(at.node)),
+            behind.map(|at| self.forest().handle(at.node)),
             reached,
-            self.gone.of_prompt(prefix, block),
+            self.gone().of_prompt(prefix, block),
         );
-        self.gone.contains(note).then_some(Reason::Evicted)
+        self.gone().contains(note).then_some(Reason::Evicted)
     }
 
     /// The namespace of the same salt in which most of `seq` is cached exactly, if that is more than `reached` blocks.
     /// Ties: fewest differing fields, then first by fields. Of very many, only the neighbours of its own are searched.
     fn other_namespace(&self, seq: &TokenSequence, reached: Depth) -> Option<NamespaceDifference> {
         let own = seq.namespace();
-        let block_size = self.block_size();
+        let block_size = self.forest().block_size();
         let limit = depth(seq.len() / block_size);
         let exact = |node: &Node, from, to| node.exact_until(from, to, block_size);
-        let others = self.salts.near(own, MOST_OTHERS / 2);
+        let others = self.forest().trees().near(own, MOST_OTHERS / 2);
         let found = others.filter_map(|namespace| {
-            let root = self.root(namespace)?;
-            let walked = self.walk(seq.view(), root, limit, Effort::ANY, exact, |_, _, _| ());
+            let root = self.forest().root(namespace)?;
+            let walked =
+                self.forest()
+                    .walk(seq.view(), root, limit, Effort::ANY, exact, |_, _, _| ());
             let depth = walked.at.depth;
             (depth > reached).then(|| (depth, differing(own, namespace), namespace))
         });
@@ -342,16 +347,19 @@ impl RadixIndex {
         let end = position.saturating_add(size);
         let ours = seq.tokens()[start..end.min(seq.len())].to_vec();
         let mut theirs = seq.tokens()[start..position].to_vec();
-        let block_size = self.block_size();
+        let block_size = self.forest().block_size();
         let mut node = beside.map(|beside| beside.node);
         let mut at = position;
-        while let Some(edge) = node.map(|node| &self.nodes[node]).filter(|_| at < end) {
+        while let Some(edge) = node
+            .map(|node| self.forest().node(node))
+            .filter(|_| at < end)
+        {
             let first = edge.depth as usize * block_size;
             let tokens = edge.run.tokens(block_size);
             let until = end.min(first + tokens.len());
             theirs.extend(&tokens[at - first..until - first]);
             at = until;
-            node = node.and_then(|node| siblings::only(&self.nodes, node));
+            node = node.and_then(|node| self.forest().only_child(node));
         }
         Context {
             start,

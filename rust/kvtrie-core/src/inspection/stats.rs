@@ -1,9 +1,7 @@
 //! Counters of an index.
 
-use crate::index::{RadixIndex, Sources};
-use crate::moved::windows::Windows;
-use crate::pins::lease::Lease;
-use crate::storage::node::Node;
+use crate::index::RadixIndex;
+use crate::moved::Windows;
 
 /// Counters of one index at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -57,28 +55,30 @@ impl RadixIndex {
     /// O(edges) for `bytes`, and O(edges with a pin) for `pinned`; everything else is a counter.
     #[must_use]
     pub fn stats(&self) -> Stats {
+        let (forest, blocks) = (self.forest(), self.forest().blocks());
+        let (dead, work) = (self.eviction().dead(), self.work());
         Stats {
-            indexed: self.num_indexed,
-            condemned: self.num_condemned + self.num_waiting(),
+            indexed: forest.num_indexed(),
+            condemned: blocks.num_condemned() + self.num_waiting(),
             waiting: self.num_waiting(),
-            quarantined: self.num_quarantined,
-            pinned: self.num_pinned(),
+            quarantined: blocks.num_quarantined(),
+            pinned: self.pins().num_pinned(forest),
             evictable: self.num_evictable(),
-            dead: self.num_dead,
-            approximate: self.num_approximate,
-            holes: self.num_holes,
-            nodes: self.num_edges(),
+            dead: dead.num_blocks(),
+            approximate: forest.num_approximate(),
+            holes: forest.num_holes(),
+            nodes: forest.num_edges(),
             windows: self
-                .windows
-                .as_ref()
+                .moved()
+                .windows()
                 .map_or(0, |windows| windows.len() as u64),
-            namespaces: self.trees.len() as u64,
-            live_plans: self.leases.len() as u64,
-            clock: self.clock,
-            unknown_discards: self.unknown_discards,
-            nodes_visited: self.work.nodes_visited,
-            bytes_compared: self.work.bytes_compared,
-            search_looks: self.work.search_looks,
+            namespaces: forest.trees().len() as u64,
+            live_plans: self.pins().leases().len() as u64,
+            clock: self.clock(),
+            unknown_discards: self.unknown_discards(),
+            nodes_visited: work.nodes_visited,
+            bytes_compared: work.bytes_compared,
+            search_looks: work.search_looks,
             bytes: self.heap_bytes() as u64,
         }
     }
@@ -86,40 +86,14 @@ impl RadixIndex {
     /// Blocks that wait for [`take_freed`](Self::take_freed) or [`evict`](Self::evict). O(1).
     #[must_use]
     pub fn num_waiting(&self) -> u64 {
-        self.waiting.len() as u64
-    }
-
-    /// Nodes except the roots.
-    pub(crate) fn num_edges(&self) -> u64 {
-        (self.nodes.len() - self.trees.len()) as u64
+        self.pins().waiting().len() as u64
     }
 
     fn heap_bytes(&self) -> usize {
-        self.nodes.heap_bytes()
-            + self.nodes.iter().map(Node::heap_bytes).sum::<usize>()
-            + self.edges.heap_bytes()
-            + self.blocks.heap_bytes()
-            + self.order.heap_bytes()
-            + self.dead.heap_bytes()
-            + self.windows.as_ref().map_or(0, Windows::heap_bytes)
-            + self.anchors.allocation_size()
-            + self.pins.allocation_size()
-            + self.sources.allocation_size()
-            + self
-                .sources
-                .values()
-                .map(Sources::heap_bytes)
-                .sum::<usize>()
-            + self.leases.heap_bytes()
-            + self
-                .leases
-                .iter()
-                .map(|(_, lease)| Lease::heap_bytes(lease))
-                .sum::<usize>()
-            + self.gone.heap_bytes()
-            + self.waiting.capacity() * size_of::<u32>()
-            + self.trees.heap_bytes()
-            + self.tree_of.allocation_size()
-            + self.salts.heap_bytes()
+        self.forest().heap_bytes()
+            + self.pins().heap_bytes()
+            + self.eviction().heap_bytes()
+            + self.moved().windows().map_or(0, Windows::heap_bytes)
+            + self.gone().heap_bytes()
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! A window is eight consecutive tokens. One is kept per `min_run − 7` positions, counted from the start of the
 //! sequence, so each cached run of `min_run` tokens contains a whole one. It is named by the block of its last token,
-//! because a block has one place and keeps its name when edges are cut.
+//! because a block has one place and keeps its name when edges are cut, and because a parent is unique and a child is
+//! not: a run is verified backwards and followed forwards.
 //!
 //! Windows are queued when blocks are added and removed, and applied to the table in batches: a place in a large table
 //! is rarely in the CPU cache, and a batch waits for many at once. The block that fills the queue to [`QUEUE`] windows

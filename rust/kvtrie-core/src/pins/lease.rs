@@ -30,19 +30,19 @@ struct Kept {
 /// by its id.
 #[derive(Debug)]
 pub(crate) struct Lease {
-    pub(crate) namespace: Arc<Namespace>,
+    pub(super) namespace: Arc<Namespace>,
     /// Whether the lease pins blocks at all.
-    pub(crate) pinned: bool,
+    pub(super) pinned: bool,
     /// The namespace was dropped or the index reset: inserts take nothing.
-    pub(crate) over: bool,
+    pub(super) over: bool,
     /// Blocks that back sequences: usually one whole path; several after a fork, or if blocks have left.
-    pub(crate) paths: SmallVec<[Stretch; 2]>,
+    pub(super) paths: SmallVec<[Stretch; 2]>,
     /// Copy sources.
-    pub(crate) sources: SmallVec<[Stretch; 2]>,
+    pub(super) sources: SmallVec<[Stretch; 2]>,
     /// Pinned blocks that have left; rare.
     kept: Option<Box<Kept>>,
     /// The plan's first approximate token.
-    pub(crate) first_approximate: Option<usize>,
+    pub(super) first_approximate: Option<usize>,
 }
 
 impl Lease {
@@ -56,6 +56,35 @@ impl Lease {
             kept: None,
             first_approximate: None,
         }
+    }
+
+    /// Whether the lease pins blocks at all.
+    pub(crate) fn is_pinned(&self) -> bool {
+        self.pinned
+    }
+
+    /// Whether inserts take nothing: the namespace was dropped or the index reset.
+    pub(crate) fn is_over(&self) -> bool {
+        self.over
+    }
+
+    pub(crate) fn namespace(&self) -> &Arc<Namespace> {
+        &self.namespace
+    }
+
+    /// The plan's first approximate token.
+    pub(crate) fn first_approximate(&self) -> Option<usize> {
+        self.first_approximate
+    }
+
+    /// The stretches that back sequences.
+    pub(crate) fn paths(&self) -> &[Stretch] {
+        &self.paths
+    }
+
+    /// The stretches that are copied from.
+    pub(crate) fn sources(&self) -> &[Stretch] {
+        &self.sources
     }
 
     pub(crate) fn pins_sources(&self) -> bool {

@@ -8,13 +8,14 @@ use std::ops::Range;
 use foldhash::quality::FixedState;
 use hashbrown::HashMap;
 
+use crate::effort::Effort;
 use crate::ids::{Depth, NodeIndex};
-use crate::index::{Effort, Position};
-use crate::moved::fingerprints::WINDOW;
+use crate::moved::WINDOW;
 use crate::plan::budget::Budget;
 use crate::plan::reach::{Follower, Stretch, Stretches};
 use crate::plan::search::{Candidate, Hit, Search};
 use crate::plan::usable::{Kinship, Usable};
+use crate::storage::forest::Position;
 use crate::storage::payload::Label;
 
 /// Looks of a search that take about as long as walking to a node that is in no CPU cache.
@@ -129,6 +130,7 @@ impl<'a> Cover<'a> {
         own: OwnPath,
         search: Option<Search<'a>>,
         min_run: usize,
+        seed: u64,
     ) -> Self {
         Self {
             follower,
@@ -139,7 +141,7 @@ impl<'a> Cover<'a> {
             best: None,
             later: Vec::new(),
             own_later: VecDeque::new(),
-            short: HashMap::with_hasher(FixedState::with_seed(follower.index.config.seed)),
+            short: HashMap::with_hasher(FixedState::with_seed(seed)),
             hits: Vec::new(),
             trying: Vec::new(),
             tried: 0,
@@ -545,8 +547,8 @@ impl<'a> Cover<'a> {
         if known.hops > 1 || distance < known.distance() {
             return true;
         }
-        let block_size = self.follower.index.block_size();
-        let node = &self.follower.index.nodes[place.node];
+        let block_size = self.follower.forest.block_size();
+        let node = self.follower.forest.node(place.node);
         let edge = node.depth as usize * block_size..node.end() as usize * block_size;
         let source = at.and_then(|at| (place.last + at).checked_sub(last).zip(Some(at)));
         let source = source.filter(|(source, _)| edge.contains(source));
@@ -557,9 +559,11 @@ impl<'a> Cover<'a> {
     }
 
     fn slot(&self, node: NodeIndex, at: usize) -> u64 {
-        let index = self.follower.index;
-        let block_size = index.block_size();
-        let id = index.nodes[node].id(crate::ids::depth(at / block_size), block_size);
+        let forest = self.follower.forest;
+        let block_size = forest.block_size();
+        let id = forest
+            .node(node)
+            .id(crate::ids::depth(at / block_size), block_size);
         u64::from(id) * block_size as u64 + (at % block_size) as u64
     }
 
@@ -571,13 +575,13 @@ impl<'a> Cover<'a> {
 
     /// The most hops of the run's tokens from `from` on, after the copy.
     fn hops(&self, run: &Run, from: usize) -> u16 {
-        let index = self.follower.index;
-        let block_size = index.block_size();
+        let forest = self.follower.forest;
+        let block_size = forest.block_size();
         let base = Usable::becomes(run.kinship, Label::EXACT).1;
         let source = run.source(from);
         let behind = run.path.iter().filter(|stretch| stretch.end > source);
         let edges = behind.map(|stretch| {
-            let node = &index.nodes[stretch.node];
+            let node = forest.node(stretch.node);
             if node.num_approximate() == 0 {
                 return base;
             }
@@ -609,10 +613,10 @@ impl<'a> Cover<'a> {
     fn last(&self, run: &Run) -> Option<(u16, u64)> {
         run.path.last().map(|stretch| {
             let (node, at) = (stretch.node, stretch.end - 1);
-            let index = self.follower.index;
-            let block_size = index.block_size();
+            let forest = self.follower.forest;
+            let block_size = forest.block_size();
             let depth = crate::ids::depth(at / block_size);
-            let label = index.nodes[node].payload(depth, block_size).label;
+            let label = forest.node(node).payload(depth, block_size).label;
             (Usable::becomes(run.kinship, label).1, self.slot(node, at))
         })
     }
@@ -620,22 +624,22 @@ impl<'a> Cover<'a> {
     /// Whether a place at the same position as in the prompt is on the prompt's own path: such runs are found without a
     /// search.
     fn is_own(&self, place: &Candidate<'_>) -> bool {
-        let (index, end) = (self.follower.index, self.own.end);
-        let depth = place.last / index.block_size();
-        let edges = self.own_edges.get_or_init(|| index.edges_to(end, 0));
+        let (forest, end) = (self.follower.forest, self.own.end);
+        let depth = place.last / forest.block_size();
+        let edges = self.own_edges.get_or_init(|| forest.edges_to(end, 0));
         let at = edges.partition_point(|&(_, _, to)| to as usize <= depth);
         edges.get(at).is_some_and(|&(own, ..)| own == place.node)
     }
 
     /// Finds the runs of the prompt's own path after the token `at`, and next to the end of the path.
     fn find_own(&mut self, at: usize) {
-        let block_size = self.follower.index.block_size();
+        let block_size = self.follower.forest.block_size();
         let (in_place, end) = (self.own.in_place, self.own.end);
         // The path in place continues into the block in which the prompt leaves it.
         let mut from = in_place.depth as usize * block_size;
         self.add_own(in_place.node, from, 0, at);
-        for (node, first, to) in self.follower.index.edges_to(end, in_place.depth) {
-            let parent = self.follower.index.nodes[node].parent;
+        for (node, first, to) in self.follower.forest.edges_to(end, in_place.depth) {
+            let parent = self.follower.forest.node(node).parent;
             while from < to as usize * block_size {
                 let mut reached = self.add_own(node, from, from, at);
                 if reached == from && first > in_place.depth && from == first as usize * block_size
@@ -648,7 +652,7 @@ impl<'a> Cover<'a> {
                 } else {
                     self.follower
                         .usable
-                        .skip(Kinship::Own, &self.follower.index.nodes[node], from)
+                        .skip(Kinship::Own, self.follower.forest.node(node), from)
                 };
             }
         }

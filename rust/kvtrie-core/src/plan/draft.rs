@@ -2,17 +2,18 @@
 
 use std::sync::Arc;
 
-use crate::ids::{BlockId, Depth, NO_NODE};
-use crate::index::{Effort, Position, RadixIndex, SourceRun};
+use crate::effort::Effort;
+use crate::ids::{BlockId, Depth};
+use crate::index::RadixIndex;
 use crate::plan::cover::{Cover, OwnPath, Run};
 use crate::plan::reach::{Follower, Stretch};
 use crate::plan::search::Search;
 use crate::plan::usable::{Kinship, Usable};
-use crate::plan::{Class, Copied, PlanOptions, Segment};
+use crate::plan::{Class, Copied, Segment};
 use crate::policy::ReusePolicy;
+use crate::storage::forest::{Forest, Position, SourceRun};
 use crate::storage::node::Node;
 use crate::storage::payload::Label;
-use crate::storage::siblings;
 use crate::tokens::TokenSequence;
 
 /// How the KV of a prompt can be built.
@@ -29,7 +30,6 @@ pub(crate) struct Draft {
     pub(crate) source_ids: Vec<BlockId>,
     pub(crate) sources: Vec<SourceRun>,
     pub(crate) candidates_dropped: u64,
-    /// Looks of the search for moved runs.
     looks: u64,
 }
 
@@ -38,83 +38,56 @@ pub(crate) fn num_tokens(segments: &[Segment], class: Class) -> usize {
     of_class.map(|segment| segment.end - segment.start).sum()
 }
 
-impl RadixIndex {
-    /// Works out how to build the KV of a prompt. Returns `None` if finding the exact prefix, or searching for moved
-    /// runs, takes more than `effort`.
-    pub(crate) fn draft(
-        &mut self,
-        seq: &mut TokenSequence,
+impl Draft {
+    /// The draft of a prompt of which nothing is cached.
+    pub(crate) fn computed(len: usize) -> Self {
+        let mut draft = Self::default();
+        compute_until(&mut draft.segments, len);
+        draft
+    }
+
+    /// Works out how to build the KV of a prompt, of which at most `len` tokens may be matched. `exact` is the end of
+    /// its exact prefix, with the ids. Returns `None` if searching for moved runs takes more than `effort`.
+    #[inline]
+    pub(crate) fn new(
+        index: &RadixIndex,
+        seq: &TokenSequence,
         policy: &ReusePolicy,
-        options: PlanOptions,
+        len: usize,
+        (end, ids): (Position, &Arc<Vec<BlockId>>),
         effort: Effort,
-    ) -> Option<Draft> {
-        let end = self.exact_prefix(seq, options.keep_last, effort)?;
-        if end.node == NO_NODE {
-            let mut draft = Draft::default();
-            compute_until(&mut draft.segments, seq.len());
-            return Some(draft);
-        }
-        if self
-            .windows
-            .as_ref()
-            .is_some_and(|windows| policy.approximate && windows.is_waiting())
-        {
-            self.apply_windows();
-        }
-        let ids = self.remembered_ids(seq, end);
-        let len = seq.len().saturating_sub(options.keep_last);
-        let usable = Usable::new(self, policy);
-        let draft = Drafting::new(self, seq, policy, usable, len).draft(end, &ids, effort)?;
-        let looks = draft.looks;
+    ) -> Option<Self> {
+        let usable = Usable::new(index, policy);
+        let draft = Drafting::new(index, seq, policy, usable, len).draft(end, ids, effort)?;
         let approximate = num_tokens(&draft.segments, Class::Approximate);
         #[expect(
             clippy::cast_precision_loss,
             reason = "a share needs no more precision"
         )]
         let is_too_much = approximate as f64 / seq.len() as f64 > policy.max_approximate_share;
-        let draft = if is_too_much {
-            let usable = usable.exact_only();
-            let exact = Drafting::new(self, seq, policy, usable, len).draft(end, &ids, effort)?;
+        if !is_too_much {
+            return Some(draft);
+        }
+        let usable = usable.exact_only();
+        let exact = Drafting::new(index, seq, policy, usable, len).draft(end, ids, effort)?;
+        Some(Self {
             // If all places had been tried, the share might be another.
-            Draft {
-                candidates_dropped: draft.candidates_dropped.max(exact.candidates_dropped),
-                ..exact
-            }
-        } else {
-            draft
-        };
-        self.work.search_looks += looks;
-        Some(draft)
+            candidates_dropped: draft.candidates_dropped.max(exact.candidates_dropped),
+            looks: draft.looks,
+            ..exact
+        })
     }
 
-    /// The cached exact block at the end of a path that shares most tokens with the rest of the prompt, and how many.
-    fn nearest_block(&self, seq: &TokenSequence, end: Position, len: usize) -> Option<Stretch> {
-        let block_size = self.block_size();
-        let at = end.depth as usize * block_size;
-        let until = len.min(at + block_size);
-        if until <= at {
-            return None;
-        }
-        let wanted = seq.view().slice(at, until);
-        let node = &self.nodes[end.node];
-        let (node, shared) = if end.depth < node.end() {
-            let shared = wanted.common(node.view(block_size).slice(at, at + block_size));
-            (node.payload(end.depth, block_size).is_exact() && shared > 0)
-                .then_some((end.node, shared))?
-        } else {
-            siblings::nearest(&self.nodes, block_size, end.node, wanted)?
-        };
-        Some(Stretch {
-            node,
-            start: at,
-            end: at + shared,
-        })
+    /// Looks of the search for moved runs.
+    pub(crate) fn looks(&self) -> u64 {
+        self.looks
     }
 }
 
 /// One prompt, and the draft so far.
 struct Drafting<'a> {
     index: &'a RadixIndex,
+    forest: &'a Forest,
     seq: &'a TokenSequence,
     policy: &'a ReusePolicy,
     usable: Usable,
@@ -133,6 +106,7 @@ impl<'a> Drafting<'a> {
     ) -> Self {
         Self {
             index,
+            forest: index.forest(),
             seq,
             policy,
             usable,
@@ -147,13 +121,13 @@ impl<'a> Drafting<'a> {
         exact_ids: &Arc<Vec<BlockId>>,
         effort: Effort,
     ) -> Option<Draft> {
-        let block_size = self.index.block_size();
+        let block_size = self.forest.block_size();
         let own_end = self.own_end(exact);
         let in_place = self.in_place(exact, own_end);
         self.use_in_place(exact, in_place, exact_ids);
         let mut at = in_place.depth as usize * block_size;
         if self.policy.partial_blocks
-            && let Some(partial) = self.index.nearest_block(self.seq, in_place, self.len)
+            && let Some(partial) = self.nearest_block(in_place)
         {
             self.copy(&Run::own(at, [partial].into_iter().collect()));
             at = partial.end;
@@ -174,16 +148,40 @@ impl<'a> Drafting<'a> {
         Some(self.draft)
     }
 
+    /// The cached exact block at the end of a path that shares most tokens with the rest of the prompt, and how many.
+    fn nearest_block(&self, end: Position) -> Option<Stretch> {
+        let block_size = self.forest.block_size();
+        let at = end.depth as usize * block_size;
+        let until = self.len.min(at + block_size);
+        if until <= at {
+            return None;
+        }
+        let wanted = self.seq.view().slice(at, until);
+        let node = self.forest.node(end.node);
+        let (node, shared) = if end.depth < node.end() {
+            let shared = wanted.common(node.view(block_size).slice(at, at + block_size));
+            (node.payload(end.depth, block_size).is_exact() && shared > 0)
+                .then_some((end.node, shared))?
+        } else {
+            self.forest.nearest_child(end.node, wanted)?
+        };
+        Some(Stretch {
+            node,
+            start: at,
+            end: at + shared,
+        })
+    }
+
     /// Where the whole blocks of the prompt leave its path, which is known up to `exact`; holes are passed.
     fn own_end(&self, exact: Position) -> Position {
-        if self.index.num_holes == 0 && self.index.num_approximate == 0 {
+        if !self.forest.has_broken_paths() {
             return exact;
         }
-        let limit = crate::ids::depth(self.len / self.index.block_size());
+        let limit = crate::ids::depth(self.len / self.forest.block_size());
         let whole = |_: &Node, _, to| to;
         let tokens = self.seq.view();
         let walked = self
-            .index
+            .forest
             .walk(tokens, exact, limit, Effort::ANY, whole, |_, _, _| ());
         walked.at
     }
@@ -193,22 +191,22 @@ impl<'a> Drafting<'a> {
         if !self.usable.approximate || own_end.depth == exact.depth {
             return exact;
         }
-        for (node, from, to) in self.index.edges_to(own_end, exact.depth) {
-            let edge = &self.index.nodes[node];
+        for (node, from, to) in self.forest.edges_to(own_end, exact.depth) {
+            let edge = self.forest.node(node);
             if let Some(depth) = (from..to).find(|&depth| !self.usable.in_place(edge, depth)) {
-                return self.index.normal(Position { node, depth });
+                return self.forest.normal(Position { node, depth });
             }
         }
         own_end
     }
 
     fn use_in_place(&mut self, exact: Position, end: Position, exact_ids: &Arc<Vec<BlockId>>) {
-        let (index, block_size) = (self.index, self.index.block_size());
+        let (forest, block_size) = (self.forest, self.forest.block_size());
         let token = |depth: Depth| depth as usize * block_size;
         self.draft.ids = Arc::clone(exact_ids);
         if end.depth > exact.depth {
             let mut more = Vec::new();
-            index.path_ids(end, exact.depth, &mut more);
+            forest.path_ids(end, exact.depth, &mut more);
             let mut ids = exact_ids[..exact.depth as usize].to_vec();
             ids.append(&mut more);
             self.draft.ids = Arc::new(ids);
@@ -219,12 +217,15 @@ impl<'a> Drafting<'a> {
             old_start: 0,
             class: Class::Exact,
             hops: 0,
-            kinds: index.kinds_on_path(exact, 0, token(exact.depth)),
+            kinds: self
+                .index
+                .tagging()
+                .on_path(forest, exact, 0, token(exact.depth)),
         });
         let first = self.draft.segments.len();
-        for (node, from, to) in index.edges_to(end, exact.depth) {
+        for (node, from, to) in forest.edges_to(end, exact.depth) {
             for depth in from..to {
-                let edge = &index.nodes[node];
+                let edge = forest.node(node);
                 let label = edge.payload(depth, block_size).label;
                 let (class, hops) = Usable::becomes(Kinship::Own, label);
                 let (start, end) = (token(depth), token(depth + 1));
@@ -258,15 +259,15 @@ impl<'a> Drafting<'a> {
         at: usize,
         effort: Effort,
     ) -> Option<()> {
-        let index = self.index;
+        let (forest, config) = (self.forest, self.index.config());
         let prompt = self.seq.view().slice(0, self.len);
-        let windows = index.windows.as_ref().filter(|_| self.usable.moves());
-        let tree = index.nodes[in_place.node].tree;
-        let max_candidates = index.config.max_candidates;
-        let search =
-            windows.map(|windows| Search::new(index, windows, tree, prompt.tokens, max_candidates));
+        let windows = self.index.moved().windows().filter(|_| self.usable.moves());
+        let tree = forest.node(in_place.node).tree;
+        let max_candidates = config.max_candidates;
+        let search = windows
+            .map(|windows| Search::new(forest, windows, tree, prompt.tokens, max_candidates));
         let follower = Follower {
-            index,
+            forest,
             prompt,
             usable: self.usable,
             max_children: max_candidates,
@@ -275,8 +276,8 @@ impl<'a> Drafting<'a> {
             in_place,
             end: own_end,
         };
-        let min_run = self.policy.min_run.unwrap_or(index.config.min_run);
-        let mut cover = Cover::new(follower, own, search, min_run);
+        let min_run = self.policy.min_run.unwrap_or(config.min_run);
+        let mut cover = Cover::new(follower, own, search, min_run, config.seed);
         for run in cover.runs(at, effort)? {
             self.copy(&run);
         }
@@ -287,8 +288,8 @@ impl<'a> Drafting<'a> {
 
     /// Adds the segments and copies of a run: one segment per stretch of equal class and hops.
     fn copy(&mut self, run: &Run) {
-        let index = self.index;
-        let is_plain = |stretch: &Stretch| index.nodes[stretch.node].num_approximate() == 0;
+        let forest = self.forest;
+        let is_plain = |stretch: &Stretch| forest.node(stretch.node).num_approximate() == 0;
         let left_out = (self.policy.recompute_first, self.policy.recompute_last);
         if left_out == (0, 0) && run.path.iter().all(is_plain) {
             let (class, hops) = Usable::becomes(run.kinship, Label::EXACT);
@@ -297,9 +298,9 @@ impl<'a> Drafting<'a> {
         let mut parts: Vec<Part> = Vec::new();
         let mut start = run.start;
         for stretch in &run.path {
-            let node = &index.nodes[stretch.node];
+            let node = forest.node(stretch.node);
             for (from, to, class, hops) in
-                equal_labels(node, stretch, run.kinship, index.block_size())
+                equal_labels(node, stretch, run.kinship, forest.block_size())
             {
                 let piece = Stretch {
                     node: stretch.node,
@@ -337,11 +338,11 @@ impl<'a> Drafting<'a> {
     }
 
     fn copy_part(&mut self, start: usize, end: usize, class: Class, hops: u16, path: &[Stretch]) {
-        let (index, block_size) = (self.index, self.index.block_size());
+        let (forest, block_size) = (self.forest, self.forest.block_size());
         let first = self.draft.source_ids.len();
         let mut kinds = 0;
         for stretch in path {
-            let node = &index.nodes[stretch.node];
+            let node = forest.node(stretch.node);
             let run = SourceRun {
                 node: stretch.node,
                 from: crate::ids::depth(stretch.start / block_size),

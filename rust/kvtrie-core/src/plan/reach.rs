@@ -2,12 +2,10 @@
 
 use smallvec::SmallVec;
 
-use crate::ids::{NO_NODE, NodeIndex};
-use crate::index::RadixIndex;
+use crate::ids::NodeIndex;
 use crate::plan::budget::{CHOICE, TOKENS_PER_LOOK};
 use crate::plan::usable::{Kinship, Usable};
-use crate::storage::arena::Arena;
-use crate::storage::siblings;
+use crate::storage::forest::Forest;
 use crate::tokens::View;
 
 /// Consecutive tokens of one edge, by position on its path.
@@ -38,7 +36,7 @@ pub(super) struct Followed {
 /// Follows tokens of a prompt along what is cached.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Follower<'a> {
-    pub(super) index: &'a RadixIndex,
+    pub(super) forest: &'a Forest,
     /// What may be matched: the prompt without the tokens that are always computed.
     pub(super) prompt: View<'a>,
     pub(super) usable: Usable,
@@ -47,10 +45,6 @@ pub(super) struct Follower<'a> {
 }
 
 impl Follower<'_> {
-    fn nodes(&self) -> &Arena {
-        &self.index.nodes
-    }
-
     /// Follows the prompt from `at` down from position `from` of an edge, and adds the common tokens to `path`. A run
     /// that ends before `least` is of no use: a child that shares part of a block is followed only if it reaches
     /// `least`.
@@ -63,12 +57,12 @@ impl Follower<'_> {
         least: impl Fn() -> usize,
         path: &mut Stretches,
     ) -> Followed {
-        let block_size = self.index.block_size();
+        let block_size = self.forest.block_size();
         let len = self.prompt.tokens.len();
         let begin = at;
         let mut done = Followed::default();
         loop {
-            let edge = &self.nodes()[node];
+            let edge = self.forest.node(node);
             let (start, end) = (from, edge.end() as usize * block_size);
             // Usability is checked only a little further than the tokens that agreed, because they may end anywhere.
             let mut ahead = FEW;
@@ -114,24 +108,23 @@ impl Follower<'_> {
         least: impl Fn() -> usize,
         done: &mut Followed,
     ) -> Option<NodeIndex> {
-        let (nodes, block_size) = (self.nodes(), self.index.block_size());
-        let first = nodes[parent].first_child();
-        if first == NO_NODE {
+        let (forest, block_size) = (self.forest, self.forest.block_size());
+        if !forest.node(parent).has_children() {
             return None;
         }
         done.looks += 1;
-        if let Some(only) = siblings::only(nodes, parent) {
+        if let Some(only) = forest.only_child(parent) {
             return Some(only);
         }
         done.looks += CHOICE;
-        let base = nodes[parent].end() as usize * block_size;
+        let base = forest.node(parent).end() as usize * block_size;
         let until = self.prompt.tokens.len().min(at + block_size);
         let wanted = self.prompt.slice(at, until);
         if until == at + block_size
-            && let Some(child) = self.index.child(parent, wanted)
+            && let Some(child) = forest.child(parent, wanted)
             && self
                 .usable
-                .end(kinship, &nodes[child], base, base + block_size)
+                .end(kinship, forest.node(child), base, base + block_size)
                 == base + block_size
         {
             return Some(child);
@@ -139,7 +132,7 @@ impl Follower<'_> {
         let least = least().saturating_sub(at).max(1);
         let mut best: Option<(usize, u16, u32, NodeIndex)> = None;
         for exact in [true, false] {
-            let children = siblings::likest(nodes, block_size, parent, exact, wanted);
+            let children = forest.likest_children(parent, exact, wanted);
             for (looked_at, (child, shared)) in children.enumerate() {
                 done.looks += 1;
                 if shared < best.map_or(least, |(most, ..)| most) {
@@ -150,7 +143,7 @@ impl Follower<'_> {
                     done.skipped += u64::from(best.is_none_or(|(most, ..)| shared > most));
                     break;
                 }
-                let edge = &nodes[child];
+                let edge = forest.node(child);
                 let shared = self.usable.end(kinship, edge, base, base + shared) - base;
                 let (id, hops) = (
                     edge.id(edge.depth, block_size),
@@ -178,11 +171,11 @@ impl Follower<'_> {
         enough: usize,
         path: &mut Stretches,
     ) -> usize {
-        let block_size = self.index.block_size();
+        let block_size = self.forest.block_size();
         // Stretches in other edges, the last first.
         let mut above = Stretches::new();
         while at > enough {
-            let edge = &self.nodes()[node];
+            let edge = self.forest.node(node);
             let start = edge.depth as usize * block_size;
             if from == start {
                 if edge.is_root() {

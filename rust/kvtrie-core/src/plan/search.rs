@@ -6,10 +6,9 @@ use foldhash::quality::FixedState;
 use hashbrown::HashMap;
 
 use crate::ids::NodeIndex;
-use crate::index::RadixIndex;
-use crate::moved::fingerprints::WINDOW;
-use crate::moved::windows::Windows;
+use crate::moved::{WINDOW, Windows};
 use crate::storage::blocks::Place;
+use crate::storage::forest::Forest;
 
 /// The most windows that are looked up at once. While nothing is found, each lookup takes twice as many. After a run
 /// was found only the requested ones are looked up, because the run is followed by comparison.
@@ -109,7 +108,7 @@ struct Known {
 
 #[derive(Debug)]
 pub(super) struct Search<'a> {
-    index: &'a RadixIndex,
+    forest: &'a Forest,
     windows: &'a Windows,
     tree: u32,
     tokens: &'a [u32],
@@ -131,14 +130,14 @@ pub(super) struct Search<'a> {
 
 impl<'a> Search<'a> {
     pub(super) fn new(
-        index: &'a RadixIndex,
+        forest: &'a Forest,
         windows: &'a Windows,
         tree: u32,
         tokens: &'a [u32],
         max_candidates: usize,
     ) -> Self {
         Self {
-            index,
+            forest,
             windows,
             tree,
             tokens,
@@ -266,8 +265,8 @@ impl<'a> Search<'a> {
     }
 
     fn known(&mut self, hit: Hit) -> &mut Known {
-        let (index, tree) = (self.index, self.tree);
-        let is_of_tree = |id| index.tree_of_block(id) == Some(tree);
+        let (forest, tree) = (self.forest, self.tree);
+        let is_of_tree = |id| forest.tree_of_block(id) == Some(tree);
         self.known.entry(hit.hash).or_insert_with(|| Known {
             count: self
                 .windows
@@ -296,18 +295,18 @@ impl<'a> Search<'a> {
         }
         let count = known.count;
         let first = self.places.len();
-        let (index, windows, tree) = (self.index, self.windows, self.tree);
-        let block_size = index.block_size();
+        let (forest, windows, tree) = (self.forest, self.windows, self.tree);
+        let block_size = forest.block_size();
         // Places of other trees are removed before the most recent ones are taken.
         let places = windows
             .places(hit.hash, tree)
-            .filter(|&(id, _)| index.tree_of_block(id) == Some(tree))
+            .filter(|&(id, _)| forest.tree_of_block(id) == Some(tree))
             .take(self.max_candidates);
         self.places.extend(places.filter_map(|(id, which)| {
-            let Place::Indexed { node, depth } = index.blocks.place(id) else {
+            let Place::Indexed { node, depth } = forest.blocks().place(id) else {
                 return None;
             };
-            let edge = &index.nodes[node];
+            let edge = forest.node(node);
             let last = windows.end(depth, which);
             let (before, behind) = edge
                 .run

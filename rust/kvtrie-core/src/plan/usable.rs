@@ -31,7 +31,7 @@ impl Usable {
         Self {
             approximate: policy.approximate,
             max_hops: policy.max_hops,
-            forbidden: index.kinds.mask(&policy.forbid_kinds),
+            forbidden: index.tagging().kinds().mask(&policy.forbid_kinds),
             block_size: index.block_size(),
         }
     }

@@ -7,13 +7,13 @@ use crate::storage::blocks::Place;
 
 /// Checks that an id is in the pool and was not read before.
 pub(super) fn new_id(index: &RadixIndex, from: &Reader<'_>, id: u32) -> Result<()> {
-    from.must(u64::from(id) < index.config.num_blocks, || {
+    from.must(u64::from(id) < index.config().num_blocks, || {
         format!(
             "block id {id} is not in [0, {}) (num_blocks)",
-            index.config.num_blocks
+            index.config().num_blocks
         )
     })?;
-    from.must(index.blocks.place(id) == Place::Unknown, || {
+    from.must(index.forest().blocks().place(id) == Place::Unknown, || {
         format!("block {id} comes twice")
     })
 }
@@ -21,8 +21,11 @@ pub(super) fn new_id(index: &RadixIndex, from: &Reader<'_>, id: u32) -> Result<(
 /// Reads a last use, which must not be after the clock.
 pub(super) fn read_stamp(index: &RadixIndex, from: &mut Reader<'_>) -> Result<u64> {
     let stamp = from.u64()?;
-    from.must(stamp <= index.clock, || {
-        format!("a use at tick {stamp}; the clock stands at {}", index.clock)
+    from.must(stamp <= index.clock(), || {
+        format!(
+            "a use at tick {stamp}; the clock stands at {}",
+            index.clock()
+        )
     })?;
     Ok(stamp)
 }

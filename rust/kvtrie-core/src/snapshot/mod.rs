@@ -192,7 +192,7 @@ impl RadixIndex {
             RestoredPool::Kept(_) => Ok(index),
             RestoredPool::Lost(new) => Self::new(Config {
                 pool_id: new.to_vec(),
-                ..index.config
+                ..index.config().clone()
             }),
         }
     }

@@ -1,5 +1,8 @@
 //! The state of each block id: its place, and when it last left one.
 //!
+//! Departures are counted in plans. An unpinned plan is validated by that, and records nothing about its blocks when it
+//! is made.
+//!
 //! Pages of 1,024 ids are allocated at first use, so a pool of 2³¹ blocks costs only what is used.
 
 use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex};
@@ -56,6 +59,9 @@ impl Page {
 pub(crate) struct BlockTable {
     pages: Vec<Option<Box<Page>>>,
     num_pages: usize,
+    num_indexed: u64,
+    num_condemned: u64,
+    num_quarantined: u64,
     plans: u64,
     /// Departures before this number of plans are not recorded.
     since: u64,
@@ -110,17 +116,36 @@ impl BlockTable {
         }
     }
 
-    pub(crate) fn set_indexed(&mut self, id: u32, node: NodeIndex, depth: Depth) {
-        self.page_mut(id).places[id as usize % PAGE] = (node, depth);
+    /// Ids that back a block.
+    pub(crate) fn num_indexed(&self) -> u64 {
+        self.num_indexed
     }
 
-    pub(crate) fn set_run_indexed(&mut self, ids: &[BlockId], node: NodeIndex, from: Depth) {
+    /// Ids that left while pinned, and are still pinned.
+    pub(crate) fn num_condemned(&self) -> u64 {
+        self.num_condemned
+    }
+
+    /// Ids that are permanently out of use, without those still pinned.
+    pub(crate) fn num_quarantined(&self) -> u64 {
+        self.num_quarantined
+    }
+
+    /// An unknown id now backs a block.
+    pub(super) fn enter(&mut self, id: u32, node: NodeIndex, depth: Depth) {
+        self.page_mut(id).places[id as usize % PAGE] = (node, depth);
+        self.num_indexed += 1;
+    }
+
+    /// Unknown ids now back consecutive blocks.
+    pub(super) fn enter_run(&mut self, ids: &[BlockId], node: NodeIndex, from: Depth) {
         let mut depth = from;
         self.each(ids, |place| {
             *place = (node, depth);
             depth += 1;
             true
         });
+        self.num_indexed += ids.len() as u64;
     }
 
     /// Calls `change` with the place of each id until it returns false; returns the number of ids before that. A page
@@ -146,34 +171,60 @@ impl BlockTable {
         at
     }
 
-    pub(crate) fn set_node(&mut self, id: u32, node: NodeIndex) {
-        self.page_mut(id).places[id as usize % PAGE].0 = node;
+    /// An indexed id now backs a block of another node.
+    pub(super) fn set_node(&mut self, id: u32, node: NodeIndex) {
+        self.set(id, node);
     }
 
-    pub(crate) fn depart(&mut self, id: u32, condemned: bool) {
+    fn set(&mut self, id: u32, state: NodeIndex) {
+        self.page_mut(id).places[id as usize % PAGE].0 = state;
+    }
+
+    /// An indexed id leaves its place.
+    pub(super) fn depart(&mut self, id: u32, condemned: bool) {
         let plans = self.plans - self.since;
         let [low, middle, high, ..] = plans.to_le_bytes();
         let page = self.page_mut(id);
         page.left[id as usize % PAGE] = [low, middle, high];
         page.places[id as usize % PAGE].0 = if condemned { CONDEMNED } else { UNKNOWN };
+        self.num_indexed -= 1;
+        self.num_condemned += u64::from(condemned);
     }
 
-    pub(crate) fn set_waiting(&mut self, id: u32) {
-        self.page_mut(id).places[id as usize % PAGE].0 = WAITING;
-    }
-
-    pub(crate) fn set_unknown(&mut self, id: u32) {
-        self.page_mut(id).places[id as usize % PAGE].0 = UNKNOWN;
-    }
-
-    /// The block is permanently out of use: at once, or when its last pin ends.
-    pub(crate) fn set_quarantined(&mut self, id: u32, at_once: bool) {
-        let mark = if at_once {
-            QUARANTINED
+    /// The last pin of a condemned id ended. Returns whether it waits now; otherwise it is in quarantine.
+    pub(crate) fn release(&mut self, id: u32) -> bool {
+        self.num_condemned -= 1;
+        let waits = self.place(id) == Place::Condemned;
+        if waits {
+            self.wait(id);
         } else {
-            CONDEMNED_FOR_GOOD
-        };
-        self.page_mut(id).places[id as usize % PAGE].0 = mark;
+            self.set_quarantined(id);
+        }
+        waits
+    }
+
+    /// An unknown id waits to be taken.
+    pub(crate) fn wait(&mut self, id: u32) {
+        self.set(id, WAITING);
+    }
+
+    /// A waiting id was taken: it is unknown now.
+    pub(crate) fn take(&mut self, id: u32) {
+        self.set(id, UNKNOWN);
+    }
+
+    /// An id that is not indexed is permanently out of use: at once, or when its last pin ends.
+    pub(crate) fn quarantine(&mut self, id: u32) {
+        if self.place(id) == Place::Condemned {
+            self.set(id, CONDEMNED_FOR_GOOD);
+        } else {
+            self.set_quarantined(id);
+        }
+    }
+
+    fn set_quarantined(&mut self, id: u32) {
+        self.set(id, QUARANTINED);
+        self.num_quarantined += 1;
     }
 
     /// Returns the number of a new plan, for [`Self::stayed`].
@@ -288,18 +339,18 @@ mod tests {
         let mut table = BlockTable::default();
         let before = table.count_plan();
         assert!(table.stayed(7, before));
-        table.set_indexed(7, 1, 0);
+        table.enter(7, 1, 0);
         table.depart(7, false);
         let after = table.count_plan();
         assert!(!table.stayed(7, before) && table.stayed(7, after));
-        table.set_indexed(7, 2, 3);
+        table.enter(7, 2, 3);
         assert!(!table.stayed(7, before) && table.stayed(7, after));
     }
 
     #[test]
     fn a_plan_too_old_to_tell_is_told_no() {
         let mut table = BlockTable::default();
-        table.set_indexed(0, 1, 0);
+        table.enter(0, 1, 0);
         let old = table.count_plan();
         table.plans = BlockTable::MAX_PLANS;
         let last = table.plans;
@@ -308,6 +359,7 @@ mod tests {
         assert!(!table.stayed(0, last));
         let new = table.count_plan();
         assert!(!table.stayed(0, old) && !table.stayed(0, last) && table.stayed(0, new));
+        table.enter(0, 1, 0);
         table.depart(0, false);
         assert!(!table.stayed(0, new) && table.stayed(0, table.plans + 1));
     }

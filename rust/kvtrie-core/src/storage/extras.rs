@@ -2,7 +2,6 @@
 
 use smallvec::SmallVec;
 
-use crate::eviction::dead_order::Dead;
 use crate::ids::Depth;
 use crate::ranges::Ranges;
 use crate::span::Tags;
@@ -75,6 +74,21 @@ impl InnerUses {
         Self {
             paths: self.paths.drain(behind..).collect(),
         }
+    }
+}
+
+/// The dead blocks of an edge.
+#[derive(Debug, Default)]
+pub(crate) struct Dead {
+    /// Marks by depth, of present blocks only.
+    pub(crate) marks: Ranges,
+    /// Number of these that may be evicted although they are protected: they are above a source.
+    pub(crate) loose: u32,
+}
+
+impl Dead {
+    pub(crate) fn heap_bytes(&self) -> usize {
+        size_of::<Self>() + self.marks.heap_bytes()
     }
 }
 

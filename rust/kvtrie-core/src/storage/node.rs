@@ -2,11 +2,10 @@
 //!
 //! What only few edges have is in [`Extras`], allocated when first needed.
 
-use crate::eviction::dead_order::Dead;
 use crate::ids::{ABSENT, BlockId, Depth, NO_NODE, NodeIndex};
 use crate::ranges::{Range, Ranges};
 use crate::span::TagRun;
-use crate::storage::extras::Extras;
+use crate::storage::extras::{Dead, Extras};
 use crate::storage::payload::{Label, Payload};
 use crate::storage::run::Run;
 use crate::tokens::{Item, View};

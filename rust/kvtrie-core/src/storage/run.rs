@@ -1,7 +1,7 @@
 //! The tokens and block ids of one edge, in one allocation.
 //!
 //! Tokens are adjacent so that they compare as memory, and so are the ids after them. The front of an edge can be cut
-//! off without a move of the rest.
+//! off without a move of the rest. There is no hash per block: it would be computed for every block of every prompt.
 
 /// Blocks of an edge, at positions `0..len`: `block_size` tokens and one id each.
 #[derive(Debug, Default)]

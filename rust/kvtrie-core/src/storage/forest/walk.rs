@@ -3,18 +3,12 @@
 use std::sync::Arc;
 
 use crate::cursor::Cursor;
+use crate::effort::{Effort, Steps, Work};
 use crate::ids::{BlockId, Depth, NodeIndex, depth};
-use crate::index::{Effort, RadixIndex, Steps};
+use crate::storage::forest::{Forest, Position};
 use crate::storage::node::Node;
 use crate::storage::siblings;
 use crate::tokens::{TokenSequence, View};
-
-/// A place in a tree, `depth` blocks from the root. `node` is the edge with the last of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Position {
-    pub(crate) node: NodeIndex,
-    pub(crate) depth: Depth,
-}
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Walked {
@@ -24,19 +18,7 @@ pub(crate) struct Walked {
     pub(crate) gave_up: bool,
 }
 
-/// The cost of all walks and searches since the index was made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Work {
-    pub(crate) nodes_visited: u64,
-    pub(crate) bytes_compared: u64,
-    /// Steps of the searches for moved runs.
-    pub(crate) search_looks: u64,
-}
-
-/// Tokens compared in the time of a visit to an edge outside the CPU's cache.
-const TOKENS_A_STEP: usize = 256;
-
-impl RadixIndex {
+impl Forest {
     /// The position of the sequence's cursor, and how far the path is exact.
     pub(crate) fn at_cursor(&self, seq: &TokenSequence) -> Option<(Position, Depth)> {
         let cursor = seq
@@ -47,7 +29,7 @@ impl RadixIndex {
             return None;
         }
         let tree = self.nodes[cursor.node.index].tree;
-        if self.trees[tree].version != cursor.version {
+        if self.trees[tree].version() != cursor.version {
             return None;
         }
         Some((
@@ -78,10 +60,10 @@ impl RadixIndex {
         seq.cursor = (at.depth > 0).then(|| Cursor {
             index: self.uid,
             node: self.nodes.handle(at.node),
-            version: self.trees[node.tree].version,
+            version: self.trees[node.tree].version(),
             present: at.depth,
             exact,
-            block_size: self.block_size(),
+            block_size: self.block_size,
             edges,
             ids,
         });
@@ -134,7 +116,7 @@ impl RadixIndex {
         within: impl Fn(&Node, Depth, Depth) -> Depth,
         mut pass: impl FnMut(&Node, Depth, Depth),
     ) -> Walked {
-        let block_size = self.block_size();
+        let block_size = self.block_size;
         let mut work = Work::default();
         let gave_up = loop {
             let node = &self.nodes[at.node];
@@ -178,47 +160,28 @@ impl RadixIndex {
         }
     }
 
-    /// Most steps to walk the sequence, each about as long as a visit of an edge: for the blocks not known to be
-    /// shared, or for comparing their tokens. O(1).
-    #[must_use]
-    pub fn unknown_steps(&self, seq: &TokenSequence) -> u64 {
-        let known = self.at_cursor(seq).map_or(0, |(at, _)| at.depth as usize);
-        let tokens = seq.len() - (known * self.block_size()).min(seq.len());
-        (tokens / self.block_size().min(TOKENS_A_STEP)) as u64
-    }
-
-    /// Most steps to insert `num_ids` blocks, with the search for pins of replaced blocks and the dead blocks of the
-    /// namespace. O(1).
-    #[must_use]
-    pub fn insert_steps(&self, seq: &TokenSequence, num_ids: usize) -> u64 {
-        let ids = num_ids as u64;
-        let replaced = if self.num_approximate > 0 { ids } else { 0 };
-        let tree = self
-            .tree_of
-            .get(seq.namespace())
-            .filter(|_| self.num_dead > 0);
-        let dead = tree.map_or(0, |&tree| self.trees[tree].num_dead);
-        // An offered block takes a fraction of a step.
-        self.unknown_steps(seq) + ids / 4 + replaced * self.leases.len() as u64 + dead
-    }
-
-    /// Whether a path has holes or approximate blocks, which a plan checks one by one. O(1).
-    #[must_use]
-    pub fn has_broken_paths(&self) -> bool {
-        self.num_holes > 0 || self.num_approximate > 0
-    }
-
-    /// Edges walked to the sequence's cursor; planning it again visits them.
-    #[must_use]
-    pub fn known_edges(&self, seq: &TokenSequence) -> u64 {
-        let is_known = self.at_cursor(seq).is_some();
-        let cursor = seq.cursor.as_ref().filter(|_| is_known);
-        cursor.map_or(0, |cursor| cursor.edges)
-    }
-
-    pub(crate) fn count_work(&mut self, work: Work) {
-        self.work.nodes_visited += work.nodes_visited;
-        self.work.bytes_compared += work.bytes_compared;
+    /// The end of the path of `seq`, with holes and approximate blocks; the inner `None` without a tree, the outer if
+    /// this takes more than `effort`.
+    #[expect(
+        clippy::option_option,
+        reason = "there may be no path, and finding it may take too much"
+    )]
+    pub(crate) fn whole_path(
+        &self,
+        seq: &TokenSequence,
+        effort: Effort,
+    ) -> Option<Option<Position>> {
+        let limit = depth(seq.len() / self.block_size);
+        let from = match self.at_cursor(seq) {
+            Some((at, _)) => at,
+            None => match self.root(seq.namespace()) {
+                Some(root) => root,
+                None => return Some(None),
+            },
+        };
+        let whole = |_: &Node, _, to| to;
+        let walked = self.walk(seq.view(), from, limit, effort, whole, |_, _, _| ());
+        (!walked.gave_up).then_some(Some(walked.at))
     }
 
     /// The child whose first block is `first`. An only child is returned unchecked: the caller compares.
@@ -229,7 +192,7 @@ impl RadixIndex {
         if let Some(only) = siblings::only(&self.nodes, parent) {
             return Some(only);
         }
-        let block_size = self.block_size();
+        let block_size = self.block_size;
         if let Some(found) = siblings::at_top(&self.nodes, block_size, parent, first) {
             return Some(found);
         }
@@ -271,7 +234,7 @@ impl RadixIndex {
     /// Writes the block ids of the path to `at`, from depth `from` on, to `out`, with [`ABSENT`](crate::ids::ABSENT)
     /// for holes.
     pub(crate) fn path_ids(&self, at: Position, from: Depth, out: &mut Vec<BlockId>) {
-        let block_size = self.block_size();
+        let block_size = self.block_size;
         out.clear();
         let (mut node, mut end) = (at.node, at.depth);
         let edge = &self.nodes[node];
@@ -291,5 +254,24 @@ impl RadixIndex {
             end = edge.depth;
             node = edge.parent;
         }
+    }
+
+    /// The `N` tokens up to position `end`, inclusive, of the path through a node that contains it.
+    pub(crate) fn last_tokens<const N: usize>(&self, node: NodeIndex, end: usize) -> [u32; N] {
+        let block_size = self.block_size;
+        let (mut edge, mut until) = (&self.nodes[node], end + 1);
+        let base = |edge: &Node| edge.depth as usize * block_size;
+        let first = until - N;
+        let mut window = [0; N];
+        while until > first {
+            let from = base(edge).max(first);
+            let tokens = &edge.run.tokens(block_size)[from - base(edge)..until - base(edge)];
+            window[from - first..until - first].copy_from_slice(tokens);
+            if from > first {
+                edge = &self.nodes[edge.parent];
+            }
+            until = from;
+        }
+        window
     }
 }

@@ -4,7 +4,9 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use super::*;
-use crate::index::InsertOptions;
+use crate::ids::{BlockId, NO_NODE};
+use crate::index::{InsertOptions, RadixIndex};
+use crate::storage::blocks::Place;
 use crate::{Config, Namespace, PlanOptions, ReusePlan, ReusePolicy, Salt, Source, TokenSequence};
 
 /// The pins of one plan, by id.
@@ -196,7 +198,7 @@ impl Bench {
             .iter()
             .filter_map(|&(node, from, len)| {
                 let node = nodes[node % nodes.len()];
-                let edge = &self.index.nodes[node];
+                let edge = self.index.forest().node(node);
                 let from = (edge.depth..edge.end())
                     .filter(|&at| edge.payload(at, 1).is_present())
                     .nth(from as usize)?;
@@ -204,12 +206,10 @@ impl Bench {
                 Some(SourceRun { node, from, to })
             })
             .collect();
-        let stamp = self.index.tick();
-        self.index.stamp_sources(&found, stamp);
         let lease = live.plan.lease_index(&self.index, "").unwrap();
-        self.index.pin_sources(lease, &found);
+        let stamp = use_sources(&mut self.index, lease, &found);
         for run in found {
-            let edge = &self.index.nodes[run.node];
+            let edge = self.index.forest().node(run.node);
             for (depth, id) in (run.from..).zip(edge.ids(run.from, run.to, 1)) {
                 assert_eq!(edge.last_use(depth), stamp);
                 live.sources.insert(id.0);
@@ -219,7 +219,7 @@ impl Bench {
 
     /// Every node with a block.
     fn nodes(&self) -> Vec<NodeIndex> {
-        let places = (0..BLOCKS).filter_map(|id| self.index.anchor_place(id));
+        let places = (0..BLOCKS).filter_map(|id| self.index.forest().place_of(id));
         let nodes: BTreeSet<NodeIndex> = places.map(|(node, _)| node).collect();
         nodes.into_iter().collect()
     }
@@ -227,12 +227,12 @@ impl Bench {
     /// The tokens of a path to a leaf, if there is one.
     fn path_like(&self, like: usize) -> Vec<u32> {
         let mut leaves = self.nodes();
-        leaves.retain(|&node| !self.index.nodes[node].has_children());
+        leaves.retain(|&node| !self.index.forest().node(node).has_children());
         let mut tokens = Vec::new();
         if let Some(&leaf) = leaves.get(like % leaves.len().max(1)) {
             let mut at = leaf;
             while at != NO_NODE {
-                let edge = &self.index.nodes[at];
+                let edge = self.index.forest().node(at);
                 tokens.splice(..0, edge.run.tokens(1).iter().copied());
                 at = edge.parent;
             }
@@ -242,7 +242,7 @@ impl Bench {
 
     fn is_over(&self, live: &Live) -> bool {
         let lease = live.plan.lease_index(&self.index, "").unwrap();
-        self.index.leases[lease].over
+        self.index.pins().leases()[lease].is_over()
     }
 
     fn pins(&self, id: u32) -> u32 {
@@ -253,7 +253,7 @@ impl Bench {
 
     fn compare(&self) {
         self.index.check().unwrap();
-        let counts = self.index.pin_counts();
+        let counts = self.index.pins().pin_counts(self.index.forest());
         for id in 0..BLOCKS {
             assert_eq!(
                 counts.get(&id).copied().unwrap_or(0),
@@ -262,15 +262,15 @@ impl Bench {
             );
         }
         let places: Vec<(u32, (NodeIndex, Depth))> = (0..BLOCKS)
-            .filter_map(|id| Some((id, self.index.anchor_place(id)?)))
+            .filter_map(|id| Some((id, self.index.forest().place_of(id)?)))
             .collect();
         let backs = |id: u32| self.live.iter().any(|live| live.paths.contains(&id));
         let is_free = |&(id, at): &(u32, (NodeIndex, Depth))| {
             let below = places
                 .iter()
-                .filter(|below| self.index.is_above(at, below.1));
+                .filter(|below| self.index.forest().is_above(at, below.1));
             let below: Vec<u32> = below.map(|&(id, _)| id).collect();
-            let marks = self.index.nodes[at.0].dead_marks();
+            let marks = self.index.forest().node(at.0).dead_marks();
             let is_dead = marks
                 .iter()
                 .any(|range| (range.from..range.to).contains(&at.1));
@@ -282,10 +282,23 @@ impl Bench {
     }
 }
 
+/// Touches and pins sources as a plan does; returns the time.
+fn use_sources(index: &mut RadixIndex, lease: u32, runs: &[SourceRun]) -> u64 {
+    let parts = index.parts_mut();
+    *parts.clock += 1;
+    parts
+        .eviction
+        .touch_sources(parts.forest, runs, *parts.clock);
+    parts
+        .pins
+        .pin_sources(parts.forest, parts.eviction, lease, runs);
+    *parts.clock
+}
+
 impl RadixIndex {
     /// Ids that an insert may offer.
     fn free_ids(&self) -> Vec<BlockId> {
-        let free = (0..BLOCKS).filter(|&id| self.blocks.place(id) == Place::Unknown);
+        let free = (0..BLOCKS).filter(|&id| self.forest().blocks().place(id) == Place::Unknown);
         free.map(BlockId).collect()
     }
 
@@ -315,7 +328,7 @@ proptest! {
         }
         bench.index.evict(usize::MAX);
         prop_assert_eq!(bench.index.stats().nodes, 0);
-        prop_assert!(bench.index.sources.is_empty() && bench.index.anchors.is_empty());
+        prop_assert!(!bench.index.forest().has_sources() && bench.index.forest().num_anchored() == 0);
     }
 }
 
@@ -339,16 +352,14 @@ fn a_dead_block_above_a_pinned_source_may_go_and_no_other() {
     let plan = index
         .plan(&mut sequence(&[9]), &ReusePolicy::EXACT_ONLY, options)
         .unwrap();
-    let (node, _) = index.anchor_place(3).unwrap();
-    let stamp = index.tick();
+    let (node, _) = index.forest().place_of(3).unwrap();
     let run = [SourceRun {
         node,
         from: 3,
         to: 5,
     }];
-    index.stamp_sources(&run, stamp);
     let lease = plan.lease_index(&index, "").unwrap();
-    index.pin_sources(lease, &run);
+    use_sources(&mut index, lease, &run);
     assert_eq!((index.num_evictable(), index.stats().pinned), (1, 2));
     assert_eq!(index.mark_dead(&seq, &[(1, 5)]).unwrap(), 4);
     index.check().unwrap();
