@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::effort::Steps;
 use crate::eviction::dead_order::{DeadOrder, DeadRun};
 use crate::ids::{Depth, NO_NODE, NodeIndex};
-use crate::storage::forest::{Forest, Part, Position, Sources};
+use crate::storage::forest::{Forest, PathPart, Position, Sources};
 use crate::storage::node::Node;
 
 /// The dead blocks of an index.
@@ -53,7 +53,11 @@ impl DeadBlocks {
 
     /// Marks parts of edges that are not extended; returns the number of newly marked blocks. A call that marks nothing
     /// does not count as a mark.
-    pub(crate) fn mark(&mut self, forest: &mut Forest, parts: &[(NodeIndex, Vec<Part>)]) -> u64 {
+    pub(crate) fn mark(
+        &mut self,
+        forest: &mut Forest,
+        parts: &[(NodeIndex, Vec<PathPart>)],
+    ) -> u64 {
         let mut marked = 0;
         let mark = self.last_mark + 1;
         for (node, parts) in parts {

@@ -54,9 +54,9 @@ impl DeadOrder {
 
     /// Removes and returns the blocks of a mark between two depths.
     pub(crate) fn cut(&mut self, mark: u64, from: Depth, to: Depth) -> SmallVec<[DeadRun; 2]> {
-        let behind = (mark, Reverse(Depth::MAX))..(mark, Reverse(from));
+        let after = (mark, Reverse(Depth::MAX))..(mark, Reverse(from));
         let mut gone: SmallVec<[DeadRun; 2]> = SmallVec::new();
-        for (&(_, Reverse(end)), &(node, start)) in self.runs.range(behind).rev() {
+        for (&(_, Reverse(end)), &(node, start)) in self.runs.range(after).rev() {
             if start >= to {
                 break;
             }

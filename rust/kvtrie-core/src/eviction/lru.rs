@@ -16,21 +16,21 @@ pub(crate) const ARITY: usize = 4;
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     /// High and low half, so that an entry needs no padding.
-    stamp: [u32; 2],
+    time: [u32; 2],
     node: NodeIndex,
 }
 
 impl Entry {
-    fn new(stamp: u64, node: NodeIndex) -> Self {
-        let half = |shift: u32| u32::try_from(stamp >> shift & 0xffff_ffff).unwrap_or(u32::MAX);
+    fn new(time: u64, node: NodeIndex) -> Self {
+        let half = |shift: u32| u32::try_from(time >> shift & 0xffff_ffff).unwrap_or(u32::MAX);
         Self {
-            stamp: [half(32), half(0)],
+            time: [half(32), half(0)],
             node,
         }
     }
 
-    fn stamp(self) -> u64 {
-        u64::from(self.stamp[0]) << 32 | u64::from(self.stamp[1])
+    fn time(self) -> u64 {
+        u64::from(self.time[0]) << 32 | u64::from(self.time[1])
     }
 }
 
@@ -53,25 +53,25 @@ impl EvictionOrder {
     }
 
     /// The earliest last use of all leaves except the first.
-    pub(crate) fn second_stamp(&self) -> Option<u64> {
+    pub(crate) fn second_time(&self) -> Option<u64> {
         let children = 1..self.heap.len().min(1 + ARITY);
-        children.map(|at| self.heap[at].stamp()).min()
+        children.map(|at| self.heap[at].time()).min()
     }
 
     /// All leaves with their last uses, in no particular order.
     pub(crate) fn entries(&self) -> impl ExactSizeIterator<Item = (u64, NodeIndex)> {
-        self.heap.iter().map(|entry| (entry.stamp(), entry.node))
+        self.heap.iter().map(|entry| (entry.time(), entry.node))
     }
 
-    pub(crate) fn push(&mut self, stamp: u64, node: NodeIndex, leaves: &mut impl Leaves) {
-        self.heap.push(Entry::new(stamp, node));
+    pub(crate) fn push(&mut self, time: u64, node: NodeIndex, leaves: &mut impl Leaves) {
+        self.heap.push(Entry::new(time, node));
         self.rise(self.heap.len() - 1, leaves);
     }
 
     /// Updates a leaf whose last use, depth or id changed.
-    pub(crate) fn update(&mut self, position: u32, stamp: u64, leaves: &mut impl Leaves) {
+    pub(crate) fn update(&mut self, position: u32, time: u64, leaves: &mut impl Leaves) {
         let at = position as usize;
-        self.heap[at] = Entry::new(stamp, self.heap[at].node);
+        self.heap[at] = Entry::new(time, self.heap[at].node);
         let at = self.rise(at, leaves);
         self.sink(at, leaves);
     }
@@ -88,8 +88,8 @@ impl EvictionOrder {
 
     fn order(&self, a: usize, b: usize, leaves: &impl Leaves) -> Ordering {
         let (a, b) = (self.heap[a], self.heap[b]);
-        a.stamp()
-            .cmp(&b.stamp())
+        a.time()
+            .cmp(&b.time())
             .then_with(|| leaves.tie(a.node).cmp(&leaves.tie(b.node)))
     }
 
@@ -165,37 +165,37 @@ mod tests {
         ) {
             let mut order = EvictionOrder::default();
             let mut leaves = Model::default();
-            let mut stamps: BTreeMap<u32, u64> = BTreeMap::new();
-            for (step, stamp, node) in steps {
+            let mut times: BTreeMap<u32, u64> = BTreeMap::new();
+            for (step, time, node) in steps {
                 // Stamps that differ in both halves.
-                let stamp = stamp << 30;
+                let time = time << 30;
                 match leaves.positions.get(&node).copied() {
                     None if step > 0 => {
-                        order.push(stamp, node, &mut leaves);
-                        stamps.insert(node, stamp);
+                        order.push(time, node, &mut leaves);
+                        times.insert(node, time);
                     }
                     Some(at) if step == 1 => {
-                        order.update(at, stamp, &mut leaves);
-                        stamps.insert(node, stamp);
+                        order.update(at, time, &mut leaves);
+                        times.insert(node, time);
                     }
                     Some(at) if step == 0 => {
                         order.remove(at, &mut leaves);
-                        stamps.remove(&node);
+                        times.remove(&node);
                     }
                     _ => {}
                 }
                 let mut sorted: Vec<_> =
-                    stamps.iter().map(|(&node, &stamp)| (stamp, leaves.tie(node))).collect();
+                    times.iter().map(|(&node, &time)| (time, leaves.tie(node))).collect();
                 sorted.sort_unstable();
                 prop_assert_eq!(order.first(), sorted.first().map(|&(_, (_, id))| id));
-                prop_assert_eq!(order.second_stamp(), sorted.get(1).map(|&(stamp, _)| stamp));
+                prop_assert_eq!(order.second_time(), sorted.get(1).map(|&(time, _)| time));
                 prop_assert!((1..order.heap.len())
                     .all(|at| order.order((at - 1) / ARITY, at, &leaves).is_le()));
-                for (at, (stamp, node)) in order.entries().enumerate() {
+                for (at, (time, node)) in order.entries().enumerate() {
                     prop_assert_eq!(leaves.positions[&node] as usize, at);
-                    prop_assert_eq!(stamps[&node], stamp);
+                    prop_assert_eq!(times[&node], time);
                 }
-                prop_assert_eq!(order.entries().len(), stamps.len());
+                prop_assert_eq!(order.entries().len(), times.len());
             }
         }
     }

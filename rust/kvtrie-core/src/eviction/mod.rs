@@ -61,27 +61,27 @@ impl Eviction {
         forest.num_indexed() - forest.num_protected() + self.dead.num_loose()
     }
 
-    /// Touches every block above `at`: none of them is dead then. `stamp` is the newest.
+    /// Touches every block above `at`: none of them is dead then. `time` is the newest.
     #[inline]
-    pub(crate) fn touch(&mut self, forest: &mut Forest, at: Position, stamp: u64) {
+    pub(crate) fn touch(&mut self, forest: &mut Forest, at: Position, time: u64) {
         if at.depth == 0 {
             return;
         }
         if self.any_dead() {
             self.dead.revive_path(forest, at);
         }
-        forest.touch(at, stamp);
+        forest.touch(at, time);
         if at.depth == forest.node(at.node).end() {
             self.requeue(forest, at.node);
         }
     }
 
-    /// Touches only the blocks of copy sources: none of them is dead then. `stamp` is the newest. O(log uses as a
+    /// Touches only the blocks of copy sources: none of them is dead then. `time` is the newest. O(log uses as a
     /// source in the node) per run, and nothing per block.
-    pub(crate) fn touch_sources(&mut self, forest: &mut Forest, runs: &[SourceRun], stamp: u64) {
+    pub(crate) fn touch_sources(&mut self, forest: &mut Forest, runs: &[SourceRun], time: u64) {
         for run in runs.iter().filter(|run| run.from < run.to) {
             self.dead.unmark(forest, run.node, run.from, run.to);
-            forest.touch_source(run, stamp);
+            forest.touch_source(run, time);
             if run.to == forest.node(run.node).end() {
                 self.requeue(forest, run.node);
             }
@@ -94,8 +94,8 @@ impl Eviction {
         match (forest.node(node).queued(), due) {
             (None, None) => {}
             (Some(at), None) => self.leaves.remove(at, forest),
-            (None, Some(stamp)) => self.leaves.push(stamp, node, forest),
-            (Some(at), Some(stamp)) => self.leaves.update(at, stamp, forest),
+            (None, Some(time)) => self.leaves.push(time, node, forest),
+            (Some(at), Some(time)) => self.leaves.update(at, time, forest),
         }
     }
 
@@ -114,7 +114,7 @@ impl Eviction {
 pub(crate) fn last_use_of_leaf(forest: &Forest, node: NodeIndex) -> Option<u64> {
     let leaf = forest.node(node);
     let end = leaf.end();
-    if leaf.has_children() || leaf.run.len() == 0 || forest.protected_end(node) == end {
+    if leaf.has_children() || leaf.blocks.len() == 0 || forest.protected_end(node) == end {
         return None;
     }
     Some(leaf.last_use(end - 1))
@@ -122,6 +122,6 @@ pub(crate) fn last_use_of_leaf(forest: &Forest, node: NodeIndex) -> Option<u64> 
 
 /// The key of an evictable leaf in the order of eviction.
 pub(crate) fn eviction_key(forest: &Forest, node: NodeIndex) -> Option<Key> {
-    let stamp = last_use_of_leaf(forest, node)?;
-    Some((stamp, forest.tie(node)))
+    let time = last_use_of_leaf(forest, node)?;
+    Some((time, forest.tie(node)))
 }

@@ -6,7 +6,7 @@ use crate::eviction::DeadRun;
 use crate::ids::{BlockId, Depth, NodeIndex};
 use crate::index::RadixIndex;
 use crate::index::spans::block_ranges;
-use crate::storage::forest::Part;
+use crate::storage::forest::PathPart;
 use crate::tokens::TokenSequence;
 
 impl RadixIndex {
@@ -71,7 +71,7 @@ impl RadixIndex {
         seq: &TokenSequence,
         ranges: &[(Depth, Depth)],
         effort: Effort,
-    ) -> Option<Vec<(NodeIndex, Vec<Part>)>> {
+    ) -> Option<Vec<(NodeIndex, Vec<PathPart>)>> {
         let found = self.forest.parts_inside(seq, ranges, false, effort)?;
         let mut steps = effort.steps();
         for (node, parts) in &found {

@@ -51,8 +51,8 @@ impl RadixIndex {
         let edge = self.forest.node(node);
         let digest = self.gone.of_edge(0, edge, end, block_size);
         self.forest.truncate(node, end);
-        let behind = Some(self.forest.handle(node));
-        self.gone.add(Note::new(behind, end, digest));
+        let before = Some(self.forest.handle(node));
+        self.gone.add(Note::new(before, end, digest));
     }
 
     /// Removes an edge without children, after its blocks have left. Its parent takes over its latest use.
@@ -63,11 +63,11 @@ impl RadixIndex {
         let block_size = self.block_size();
         let digest = self.gone.of_edge(prefix, &gone, gone.depth, block_size);
         let parent = self.forest.node(gone.parent);
-        let behind = (gone.depth > 0).then_some(NodeHandle {
+        let before = (gone.depth > 0).then_some(NodeHandle {
             index: gone.parent,
             generation: parent.generation,
         });
-        self.gone.add(Note::new(behind, gone.depth, digest));
+        self.gone.add(Note::new(before, gone.depth, digest));
         let latest = gone.latest_use();
         if latest > 0 && parent.parent != NO_NODE {
             self.forest.add_use(gone.parent, latest);

@@ -7,7 +7,7 @@ use crate::index::RadixIndex;
 use crate::pins::Leaving;
 use crate::plan::ReusePlan;
 use crate::span::Span;
-use crate::storage::blocks::Place;
+use crate::storage::blocks::BlockState;
 use crate::storage::forest::{Forest, NewBlocks, Position, Walked};
 use crate::storage::node::Node;
 use crate::storage::payload::{Label, Payload};
@@ -174,7 +174,7 @@ impl RadixIndex {
 
         self.work += work;
         let edges_before = self.forest.num_edges();
-        let stamp = self.tick();
+        let time = self.next_time();
         let whole_before = path
             .as_ref()
             .is_some_and(|path| path.present as usize >= first)
@@ -215,7 +215,7 @@ impl RadixIndex {
             done.num_exact = exact as usize * block_size;
             crate::failpoints::within("insert: blocks were taken");
             if let Some(end) = end {
-                self.eviction.touch(&mut self.forest, end, stamp);
+                self.eviction.touch(&mut self.forest, end, time);
                 if end.depth as usize >= first {
                     let new = self.forest.num_edges() - edges_before;
                     let walked = work.nodes_visited.saturating_sub(1);
@@ -226,12 +226,12 @@ impl RadixIndex {
                 }
             }
         }
-        let behind = &ids[taken..];
-        self.forest.blocks_mut().clear_offers(behind);
-        done.surplus = behind
+        let rest = &ids[taken..];
+        self.forest.blocks_mut().clear_offers(rest);
+        done.surplus = rest
             .iter()
             .copied()
-            .filter(|id| self.forest.blocks().place(id.0) == Place::Unknown)
+            .filter(|id| self.forest.blocks().state(id.0) == BlockState::Unknown)
             .collect();
         crate::failpoints::within("insert: before the tags");
         let _ = self
@@ -309,11 +309,13 @@ impl RadixIndex {
             seen.push(id.0);
             let why = match place {
                 _ if !is_first => Some("is offered twice".to_owned()),
-                Place::Indexed { depth, .. } if existing.get(at) != Some(&id) => Some(format!(
-                    "is offered for the tokens from {} on, but backs others at {}",
-                    (first + at) * self.block_size(),
-                    depth as usize * self.block_size()
-                )),
+                BlockState::Indexed { depth, .. } if existing.get(at) != Some(&id) => {
+                    Some(format!(
+                        "is offered for the tokens from {} on, but backs others at {}",
+                        (first + at) * self.block_size(),
+                        depth as usize * self.block_size()
+                    ))
+                }
                 _ => None,
             };
             at += 1;
@@ -350,7 +352,7 @@ impl RadixIndex {
         let from = depth(first + offers.same);
         done.blocks.extend_from_slice(&ids[..offers.same]);
         let mut exact = path.as_ref().map_or(0, |path| path.exact).min(from);
-        let mut behind = exact < from;
+        let mut after_approximate = exact < from;
         let settled = ids.len().min(offers.on_path);
         if let Some(path) = &path {
             let until = Position {
@@ -359,18 +361,18 @@ impl RadixIndex {
             };
             let edges = self.forest.edges_to(self.forest.normal(until), from);
             if self.forest.num_approximate() > 0 && self.pins.leases().len() > 0 {
-                let leaving = self.replaced(&edges, &ids[offers.same..], labels, behind);
+                let leaving = self.replaced(&edges, &ids[offers.same..], labels, after_approximate);
                 self.cut_out_all(&leaving);
             }
             'path: for (node, from, to) in edges {
                 for place in from..to {
                     let offer = ids[done.blocks.len()];
-                    let label = labels.label(place, behind);
+                    let label = labels.label(place, after_approximate);
                     let Some(now) = self.settle_offer(node, place, offer, label, done) else {
                         break 'path;
                     };
-                    behind |= !now.label.is_exact();
-                    exact += u32::from(!behind);
+                    after_approximate |= !now.label.is_exact();
+                    exact += u32::from(!after_approximate);
                     done.blocks.push(BlockId(now.id));
                 }
             }
@@ -389,14 +391,14 @@ impl RadixIndex {
         let known = offers.known_until.saturating_sub(settled).min(new.len());
         let known = new[..known]
             .iter()
-            .position(|id| self.forest.blocks().place(id.0) != Place::Unknown);
+            .position(|id| self.forest.blocks().state(id.0) != BlockState::Unknown);
         let new = &new[..known.unwrap_or(new.len())];
         if new.is_empty() {
             return (at, exact);
         }
         let end = reached + depth(new.len());
-        let labels = labels.of_new(reached, end, behind);
-        if !behind {
+        let labels = labels.of_new(reached, end, after_approximate);
+        if !after_approximate {
             let all_exact = labels.iter().position(|label| !label.is_exact());
             exact += depth(all_exact.unwrap_or(new.len()));
         }
@@ -408,7 +410,7 @@ impl RadixIndex {
         }
         crate::failpoints::within("insert: the path is ready");
         let edge = self.forest.node(at.node);
-        let grows = edge.run.can_grow(new.len(), self.block_size());
+        let grows = edge.blocks.can_grow(new.len(), self.block_size());
         let new = NewBlocks {
             ids: new,
             labels: &labels,
@@ -428,7 +430,7 @@ impl RadixIndex {
         edges: &[(NodeIndex, Depth, Depth)],
         ids: &[BlockId],
         labels: &Labels<'_>,
-        mut behind: bool,
+        mut after_approximate: bool,
     ) -> Leaving {
         let mut leaving = Leaving::default();
         let places = edges
@@ -440,7 +442,7 @@ impl RadixIndex {
                 node,
                 place,
                 offer,
-                labels.label(place, behind),
+                labels.label(place, after_approximate),
             );
             let replaces = matches!(outcome, Outcome::Replaces(_));
             if replaces && self.forest.may_be_pinned(node, place) {
@@ -449,7 +451,7 @@ impl RadixIndex {
             let Some(now) = outcome.stands() else {
                 break;
             };
-            behind |= !now.label.is_exact();
+            after_approximate |= !now.label.is_exact();
         }
         leaving
     }
@@ -478,7 +480,7 @@ impl RadixIndex {
             Outcome::Stays(_) | Outcome::Refused => return outcome.stands(),
         };
         let tags = self.forest.tags_of_block(node, place);
-        let (old, condemned) = self.take_out(node, place);
+        let (old, condemned) = self.remove_entry(node, place);
         crate::failpoints::within("insert: a block was replaced");
         if !condemned {
             done.freed.push(BlockId(old));
@@ -526,7 +528,7 @@ impl Outcome {
     /// The outcome of an offer at one place of the path (D2, D12).
     fn of(forest: &Forest, node: NodeIndex, place: Depth, offer: BlockId, label: Label) -> Self {
         let now = forest.node(node).payload(place, forest.block_size());
-        let held = || forest.blocks().place(offer.0) == Place::Unknown;
+        let held = || forest.blocks().state(offer.0) == BlockState::Unknown;
         let new = Payload { id: offer.0, label };
         let better = !now.label.is_exact() && (label.is_exact() || label.hops() < now.label.hops());
         if now.id == offer.0 {
@@ -599,25 +601,25 @@ impl<'a> Labels<'a> {
         }
     }
 
-    /// The label of a block. `behind`: an approximate block is above it.
-    fn label(&self, place: Depth, behind: bool) -> Label {
+    /// The label of a block. `after_approximate`: an approximate block is above it.
+    fn label(&self, place: Depth, after_approximate: bool) -> Label {
         if (place as usize + 1) * self.block_size > self.exact_until {
             Label::approximate(self.hops(place))
-        } else if behind {
+        } else if after_approximate {
             Label::approximate(0)
         } else {
             Label::EXACT
         }
     }
 
-    /// The labels of new blocks; empty if all are exact. `behind`: an approximate block is above them.
-    fn of_new(&self, from: Depth, to: Depth, mut behind: bool) -> Vec<Label> {
-        if !behind && to as usize * self.block_size <= self.exact_until {
+    /// The labels of new blocks; empty if all are exact. `after_approximate`: an approximate block is above them.
+    fn of_new(&self, from: Depth, to: Depth, mut after_approximate: bool) -> Vec<Label> {
+        if !after_approximate && to as usize * self.block_size <= self.exact_until {
             return Vec::new();
         }
         let next = |place| {
-            let label = self.label(place, behind);
-            behind |= !label.is_exact();
+            let label = self.label(place, after_approximate);
+            after_approximate |= !label.is_exact();
             label
         };
         (from..to).map(next).collect()

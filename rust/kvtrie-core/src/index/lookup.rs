@@ -121,9 +121,9 @@ impl RadixIndex {
             {
                 return Ok(None);
             }
-            let stamp = self.tick();
-            crate::failpoints::within("lookup: a tick without a use");
-            self.eviction.touch(&mut self.forest, found, stamp);
+            let time = self.next_time();
+            crate::failpoints::within("lookup: a time without a use");
+            self.eviction.touch(&mut self.forest, found, time);
         }
         out.clear();
         if found.depth > 0 {

@@ -308,7 +308,7 @@ impl RadixIndex {
         self.tagging.kinds().names()
     }
 
-    fn tick(&mut self) -> u64 {
+    fn next_time(&mut self) -> u64 {
         self.clock += 1;
         self.clock
     }

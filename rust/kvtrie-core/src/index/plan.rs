@@ -132,12 +132,12 @@ impl RadixIndex {
         options: PlanOptions,
         draft: Draft,
     ) -> ReusePlan {
-        let stamp = self.tick();
+        let time = self.next_time();
         if let Some(end) = draft.in_place {
-            self.eviction.touch(&mut self.forest, end, stamp);
+            self.eviction.touch(&mut self.forest, end, time);
         }
         self.eviction
-            .touch_sources(&mut self.forest, &draft.sources, stamp);
+            .touch_sources(&mut self.forest, &draft.sources, time);
         let lease = self.lease(seq, options.pin, &draft);
         let origin = Origin {
             index: self.forest.uid(),

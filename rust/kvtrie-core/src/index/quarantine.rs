@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::ids::BlockId;
 use crate::index::RadixIndex;
-use crate::storage::blocks::Place;
+use crate::storage::blocks::BlockState;
 
 impl RadixIndex {
     /// Removes ids from use permanently, wherever they are, and returns how many were not quarantined before. They
@@ -37,23 +37,23 @@ impl RadixIndex {
         self.cut_out_all(&self.pinned_of(ids));
         let (mut count, mut any_waited) = (0, false);
         for &BlockId(id) in ids {
-            let place = self.forest.blocks().place(id);
+            let place = self.forest.blocks().state(id);
             // A repeated id counts once.
             if self.forest.blocks_mut().see(id) {
                 continue;
             }
             match place {
-                Place::Indexed { node, depth } => {
+                BlockState::Indexed { node, depth } => {
                     self.remove_block(node, depth);
                 }
-                Place::Quarantined | Place::CondemnedForGood => {
+                BlockState::Quarantined | BlockState::CondemnedForGood => {
                     self.unknown_discards += 1;
                     continue;
                 }
                 _ => self.unknown_discards += 1,
             }
             self.forest.blocks_mut().quarantine(id);
-            any_waited |= place == Place::Waiting;
+            any_waited |= place == BlockState::Waiting;
             count += 1;
         }
         self.forest
@@ -62,7 +62,7 @@ impl RadixIndex {
         if any_waited {
             let blocks = self.forest.blocks();
             self.pins
-                .retain_waiting(|id| blocks.place(id) == Place::Waiting);
+                .retain_waiting(|id| blocks.state(id) == BlockState::Waiting);
         }
         self.bound_holes();
         Ok(count)
@@ -74,7 +74,11 @@ impl RadixIndex {
     /// O(ids that the index knows).
     pub fn quarantined(&self) -> impl Iterator<Item = BlockId> {
         self.forest.blocks().known().filter_map(|(id, place)| {
-            matches!(place, Place::Quarantined | Place::CondemnedForGood).then_some(BlockId(id))
+            matches!(
+                place,
+                BlockState::Quarantined | BlockState::CondemnedForGood
+            )
+            .then_some(BlockId(id))
         })
     }
 }

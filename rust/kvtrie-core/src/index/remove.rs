@@ -14,7 +14,7 @@ use crate::ids::{BlockId, Depth, NodeIndex};
 use crate::index::RadixIndex;
 use crate::namespace::Namespace;
 use crate::pins::{Cuts, Leaving};
-use crate::storage::blocks::Place;
+use crate::storage::blocks::BlockState;
 
 impl RadixIndex {
     /// Removes ids wherever they are. Returns the unpinned ones in call order, condemns the pinned ones, and counts
@@ -59,12 +59,12 @@ impl RadixIndex {
         let mut unknown = Vec::new();
         let mut freed = Vec::new();
         for &id in ids {
-            let place = self.forest.blocks().place(id.0);
+            let place = self.forest.blocks().state(id.0);
             // A repeated id counts once.
             if self.forest.blocks_mut().see(id.0) {
                 continue;
             }
-            let Place::Indexed { node, depth } = place else {
+            let BlockState::Indexed { node, depth } = place else {
                 unknown.push(id);
                 continue;
             };
@@ -82,8 +82,8 @@ impl RadixIndex {
 
     /// The possibly pinned blocks among these ids.
     pub(super) fn pinned_of(&self, ids: &[BlockId]) -> Leaving {
-        let place = |id: &BlockId| match self.forest.blocks().place(id.0) {
-            Place::Indexed { node, depth } if self.forest.may_be_pinned(node, depth) => {
+        let place = |id: &BlockId| match self.forest.blocks().state(id.0) {
+            BlockState::Indexed { node, depth } if self.forest.may_be_pinned(node, depth) => {
                 Some((node, depth))
             }
             _ => None,
@@ -119,7 +119,7 @@ impl RadixIndex {
         if edge.has_children() || depth + 1 < edge.end() {
             self.forest.renew_version(node);
         }
-        let (_, condemned) = self.take_out(node, depth);
+        let (_, condemned) = self.remove_entry(node, depth);
         crate::failpoints::within("a block left");
         self.settle(node);
         condemned
@@ -206,7 +206,7 @@ impl RadixIndex {
         let alone = self
             .eviction
             .leaves()
-            .second_stamp()
+            .second_time()
             .is_none_or(|next| next > edge.last_use(edge.depth));
         let unprotected = edge.end() - self.forest.protected_end(leaf);
         let wanted = crate::ids::depth(n - out.len());
@@ -326,11 +326,11 @@ impl RadixIndex {
     /// Turns the place of a block into a hole; the caller settles the edge. Returns the id.
     fn leave(&mut self, node: NodeIndex, place: Depth) -> u32 {
         self.unpin(node, place);
-        self.take_out(node, place).0
+        self.remove_entry(node, place).0
     }
 
     /// As [`Self::leave`], for a block that was cut out of its pins. Returns also whether the block is condemned.
-    pub(super) fn take_out(&mut self, node: NodeIndex, place: Depth) -> (u32, bool) {
+    pub(super) fn remove_entry(&mut self, node: NodeIndex, place: Depth) -> (u32, bool) {
         let id = self.forest.node(node).id(place, self.block_size());
         self.unmark(node, place, place + 1);
         let mut left = (id, false);

@@ -181,7 +181,7 @@ pub(super) fn block_ranges(
     call: &str,
 ) -> Result<Vec<(Depth, Depth)>> {
     let mut merged: Vec<(usize, usize)> = Vec::new();
-    let mut behind = 0;
+    let mut last_end = 0;
     for &(start, end) in ranges {
         if start > end || end > seq.len() {
             return Err(Error::invalid(format!(
@@ -189,12 +189,12 @@ pub(super) fn block_ranges(
                 seq.len()
             )));
         }
-        if start < behind {
+        if start < last_end {
             return Err(Error::invalid(format!(
-                "{call}: ranges has [{start}, {end}) after a range that ends at {behind}; ranges must ascend and be disjoint"
+                "{call}: ranges has [{start}, {end}) after a range that ends at {last_end}; ranges must ascend and be disjoint"
             )));
         }
-        behind = end;
+        last_end = end;
         match merged.last_mut() {
             Some(last) if last.1 == start => last.1 = end,
             _ => merged.push((start, end)),

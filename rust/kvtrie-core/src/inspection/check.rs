@@ -10,7 +10,7 @@ use crate::eviction::{ARITY, Eviction, eviction_key, last_use_of_leaf};
 use crate::ids::{ABSENT, Depth, NodeIndex};
 use crate::index::RadixIndex;
 use crate::pins::Pins;
-use crate::storage::blocks::Place;
+use crate::storage::blocks::BlockState;
 use crate::storage::forest::{Forest, Sources};
 use crate::storage::node::{Guard, Node};
 
@@ -125,7 +125,7 @@ impl Checker<'_> {
             "the edge table has strangers".into()
         })?;
         let ids = forest.blocks().known();
-        let ids = ids.filter(|(_, place)| matches!(place, Place::Indexed { .. }));
+        let ids = ids.filter(|(_, place)| matches!(place, BlockState::Indexed { .. }));
         let ids = ids.count();
         let counters = [
             ("indexed", totals.indexed, forest.num_indexed()),
@@ -160,12 +160,12 @@ impl Checker<'_> {
     /// Checks the order of eviction by last use.
     fn check_order(&self) -> Result<()> {
         let leaves = self.eviction.leaves();
-        for (at, (stamp, node)) in leaves.entries().enumerate() {
+        for (at, (time, node)) in leaves.entries().enumerate() {
             must(
                 self.forest.node(node).queued() == Some(crate::ids::depth(at)),
                 || format!("edge {node} is not where it is queued"),
             )?;
-            must(last_use_of_leaf(self.forest, node) == Some(stamp), || {
+            must(last_use_of_leaf(self.forest, node) == Some(time), || {
                 format!("edge {node} is queued under an old use")
             })?;
         }
@@ -223,9 +223,9 @@ impl Checker<'_> {
                 *runs.entry((part.to, part.from)).or_default() += 1;
             }
             for id in held.kept() {
-                let place = self.forest.blocks().place(id);
+                let place = self.forest.blocks().state(id);
                 must(
-                    matches!(place, Place::Condemned | Place::CondemnedForGood),
+                    matches!(place, BlockState::Condemned | BlockState::CondemnedForGood),
                     || format!("lease {lease} keeps block {id}, which is not condemned"),
                 )?;
                 *kept.entry(id).or_default() += 1;
@@ -259,31 +259,31 @@ impl Checker<'_> {
         let (mut condemned, mut quarantined, mut waiting) = (0, 0, BTreeSet::new());
         for (id, place) in self.forest.blocks().known() {
             match place {
-                Place::Condemned | Place::CondemnedForGood => {
+                BlockState::Condemned | BlockState::CondemnedForGood => {
                     condemned += 1;
                     must(kept.contains_key(&id), || {
                         format!("block {id} is condemned without a pin")
                     })?;
                 }
-                Place::Waiting => {
+                BlockState::Waiting => {
                     waiting.insert(id);
                     must(!counts.contains_key(&id), || {
                         format!("block {id} waits with a pin")
                     })?;
                 }
-                Place::Quarantined => {
+                BlockState::Quarantined => {
                     quarantined += 1;
                     must(!counts.contains_key(&id), || {
                         format!("block {id} is in quarantine with a pin")
                     })?;
                 }
-                Place::Indexed { .. } | Place::Unknown => {}
+                BlockState::Indexed { .. } | BlockState::Unknown => {}
             }
         }
         must(
             counts
                 .keys()
-                .all(|&id| self.forest.blocks().place(id) != Place::Unknown),
+                .all(|&id| self.forest.blocks().state(id) != BlockState::Unknown),
             || "a block is pinned but not known".into(),
         )?;
         must(
@@ -339,7 +339,7 @@ impl Checker<'_> {
                 must(below.depth == node.end(), || {
                     format!("edge {child} starts at {}, not {}", below.depth, node.end())
                 })?;
-                must(below.run.len() > 0, || format!("edge {child} is empty"))?;
+                must(below.blocks.len() > 0, || format!("edge {child} is empty"))?;
                 let first = below.first_block(self.forest.block_size());
                 let hashed = self.forest.is_hashed(child);
                 must(hashed == (children.len() > 1), || {
@@ -398,8 +398,8 @@ impl Checker<'_> {
                 continue;
             }
             approximate += u32::from(!payload.label.is_exact());
-            let place = self.forest.blocks().place(payload.id);
-            must(place == Place::Indexed { node: at, depth }, || {
+            let place = self.forest.blocks().state(payload.id);
+            must(place == BlockState::Indexed { node: at, depth }, || {
                 format!(
                     "block {} stands in edge {at} at depth {depth}, its entry says {place:?}",
                     payload.id

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::index::RadixIndex;
-use crate::storage::blocks::Place;
+use crate::storage::blocks::BlockState;
 use crate::storage::forest::Forest;
 
 impl RadixIndex {
@@ -29,7 +29,7 @@ impl RadixIndex {
         let pins = self.pins().pin_counts(forest);
         for (id, place) in forest.blocks().known() {
             let pins = pins.get(&id).copied().unwrap_or(0);
-            if pins > 0 || !matches!(place, Place::Indexed { .. }) {
+            if pins > 0 || !matches!(place, BlockState::Indexed { .. }) {
                 (id, std::mem::discriminant(&place), pins).hash(&mut all);
             }
         }

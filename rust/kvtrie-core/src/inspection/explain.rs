@@ -133,7 +133,7 @@ pub struct Explanation {
 /// The edge with the cached block at the place of the prompt's first block without a match, and how many tokens the two
 /// share.
 #[derive(Clone, Copy)]
-struct Beside {
+struct Neighbour {
     node: NodeIndex,
     shared: usize,
 }
@@ -185,28 +185,28 @@ impl RadixIndex {
         let reached = at.map_or(0, |at| at.depth);
         let num_exact = reached as usize * block_size;
         let is_complete = num_exact + block_size > seq.len();
-        let beside = at
+        let neighbour = at
             .filter(|_| !is_complete)
-            .and_then(|at| self.beside(seq, at));
+            .and_then(|at| self.neighbour(seq, at));
         let other_namespace = (!is_complete)
             .then(|| self.other_namespace(seq, reached))
             .flatten();
         let reason = if is_complete {
             Reason::Complete
-        } else if let Some(reason) = self.known_reason(seq, at, beside) {
+        } else if let Some(reason) = self.known_reason(seq, at, neighbour) {
             reason
         } else if other_namespace.is_some() {
             Reason::OtherNamespace
-        } else if beside.is_some() {
+        } else if neighbour.is_some() {
             Reason::Diverged
         } else {
             Reason::NotCached
         };
-        let shared = beside.filter(|_| reason == Reason::Diverged);
-        let position = num_exact + shared.map_or(0, |beside| beside.shared);
+        let shared = neighbour.filter(|_| reason == Reason::Diverged);
+        let position = num_exact + shared.map_or(0, |neighbour| neighbour.shared);
         let kinds = |token: usize| {
-            let end = match (at, beside) {
-                (_, Some(Beside { node, .. })) => Position {
+            let end = match (at, neighbour) {
+                (_, Some(Neighbour { node, .. })) => Position {
                     node,
                     depth: self.forest().node(node).end(),
                 },
@@ -221,8 +221,8 @@ impl RadixIndex {
             num_exact,
             num_tokens: seq.len(),
             block_size,
-            context: self.context(seq, position, beside, options.context),
-            kinds: beside.map_or(Vec::new(), |_| kinds(position)),
+            context: self.context(seq, position, neighbour, options.context),
+            kinds: neighbour.map_or(Vec::new(), |_| kinds(position)),
             kinds_before: position.checked_sub(1).map_or(Vec::new(), kinds),
             other_namespace,
             would_save,
@@ -249,14 +249,14 @@ impl RadixIndex {
 
     /// The cached block at the place of the first block of `seq` after its exact path. Of several: the one that shares
     /// most tokens; then exact before approximate; then first in token order.
-    fn beside(&self, seq: &TokenSequence, at: Position) -> Option<Beside> {
+    fn neighbour(&self, seq: &TokenSequence, at: Position) -> Option<Neighbour> {
         let block_size = self.forest().block_size();
         let start = at.depth as usize * block_size;
         let wanted = seq.view().slice(start, start + block_size);
         let edge = self.forest().node(at.node);
         if at.depth < edge.end() {
             let here = edge.view(block_size).slice(start, start + block_size);
-            return Some(Beside {
+            return Some(Neighbour {
                 node: at.node,
                 shared: wanted.common(here),
             });
@@ -274,7 +274,7 @@ impl RadixIndex {
             (Some(exact), _) => exact,
             (None, other) => other?,
         };
-        Some(Beside {
+        Some(Neighbour {
             node: found.0,
             shared: found.1,
         })
@@ -285,12 +285,15 @@ impl RadixIndex {
         &self,
         seq: &TokenSequence,
         at: Option<Position>,
-        beside: Option<Beside>,
+        neighbour: Option<Neighbour>,
     ) -> Option<Reason> {
         let block_size = self.forest().block_size();
         let reached: Depth = at.map_or(0, |at| at.depth);
-        if let Some(beside) = beside.filter(|beside| beside.shared == block_size) {
-            let payload = self.forest().node(beside.node).payload(reached, block_size);
+        if let Some(neighbour) = neighbour.filter(|neighbour| neighbour.shared == block_size) {
+            let payload = self
+                .forest()
+                .node(neighbour.node)
+                .payload(reached, block_size);
             return Some(if payload.is_present() {
                 Reason::ApproximateOnly
             } else {
@@ -299,10 +302,10 @@ impl RadixIndex {
         }
         let start = reached as usize * block_size;
         let block = seq.view().slice(start, start + block_size);
-        let behind = at.filter(|at| at.depth > 0);
-        let prefix = behind.map_or(seq.namespace().digest(), |_| 0);
+        let before = at.filter(|at| at.depth > 0);
+        let prefix = before.map_or(seq.namespace().digest(), |_| 0);
         let note = Note::new(
-            behind.map(|at| self.forest().handle(at.node)),
+            before.map(|at| self.forest().handle(at.node)),
             reached,
             self.gone().of_prompt(prefix, block),
         );
@@ -340,7 +343,7 @@ impl RadixIndex {
         &self,
         seq: &TokenSequence,
         position: usize,
-        beside: Option<Beside>,
+        neighbour: Option<Neighbour>,
         size: usize,
     ) -> Context {
         let start = position.saturating_sub(size);
@@ -348,14 +351,14 @@ impl RadixIndex {
         let ours = seq.tokens()[start..end.min(seq.len())].to_vec();
         let mut theirs = seq.tokens()[start..position].to_vec();
         let block_size = self.forest().block_size();
-        let mut node = beside.map(|beside| beside.node);
+        let mut node = neighbour.map(|neighbour| neighbour.node);
         let mut at = position;
         while let Some(edge) = node
             .map(|node| self.forest().node(node))
             .filter(|_| at < end)
         {
             let first = edge.depth as usize * block_size;
-            let tokens = edge.run.tokens(block_size);
+            let tokens = edge.blocks.tokens(block_size);
             let until = end.min(first + tokens.len());
             theirs.extend(&tokens[at - first..until - first]);
             at = until;

@@ -31,11 +31,11 @@ impl Note {
         digest: [0; 2],
     };
 
-    pub(crate) fn new(behind: Option<NodeHandle>, depth: Depth, digest: u64) -> Self {
+    pub(crate) fn new(before: Option<NodeHandle>, depth: Depth, digest: u64) -> Self {
         let half = |shift: u32| u32::try_from(digest >> shift & 0xffff_ffff).unwrap_or(u32::MAX);
         Self {
-            node: behind.map_or(NO_NODE, |handle| handle.index),
-            generation: behind.map_or(0, |handle| handle.generation),
+            node: before.map_or(NO_NODE, |handle| handle.index),
+            generation: before.map_or(0, |handle| handle.generation),
             depth,
             digest: [half(32), half(0)],
         }
@@ -76,7 +76,7 @@ impl Gone {
         let from = (place - edge.depth) as usize * block_size;
         let (digest, rest) = self.fours(
             prefix,
-            &edge.run.tokens(block_size)[from..from + block_size],
+            &edge.blocks.tokens(block_size)[from..from + block_size],
         );
         if rest == 0 && edge.is_plain() {
             return digest;

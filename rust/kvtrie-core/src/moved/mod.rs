@@ -4,7 +4,7 @@ mod fingerprints;
 mod windows;
 
 use crate::ids::{ABSENT, BlockId, Depth, NodeIndex};
-use crate::storage::blocks::Place;
+use crate::storage::blocks::BlockState;
 use crate::storage::forest::Forest;
 
 pub(crate) use fingerprints::WINDOW;
@@ -105,7 +105,7 @@ impl Moved {
         };
         let blocks = forest.blocks().known();
         let blocks = blocks.filter_map(|(id, place)| match place {
-            Place::Indexed { node, depth } => Some((id, forest.node(node).tree, node, depth)),
+            BlockState::Indexed { node, depth } => Some((id, forest.node(node).tree, node, depth)),
             _ => None,
         });
         windows.fill(blocks, |node, end| forest.last_tokens(node, end), order)
@@ -118,7 +118,7 @@ impl Moved {
         };
         let mut live = Vec::new();
         for (id, place) in forest.blocks().known() {
-            if let Place::Indexed { node, depth } = place {
+            if let BlockState::Indexed { node, depth } = place {
                 let tree = forest.node(node).tree;
                 let ends = windows.ends(depth).enumerate();
                 live.extend(ends.map(|(at, end)| (tree, forest.last_tokens(node, end), id, at)));

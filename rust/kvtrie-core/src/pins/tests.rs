@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::ids::{BlockId, NO_NODE};
 use crate::index::{InsertOptions, RadixIndex};
-use crate::storage::blocks::Place;
+use crate::storage::blocks::BlockState;
 use crate::{Config, Namespace, PlanOptions, ReusePlan, ReusePolicy, Salt, Source, TokenSequence};
 
 /// The pins of one plan, by id.
@@ -207,11 +207,11 @@ impl Bench {
             })
             .collect();
         let lease = live.plan.lease_index(&self.index, "").unwrap();
-        let stamp = use_sources(&mut self.index, lease, &found);
+        let time = use_sources(&mut self.index, lease, &found);
         for run in found {
             let edge = self.index.forest().node(run.node);
             for (depth, id) in (run.from..).zip(edge.ids(run.from, run.to, 1)) {
-                assert_eq!(edge.last_use(depth), stamp);
+                assert_eq!(edge.last_use(depth), time);
                 live.sources.insert(id.0);
             }
         }
@@ -233,7 +233,7 @@ impl Bench {
             let mut at = leaf;
             while at != NO_NODE {
                 let edge = self.index.forest().node(at);
-                tokens.splice(..0, edge.run.tokens(1).iter().copied());
+                tokens.splice(..0, edge.blocks.tokens(1).iter().copied());
                 at = edge.parent;
             }
         }
@@ -298,7 +298,8 @@ fn use_sources(index: &mut RadixIndex, lease: u32, runs: &[SourceRun]) -> u64 {
 impl RadixIndex {
     /// Ids that an insert may offer.
     fn free_ids(&self) -> Vec<BlockId> {
-        let free = (0..BLOCKS).filter(|&id| self.forest().blocks().place(id) == Place::Unknown);
+        let free =
+            (0..BLOCKS).filter(|&id| self.forest().blocks().state(id) == BlockState::Unknown);
         free.map(BlockId).collect()
     }
 

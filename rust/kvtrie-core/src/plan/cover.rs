@@ -12,7 +12,7 @@ use crate::effort::Effort;
 use crate::ids::{Depth, NodeIndex};
 use crate::moved::WINDOW;
 use crate::plan::budget::Budget;
-use crate::plan::reach::{Follower, Stretch, Stretches};
+use crate::plan::reach::{Follower, Piece, Pieces};
 use crate::plan::search::{Candidate, Hit, Search};
 use crate::plan::usable::{Kinship, Usable};
 use crate::storage::forest::Position;
@@ -30,7 +30,7 @@ pub(super) struct Run {
     pub(super) start: usize,
     pub(super) end: usize,
     pub(super) kinship: Kinship,
-    pub(super) path: Stretches,
+    pub(super) path: Pieces,
     /// The most hops of any of its tokens after the copy.
     hops: u16,
 }
@@ -38,7 +38,7 @@ pub(super) struct Run {
 impl Run {
     /// Position of a token of the run in its source.
     pub(super) fn source(&self, at: usize) -> usize {
-        let first = self.path.first().map_or(0, |stretch| stretch.start);
+        let first = self.path.first().map_or(0, |piece| piece.start);
         first + at - self.start
     }
 
@@ -48,8 +48,8 @@ impl Run {
 
     /// Whether the run contains a place: the token `at` of the prompt is at that place.
     fn meets(&self, at: usize, place: &Candidate<'_>) -> bool {
-        let inside = |stretch: &Stretch| {
-            stretch.node == place.node && (stretch.start..stretch.end).contains(&place.last)
+        let inside = |piece: &Piece| {
+            piece.node == place.node && (piece.start..piece.end).contains(&place.last)
         };
         (self.start..self.end).contains(&at)
             && self.source(at) == place.last
@@ -57,8 +57,8 @@ impl Run {
     }
 
     /// A run over tokens on the prompt's own path.
-    pub(super) fn own(start: usize, path: Stretches) -> Self {
-        let len: usize = path.iter().map(|stretch| stretch.end - stretch.start).sum();
+    pub(super) fn own(start: usize, path: Pieces) -> Self {
+        let len: usize = path.iter().map(|piece| piece.end - piece.start).sum();
         Self {
             start,
             end: start + len,
@@ -78,7 +78,7 @@ impl Run {
     /// The part that starts at position `from` of the prompt.
     fn tail(mut self, from: usize) -> Self {
         let source = self.source(from);
-        self.path.retain(|stretch| stretch.end > source);
+        self.path.retain(|piece| piece.end > source);
         if let Some(first) = self.path.first_mut() {
             first.start = source;
         }
@@ -249,8 +249,8 @@ impl<'a> Cover<'a> {
         }
         // A run of min_run tokens has a whole window in any stride of its tokens. If it continues for a stride, that
         // window is here ...
-        let behind = at.saturating_add(stride);
-        self.try_windows(search, at.max(self.tried)..behind, at);
+        let until = at.saturating_add(stride);
+        self.try_windows(search, at.max(self.tried)..until, at);
         // ... otherwise it is before `at`; but such a run does not reach further than one that continues.
         let min_run = search.min_run();
         if self
@@ -261,7 +261,7 @@ impl<'a> Cover<'a> {
             let from = self.tried.max((at + 1).saturating_sub(min_run));
             self.try_windows(search, from..at, at);
         }
-        self.tried = self.tried.max(behind);
+        self.tried = self.tried.max(until);
     }
 
     /// Number of tokens from `at` that the best known run covers.
@@ -395,7 +395,7 @@ impl<'a> Cover<'a> {
         if known.any(|run| run.meets(last, &place)) || last == place.last && self.is_own(&place) {
             return;
         }
-        let mut path = Stretches::new();
+        let mut path = Pieces::new();
         let covered = self.best.as_ref().map_or(at + 1, |best| best.end);
         let min_run = self.min_run.min(search.min_run());
         let follower = &self.follower;
@@ -404,7 +404,7 @@ impl<'a> Cover<'a> {
             let first = (last + 1).saturating_sub(min_run);
             let up = Kinship::Moved;
             let (node, from) = (place.node, place.last);
-            let start = follower.up(up, node, from, last, first, &mut Stretches::new());
+            let start = follower.up(up, node, from, last, first, &mut Pieces::new());
             // ... and reaches further than the best known run.
             covered.max(start + min_run)
         };
@@ -446,7 +446,7 @@ impl<'a> Cover<'a> {
     }
 
     /// Remembers a run shorter than the policy's `min_run`: it has many windows, and is followed once.
-    fn remember_short(&mut self, start: usize, path: &Stretches) {
+    fn remember_short(&mut self, start: usize, path: &Pieces) {
         let Some(first) = path.first() else {
             return;
         };
@@ -456,13 +456,13 @@ impl<'a> Cover<'a> {
             let tried = self.tried;
             self.short.retain(|_, tokens| tokens.end > tried);
         }
-        for stretch in path {
-            let tokens = stretch.start.wrapping_sub(diagonal)..stretch.end.wrapping_sub(diagonal);
-            self.short.insert((stretch.node, diagonal), tokens);
+        for piece in path {
+            let tokens = piece.start.wrapping_sub(diagonal)..piece.end.wrapping_sub(diagonal);
+            self.short.insert((piece.node, diagonal), tokens);
         }
     }
 
-    fn add(&mut self, start: usize, kinship: Kinship, path: Stretches, at: usize) {
+    fn add(&mut self, start: usize, kinship: Kinship, path: Pieces, at: usize) {
         let mut run = Run {
             kinship,
             ..Run::own(start, path)
@@ -569,8 +569,8 @@ impl<'a> Cover<'a> {
 
     fn first_slot(&self, run: &Run, at: usize) -> u64 {
         let source = run.source(at);
-        let stretch = run.path.iter().find(|stretch| stretch.end > source);
-        stretch.map_or(0, |stretch| self.slot(stretch.node, source))
+        let piece = run.path.iter().find(|piece| piece.end > source);
+        piece.map_or(0, |piece| self.slot(piece.node, source))
     }
 
     /// The most hops of the run's tokens from `from` on, after the copy.
@@ -579,13 +579,13 @@ impl<'a> Cover<'a> {
         let block_size = forest.block_size();
         let base = Usable::becomes(run.kinship, Label::EXACT).1;
         let source = run.source(from);
-        let behind = run.path.iter().filter(|stretch| stretch.end > source);
-        let edges = behind.map(|stretch| {
-            let node = forest.node(stretch.node);
+        let after = run.path.iter().filter(|piece| piece.end > source);
+        let edges = after.map(|piece| {
+            let node = forest.node(piece.node);
             if node.num_approximate() == 0 {
                 return base;
             }
-            let blocks = stretch.start.max(source) / block_size..stretch.end.div_ceil(block_size);
+            let blocks = piece.start.max(source) / block_size..piece.end.div_ceil(block_size);
             let hops = blocks.map(|depth| {
                 let label = node.payload(crate::ids::depth(depth), block_size).label;
                 Usable::becomes(run.kinship, label).1
@@ -611,8 +611,8 @@ impl<'a> Cover<'a> {
 
     /// Hops and source slot of the last token of a run.
     fn last(&self, run: &Run) -> Option<(u16, u64)> {
-        run.path.last().map(|stretch| {
-            let (node, at) = (stretch.node, stretch.end - 1);
+        run.path.last().map(|piece| {
+            let (node, at) = (piece.node, piece.end - 1);
             let forest = self.follower.forest;
             let block_size = forest.block_size();
             let depth = crate::ids::depth(at / block_size);
@@ -666,7 +666,7 @@ impl<'a> Cover<'a> {
     /// token `at`. Its tokens begin at `start`; those before `from` count for its length but are not copied. Returns
     /// where it ends.
     fn add_own(&mut self, node: NodeIndex, from: usize, start: usize, at: usize) -> usize {
-        let mut path = Stretches::new();
+        let mut path = Pieces::new();
         let done = self
             .follower
             .down(Kinship::Own, node, from, from, || 0, &mut path);

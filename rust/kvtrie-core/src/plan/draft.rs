@@ -6,7 +6,7 @@ use crate::effort::Effort;
 use crate::ids::{BlockId, Depth};
 use crate::index::RadixIndex;
 use crate::plan::cover::{Cover, OwnPath, Run};
-use crate::plan::reach::{Follower, Stretch};
+use crate::plan::reach::{Follower, Piece};
 use crate::plan::search::Search;
 use crate::plan::usable::{Kinship, Usable};
 use crate::plan::{Class, Copied, Segment};
@@ -149,7 +149,7 @@ impl<'a> Drafting<'a> {
     }
 
     /// The cached exact block at the end of a path that shares most tokens with the rest of the prompt, and how many.
-    fn nearest_block(&self, end: Position) -> Option<Stretch> {
+    fn nearest_block(&self, end: Position) -> Option<Piece> {
         let block_size = self.forest.block_size();
         let at = end.depth as usize * block_size;
         let until = self.len.min(at + block_size);
@@ -165,7 +165,7 @@ impl<'a> Drafting<'a> {
         } else {
             self.forest.nearest_child(end.node, wanted)?
         };
-        Some(Stretch {
+        Some(Piece {
             node,
             start: at,
             end: at + shared,
@@ -286,44 +286,44 @@ impl<'a> Drafting<'a> {
         Some(())
     }
 
-    /// Adds the segments and copies of a run: one segment per stretch of equal class and hops.
+    /// Adds the segments and copies of a run: one segment per piece of equal class and hops.
     fn copy(&mut self, run: &Run) {
         let forest = self.forest;
-        let is_plain = |stretch: &Stretch| forest.node(stretch.node).num_approximate() == 0;
+        let is_plain = |piece: &Piece| forest.node(piece.node).num_approximate() == 0;
         let left_out = (self.policy.recompute_first, self.policy.recompute_last);
         if left_out == (0, 0) && run.path.iter().all(is_plain) {
             let (class, hops) = Usable::becomes(run.kinship, Label::EXACT);
             return self.copy_part(run.start, run.end, class, hops, &run.path);
         }
-        let mut parts: Vec<Part> = Vec::new();
+        let mut parts: Vec<RunPart> = Vec::new();
         let mut start = run.start;
-        for stretch in &run.path {
-            let node = forest.node(stretch.node);
+        for piece in &run.path {
+            let node = forest.node(piece.node);
             for (from, to, class, hops) in
-                equal_labels(node, stretch, run.kinship, forest.block_size())
+                equal_labels(node, piece, run.kinship, forest.block_size())
             {
-                let piece = Stretch {
-                    node: stretch.node,
+                let own = Piece {
+                    node: piece.node,
                     start: from,
                     end: to,
                 };
                 match parts.last_mut() {
                     Some(last) if (last.class, last.hops) == (class, hops) => {
                         last.end += to - from;
-                        last.path.push(piece);
+                        last.path.push(own);
                     }
-                    _ => parts.push(Part {
+                    _ => parts.push(RunPart {
                         start,
                         end: start + to - from,
                         class,
                         hops,
-                        path: vec![piece],
+                        path: vec![own],
                     }),
                 }
                 start += to - from;
             }
         }
-        let approximate = |part: &&mut Part| part.class == Class::Approximate;
+        let approximate = |part: &&mut RunPart| part.class == Class::Approximate;
         let mut first = self.policy.recompute_first;
         for part in parts.iter_mut().filter(approximate) {
             first -= part.cut_front(first);
@@ -337,26 +337,26 @@ impl<'a> Drafting<'a> {
         }
     }
 
-    fn copy_part(&mut self, start: usize, end: usize, class: Class, hops: u16, path: &[Stretch]) {
+    fn copy_part(&mut self, start: usize, end: usize, class: Class, hops: u16, path: &[Piece]) {
         let (forest, block_size) = (self.forest, self.forest.block_size());
         let first = self.draft.source_ids.len();
         let mut kinds = 0;
-        for stretch in path {
-            let node = forest.node(stretch.node);
+        for piece in path {
+            let node = forest.node(piece.node);
             let run = SourceRun {
-                node: stretch.node,
-                from: crate::ids::depth(stretch.start / block_size),
-                to: crate::ids::depth(stretch.end.div_ceil(block_size)),
+                node: piece.node,
+                from: crate::ids::depth(piece.start / block_size),
+                to: crate::ids::depth(piece.end.div_ceil(block_size)),
             };
             self.draft
                 .source_ids
                 .extend(node.ids(run.from, run.to, block_size));
             self.draft.sources.push(run);
             if let Some(extras) = node.extras() {
-                kinds |= extras.tags.union(stretch.start, stretch.end);
+                kinds |= extras.tags.union(piece.start, piece.end);
             }
         }
-        let old_start = path.first().map_or(0, |stretch| stretch.start);
+        let old_start = path.first().map_or(0, |piece| piece.start);
         self.draft.copies.push(Copied {
             start,
             end,
@@ -397,25 +397,25 @@ fn compute_until(segments: &mut Vec<Segment>, end: usize) {
 }
 
 /// A part of a run, of one class and one number of hops.
-struct Part {
+struct RunPart {
     start: usize,
     end: usize,
     class: Class,
     hops: u16,
-    path: Vec<Stretch>,
+    path: Vec<Piece>,
 }
 
-impl Part {
+impl RunPart {
     /// Cuts up to `count` tokens from the start; returns how many.
     fn cut_front(&mut self, count: usize) -> usize {
         let count = count.min(self.end - self.start);
         self.start += count;
         let mut left = count;
-        self.path.retain_mut(|stretch| {
-            let cut = left.min(stretch.end - stretch.start);
-            stretch.start += cut;
+        self.path.retain_mut(|piece| {
+            let cut = left.min(piece.end - piece.start);
+            piece.start += cut;
             left -= cut;
-            stretch.start < stretch.end
+            piece.start < piece.end
         });
         count
     }
@@ -439,22 +439,22 @@ impl Part {
     }
 }
 
-/// The parts of a stretch with equal labels: (start, end, class, hops).
+/// The parts of a piece with equal labels: (start, end, class, hops).
 fn equal_labels(
     node: &Node,
-    stretch: &Stretch,
+    piece: &Piece,
     kinship: Kinship,
     block_size: usize,
 ) -> Vec<(usize, usize, Class, u16)> {
     let mut parts: Vec<(usize, usize, Class, u16)> = Vec::new();
-    let mut at = stretch.start;
-    while at < stretch.end {
+    let mut at = piece.start;
+    while at < piece.end {
         let depth = crate::ids::depth(at / block_size);
         let (class, hops) = Usable::becomes(kinship, node.payload(depth, block_size).label);
         let end = if node.num_approximate() == 0 {
-            stretch.end
+            piece.end
         } else {
-            stretch.end.min((at / block_size + 1) * block_size)
+            piece.end.min((at / block_size + 1) * block_size)
         };
         match parts.last_mut() {
             Some(last) if (last.2, last.3) == (class, hops) => last.1 = end,

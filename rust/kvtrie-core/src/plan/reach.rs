@@ -10,14 +10,14 @@ use crate::tokens::View;
 
 /// Consecutive tokens of one edge, by position on its path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Stretch {
+pub(super) struct Piece {
     pub(super) node: NodeIndex,
     pub(super) start: usize,
     pub(super) end: usize,
 }
 
-/// Stretches of one path, from top to bottom.
-pub(super) type Stretches = SmallVec<[Stretch; 2]>;
+/// Pieces of one path, from top to bottom.
+pub(super) type Pieces = SmallVec<[Piece; 2]>;
 
 /// Tokens that are compared at first; the number doubles while they agree.
 const FEW: usize = 256;
@@ -55,7 +55,7 @@ impl Follower<'_> {
         mut from: usize,
         mut at: usize,
         least: impl Fn() -> usize,
-        path: &mut Stretches,
+        path: &mut Pieces,
     ) -> Followed {
         let block_size = self.forest.block_size();
         let len = self.prompt.tokens.len();
@@ -78,7 +78,7 @@ impl Follower<'_> {
                 ahead *= 2;
             }
             if start < from {
-                path.push(Stretch {
+                path.push(Piece {
                     node,
                     start,
                     end: from,
@@ -169,11 +169,11 @@ impl Follower<'_> {
         mut from: usize,
         mut at: usize,
         enough: usize,
-        path: &mut Stretches,
+        path: &mut Pieces,
     ) -> usize {
         let block_size = self.forest.block_size();
-        // Stretches in other edges, the last first.
-        let mut above = Stretches::new();
+        // Pieces in other edges, the last first.
+        let mut above = Pieces::new();
         while at > enough {
             let edge = self.forest.node(node);
             let start = edge.depth as usize * block_size;
@@ -191,7 +191,7 @@ impl Follower<'_> {
             if same > 0 {
                 match path.first_mut() {
                     Some(first) if first.node == node => first.start -= same,
-                    _ => above.push(Stretch {
+                    _ => above.push(Piece {
                         node,
                         start: from - same,
                         end: from,

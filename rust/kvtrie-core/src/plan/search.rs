@@ -7,7 +7,7 @@ use hashbrown::HashMap;
 
 use crate::ids::NodeIndex;
 use crate::moved::{WINDOW, Windows};
-use crate::storage::blocks::Place;
+use crate::storage::blocks::BlockState;
 use crate::storage::forest::Forest;
 
 /// The most windows that are looked up at once. While nothing is found, each lookup takes twice as many. After a run
@@ -28,7 +28,7 @@ pub(super) struct Candidate<'a> {
     pub(super) last: usize,
     /// The tokens of the edge before that token, and from it on.
     before: &'a [u32],
-    behind: &'a [u32],
+    after: &'a [u32],
     /// Whether the edge is the first of its path.
     is_first: bool,
     /// Whether the edge is the last of its path.
@@ -39,7 +39,7 @@ impl Candidate<'_> {
     /// The most tokens of the prompt that can agree with the source from the window's last token on.
     pub(super) fn room(&self) -> usize {
         if self.is_last {
-            self.behind.len()
+            self.after.len()
         } else {
             usize::MAX
         }
@@ -47,7 +47,7 @@ impl Candidate<'_> {
 
     /// The token that is `ahead` tokens after the window's last token; `None` if it is in another edge.
     pub(super) fn ahead(&self, ahead: usize) -> Option<u32> {
-        self.behind.get(ahead).copied()
+        self.after.get(ahead).copied()
     }
 
     /// Whether a run through this place excludes the token `back` places before the window's last token. `token` is
@@ -70,12 +70,12 @@ impl Candidate<'_> {
     ) -> bool {
         // A longer run is cheaper to follow than to check first.
         let min_run = min_run.min(MOST_TOKENS);
-        let pairs = self.behind.iter().zip(&prompt[last..]).take(min_run);
+        let pairs = self.after.iter().zip(&prompt[last..]).take(min_run);
         let same = pairs.take_while(|(a, b)| a == b).count();
         if same == min_run {
             return true;
         }
-        let ends_here = same < self.behind.len() || self.is_last;
+        let ends_here = same < self.after.len() || self.is_last;
         if same == 0 || ends_here && last + same <= at {
             return false;
         }
@@ -303,20 +303,20 @@ impl<'a> Search<'a> {
             .filter(|&(id, _)| forest.tree_of_block(id) == Some(tree))
             .take(self.max_candidates);
         self.places.extend(places.filter_map(|(id, which)| {
-            let Place::Indexed { node, depth } = forest.blocks().place(id) else {
+            let BlockState::Indexed { node, depth } = forest.blocks().state(id) else {
                 return None;
             };
             let edge = forest.node(node);
             let last = windows.end(depth, which);
-            let (before, behind) = edge
-                .run
+            let (before, after) = edge
+                .blocks
                 .tokens(block_size)
                 .split_at_checked(last - edge.depth as usize * block_size)?;
             Some(Candidate {
                 node,
                 last,
                 before,
-                behind,
+                after,
                 is_first: edge.depth == 0,
                 is_last: !edge.has_children(),
             })

@@ -3,7 +3,7 @@
 use super::bytes::Reader;
 use crate::error::Result;
 use crate::index::RadixIndex;
-use crate::storage::blocks::Place;
+use crate::storage::blocks::BlockState;
 
 /// Checks that an id is in the pool and was not read before.
 pub(super) fn new_id(index: &RadixIndex, from: &Reader<'_>, id: u32) -> Result<()> {
@@ -13,19 +13,20 @@ pub(super) fn new_id(index: &RadixIndex, from: &Reader<'_>, id: u32) -> Result<(
             index.config().num_blocks
         )
     })?;
-    from.must(index.forest().blocks().place(id) == Place::Unknown, || {
-        format!("block {id} comes twice")
-    })
+    from.must(
+        index.forest().blocks().state(id) == BlockState::Unknown,
+        || format!("block {id} comes twice"),
+    )
 }
 
 /// Reads a last use, which must not be after the clock.
-pub(super) fn read_stamp(index: &RadixIndex, from: &mut Reader<'_>) -> Result<u64> {
-    let stamp = from.u64()?;
-    from.must(stamp <= index.clock(), || {
+pub(super) fn read_time(index: &RadixIndex, from: &mut Reader<'_>) -> Result<u64> {
+    let time = from.u64()?;
+    from.must(time <= index.clock(), || {
         format!(
-            "a use at tick {stamp}; the clock stands at {}",
+            "a use at time {time}; the clock stands at {}",
             index.clock()
         )
     })?;
-    Ok(stamp)
+    Ok(time)
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::bytes::{Reader, Writer};
-use super::checks::{new_id, read_stamp};
+use super::checks::{new_id, read_time};
 use crate::error::{Error, Result};
 use crate::ids::{ABSENT, Depth, NO_NODE, NodeIndex};
 use crate::index::{PartsMut, RadixIndex};
@@ -119,7 +119,7 @@ fn read_namespace(from: &mut Reader<'_>) -> Result<Namespace> {
 }
 
 fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
-    out.u32(node.run.num_blocks());
+    out.u32(node.blocks.num_blocks());
     let none = Extras::default();
     let extras = node.extras().unwrap_or(&none);
     let mut has = 0;
@@ -135,8 +135,8 @@ fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
     }
     out.u8(has);
     out.u64(node.whole_use());
-    out.u32s(node.run.tokens(block_size));
-    out.u32s(node.run.ids(block_size));
+    out.u32s(node.blocks.tokens(block_size));
+    out.u32s(node.blocks.ids(block_size));
     if has & LABELS != 0 {
         for label in &extras.labels {
             out.u16(label.bits());
@@ -161,9 +161,9 @@ fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
     }
     if has & USES != 0 {
         out.len(extras.uses.pairs().len());
-        for &(end, stamp) in extras.uses.pairs() {
+        for &(end, time) in extras.uses.pairs() {
             out.u32(end);
-            out.u64(stamp);
+            out.u64(time);
         }
     }
     if has & SOURCES != 0 {
@@ -264,7 +264,7 @@ fn read_edge(
     let has = from.u8()?;
     let known = LABELS | ITEMS | TAGS | USES | SOURCES | DEAD;
     from.must(has & !known == 0, || format!("an edge has {has:#x}"))?;
-    let stamp = read_stamp(index, from)?;
+    let time = read_time(index, from)?;
     let count = (blocks as usize).saturating_mul(block_size);
     let tokens = from.u32s(count)?;
     let ids = from.u32s(blocks as usize)?;
@@ -279,7 +279,7 @@ fn read_edge(
         extras.tags = read_tags(index, from, &ids, depth)?;
     }
     if has & USES != 0 {
-        extras.uses = read_uses(index, from, (depth, end), stamp)?;
+        extras.uses = read_uses(index, from, (depth, end), time)?;
     }
     if has & SOURCES != 0 {
         extras.source_uses = read_ranges(from, &ids, depth, index.clock())?;
@@ -298,7 +298,7 @@ fn read_edge(
         (tree, parent, depth),
         &tokens,
         &ids,
-        stamp,
+        time,
         extras,
         block_size,
     );
@@ -354,8 +354,8 @@ fn read_items(
         let (first, last, len) = (from.size()?, from.size()?, from.u8()?);
         let digest = from.raw(len.into())?;
         let item = Item::new(first, last, digest).map_err(Error::snapshot)?;
-        let behind = items.last().map_or(0, Item::end);
-        from.must(first >= behind && last > start && last <= end, || {
+        let after = items.last().map_or(0, Item::end);
+        from.must(first >= after && last > start && last <= end, || {
             format!("an item over the tokens [{first}, {last}) of an edge over [{start}, {end})")
         })?;
         if first < start {
@@ -417,11 +417,11 @@ fn read_uses(
     let count = from.count(12)?;
     let mut pairs: SmallVec<[(Depth, u64); 2]> = SmallVec::with_capacity(count);
     for _ in 0..count {
-        let (at, stamp) = (from.u32()?, read_stamp(index, from)?);
-        from.must(at > start && at < end && stamp > whole, || {
-            format!("a use at tick {stamp} ends at depth {at} of an edge over [{start}, {end}), used at {whole}")
+        let (at, time) = (from.u32()?, read_time(index, from)?);
+        from.must(at > start && at < end && time > whole, || {
+            format!("a use at time {time} ends at depth {at} of an edge over [{start}, {end}), used at {whole}")
         })?;
-        pairs.push((at, stamp));
+        pairs.push((at, time));
     }
     let uses = InnerUses::from_pairs(pairs).filter(|uses| !uses.pairs().is_empty());
     uses.ok_or_else(|| from.wrong("uses that are out of order, or none"))

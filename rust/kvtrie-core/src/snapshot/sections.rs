@@ -13,7 +13,7 @@ use crate::index::{Config, RadixIndex, check_pool_id};
 use crate::inspection::gone::{MOST, Note};
 use crate::moved::Windows;
 use crate::span::{Kinds, MAX_KINDS};
-use crate::storage::blocks::Place;
+use crate::storage::blocks::BlockState;
 use crate::storage::forest::Forest;
 
 pub(super) struct Section {
@@ -178,7 +178,7 @@ fn read_kinds(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
 
 fn write_waiting(index: &RadixIndex, out: &mut Writer) {
     let condemned = index.forest().blocks().known();
-    let condemned = condemned.filter(|(_, place)| *place == Place::Condemned);
+    let condemned = condemned.filter(|(_, place)| *place == BlockState::Condemned);
     let all: Vec<u32> = index
         .pins()
         .waiting()
@@ -274,7 +274,7 @@ fn read_gone(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
     })?;
     for _ in 0..count {
         let (number, depth, digest) = (from.u32()?, from.u32()?, from.u64()?);
-        let behind = if number == NO_NODE {
+        let before = if number == NO_NODE {
             None
         } else {
             from.must((number as usize) < index.forest().num_nodes(), || {
@@ -282,7 +282,7 @@ fn read_gone(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
             })?;
             Some(index.forest().handle(number))
         };
-        index.parts_mut().gone.add(Note::new(behind, depth, digest));
+        index.parts_mut().gone.add(Note::new(before, depth, digest));
     }
     Ok(())
 }

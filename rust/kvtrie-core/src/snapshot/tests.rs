@@ -14,7 +14,7 @@ use crate::policy::ReusePolicy;
 use crate::span::Span;
 use crate::storage::payload::{Label, Payload};
 use crate::tokens::{Item, TokenSequence};
-use crate::{ErrorKind, storage::blocks::Place};
+use crate::{ErrorKind, storage::blocks::BlockState};
 
 /// The pool that `Config::seeded` names, still there.
 const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
@@ -170,10 +170,10 @@ fn everything_but_plans_comes_back() {
     };
     assert_eq!(counted(new), counted(old));
     for (id, place) in index.forest().blocks().known() {
-        let same = match (place, again.forest().blocks().place(id)) {
+        let same = match (place, again.forest().blocks().state(id)) {
             (
-                Place::Indexed { node, depth },
-                Place::Indexed {
+                BlockState::Indexed { node, depth },
+                BlockState::Indexed {
                     node: new,
                     depth: at,
                 },
@@ -183,8 +183,8 @@ fn everything_but_plans_comes_back() {
                     && old.payload(depth, 2) == new.payload(at, 2)
                     && old.last_use(depth) == new.last_use(at)
             }
-            (Place::Condemned, found) => found == Place::Waiting,
-            (Place::CondemnedForGood, found) => found == Place::Quarantined,
+            (BlockState::Condemned, found) => found == BlockState::Waiting,
+            (BlockState::CondemnedForGood, found) => found == BlockState::Quarantined,
             (expected, found) => expected == found,
         };
         assert!(same, "block {id}: {place:?}");
@@ -401,7 +401,7 @@ fn contradictions_are_refused() {
             let edge = edge_with_extras(index);
             let all = edges::numbers(index);
             let (tokens, parent) = (
-                index.forest().node(edge).run.tokens(2).to_vec(),
+                index.forest().node(edge).blocks.tokens(2).to_vec(),
                 index.forest().node(edge).parent,
             );
             let twin = (0..u32::try_from(all.len()).unwrap())
@@ -411,7 +411,7 @@ fn contradictions_are_refused() {
                         && index.forest().node(node).parent == parent
                 })
                 .unwrap();
-            let ids = index.forest().node(twin).run.ids(2).to_vec();
+            let ids = index.forest().node(twin).blocks.ids(2).to_vec();
             let ids: Vec<u32> = ids.into_iter().take(tokens.len() / 2).collect();
             let (tree, depth) = (
                 index.forest().node(edge).tree,
@@ -583,7 +583,7 @@ fn what_left_stood_behind_an_edge_that_there_is() {
     let mut index = RadixIndex::new(Config::seeded(0)).unwrap();
     let mut seq = sequence("x", &[1; 16], Vec::new());
     add(&mut index, &mut seq, &[5], Source::Computed);
-    let behind = |number: u32| {
+    let after = |number: u32| {
         let mut gone = Writer::default();
         gone.len(1);
         gone.u32(number);
@@ -593,12 +593,12 @@ fn what_left_stood_behind_an_edge_that_there_is() {
     };
     // The root of the tree is number 0, its edge number 1.
     for number in [0, 1, NO_NODE] {
-        read_back(&behind(number));
+        read_back(&after(number));
     }
     for number in [2, NO_NODE - 1] {
         told(
             &format!("there is no edge {number} (section GONE"),
-            &refused(&behind(number)),
+            &refused(&after(number)),
         );
     }
 }

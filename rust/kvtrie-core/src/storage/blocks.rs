@@ -10,7 +10,7 @@ use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex};
 const PAGE: usize = 1024;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum BlockState {
     /// Free, or held by the caller.
     Unknown,
     /// Backs the block at `depth` of the path through `node`.
@@ -105,14 +105,14 @@ impl BlockTable {
         self.num_pages += 1;
     }
 
-    pub(crate) fn place(&self, id: u32) -> Place {
+    pub(crate) fn state(&self, id: u32) -> BlockState {
         match self.place_of(id) {
-            (UNKNOWN | OFFERED, _) => Place::Unknown,
-            (WAITING, _) => Place::Waiting,
-            (CONDEMNED, _) => Place::Condemned,
-            (QUARANTINED, _) => Place::Quarantined,
-            (CONDEMNED_FOR_GOOD, _) => Place::CondemnedForGood,
-            (node, depth) => Place::Indexed { node, depth },
+            (UNKNOWN | OFFERED, _) => BlockState::Unknown,
+            (WAITING, _) => BlockState::Waiting,
+            (CONDEMNED, _) => BlockState::Condemned,
+            (QUARANTINED, _) => BlockState::Quarantined,
+            (CONDEMNED_FOR_GOOD, _) => BlockState::CondemnedForGood,
+            (node, depth) => BlockState::Indexed { node, depth },
         }
     }
 
@@ -194,7 +194,7 @@ impl BlockTable {
     /// The last pin of a condemned id ended. Returns whether it waits now; otherwise it is in quarantine.
     pub(crate) fn release(&mut self, id: u32) -> bool {
         self.num_condemned -= 1;
-        let waits = self.place(id) == Place::Condemned;
+        let waits = self.state(id) == BlockState::Condemned;
         if waits {
             self.wait(id);
         } else {
@@ -215,7 +215,7 @@ impl BlockTable {
 
     /// An id that is not indexed is permanently out of use: at once, or when its last pin ends.
     pub(crate) fn quarantine(&mut self, id: u32) {
-        if self.place(id) == Place::Condemned {
+        if self.state(id) == BlockState::Condemned {
             self.set(id, CONDEMNED_FOR_GOOD);
         } else {
             self.set_quarantined(id);
@@ -281,9 +281,9 @@ impl BlockTable {
     }
 
     /// The place of an offered id that [`Self::offer`] stopped at, and whether this is its first occurrence.
-    pub(crate) fn offer_known(&mut self, id: u32) -> (Place, bool) {
+    pub(crate) fn offer_known(&mut self, id: u32) -> (BlockState, bool) {
         let is_first = self.place_of(id).0 != OFFERED && !self.see(id);
-        (self.place(id), is_first)
+        (self.state(id), is_first)
     }
 
     pub(crate) fn clear_offers(&mut self, ids: &[BlockId]) {
@@ -312,7 +312,7 @@ impl BlockTable {
     }
 
     /// All known ids with their places, ascending.
-    pub(crate) fn known(&self) -> impl Iterator<Item = (u32, Place)> {
+    pub(crate) fn known(&self) -> impl Iterator<Item = (u32, BlockState)> {
         self.pages
             .iter()
             .enumerate()
@@ -320,9 +320,9 @@ impl BlockTable {
             .flat_map(|(index, _)| index * PAGE..(index + 1) * PAGE)
             .map(|id| {
                 let id = crate::ids::depth(id);
-                (id, self.place(id))
+                (id, self.state(id))
             })
-            .filter(|&(_, place)| place != Place::Unknown)
+            .filter(|&(_, place)| place != BlockState::Unknown)
     }
 
     pub(crate) fn heap_bytes(&self) -> usize {

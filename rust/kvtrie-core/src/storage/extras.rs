@@ -32,11 +32,11 @@ impl InnerUses {
     }
 
     /// Adds a use that ends at `end` and is newer than all others.
-    pub(crate) fn touch(&mut self, end: Depth, stamp: u64) {
+    pub(crate) fn touch(&mut self, end: Depth, time: u64) {
         while self.paths.last().is_some_and(|&(old, _)| old <= end) {
             self.paths.pop();
         }
-        self.paths.push((end, stamp));
+        self.paths.push((end, time));
     }
 
     /// A use of the whole edge, newer than all others, hides them.
@@ -45,19 +45,19 @@ impl InnerUses {
     }
 
     /// A use of the whole edge hides older ones.
-    pub(crate) fn cover(&mut self, stamp: u64) {
-        let hidden = self.paths.partition_point(|&(_, old)| old <= stamp);
+    pub(crate) fn cover(&mut self, time: u64) {
+        let hidden = self.paths.partition_point(|&(_, old)| old <= time);
         self.paths.drain(..hidden);
     }
 
     /// Last use of the block at `depth` that ends inside the edge; 0 if there is none.
-    pub(crate) fn stamp(&self, depth: Depth) -> u64 {
-        let behind = self.paths.partition_point(|&(end, _)| end > depth);
-        behind.checked_sub(1).map_or(0, |at| self.paths[at].1)
+    pub(crate) fn time(&self, depth: Depth) -> u64 {
+        let after = self.paths.partition_point(|&(end, _)| end > depth);
+        after.checked_sub(1).map_or(0, |at| self.paths[at].1)
     }
 
     pub(crate) fn latest(&self) -> u64 {
-        self.paths.last().map_or(0, |&(_, stamp)| stamp)
+        self.paths.last().map_or(0, |&(_, time)| time)
     }
 
     /// The edge now ends at `end`: removes the uses that reach it, and returns the latest.
@@ -70,9 +70,9 @@ impl InnerUses {
 
     /// Splits off the uses that ended at or before `end`.
     pub(crate) fn split_front(&mut self, end: Depth) -> Self {
-        let behind = self.paths.partition_point(|&(old, _)| old > end);
+        let after = self.paths.partition_point(|&(old, _)| old > end);
         Self {
-            paths: self.paths.drain(behind..).collect(),
+            paths: self.paths.drain(after..).collect(),
         }
     }
 }

@@ -5,9 +5,9 @@
 use crate::ids::{ABSENT, BlockId, Depth, NO_NODE, NodeIndex};
 use crate::ranges::{Range, Ranges};
 use crate::span::TagRun;
+use crate::storage::edge_blocks::EdgeBlocks;
 use crate::storage::extras::{Dead, Extras};
 use crate::storage::payload::{Label, Payload};
-use crate::storage::run::Run;
 use crate::tokens::{Item, View};
 
 /// An inner node's children, or a leaf's place in the order of eviction, in one word.
@@ -35,7 +35,7 @@ pub(crate) enum Guard {
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Node {
-    pub(crate) run: Run,
+    pub(crate) blocks: EdgeBlocks,
     extras: Option<Box<Extras>>,
     pub(crate) parent: NodeIndex,
     /// Children under [`Guard::Path`], [`Self::ANCHORED`] and [`Self::SOURCED`].
@@ -44,7 +44,7 @@ pub(crate) struct Node {
     pub(crate) depth: Depth,
     below: Below,
     /// Last use of the whole edge by a path that ends at its lower end; 0 if there is none.
-    stamp: u64,
+    time: u64,
     pub(crate) tree: u32,
     /// Links in the treap of siblings, in token order; the parent stores its root.
     pub(crate) left: NodeIndex,
@@ -66,9 +66,9 @@ impl Node {
 
     pub(crate) fn new(tree: u32, parent: NodeIndex, depth: Depth) -> Self {
         Self {
-            run: Run::default(),
+            blocks: EdgeBlocks::default(),
             extras: None,
-            stamp: 0,
+            time: 0,
             tree,
             parent,
             depth,
@@ -87,14 +87,14 @@ impl Node {
         (tree, parent, depth): (u32, NodeIndex, Depth),
         tokens: &[u32],
         ids: &[u32],
-        stamp: u64,
+        time: u64,
         mut extras: Extras,
         block_size: usize,
     ) -> Self {
         let mut node = Self::new(tree, parent, depth);
         node.first = tokens.first().copied().unwrap_or_default();
-        node.stamp = stamp;
-        node.run.extend(tokens, ids.iter().copied(), block_size);
+        node.time = time;
+        node.blocks.extend(tokens, ids.iter().copied(), block_size);
         let holes = ids.iter().filter(|&&id| id == ABSENT).count();
         extras.num_holes = crate::ids::depth(holes);
         let labels = extras.labels.iter();
@@ -123,7 +123,7 @@ impl Node {
     }
 
     pub(crate) fn end(&self) -> Depth {
-        self.depth + self.run.num_blocks()
+        self.depth + self.blocks.num_blocks()
     }
 
     /// Whether a pinned path continues below the edge; the whole edge is protected then.
@@ -174,7 +174,7 @@ impl Node {
     }
 
     pub(crate) fn id(&self, depth: Depth, block_size: usize) -> u32 {
-        self.run.id((depth - self.depth) as usize, block_size)
+        self.blocks.id((depth - self.depth) as usize, block_size)
     }
 
     /// The ids of the blocks `from..to`; holes are [`ABSENT`].
@@ -184,7 +184,7 @@ impl Node {
         to: Depth,
         block_size: usize,
     ) -> impl Iterator<Item = BlockId> {
-        let ids = self.run.ids(block_size);
+        let ids = self.blocks.ids(block_size);
         ids[(from - self.depth) as usize..(to - self.depth) as usize]
             .iter()
             .map(|&id| BlockId(id))
@@ -218,9 +218,9 @@ impl Node {
 
     pub(crate) fn set_payload(&mut self, depth: Depth, new: Payload, block_size: usize) {
         let at = (depth - self.depth) as usize;
-        let len = self.run.len();
+        let len = self.blocks.len();
         let old = self.payload(depth, block_size);
-        self.run.set_id(at, new.id, block_size);
+        self.blocks.set_id(at, new.id, block_size);
         let plain = |payload: Payload| payload.is_present() && payload.label == Label::EXACT;
         if plain(old) && plain(new) {
             return;
@@ -242,7 +242,7 @@ impl Node {
     pub(crate) fn vacate(&mut self, from: Depth, to: Depth, block_size: usize) {
         let (start, end) = ((from - self.depth) as usize, (to - self.depth) as usize);
         for at in start..end {
-            self.run.set_id(at, ABSENT, block_size);
+            self.blocks.set_id(at, ABSENT, block_size);
         }
         let (tokens_from, tokens_to) = (from as usize * block_size, to as usize * block_size);
         let extras = self.extras_mut();
@@ -264,14 +264,14 @@ impl Node {
         labels: &[Label],
         block_size: usize,
     ) {
-        if self.run.len() == 0 {
+        if self.blocks.len() == 0 {
             self.first = tokens.first().copied().unwrap_or_default();
         }
-        self.run
+        self.blocks
             .extend(tokens, ids.iter().map(|id| id.0), block_size);
         let keeps_labels = |extras: &Extras| !extras.labels.is_empty();
         if !labels.is_empty() || self.extras.as_deref().is_some_and(keeps_labels) {
-            let len = self.run.len();
+            let len = self.blocks.len();
             let extras = self.extras_mut();
             extras.labels.resize(len - ids.len(), Label::EXACT);
             extras.labels.extend(labels);
@@ -291,12 +291,12 @@ impl Node {
         let approximate = (end..self.end())
             .filter(|&depth| !self.label(depth).is_exact())
             .count();
-        self.run.truncate(len, block_size);
+        self.blocks.truncate(len, block_size);
         if let Some(extras) = &mut self.extras {
             extras.labels.truncate(len);
             extras.num_holes -= holes;
             extras.num_approximate -= crate::ids::depth(approximate);
-            self.stamp = self.stamp.max(extras.uses.truncate(end));
+            self.time = self.time.max(extras.uses.truncate(end));
             Item::cut(&mut extras.items, end as usize * block_size);
             extras.tags.clear(end as usize * block_size, usize::MAX);
             extras.source_uses.clear(end, Depth::MAX);
@@ -309,22 +309,26 @@ impl Node {
     pub(crate) fn split_front(&mut self, at: Depth, block_size: usize) -> Self {
         let mut front = Self::new(self.tree, self.parent, self.depth);
         let blocks = at - self.depth;
-        front.run = self.run.split_front(blocks as usize, block_size);
+        front.blocks = self.blocks.split_front(blocks as usize, block_size);
         front.first = self.first;
-        self.first = self.run.tokens(block_size)[0];
+        self.first = self.blocks.tokens(block_size)[0];
         self.depth = at;
         if let Some(extras) = &mut self.extras {
             let own = front.extras.insert(Box::default());
             let cut = at as usize * block_size;
             if !extras.labels.is_empty() {
-                let behind = extras.labels.split_off(blocks as usize);
-                own.labels = std::mem::replace(&mut extras.labels, behind);
+                let after = extras.labels.split_off(blocks as usize);
+                own.labels = std::mem::replace(&mut extras.labels, after);
                 let approximate = own.labels.iter().filter(|label| !label.is_exact()).count();
                 own.num_approximate = crate::ids::depth(approximate);
                 extras.num_approximate -= own.num_approximate;
             }
             if extras.num_holes > 0 {
-                let holes = front.run.ids(block_size).iter().filter(|&&id| id == ABSENT);
+                let holes = front
+                    .blocks
+                    .ids(block_size)
+                    .iter()
+                    .filter(|&&id| id == ABSENT);
                 own.num_holes = crate::ids::depth(holes.count());
                 extras.num_holes -= own.num_holes;
             }
@@ -342,7 +346,7 @@ impl Node {
                 }
             }
             own.uses = extras.uses.split_front(at);
-            front.stamp = own.uses.truncate(at);
+            front.time = own.uses.truncate(at);
             front.prune();
             self.prune();
         }
@@ -351,7 +355,7 @@ impl Node {
 
     pub(crate) fn view(&self, block_size: usize) -> View<'_> {
         View {
-            tokens: self.run.tokens(block_size),
+            tokens: self.blocks.tokens(block_size),
             base: self.depth as usize * block_size,
             items: self.extras.as_ref().map_or(&[], |extras| &extras.items),
         }
@@ -403,20 +407,20 @@ impl Node {
 
     pub(crate) fn present(&self, block_size: usize) -> u32 {
         if self.extras.is_none() {
-            return self.run.num_blocks();
+            return self.blocks.num_blocks();
         }
         self.num_present(self.depth, self.end(), block_size)
     }
 
     /// Adds a use of a path that ends at `end`, newer than all others.
-    pub(crate) fn touch(&mut self, end: Depth, stamp: u64) {
+    pub(crate) fn touch(&mut self, end: Depth, time: u64) {
         if end < self.end() {
             let extras = self.extras_mut();
-            extras.uses.touch(end, stamp);
+            extras.uses.touch(end, time);
             extras.source_uses.clear(0, end);
             return;
         }
-        self.stamp = stamp;
+        self.time = time;
         if let Some(extras) = &mut self.extras {
             extras.uses.clear();
             extras.source_uses = Ranges::default();
@@ -425,10 +429,10 @@ impl Node {
     }
 
     /// Adds a use, of any age, of a path through the whole edge.
-    pub(crate) fn add_use(&mut self, stamp: u64) {
-        self.stamp = self.stamp.max(stamp);
+    pub(crate) fn add_use(&mut self, time: u64) {
+        self.time = self.time.max(time);
         if let Some(extras) = &mut self.extras {
-            extras.uses.cover(stamp);
+            extras.uses.cover(time);
             self.prune();
         }
     }
@@ -436,10 +440,10 @@ impl Node {
     /// Last use of a block by a path that ends in this edge, or as a source.
     pub(crate) fn last_use(&self, depth: Depth) -> u64 {
         let Some(extras) = &self.extras else {
-            return self.stamp;
+            return self.time;
         };
         let source = extras.source_uses.get(depth).unwrap_or(0);
-        self.stamp.max(extras.uses.stamp(depth)).max(source)
+        self.time.max(extras.uses.time(depth)).max(source)
     }
 
     /// The latest use of any block by a path that ends in this edge.
@@ -448,12 +452,12 @@ impl Node {
             .extras
             .as_ref()
             .map_or(0, |extras| extras.uses.latest());
-        self.stamp.max(inner)
+        self.time.max(inner)
     }
 
     /// The last use of the whole edge by a path that ends at its lower end.
     pub(crate) fn whole_use(&self) -> u64 {
-        self.stamp
+        self.time
     }
 
     /// Whether all blocks are present, exact, not dead, without tags or items, and have one last use.
@@ -498,7 +502,7 @@ impl Node {
     }
 
     pub(crate) fn heap_bytes(&self) -> usize {
-        self.run.heap_bytes() + self.extras.as_ref().map_or(0, |extras| extras.heap_bytes())
+        self.blocks.heap_bytes() + self.extras.as_ref().map_or(0, |extras| extras.heap_bytes())
     }
 }
 
@@ -524,41 +528,41 @@ mod tests {
             steps in prop::collection::vec((0u8..4, 1u32..20, 1u64..30), 0..40)
         ) {
             let mut node = edge(20);
-            let mut stamps = vec![0u64; 20];
+            let mut times = vec![0u64; 20];
             let mut clock = 100;
-            for (kind, at, stamp) in steps {
+            for (kind, at, time) in steps {
                 let at = at.min(node.end());
                 match kind {
                     0 => {
                         clock += 1;
                         node.touch(at, clock);
-                        stamps[..at as usize].fill(clock);
+                        times[..at as usize].fill(clock);
                     }
                     1 => {
-                        node.add_use(stamp);
-                        for old in &mut stamps {
-                            *old = (*old).max(stamp);
+                        node.add_use(time);
+                        for old in &mut times {
+                            *old = (*old).max(time);
                         }
                     }
                     2 if at > 1 => {
                         node.truncate(at, BLOCK_SIZE);
-                        stamps.truncate(at as usize);
+                        times.truncate(at as usize);
                     }
                     _ => {}
                 }
                 let found: Vec<u64> = (0..node.end()).map(|depth| node.last_use(depth)).collect();
-                prop_assert_eq!(&found, &stamps);
-                prop_assert_eq!(node.latest_use(), stamps.iter().copied().max().unwrap_or(0));
+                prop_assert_eq!(&found, &times);
+                prop_assert_eq!(node.latest_use(), times.iter().copied().max().unwrap_or(0));
             }
             let (cut, end) = (node.end() / 2, node.end());
             if cut > 0 {
                 let latest_behind = (cut..end).map(|depth| node.last_use(depth)).max().unwrap_or(0);
                 let front = node.split_front(cut, BLOCK_SIZE);
                 for depth in 0..cut {
-                    prop_assert_eq!(front.last_use(depth).max(latest_behind), stamps[depth as usize]);
+                    prop_assert_eq!(front.last_use(depth).max(latest_behind), times[depth as usize]);
                 }
                 for depth in cut..end {
-                    prop_assert_eq!(node.last_use(depth), stamps[depth as usize]);
+                    prop_assert_eq!(node.last_use(depth), times[depth as usize]);
                 }
             }
         }

@@ -61,11 +61,11 @@ impl Salts {
     ) -> impl Iterator<Item = &'a Arc<Namespace>> {
         let here = || Bound::Excluded(BySalt(Arc::clone(own)));
         let before = self.0.range((Bound::Unbounded, here())).rev();
-        let behind = self.0.range((here(), Bound::Unbounded));
+        let after = self.0.range((here(), Bound::Unbounded));
         let is_same = |other: &&BySalt| other.0.salt() == own.salt();
         let before = before.take_while(is_same).take(count);
-        let behind = behind.take_while(is_same).take(count);
-        before.chain(behind).map(|other| &other.0)
+        let after = after.take_while(is_same).take(count);
+        before.chain(after).map(|other| &other.0)
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -238,30 +238,30 @@ pub(crate) fn likest<'a>(
         let of = |side: Option<(NodeIndex, usize)>| side.map(|(_, tokens)| tokens);
         let side = usize::from(of(sides[1]) > of(sides[0]));
         let found = sides[side]?;
-        sides[side] = shared(beside(nodes, found.0, side == 1));
+        sides[side] = shared(adjacent(nodes, found.0, side == 1));
         Some(found)
     })
 }
 
 /// The next sibling in token order, or the previous one.
-fn beside(nodes: &Arena, node: NodeIndex, behind: bool) -> NodeIndex {
-    let towards = |at: NodeIndex, behind: bool| {
-        if behind {
+fn adjacent(nodes: &Arena, node: NodeIndex, forward: bool) -> NodeIndex {
+    let towards = |at: NodeIndex, forward: bool| {
+        if forward {
             nodes[at].right
         } else {
             nodes[at].left
         }
     };
-    let mut at = towards(node, behind);
+    let mut at = towards(node, forward);
     if at != NO_NODE {
-        while towards(at, !behind) != NO_NODE {
-            at = towards(at, !behind);
+        while towards(at, !forward) != NO_NODE {
+            at = towards(at, !forward);
         }
         return at;
     }
     let mut below = node;
     at = nodes[node].up;
-    while at != NO_NODE && towards(at, behind) == below {
+    while at != NO_NODE && towards(at, forward) == below {
         below = at;
         at = nodes[at].up;
     }

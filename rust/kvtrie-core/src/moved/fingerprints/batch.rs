@@ -35,9 +35,9 @@ impl Fingerprints {
     fn touch(&self, batch: &[Entry], links: bool) {
         let mut touched = 0;
         for &Entry { hash, .. } in batch {
-            let (segment, tag) = self.locate(hash);
+            let (shard, tag) = self.locate(hash);
             touched |= self.filter[self.word(hash)];
-            if let Some(bucket) = self.segments[segment].home(tag) {
+            if let Some(bucket) = self.shards[shard].home(tag) {
                 touched |= u64::from(bucket.passed) | u64::from(bucket.names[SLOTS - 1]);
             }
         }

@@ -21,10 +21,10 @@ impl Fingerprints {
             names: [NO_NAME; MAX_INLINE],
             inline: 0,
         };
-        let segment = &self.segments[number];
-        let copies = segment.copies(tag);
+        let shard = &self.shards[number];
+        let copies = shard.copies(tag);
         for place in &copies.places[..copies.len] {
-            found.names[found.inline] = segment.buckets[place.bucket].names[place.slot];
+            found.names[found.inline] = shard.buckets[place.bucket].names[place.slot];
             found.inline += 1;
         }
         if copies.chained.is_some() {
@@ -52,15 +52,15 @@ impl Fingerprints {
             }
             let mut num_held = 0;
             for at in 0..num_kept {
-                let (segment, tag) = self.locate(chunk[kept[at] as usize]);
-                let home = self.segments[segment].home(tag);
+                let (shard, tag) = self.locate(chunk[kept[at] as usize]);
+                let home = self.shards[shard].home(tag);
                 kept[num_held] = kept[at];
                 num_held += usize::from(home.is_some_and(|b| b.may_hold(tag) | b.passes_on(tag)));
             }
             for &at in &kept[..num_held] {
-                let (segment, tag) = self.locate(chunk[at as usize]);
+                let (shard, tag) = self.locate(chunk[at as usize]);
                 let held = |_, bucket: &Bucket| bucket.may_hold(tag).then_some(());
-                if self.segments[segment].walk(tag, held).is_some() {
+                if self.shards[shard].walk(tag, held).is_some() {
                     found.push(first + at);
                 }
             }

@@ -1,7 +1,7 @@
 //! The invariants of the table.
 
 use super::bucket::Bucket;
-use super::segment::MOST;
+use super::shard::MOST;
 use super::{Entry, Fingerprints, NO_NAME, TAG_BITS, Tag, WORD_BITS, index};
 
 impl Fingerprints {
@@ -18,18 +18,15 @@ impl Fingerprints {
         };
         let mut entries = Vec::with_capacity(self.len);
         let (mut buckets, mut links) = (0, 0);
-        for (number, segment) in self.segments.iter().enumerate() {
-            let size = segment.buckets.len();
+        for (number, shard) in self.shards.iter().enumerate() {
+            let size = shard.buckets.len();
             buckets += size;
-            let lens = segment.buckets.iter().map(Bucket::len);
-            must(
-                lens.sum::<usize>() == segment.slots(),
-                "slots are miscounted",
-            )?;
-            must(segment.slots() <= size * MOST, "a segment is too full")?;
-            must(!segment.is_sparse(), "a segment is too empty")?;
-            for (at, bucket) in segment.buckets.iter().enumerate() {
-                must(bucket.passed == segment.marks(at), "a mark is wrong")?;
+            let lens = shard.buckets.iter().map(Bucket::len);
+            must(lens.sum::<usize>() == shard.slots(), "slots are miscounted")?;
+            must(shard.slots() <= size * MOST, "a shard is too full")?;
+            must(!shard.is_sparse(), "a shard is too empty")?;
+            for (at, bucket) in shard.buckets.iter().enumerate() {
+                must(bucket.passed == shard.marks(at), "a mark is wrong")?;
                 for slot in 0..bucket.len() {
                     let tag = bucket.tag(slot);
                     let word = self.filter[number << WORD_BITS | tag.word()];
@@ -42,7 +39,7 @@ impl Fingerprints {
                         entries.push((name, number, tag, None));
                         continue;
                     }
-                    let twin = segment.walk(tag, |bucket, here| {
+                    let twin = shard.walk(tag, |bucket, here| {
                         let mut twins = here.slots_of(tag).filter(|&twin| here.is_chained(twin));
                         twins.find(|&twin| (bucket, twin) != (at, slot))
                     });
@@ -77,8 +74,8 @@ impl Fingerprints {
         let mut expected: Vec<_> = live
             .into_iter()
             .map(|Entry { hash, tree, name }| {
-                let (segment, tag) = self.locate(hash);
-                (name, segment, tag, tree)
+                let (shard, tag) = self.locate(hash);
+                (name, shard, tag, tree)
             })
             .collect();
         expected.sort_unstable();

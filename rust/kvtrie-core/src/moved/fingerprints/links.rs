@@ -165,7 +165,7 @@ impl<T: Record> Shards<T> {
     }
 }
 
-/// All chains. A *location* is the segment and the tag that windows share.
+/// All chains. A *location* is the shard and the tag that windows share.
 #[derive(Clone, Debug)]
 pub(super) struct Links {
     places: Shards<Link>,

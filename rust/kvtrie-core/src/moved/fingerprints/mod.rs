@@ -13,7 +13,7 @@
 //! - The same calls on a table of the same seed return the same candidates in the same order. Except for candidates
 //!   that are places of other windows, results do not depend on the seed.
 //! - A window with 10⁶ places costs what 10⁶ windows cost, within a small factor, and other windows nothing.
-//! - Nothing is rehashed as a whole: the longest pause is that of one segment, about 2,000 entries.
+//! - Nothing is rehashed as a whole: the longest pause is that of one shard, about 2,000 entries.
 //!
 //! # Costs
 //!
@@ -21,15 +21,15 @@
 //! batch requests those of [`BATCH`] entries before it uses the first. `make bench` measures the cost of maintaining
 //! the table per insert and eviction, and its bytes per token.
 //!
-//! A bucket of 18 entries takes 128 bytes, and a growing segment is 78 to 89 % full: 8 to 9 bytes per entry. Filter and
-//! segments take 1 to 2 bytes per entry of the table's capacity, from the start. A place of a window with more than
+//! A bucket of 18 entries takes 128 bytes, and a growing shard is 78 to 89 % full: 8 to 9 bytes per entry. Filter and
+//! shards take 1 to 2 bytes per entry of the table's capacity, from the start. A place of a window with more than
 //! four places takes a link of 12 bytes in a hash table instead, and its tree a head of 16.
 //!
 //! # Structure
 //!
-//! The high bits of a hash choose a *segment*: a small table of *buckets* of 18 entries in two cache lines. Segments
+//! The high bits of a hash choose a *shard*: a small table of *buckets* of 18 entries in two cache lines. Shards
 //! are rebuilt one at a time, a few buckets larger or smaller. The next 23 bits are the *tag*, the only bits kept. The
-//! home bucket is proportional to the tag, so a segment of any size can be rebuilt from tags alone. An entry whose home
+//! home bucket is proportional to the tag, so a shard of any size can be rebuilt from tags alone. An entry whose home
 //! is full goes to the next bucket with room, and marks the buckets that it passed.
 //!
 //! Entries of one tag are in the order in which they were added. From the fifth on they share one slot, which is
@@ -38,7 +38,7 @@
 //! exist, no entry of the tag takes a slot of its own, so entries in slots are older.
 //!
 //! A *filter* of two bits per entry, in words chosen by the high bits of the hash, is read first. It fits the
-//! second-level cache where the buckets do not. A removed entry leaves its bits until its segment is wiped, after as
+//! second-level cache where the buckets do not. A removed entry leaves its bits until its shard is wiped, after as
 //! many removals as a quarter of its entries.
 //!
 //! Rejected: looking misses up in the buckets alone, which waits for memory at each window; buckets of nine in one
@@ -52,7 +52,7 @@ mod check;
 mod hasher;
 mod links;
 mod order;
-mod segment;
+mod shard;
 mod tag;
 #[cfg(test)]
 mod tests;
@@ -60,7 +60,7 @@ mod tests;
 use bucket::{Bucket, CHAINED};
 use hasher::random;
 use links::Links;
-use segment::{MOST, Place, Segment};
+use shard::{MOST, Place, Shard};
 use tag::{TAG_BITS, Tag};
 
 pub(crate) use hasher::WindowHasher;
@@ -74,13 +74,13 @@ const NO_NAME: u32 = u32::MAX;
 /// Places of one window that have a slot each. Further places share one slot, and one chain per tree.
 const MAX_INLINE: usize = 4;
 
-/// Entries of a segment when the table holds as many as its capacity: between half of this and all.
-const SEGMENT_ENTRIES: usize = 2048;
+/// Entries of a shard when the table holds as many as its capacity: between half of this and all.
+const SHARD_ENTRIES: usize = 2048;
 
-/// Base-2 logarithm of the most segments, whatever the capacity.
-const MAX_SEGMENT_BITS: u32 = 16;
+/// Base-2 logarithm of the most shards, whatever the capacity.
+const MAX_SHARD_BITS: u32 = 16;
 
-/// Base-2 logarithm of the filter words per segment.
+/// Base-2 logarithm of the filter words per shard.
 const WORD_BITS: u32 = 8;
 
 /// Entries of a batch: as many cache lines are requested before the first is used.
@@ -105,8 +105,8 @@ fn index(bits: u64) -> usize {
 pub(crate) struct Fingerprints {
     /// Two bits per entry, and those of some removed entries.
     filter: Vec<u64>,
-    segments: Vec<Segment>,
-    segment_bits: u32,
+    shards: Vec<Shard>,
+    shard_bits: u32,
     links: Links,
     len: usize,
     buckets: usize,
@@ -114,18 +114,18 @@ pub(crate) struct Fingerprints {
 
 impl Fingerprints {
     /// A table for `capacity` entries. It takes more, but then its longest pause and its false candidates grow. With
-    /// fewer entries, filter and segments take as much memory as in a full table.
+    /// fewer entries, filter and shards take as much memory as in a full table.
     pub(crate) fn new(seed: u64, capacity: usize) -> Self {
-        let segment_bits = (capacity / SEGMENT_ENTRIES + 1)
+        let shard_bits = (capacity / SHARD_ENTRIES + 1)
             .next_power_of_two()
             .ilog2()
-            .min(MAX_SEGMENT_BITS);
+            .min(MAX_SHARD_BITS);
         let mut state = !seed;
         Self {
-            filter: vec![0; 1 << (segment_bits + WORD_BITS)],
-            segments: vec![Segment::default(); 1 << segment_bits],
-            segment_bits,
-            links: Links::new(segment_bits, random(&mut state)),
+            filter: vec![0; 1 << (shard_bits + WORD_BITS)],
+            shards: vec![Shard::default(); 1 << shard_bits],
+            shard_bits,
+            links: Links::new(shard_bits, random(&mut state)),
             len: 0,
             buckets: 0,
         }
@@ -137,26 +137,26 @@ impl Fingerprints {
 
     pub(crate) fn heap_bytes(&self) -> usize {
         self.filter.capacity() * size_of::<u64>()
-            + self.segments.capacity() * size_of::<Segment>()
+            + self.shards.capacity() * size_of::<Shard>()
             + self.buckets * size_of::<Bucket>()
             + self.links.heap_bytes()
     }
 
-    /// The segment and the tag of a hash.
+    /// The shard and the tag of a hash.
     #[inline]
     fn locate(&self, hash: u64) -> (usize, Tag) {
-        let segment = (hash >> 1) >> (63 - self.segment_bits);
-        let tag = (hash << self.segment_bits) >> (64 - TAG_BITS);
-        (index(segment), Tag((tag & 0xffff_ffff) as u32))
+        let shard = (hash >> 1) >> (63 - self.shard_bits);
+        let tag = (hash << self.shard_bits) >> (64 - TAG_BITS);
+        (index(shard), Tag((tag & 0xffff_ffff) as u32))
     }
 
     /// The filter word of a hash.
     #[inline]
     fn word(&self, hash: u64) -> usize {
-        index(hash >> (64 - WORD_BITS - self.segment_bits))
+        index(hash >> (64 - WORD_BITS - self.shard_bits))
     }
 
-    /// The segment and the tag of a hash as one number.
+    /// The shard and the tag of a hash as one number.
     fn location(number: usize, tag: Tag) -> u64 {
         (number as u64) << TAG_BITS | u64::from(tag.0)
     }
@@ -169,44 +169,44 @@ impl Fingerprints {
         let word = self.word(hash);
         self.filter[word] |= tag.bits();
         self.len += 1;
-        let segment = &mut self.segments[number];
-        if segment.slots() >= segment.buckets.len() * MOST {
-            self.buckets -= segment.buckets.len();
-            segment.resize(segment.slots() + 1);
-            self.buckets += segment.buckets.len();
+        let shard = &mut self.shards[number];
+        if shard.slots() >= shard.buckets.len() * MOST {
+            self.buckets -= shard.buckets.len();
+            shard.resize(shard.slots() + 1);
+            self.buckets += shard.buckets.len();
         }
-        let copies = segment.copies(tag);
+        let copies = shard.copies(tag);
         if copies.chained.is_none() && copies.len < MAX_INLINE {
             let names = copies
                 .places
-                .map(|place| segment.buckets[place.bucket].names[place.slot]);
-            segment.push(tag, 0, name);
+                .map(|place| shard.buckets[place.bucket].names[place.slot]);
+            shard.push(tag, 0, name);
             if copies.len > 0 {
                 // Room was found after the others or between them, but the order must be that of age.
-                let now = segment.copies(tag);
+                let now = shard.copies(tag);
                 let names = names[..copies.len].iter().chain([&name]);
                 for (place, name) in now.places.iter().zip(names) {
-                    segment.buckets[place.bucket].names[place.slot] = *name;
+                    shard.buckets[place.bucket].names[place.slot] = *name;
                 }
             }
             return;
         }
         if copies.chained.is_none() {
-            segment.push(tag, CHAINED, NO_NAME);
+            shard.push(tag, CHAINED, NO_NAME);
         }
         self.links.add(Self::location(number, tag), tree, name);
     }
 
-    /// Wipes or shrinks a segment that lost entries, if it is due.
+    /// Wipes or shrinks a shard that lost entries, if it is due.
     fn settle(&mut self, number: usize) {
-        let segment = &mut self.segments[number];
-        if segment.gone > segment.slots / 4 + 8 {
-            segment.wipe(&mut self.filter[number << WORD_BITS..][..1 << WORD_BITS]);
+        let shard = &mut self.shards[number];
+        if shard.gone > shard.slots / 4 + 8 {
+            shard.wipe(&mut self.filter[number << WORD_BITS..][..1 << WORD_BITS]);
         }
-        if segment.is_sparse() {
-            self.buckets -= segment.buckets.len();
-            segment.resize(segment.slots());
-            self.buckets += segment.buckets.len();
+        if shard.is_sparse() {
+            self.buckets -= shard.buckets.len();
+            shard.resize(shard.slots());
+            self.buckets += shard.buckets.len();
         }
     }
 
@@ -214,13 +214,13 @@ impl Fingerprints {
     pub(crate) fn remove(&mut self, entry: Entry) -> bool {
         let Entry { hash, tree, name } = entry;
         let (number, tag) = self.locate(hash);
-        let segment = &mut self.segments[number];
-        let found = segment.walk(tag, |bucket, here| {
+        let shard = &mut self.shards[number];
+        let found = shard.walk(tag, |bucket, here| {
             let slot = here.slot_of(tag, name)?;
             Some(Place { bucket, slot })
         });
         if let Some(place) = found {
-            segment.take_out(place);
+            shard.take_out(place);
             self.settle(number);
         } else {
             let location = Self::location(number, tag);
@@ -228,9 +228,9 @@ impl Fingerprints {
                 return false;
             };
             if left == 0
-                && let Some(place) = segment.copies(tag).chained
+                && let Some(place) = shard.copies(tag).chained
             {
-                segment.take_out(place);
+                shard.take_out(place);
                 self.settle(number);
             }
         }

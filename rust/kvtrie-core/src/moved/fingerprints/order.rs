@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::Fingerprints;
-use super::segment::FILL;
+use super::shard::FILL;
 
 /// The most distinct windows that may have the same home bucket. Hashes that nobody chose give [`FILL`] on average.
 const CROWD: usize = 512;
@@ -14,11 +14,11 @@ impl Fingerprints {
     /// `tree_of` returns the tree of a place.
     pub(crate) fn grouped(&self, tree_of: impl Fn(u32) -> u32) -> Vec<u32> {
         let mut groups: BTreeMap<(u64, u32), Vec<u32>> = BTreeMap::new();
-        for (number, segment) in self.segments.iter().enumerate() {
-            for (at, bucket) in segment.buckets.iter().enumerate() {
+        for (number, shard) in self.shards.iter().enumerate() {
+            for (at, bucket) in shard.buckets.iter().enumerate() {
                 for slot in 0..bucket.len() {
                     let tag = bucket.tag(slot);
-                    let copies = segment.copies(tag);
+                    let copies = shard.copies(tag);
                     let oldest = copies.places[0];
                     let is_oldest = (oldest.bucket, oldest.slot) == (at, slot);
                     if bucket.is_chained(slot)
@@ -28,7 +28,7 @@ impl Fingerprints {
                         continue;
                     }
                     for copy in &copies.places[..copies.len] {
-                        let name = segment.buckets[copy.bucket].names[copy.slot];
+                        let name = shard.buckets[copy.bucket].names[copy.slot];
                         let group = (Self::location(number, tag), tree_of(name));
                         groups.entry(group).or_default().push(name);
                     }
@@ -52,9 +52,9 @@ impl Fingerprints {
         hashes.sort_unstable();
         let mut rest = hashes.iter().map(|&hash| self.locate(hash)).peekable();
         let mut tags = Vec::new();
-        while let Some((segment, tag)) = rest.next() {
+        while let Some((shard, tag)) = rest.next() {
             tags.push(tag);
-            if rest.peek().is_some_and(|&(next, _)| next == segment) {
+            if rest.peek().is_some_and(|&(next, _)| next == shard) {
                 continue;
             }
             tags.dedup();

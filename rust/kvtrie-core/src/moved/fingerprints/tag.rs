@@ -5,7 +5,7 @@ use super::{WORD_BITS, index};
 /// Bits of the hash that an entry keeps.
 pub(super) const TAG_BITS: u32 = 23;
 
-/// What an entry keeps of its hash: the bits below those that choose the segment.
+/// What an entry keeps of its hash: the bits below those that choose the shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Tag(pub(super) u32);
 
@@ -27,7 +27,7 @@ impl Tag {
         index((u64::from(self.0) * buckets as u64) >> TAG_BITS)
     }
 
-    /// The filter word, counted within the segment.
+    /// The filter word, counted within the shard.
     #[inline]
     pub(super) fn word(self) -> usize {
         (self.0 >> (TAG_BITS - WORD_BITS)) as usize

@@ -194,7 +194,7 @@ proptest! {
 }
 
 #[test]
-fn grows_and_shrinks_a_segment_at_a_time_within_bounded_memory() {
+fn grows_and_shrinks_a_shard_at_a_time_within_bounded_memory() {
     let capacity = 60_000;
     let mut table = Fingerprints::new(3, capacity);
     let empty = table.heap_bytes();
@@ -208,8 +208,8 @@ fn grows_and_shrinks_a_segment_at_a_time_within_bounded_memory() {
         "{}",
         table.heap_bytes()
     );
-    let largest = table.segments.iter().map(Segment::slots).max();
-    assert!(largest < Some(SEGMENT_ENTRIES * 5 / 4));
+    let largest = table.shards.iter().map(Shard::slots).max();
+    assert!(largest < Some(SHARD_ENTRIES * 5 / 4));
     assert_eq!(table.remove_all(&places), capacity);
     assert_eq!(table.heap_bytes(), empty);
 }
@@ -248,7 +248,7 @@ fn a_window_with_very_many_places_costs_its_neighbours_nothing() {
         table.add_all(&places);
         // Four in slots of their own, and one slot for the others.
         assert_eq!(
-            table.segments.iter().map(Segment::slots).sum::<usize>(),
+            table.shards.iter().map(Shard::slots).sum::<usize>(),
             period as usize * (MAX_INLINE + 1)
         );
         let candidates = table.candidates(places[0].hash, 0);
@@ -348,7 +348,7 @@ fn places_of_other_trees_are_neither_met_nor_counted_however_many_collide() {
     let own: Vec<&u32> = found.iter().filter(is_own).collect();
     assert_eq!(own, [&60_000, &1, &0]);
     assert_eq!(
-        table.segments.iter().map(Segment::slots).sum::<usize>(),
+        table.shards.iter().map(Shard::slots).sum::<usize>(),
         MAX_INLINE + 1
     );
 }

@@ -54,9 +54,9 @@ impl Edge {
     fn uses(uses: &[(u32, u64)]) -> Self {
         Self::with(USES, |out| {
             out.len(uses.len());
-            for &(end, stamp) in uses {
+            for &(end, time) in uses {
                 out.u32(end);
-                out.u64(stamp);
+                out.u64(time);
             }
         })
     }
@@ -200,13 +200,13 @@ fn tags_lie_in_the_edge_and_in_no_hole() {
 #[test]
 fn uses_end_inside_the_edge_after_the_last_of_the_whole() {
     read_below(&Edge::uses(&[(4, 4), (3, 9)]));
-    for (end, stamp) in [(2, 4), (5, 4), (3, 3), (4, 3)] {
+    for (end, time) in [(2, 4), (5, 4), (3, 3), (4, 3)] {
         let what =
-            format!("a use at tick {stamp} ends at depth {end} of an edge over [2, 5), used at 3");
-        told(&what, &refused_below(&Edge::uses(&[(end, stamp)])));
+            format!("a use at time {time} ends at depth {end} of an edge over [2, 5), used at 3");
+        told(&what, &refused_below(&Edge::uses(&[(end, time)])));
     }
     told(
-        "a use at tick 10; the clock stands at 9",
+        "a use at time 10; the clock stands at 9",
         &refused_below(&Edge::uses(&[(4, 10)])),
     );
 }
@@ -402,14 +402,13 @@ fn contradictions_of_one_edge_are_refused() {
     );
     for earlier in [0, 1] {
         told(
-            "a use at tick",
+            "a use at time",
             &spoilt(|index| {
                 let edge = edge_with_extras(index);
                 let node = index.node_mut(edge);
                 let (from, whole) = (node.depth, node.whole_use());
                 let uses = [(from + 1, whole - earlier)].into_iter().collect();
-                node.extras_mut().uses =
-                    InnerUses::from_pairs(uses).unwrap();
+                node.extras_mut().uses = InnerUses::from_pairs(uses).unwrap();
             }),
         );
     }

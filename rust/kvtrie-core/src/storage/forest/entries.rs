@@ -135,7 +135,7 @@ impl Forest {
     pub(crate) fn vacate_end(&mut self, node: NodeIndex, end: Depth, mut tell: impl FnMut(u32)) {
         let edge = &self.nodes[node];
         let from = (end - edge.depth) as usize;
-        for &id in edge.run.ids(self.block_size)[from..].iter().rev() {
+        for &id in edge.blocks.ids(self.block_size)[from..].iter().rev() {
             self.blocks.depart(id, false);
             tell(id);
         }
@@ -157,7 +157,7 @@ impl Forest {
         mut tell: impl FnMut(u32, bool),
     ) {
         let node = self.remove_node(at);
-        let ids = node.run.ids(self.block_size).iter();
+        let ids = node.blocks.ids(self.block_size).iter();
         for &id in ids.filter(|&&id| id != ABSENT) {
             let condemned = is_pinned(id);
             self.blocks.depart(id, condemned);

@@ -64,7 +64,7 @@ impl Forest {
         self.nodes[tail].parent = front;
         siblings::insert(&mut self.nodes, block_size, tail);
         self.split_anchors(front, tail);
-        for &id in self.nodes[front].run.ids(block_size) {
+        for &id in self.nodes[front].blocks.ids(block_size) {
             if id != ABSENT {
                 self.blocks.set_node(id, front);
             }

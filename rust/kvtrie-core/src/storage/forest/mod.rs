@@ -28,7 +28,7 @@ use entries::Counts;
 use protection::Protection;
 
 pub(crate) use entries::NewBlocks;
-pub(crate) use places::Part;
+pub(crate) use places::PathPart;
 pub(crate) use protection::{Change, Sources};
 pub(crate) use walk::Walked;
 

@@ -5,14 +5,14 @@ use hashbrown::HashMap;
 
 use crate::effort::{Effort, Steps};
 use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex};
-use crate::storage::blocks::Place;
+use crate::storage::blocks::BlockState;
 use crate::storage::forest::{Forest, Position, SourceRun};
 use crate::storage::siblings;
 use crate::tokens::TokenSequence;
 
 /// Consecutive present blocks of an edge, inside the ranges.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Part {
+pub(crate) struct PathPart {
     pub(crate) from: Depth,
     pub(crate) to: Depth,
     /// A present block below them is not on the path.
@@ -22,8 +22,8 @@ pub(crate) struct Part {
 impl Forest {
     /// The node and the depth of an indexed block.
     pub(crate) fn place_of(&self, id: u32) -> Option<(NodeIndex, Depth)> {
-        match self.blocks.place(id) {
-            Place::Indexed { node, depth } => Some((node, depth)),
+        match self.blocks.state(id) {
+            BlockState::Indexed { node, depth } => Some((node, depth)),
             _ => None,
         }
     }
@@ -69,8 +69,8 @@ impl Forest {
     }
 
     pub(crate) fn tree_of_block(&self, id: u32) -> Option<u32> {
-        match self.blocks.place(id) {
-            Place::Indexed { node, .. } => Some(self.nodes[node].tree),
+        match self.blocks.state(id) {
+            BlockState::Indexed { node, .. } => Some(self.nodes[node].tree),
             _ => None,
         }
     }
@@ -106,7 +106,7 @@ impl Forest {
         ranges: &[(Depth, Depth)],
         with_extended: bool,
         effort: Effort,
-    ) -> Option<Vec<(NodeIndex, Vec<Part>)>> {
+    ) -> Option<Vec<(NodeIndex, Vec<PathPart>)>> {
         let mut found = Vec::new();
         let Some(&(first, _)) = ranges.first() else {
             return Some(found);
@@ -138,7 +138,7 @@ impl Forest {
                     while at < to {
                         let until = edge.present_until(at, to, block_size);
                         if at < until {
-                            parts.push(Part {
+                            parts.push(PathPart {
                                 from: at,
                                 to: until,
                                 is_extended: until <= extended,

@@ -2,6 +2,7 @@
 
 use foldhash::quality::FixedState;
 use hashbrown::HashMap;
+use hashbrown::hash_map::Entry;
 use smallvec::SmallVec;
 
 use crate::ids::{Depth, NO_NODE, NodeIndex};
@@ -105,10 +106,8 @@ impl Sources {
 
     /// Whether the block at `depth` of the node is pinned.
     fn covers(&self, depth: Depth) -> bool {
-        let behind = self.runs.partition_point(|&(to, ..)| to <= depth);
-        self.runs[behind..]
-            .iter()
-            .any(|&(_, from, _)| from <= depth)
+        let first = self.runs.partition_point(|&(to, ..)| to <= depth);
+        self.runs[first..].iter().any(|&(_, from, _)| from <= depth)
     }
 
     /// The pinned blocks of the node itself, as ascending ranges that do not touch.
@@ -205,8 +204,8 @@ impl Forest {
         if self.nodes[tail].protection & Node::ANCHORED != 0
             && let Some(ends) = self.protection.anchors.get_mut(&tail)
         {
-            let behind = ends.partition_point(|&(end, _)| end <= cut);
-            let own: Anchors = ends.drain(..behind).collect();
+            let before = ends.partition_point(|&(end, _)| end <= cut);
+            let own: Anchors = ends.drain(..before).collect();
             if ends.is_empty() {
                 self.protection.anchors.remove(&tail);
                 self.nodes[tail].protection &= !Node::ANCHORED;
@@ -289,7 +288,10 @@ impl Forest {
 
     #[inline]
     pub(crate) fn unanchor(&mut self, at: NodeIndex, end: Depth) -> Option<Change> {
-        let ends = self.protection.anchors.get_mut(&at)?;
+        let Entry::Occupied(mut entry) = self.protection.anchors.entry(at) else {
+            return None;
+        };
+        let ends = entry.get_mut();
         let known = ends.binary_search_by_key(&end, |&(end, _)| end).ok()?;
         let before = ends.last().copied();
         ends[known].1 -= 1;
@@ -299,7 +301,7 @@ impl Forest {
         let after = ends.last().copied();
         let guard = self.nodes[at].guard();
         if after.is_none() {
-            self.protection.anchors.remove(&at);
+            entry.remove();
             self.nodes[at].protection &= !Node::ANCHORED;
         }
         self.anchors_changed(at, guard, before, after)

@@ -6,19 +6,19 @@ use crate::storage::forest::{Forest, Position, SourceRun};
 
 impl Forest {
     /// Adds the newest use of the path to `at`.
-    pub(crate) fn touch(&mut self, at: Position, stamp: u64) {
-        self.nodes[at.node].touch(at.depth, stamp);
+    pub(crate) fn touch(&mut self, at: Position, time: u64) {
+        self.nodes[at.node].touch(at.depth, time);
     }
 
     /// Adds the newest use of blocks as a source.
-    pub(crate) fn touch_source(&mut self, run: &SourceRun, stamp: u64) {
+    pub(crate) fn touch_source(&mut self, run: &SourceRun, time: u64) {
         let extras = self.nodes[run.node].extras_mut();
-        extras.source_uses.set(run.from, run.to, stamp);
+        extras.source_uses.set(run.from, run.to, time);
     }
 
     /// Adds a use, of any age, of a path through a whole edge.
-    pub(crate) fn add_use(&mut self, node: NodeIndex, stamp: u64) {
-        self.nodes[node].add_use(stamp);
+    pub(crate) fn add_use(&mut self, node: NodeIndex, time: u64) {
+        self.nodes[node].add_use(time);
     }
 
     /// Sets the position of a leaf in the order of eviction.

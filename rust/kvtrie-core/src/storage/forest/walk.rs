@@ -265,7 +265,7 @@ impl Forest {
         let mut window = [0; N];
         while until > first {
             let from = base(edge).max(first);
-            let tokens = &edge.run.tokens(block_size)[from - base(edge)..until - base(edge)];
+            let tokens = &edge.blocks.tokens(block_size)[from - base(edge)..until - base(edge)];
             window[from - first..until - first].copy_from_slice(tokens);
             if from > first {
                 edge = &self.nodes[edge.parent];

@@ -6,7 +6,7 @@
 /// Blocks of an edge, at positions `0..len`: `block_size` tokens and one id each.
 #[derive(Debug, Default)]
 #[repr(C)]
-pub(crate) struct Run {
+pub(crate) struct EdgeBlocks {
     /// Tokens of all blocks up to the capacity, then their ids.
     data: Box<[u32]>,
     len: u32,
@@ -14,7 +14,7 @@ pub(crate) struct Run {
     skipped: u32,
 }
 
-impl Run {
+impl EdgeBlocks {
     /// A full edge of this length or more is not lengthened but gets a child, so that growth copies little at a time.
     pub(crate) const LONG: usize = 256;
 
@@ -130,7 +130,7 @@ impl Run {
 
     /// Splits off the first `blocks` blocks. Copies the shorter part (amortized).
     pub(crate) fn split_front(&mut self, blocks: usize, block_size: usize) -> Self {
-        let behind = self.len() - blocks;
+        let rest = self.len() - blocks;
         let piece = |from: usize, to: usize| {
             let ids = &self.ids(block_size)[from..to];
             let mut data = Vec::with_capacity((to - from) * (block_size + 1));
@@ -142,7 +142,7 @@ impl Run {
                 skipped: 0,
             }
         };
-        if behind < blocks {
+        if rest < blocks {
             let tail = piece(blocks, self.len());
             let mut front = std::mem::replace(self, tail);
             front.len = crate::ids::depth(blocks);
@@ -151,9 +151,9 @@ impl Run {
         }
         let front = piece(0, blocks);
         self.skipped += crate::ids::depth(blocks);
-        self.len = crate::ids::depth(behind);
+        self.len = crate::ids::depth(rest);
         if self.skipped as usize >= self.len() / 4 {
-            self.resize(behind, block_size);
+            self.resize(rest, block_size);
         }
         front
     }
@@ -179,7 +179,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_run_equals_two_vectors(steps in prop::collection::vec((0u8..4, 0usize..40), 1..60)) {
-            let mut run = Run::default();
+            let mut run = EdgeBlocks::default();
             let (mut tokens, mut ids): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
             let mut next = 0;
             for (kind, n) in steps {
@@ -217,7 +217,7 @@ mod tests {
     #[test]
     fn a_long_full_run_does_not_grow() {
         let (tokens, ids) = blocks(0, 300);
-        let mut run = Run::default();
+        let mut run = EdgeBlocks::default();
         run.extend(&tokens, ids.into_iter(), 3);
         assert!(!run.can_grow(1, 3));
         run.truncate(299, 3);

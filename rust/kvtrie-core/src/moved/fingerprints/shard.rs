@@ -1,15 +1,15 @@
-//! The buckets for one range of hashes, resized independently of other segments.
+//! The buckets for one range of hashes, resized independently of other shards.
 
 use super::MAX_INLINE;
 use super::bucket::{Bucket, CHAINED, SLOTS};
 use super::tag::Tag;
 
-/// Average entries per bucket: a segment grows at `MOST`, is rebuilt with `FILL`, and shrinks below `LEAST`.
+/// Average entries per bucket: a shard grows at `MOST`, is rebuilt with `FILL`, and shrinks below `LEAST`.
 pub(super) const MOST: usize = 16;
 pub(super) const FILL: usize = 14;
 const LEAST: usize = 9;
 
-/// A slot of a segment.
+/// A slot of a shard.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     pub(super) bucket: usize,
@@ -27,7 +27,7 @@ pub(super) struct Copies {
 }
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct Segment {
+pub(super) struct Shard {
     pub(super) buckets: Box<[Bucket]>,
     /// Slots in use.
     pub(super) slots: u32,
@@ -35,7 +35,7 @@ pub(super) struct Segment {
     pub(super) gone: u32,
 }
 
-impl Segment {
+impl Shard {
     #[inline]
     pub(super) fn slots(&self) -> usize {
         self.slots as usize
