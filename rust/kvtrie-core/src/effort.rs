@@ -43,10 +43,10 @@ pub(crate) struct Work {
     pub(crate) search_looks: u64,
 }
 
-impl std::ops::AddAssign for Work {
-    fn add_assign(&mut self, more: Self) {
-        self.nodes_visited += more.nodes_visited;
-        self.bytes_compared += more.bytes_compared;
-        self.search_looks += more.search_looks;
+impl Work {
+    /// Adds the cost of a walk.
+    pub(crate) fn add_walk(&mut self, walk: Self) {
+        self.nodes_visited += walk.nodes_visited;
+        self.bytes_compared += walk.bytes_compared;
     }
 }

@@ -66,8 +66,9 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+    use crate::config::Config;
     use crate::ids::BlockId;
-    use crate::index::{Config, InsertOptions, RadixIndex, Source};
+    use crate::index::{InsertOptions, RadixIndex, Source};
     use crate::namespace::{Namespace, Salt};
     use crate::tokens::{Item, TokenSequence};
 

@@ -90,14 +90,15 @@
 //!
 //! Each folder owns its fields and its counters. Its module says why it is as it is; `make bench` measures that again.
 //!
-//! - `storage`: the forest of edges, the entries, the blocks that pins protect, and the table of block ids
+//! - `storage`: the forest of edges, the entries, the blocks that pins protect, the table of block ids, and recent
+//!   departures
 //! - `pins`: what live plans pin, and the blocks that left while pinned
 //! - `eviction`: the order of eviction by last use, and dead blocks
 //! - `moved`: the windows by which moved runs are found
 //! - `tagging`: the kinds of tokens
 //! - `index`: the calls of a [`RadixIndex`], one algorithm a file
 //! - `plan`: how the KV of a prompt can be built
-//! - `inspection`: explanations, recent departures, counters, the digest, checks
+//! - `inspection`: explanations, counters, the digest, checks
 //! - `snapshot`: an index as bytes
 //! - `ledger`, `transfer`: lengths of live requests; KV between engines
 //!
@@ -121,6 +122,7 @@
 #![forbid(unsafe_code)]
 
 mod allocator;
+mod config;
 mod cursor;
 mod effort;
 mod error;
@@ -148,11 +150,12 @@ mod tokens;
 mod transfer;
 
 pub use allocator::BlockAllocator;
+pub use config::Config;
 pub use effort::Effort;
 pub use error::{Error, ErrorKind, Refusal, Result};
 pub use ids::BlockId;
 pub use index::{
-    Config, Imported, InsertOptions, Inserted, LookupOptions, Match, RadixIndex, Removed, Source,
+    Imported, InsertOptions, Inserted, LookupOptions, Match, RadixIndex, Removed, Source,
 };
 pub use inspection::explain::{
     Context, ExplainOptions, Explanation, NamespaceDifference, Reason, WouldSave,

@@ -2,8 +2,8 @@
 
 use crate::ids::{Depth, NO_NODE, NodeHandle, NodeIndex};
 use crate::index::RadixIndex;
-use crate::inspection::gone::Note;
 use crate::storage::forest::NewBlocks;
+use crate::storage::gone::Note;
 use crate::tokens::View;
 
 impl RadixIndex {

@@ -172,7 +172,7 @@ impl RadixIndex {
         let rest = existing.get(same..).unwrap_or_default();
         let known_until = same + self.check_offers(&ids[same..], rest, first + same)?;
 
-        self.work += work;
+        self.work.add_walk(work);
         let edges_before = self.forest.num_edges();
         let time = self.next_time();
         let whole_before = path

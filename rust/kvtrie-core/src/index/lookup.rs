@@ -170,7 +170,7 @@ impl RadixIndex {
         } = self
             .forest
             .walk(seq.view(), at, limit, effort, within, |_, _, _| ());
-        self.work += work;
+        self.work.add_walk(work);
         if end != at {
             self.forest
                 .set_cursor(seq, end, end.depth, work.nodes_visited - 1);

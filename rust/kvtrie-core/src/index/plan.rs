@@ -1,12 +1,12 @@
 //! Makes and releases plans (D7, D13, D19).
 
 use crate::effort::Effort;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::eviction::count_revival;
 use crate::ids::NO_NODE;
 use crate::index::RadixIndex;
 use crate::pins::Lease;
-use crate::plan::{Draft, Origin, PlanOptions, ReusePlan};
+use crate::plan::{Cached, Draft, Origin, PlanOptions, ReusePlan};
 use crate::policy::ReusePolicy;
 use crate::storage::node::Node;
 use crate::storage::slab::Handle;
@@ -253,8 +253,36 @@ impl RadixIndex {
         }
         let ids = self.forest.remembered_ids(seq, end);
         let len = seq.len().saturating_sub(options.keep_last);
-        let draft = Draft::new(self, seq, policy, len, (end, &ids), effort)?;
-        self.work.search_looks += draft.looks();
-        Some(draft)
+        let cached = Cached {
+            forest: &self.forest,
+            windows: self.moved.windows(),
+            tagging: &self.tagging,
+            config: &self.config,
+        };
+        let draft = Draft::new(&cached, seq, policy, len, (end, &ids), effort);
+        self.work.search_looks += draft.as_ref().map_or(0, Draft::looks);
+        draft
+    }
+}
+
+impl ReusePlan {
+    /// The plan's lease, if this is its index and it was not released.
+    pub(crate) fn lease_index(&self, index: &RadixIndex, call: &str) -> Result<u32> {
+        self.check_index(index, call)?;
+        match index.pins.leases().get(self.lease()) {
+            Some(_) => Ok(self.lease().index),
+            None => Err(Error::stale(format!(
+                "{call}: the plan was released already"
+            ))),
+        }
+    }
+
+    fn check_index(&self, index: &RadixIndex, call: &str) -> Result<()> {
+        if self.index() == index.forest.uid() {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "{call}: the plan belongs to another index"
+        )))
     }
 }

@@ -7,11 +7,11 @@ use crate::effort::Effort;
 use crate::error::Result;
 use crate::ids::{Depth, NO_NODE, NodeIndex, depth};
 use crate::index::RadixIndex;
-use crate::inspection::gone::Note;
 use crate::namespace::Namespace;
 use crate::plan::{Class, PlanOptions};
 use crate::policy::ReusePolicy;
 use crate::storage::forest::Position;
+use crate::storage::gone::Note;
 use crate::storage::node::Node;
 use crate::tokens::TokenSequence;
 

@@ -3,5 +3,4 @@
 pub(crate) mod check;
 pub(crate) mod digest;
 pub(crate) mod explain;
-pub(crate) mod gone;
 pub(crate) mod stats;

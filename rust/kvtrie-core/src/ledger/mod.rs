@@ -64,9 +64,9 @@ mod step;
 
 use std::sync::Arc;
 
+use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
-use crate::index::Config;
 use crate::plan::ReusePlan;
 use crate::span::Span;
 use crate::storage::slab::{Handle, Slab};

@@ -21,11 +21,11 @@ pub(super) fn settle(forest: &mut Forest, eviction: &mut Eviction, change: Optio
     }
     let (mut node, mut before) = (at, change.guard);
     loop {
-        let after = forest.node(node).guard();
+        let edge = forest.node(node);
+        let (after, parent) = (edge.guard(), edge.parent);
         if before == after {
             return;
         }
-        let parent = forest.node(node).parent;
         let Some((above, guard)) = forest.guard_changed(parent, before, after) else {
             return;
         };

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use crate::config::Config;
 use crate::effort::Effort;
 use crate::ids::{BlockId, Depth};
-use crate::index::RadixIndex;
+use crate::moved::Windows;
 use crate::plan::cover::{Cover, OwnPath, Run};
 use crate::plan::reach::{Follower, Piece};
 use crate::plan::search::Search;
@@ -14,7 +15,18 @@ use crate::policy::ReusePolicy;
 use crate::storage::forest::{Forest, Position, SourceRun};
 use crate::storage::node::Node;
 use crate::storage::payload::Label;
+use crate::tagging::Tagging;
 use crate::tokens::TokenSequence;
+
+/// What plans are made from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cached<'a> {
+    pub(crate) forest: &'a Forest,
+    /// `None` if moved runs are off. Nothing waits to be applied.
+    pub(crate) windows: Option<&'a Windows>,
+    pub(crate) tagging: &'a Tagging,
+    pub(crate) config: &'a Config,
+}
 
 /// How the KV of a prompt can be built.
 #[derive(Debug, Default)]
@@ -50,26 +62,29 @@ impl Draft {
     /// its exact prefix, with the ids. Returns `None` if searching for moved runs takes more than `effort`.
     #[inline]
     pub(crate) fn new(
-        index: &RadixIndex,
+        cached: &Cached<'_>,
         seq: &TokenSequence,
         policy: &ReusePolicy,
         len: usize,
         (end, ids): (Position, &Arc<Vec<BlockId>>),
         effort: Effort,
     ) -> Option<Self> {
-        let usable = Usable::new(index, policy);
-        let draft = Drafting::new(index, seq, policy, usable, len).draft(end, ids, effort)?;
-        let approximate = num_tokens(&draft.segments, Class::Approximate);
+        let usable = Usable::new(cached, policy);
+        let draft = Drafting::new(cached, seq, policy, usable, len).draft(end, ids, effort);
+        let approximate = draft
+            .as_ref()
+            .map_or(0, |draft| num_tokens(&draft.segments, Class::Approximate));
         #[expect(
             clippy::cast_precision_loss,
             reason = "a share needs no more precision"
         )]
         let is_too_much = approximate as f64 / seq.len() as f64 > policy.max_approximate_share;
         if !is_too_much {
-            return Some(draft);
+            return draft;
         }
+        let draft = draft?;
         let usable = usable.exact_only();
-        let exact = Drafting::new(index, seq, policy, usable, len).draft(end, ids, effort)?;
+        let exact = Drafting::new(cached, seq, policy, usable, len).draft(end, ids, effort)?;
         Some(Self {
             // If all places had been tried, the share might be another.
             candidates_dropped: draft.candidates_dropped.max(exact.candidates_dropped),
@@ -86,7 +101,7 @@ impl Draft {
 
 /// One prompt, and the draft so far.
 struct Drafting<'a> {
-    index: &'a RadixIndex,
+    cached: &'a Cached<'a>,
     forest: &'a Forest,
     seq: &'a TokenSequence,
     policy: &'a ReusePolicy,
@@ -98,15 +113,15 @@ struct Drafting<'a> {
 
 impl<'a> Drafting<'a> {
     fn new(
-        index: &'a RadixIndex,
+        cached: &'a Cached<'a>,
         seq: &'a TokenSequence,
         policy: &'a ReusePolicy,
         usable: Usable,
         len: usize,
     ) -> Self {
         Self {
-            index,
-            forest: index.forest(),
+            cached,
+            forest: cached.forest,
             seq,
             policy,
             usable,
@@ -218,8 +233,8 @@ impl<'a> Drafting<'a> {
             class: Class::Exact,
             hops: 0,
             kinds: self
-                .index
-                .tagging()
+                .cached
+                .tagging
                 .on_path(forest, exact, 0, token(exact.depth)),
         });
         let first = self.draft.segments.len();
@@ -259,11 +274,11 @@ impl<'a> Drafting<'a> {
         at: usize,
         effort: Effort,
     ) -> Option<()> {
-        let (forest, config) = (self.forest, self.index.config());
+        let (forest, cached) = (self.forest, self.cached);
         let prompt = self.seq.view().slice(0, self.len);
-        let windows = self.index.moved().windows().filter(|_| self.usable.moves());
+        let windows = cached.windows.filter(|_| self.usable.moves());
         let tree = forest.node(in_place.node).tree;
-        let max_candidates = config.max_candidates;
+        let max_candidates = cached.config.max_candidates;
         let search = windows
             .map(|windows| Search::new(forest, windows, tree, prompt.tokens, max_candidates));
         let follower = Follower {
@@ -276,8 +291,8 @@ impl<'a> Drafting<'a> {
             in_place,
             end: own_end,
         };
-        let min_run = self.policy.min_run.unwrap_or(config.min_run);
-        let mut cover = Cover::new(follower, own, search, min_run, config.seed);
+        let min_run = self.policy.min_run.unwrap_or(cached.config.min_run);
+        let mut cover = Cover::new(follower, own, search, min_run, cached.config.seed);
         for run in cover.runs(at, effort)? {
             self.copy(&run);
         }

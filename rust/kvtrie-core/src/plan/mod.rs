@@ -41,14 +41,12 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::error::{Error, Result};
 use crate::ids::{BlockId, Depth};
-use crate::index::RadixIndex;
 use crate::pins::Lease;
 use crate::storage::slab::Handle;
 use crate::tokens::Snapshot;
 
-pub(crate) use draft::Draft;
+pub(crate) use draft::{Cached, Draft};
 
 pub use moves::Move;
 
@@ -87,7 +85,7 @@ pub struct Segment {
     pub class: Class,
     /// Hops of the KV in the prompt: those of the source, plus one for a moved run; 0 for what is computed.
     pub hops: u16,
-    /// Kinds of spans that the source tokens are tagged with, as a bit set (see [`RadixIndex::kinds`]).
+    /// Kinds of spans that the source tokens are tagged with, as a bit set (see [`RadixIndex::kinds`](crate::RadixIndex::kinds)).
     pub kinds: u64,
 }
 
@@ -131,7 +129,7 @@ impl Default for PlanOptions {
     }
 }
 
-/// How to build the KV of one prompt. What it pins stays until [`RadixIndex::release`].
+/// How to build the KV of one prompt. What it pins stays until [`RadixIndex::release`](crate::RadixIndex::release).
 #[derive(Debug)]
 pub struct ReusePlan {
     index: u64,
@@ -271,28 +269,13 @@ impl ReusePlan {
         first.map(|segment| segment.start)
     }
 
+    /// The index that made the plan.
+    pub(crate) fn index(&self) -> u64 {
+        self.index
+    }
+
     pub(crate) fn lease(&self) -> Handle {
         self.lease
-    }
-
-    /// The plan's lease, if this is its index and it was not released.
-    pub(crate) fn lease_index(&self, index: &RadixIndex, call: &str) -> Result<u32> {
-        self.check_index(index, call)?;
-        match index.pins().leases().get(self.lease) {
-            Some(_) => Ok(self.lease.index),
-            None => Err(Error::stale(format!(
-                "{call}: the plan was released already"
-            ))),
-        }
-    }
-
-    pub(crate) fn check_index(&self, index: &RadixIndex, call: &str) -> Result<()> {
-        if self.index == index.forest().uid() {
-            return Ok(());
-        }
-        Err(Error::invalid(format!(
-            "{call}: the plan belongs to another index"
-        )))
     }
 
     /// Whether each segment is still what the plan says. `lease` is the plan's, if it lives and pins; `stayed` says

@@ -56,9 +56,10 @@ mod tests;
 
 use std::fmt;
 
+use crate::config::{Config, check_pool_id};
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
-use crate::index::{Config, RadixIndex, check_pool_id};
+use crate::index::RadixIndex;
 
 use bytes::{Reader, Writer};
 use sections::SECTIONS;

@@ -6,15 +6,16 @@ use super::RestoreLimits;
 use super::bytes::{Reader, Writer};
 use super::checks::new_id;
 use super::edges;
+use crate::config::{Config, check_pool_id};
 use crate::effort::Work;
 use crate::error::{Error, Result};
 use crate::ids::{NO_NODE, NodeHandle};
-use crate::index::{Config, RadixIndex, check_pool_id};
-use crate::inspection::gone::{MOST, Note};
+use crate::index::RadixIndex;
 use crate::moved::Windows;
 use crate::span::{Kinds, MAX_KINDS};
 use crate::storage::blocks::BlockState;
 use crate::storage::forest::Forest;
+use crate::storage::gone::{MOST, Note};
 
 pub(super) struct Section {
     pub(super) name: &'static str,

@@ -6,8 +6,9 @@ mod records;
 
 use super::bytes::Writer;
 use super::*;
+use crate::config::Config;
 use crate::ids::{ABSENT, BlockId, NO_NODE};
-use crate::index::{Config, Imported, InsertOptions, LookupOptions, Source};
+use crate::index::{Imported, InsertOptions, LookupOptions, Source};
 use crate::namespace::{Namespace, Salt};
 use crate::plan::PlanOptions;
 use crate::policy::ReusePolicy;

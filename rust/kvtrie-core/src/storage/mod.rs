@@ -1,4 +1,4 @@
-//! What is cached, and where: nodes, edges, blocks.
+//! What is cached, and where: the forest with its nodes and block ids, and what left it recently.
 
 pub(crate) mod arena;
 pub(crate) mod blocks;
@@ -6,6 +6,7 @@ pub(crate) mod edge_blocks;
 pub(crate) mod edge_table;
 pub(crate) mod extras;
 pub(crate) mod forest;
+pub(crate) mod gone;
 pub(crate) mod node;
 pub(crate) mod paged;
 pub(crate) mod payload;

@@ -34,7 +34,7 @@ impl Tree {
         self.version
     }
 
-    /// Blocks that are marked dead. [`Eviction`](crate::eviction::Eviction) counts them.
+    /// Blocks that are marked dead; `eviction` counts them.
     pub(crate) fn num_dead(&self) -> u64 {
         self.num_dead
     }

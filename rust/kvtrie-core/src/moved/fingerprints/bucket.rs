@@ -83,7 +83,7 @@ impl Bucket {
         self.len += 1;
     }
 
-    pub(super) fn take_out(&mut self, slot: usize) {
+    pub(super) fn empty_slot(&mut self, slot: usize) {
         let last = self.len() - 1;
         let moved = self.low[last];
         if self.low.iter().filter(|&&low| low == moved).count() == 1 {

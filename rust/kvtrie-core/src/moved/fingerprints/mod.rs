@@ -220,7 +220,7 @@ impl Fingerprints {
             Some(Place { bucket, slot })
         });
         if let Some(place) = found {
-            shard.take_out(place);
+            shard.empty_slot(place);
             self.settle(number);
         } else {
             let location = Self::location(number, tag);
@@ -230,7 +230,7 @@ impl Fingerprints {
             if left == 0
                 && let Some(place) = shard.copies(tag).chained
             {
-                shard.take_out(place);
+                shard.empty_slot(place);
                 self.settle(number);
             }
         }

@@ -110,11 +110,11 @@ impl Shard {
         self.slots += 1;
     }
 
-    pub(super) fn take_out(&mut self, place: Place) {
+    pub(super) fn empty_slot(&mut self, place: Place) {
         let home = self.buckets[place.bucket]
             .tag(place.slot)
             .home(self.buckets.len());
-        self.buckets[place.bucket].take_out(place.slot);
+        self.buckets[place.bucket].empty_slot(place.slot);
         self.slots -= 1;
         self.gone += 1;
         let mut at = place.bucket;

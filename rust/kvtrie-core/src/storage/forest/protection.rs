@@ -281,8 +281,9 @@ impl Forest {
             Err(new) => ends.insert(new, (end, 1)),
         }
         let after = ends.last().copied();
-        let guard = self.nodes[at].guard();
-        self.nodes[at].protection |= Node::ANCHORED;
+        let node = &mut self.nodes[at];
+        let guard = node.guard();
+        node.protection |= Node::ANCHORED;
         self.anchors_changed(at, guard, before, after)
     }
 
@@ -299,10 +300,11 @@ impl Forest {
             ends.remove(known);
         }
         let after = ends.last().copied();
-        let guard = self.nodes[at].guard();
+        let node = &mut self.nodes[at];
+        let guard = node.guard();
         if after.is_none() {
             entry.remove();
-            self.nodes[at].protection &= !Node::ANCHORED;
+            node.protection &= !Node::ANCHORED;
         }
         self.anchors_changed(at, guard, before, after)
     }
