@@ -74,6 +74,10 @@ pub(super) fn pin_stretch(forest: &mut Forest, eviction: &mut Eviction, stretch:
 /// Removes one pin per stretch of sources, in reverse order of insertion, so that runs are removed from the end of
 /// a node's list.
 pub(super) fn unpin_stretches(forest: &mut Forest, eviction: &mut Eviction, stretches: &[Stretch]) {
+    // The usual case.
+    if stretches.is_empty() {
+        return;
+    }
     let all = stretches.iter().rev();
     let parts: SmallVec<[SourceRun; 4]> = all
         .flat_map(|stretch| forest.parts(stretch.last, stretch.from))
