@@ -315,13 +315,16 @@ soak-transfers: setup ## a million random transfers between labelled engines, ev
 # each module, so -j2 runs two of them at a time.
 MUTANTS_VERSION := 27.1.0
 MUTANTS_TOOL := target/tools/cargo-mutants-$(MUTANTS_VERSION)
-MUTANTS_IN ?= ledger transfer snapshot fingerprints plan tree
+MUTANTS_IN ?= ledger transfer snapshot storage pins eviction moved plan index
 MUTANTS_FIRST_ledger := --test ledger
 MUTANTS_FIRST_transfer := --lib
 MUTANTS_FIRST_snapshot := --lib
-MUTANTS_FIRST_fingerprints := --lib --test plans --test model
+MUTANTS_FIRST_storage := --lib --test model
+MUTANTS_FIRST_pins := --lib --test holds --test model
+MUTANTS_FIRST_eviction := --lib --test removals --test model
+MUTANTS_FIRST_moved := --lib --test plans --test model
 MUTANTS_FIRST_plan := --test plans --test worlds --test looks --test model
-MUTANTS_FIRST_tree := --test model
+MUTANTS_FIRST_index := --test model
 MUTANTS_SHARD ?=
 MUTANTS_REPORT := $(CURDIR)/target/mutants-report
 MUTANTS_COPY := target/mutants-copy
@@ -335,7 +338,7 @@ $(MUTANTS_TOOL)/bin/cargo-mutants:
 	$(CARGO) install --quiet --locked --root $(MUTANTS_TOOL) --version $(MUTANTS_VERSION) cargo-mutants
 
 .PHONY: mutants $(addprefix mutants-,$(MUTANTS_IN))
-mutants: $(addprefix mutants-,$(MUTANTS_IN)) ## change the core in one place at a time: a test must fail (4,300 changes, a night on two cores)
+mutants: $(addprefix mutants-,$(MUTANTS_IN)) ## change the core in one place at a time: a test must fail (thousands of changes, a night on two cores)
 
 $(addprefix mutants-,$(MUTANTS_IN)): mutants-%: $(MUTANTS_TOOL)/bin/cargo-mutants
 	@mkdir -p $(MUTANTS_COPY)/$* $(MUTANTS_REPORT)/$*

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
-use crate::tree::RadixIndex;
+use crate::index::RadixIndex;
 
 /// Allocates block ids and takes them back; refuses to free a block twice.
 ///

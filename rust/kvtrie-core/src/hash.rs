@@ -66,11 +66,11 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+    use crate::config::Config;
     use crate::ids::BlockId;
+    use crate::index::{InsertOptions, RadixIndex, Source};
     use crate::namespace::{Namespace, Salt};
-    use crate::siblings;
     use crate::tokens::{Item, TokenSequence};
-    use crate::tree::{Config, InsertOptions, RadixIndex, Source};
 
     /// Siblings of one flood.
     const SIBLINGS: u32 = 32_000;
@@ -206,14 +206,10 @@ mod tests {
             let computed = InsertOptions::new(BLOCK, Source::Computed);
             index.insert(&mut seq, &[BlockId(id)], computed).unwrap();
         }
-        let root = index.root(&namespace).unwrap().node;
+        let root = index.forest().root(&namespace).unwrap().node;
         let mut compared = 0;
-        for child in siblings::all(&index.nodes, root) {
-            let found = index.edges.find(index.edge_hash(child), |known| {
-                compared += 1;
-                known == child
-            });
-            assert_eq!(found, Some(child));
+        for child in index.forest().children(root) {
+            compared += index.forest().comparisons_of(child).unwrap();
         }
         compared
     }

@@ -82,34 +82,19 @@
 //!
 //! # Structure
 //!
-//! Each choice was measured; `make bench` measures it again.
+//! Each folder owns its fields and its counters. Its module says why it is as it is; `make bench` measures that again.
 //!
-//! - The tokens of an edge are contiguous, followed by its ids (`run`), so both are read at the speed of memory. A hash
-//!   per block would be computed for every block of every prompt.
-//! - A node is 80 bytes (`node`). Holes, labels, tags, items and uses that end inside an edge are in a separate record
-//!   that few edges have. Nodes (`arena`) and the order of eviction (`lru`) are stored in pages, and the table of
-//!   children in shards (`edge_table`), so no insert pays for moving one of them as a whole.
-//! - An only child is followed without hashing, and is in no table. All children are in a treap by token order
-//!   (`siblings`), which finds the sibling that shares most of a block. A leaf is removed from it without comparisons.
-//! - A plan anchors at the deepest block of its path and of each run that it copies from (`tree/pins`). Pins are
-//!   counted per node, not per block, so a pin costs one step per edge that nobody else pins.
-//! - The order of eviction is a heap of 12 bytes per leaf, and a leaf is evicted as a whole. A list would make a touch
-//!   cheaper, but a node that becomes a leaf, or a pin that ends, can have a last use of any age.
-//! - Dead blocks that may be evicted are in a separate order, by mark and depth (`tree/dead`), as runs. Pinned ones
-//!   enter it when the protection of their edge changes, so an eviction looks at no block that it cannot take.
-//! - The table of ids records where a block is stored and when it last left, counted in plans (`blocks`). An unpinned
-//!   plan is validated by that, and records nothing about its blocks when it is made.
-//! - A sequence remembers its place, and the ids of its last plan (`cursor`).
-//! - Moved runs are found through windows of eight tokens, not through hashes of chunks. One is kept per `min_run − 7`
-//!   stored positions (`windows`), so each run of `min_run` is found at any alignment. A window is named by the block
-//!   of its last token, because a parent is unique and a child is not: a run is verified backwards and followed
-//!   forwards. Maintaining windows costs more than searching them, so they are queued and applied in batches.
-//! - Most windows of a prompt are not cached. The table of windows (`fingerprints`) detects that in a filter, without
-//!   waiting for memory.
-//! - A plan looks up few windows per run, and of many places follows only those that may reach further than the best so
-//!   far (`plan`). Runs under the prompt's own prefix, after holes, are found on its path without a search.
-//! - What a plan copies from is pinned and touched as runs of an edge, not per block (`tree/pins`, `tree/recency`).
-//! - Departures are recorded in a ring of fixed size, by the place that the departed block followed (`gone`).
+//! - `storage`: the forest of edges, the entries, the blocks that pins protect, the table of block ids, and recent
+//!   departures
+//! - `pins`: what live plans pin, and the blocks that left while pinned
+//! - `eviction`: the order of eviction by last use, and dead blocks
+//! - `moved`: the windows by which moved runs are found
+//! - `tagging`: the kinds of tokens
+//! - `index`: the calls of a [`RadixIndex`], one algorithm a file
+//! - `plan`: how the KV of a prompt can be built
+//! - `inspection`: explanations, counters, the digest, checks
+//! - `snapshot`: an index as bytes
+//! - `ledger`, `transfer`: lengths of live requests; KV between engines
 //!
 //! # Hashes
 //!
@@ -131,53 +116,43 @@
 #![forbid(unsafe_code)]
 
 mod allocator;
-mod arena;
-mod blocks;
-mod check;
+mod config;
 mod cursor;
-mod dead;
-mod digest;
-mod edge_table;
+mod effort;
 mod error;
-mod explain;
-mod extras;
+mod eviction;
 pub mod failpoints;
-mod fingerprints;
-mod gone;
 mod hash;
 mod ids;
-mod lease;
-mod lru;
+mod index;
+mod inspection;
+mod moved;
 mod namespace;
-mod node;
-mod paged;
-mod payload;
+mod pins;
 mod plan;
 mod policy;
 mod ranges;
-mod run;
-mod salts;
-mod siblings;
-mod slab;
 mod snapshot;
 mod span;
-mod stats;
+mod storage;
+mod tagging;
 mod tokens;
-mod tree;
-mod windows;
 
 pub use allocator::BlockAllocator;
+pub use config::Config;
+pub use effort::Effort;
 pub use error::{Error, ErrorKind, Result};
-pub use explain::{Context, ExplainOptions, Explanation, NamespaceDifference, Reason, WouldSave};
 pub use ids::BlockId;
+pub use index::{
+    Imported, InsertOptions, Inserted, LookupOptions, Match, RadixIndex, Removed, Source,
+};
+pub use inspection::explain::{
+    Context, ExplainOptions, Explanation, NamespaceDifference, Reason, WouldSave,
+};
+pub use inspection::stats::Stats;
 pub use namespace::{Namespace, Salt};
 pub use plan::{Class, Move, PlanOptions, ReusePlan, Segment};
 pub use policy::ReusePolicy;
 pub use snapshot::{RestoreLimits, RestoredPool};
 pub use span::{BUILT_IN_KINDS, MAX_KINDS, Span};
-pub use stats::Stats;
 pub use tokens::{Item, SequenceOwner, TokenSequence};
-pub use tree::{
-    Config, Effort, Imported, InsertOptions, Inserted, LookupOptions, Match, RadixIndex, Removed,
-    Source,
-};

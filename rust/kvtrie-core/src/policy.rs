@@ -1,7 +1,7 @@
 //! What a caller allows a plan to do.
 
 use crate::error::{Error, Result};
-use crate::payload::Label;
+use crate::storage::payload::Label;
 
 /// What a plan may reuse.
 ///

@@ -8,14 +8,15 @@ use std::ops::Range;
 use foldhash::quality::FixedState;
 use hashbrown::HashMap;
 
-use crate::fingerprints::WINDOW;
+use crate::effort::Effort;
 use crate::ids::{Depth, NodeIndex};
-use crate::payload::Label;
+use crate::moved::WINDOW;
 use crate::plan::budget::Budget;
-use crate::plan::reach::{Follower, Stretch, Stretches};
+use crate::plan::reach::{Follower, Piece, Pieces};
 use crate::plan::search::{Candidate, Hit, Search};
 use crate::plan::usable::{Kinship, Usable};
-use crate::tree::{Effort, Position};
+use crate::storage::forest::Position;
+use crate::storage::payload::Label;
 
 /// Looks of a search that take about as long as walking to a node that is in no CPU cache.
 const LOOKS_PER_NODE: u64 = 4;
@@ -29,7 +30,7 @@ pub(super) struct Run {
     pub(super) start: usize,
     pub(super) end: usize,
     pub(super) kinship: Kinship,
-    pub(super) path: Stretches,
+    pub(super) path: Pieces,
     /// The most hops of any of its tokens after the copy.
     hops: u16,
 }
@@ -37,7 +38,7 @@ pub(super) struct Run {
 impl Run {
     /// Position of a token of the run in its source.
     pub(super) fn source(&self, at: usize) -> usize {
-        let first = self.path.first().map_or(0, |stretch| stretch.start);
+        let first = self.path.first().map_or(0, |piece| piece.start);
         first + at - self.start
     }
 
@@ -47,8 +48,8 @@ impl Run {
 
     /// Whether the run contains a place: the token `at` of the prompt is at that place.
     fn meets(&self, at: usize, place: &Candidate<'_>) -> bool {
-        let inside = |stretch: &Stretch| {
-            stretch.node == place.node && (stretch.start..stretch.end).contains(&place.last)
+        let inside = |piece: &Piece| {
+            piece.node == place.node && (piece.start..piece.end).contains(&place.last)
         };
         (self.start..self.end).contains(&at)
             && self.source(at) == place.last
@@ -56,8 +57,8 @@ impl Run {
     }
 
     /// A run over tokens on the prompt's own path.
-    pub(super) fn own(start: usize, path: Stretches) -> Self {
-        let len: usize = path.iter().map(|stretch| stretch.end - stretch.start).sum();
+    pub(super) fn own(start: usize, path: Pieces) -> Self {
+        let len: usize = path.iter().map(|piece| piece.end - piece.start).sum();
         Self {
             start,
             end: start + len,
@@ -77,7 +78,7 @@ impl Run {
     /// The part that starts at position `from` of the prompt.
     fn tail(mut self, from: usize) -> Self {
         let source = self.source(from);
-        self.path.retain(|stretch| stretch.end > source);
+        self.path.retain(|piece| piece.end > source);
         if let Some(first) = self.path.first_mut() {
             first.start = source;
         }
@@ -129,6 +130,7 @@ impl<'a> Cover<'a> {
         own: OwnPath,
         search: Option<Search<'a>>,
         min_run: usize,
+        seed: u64,
     ) -> Self {
         Self {
             follower,
@@ -139,7 +141,7 @@ impl<'a> Cover<'a> {
             best: None,
             later: Vec::new(),
             own_later: VecDeque::new(),
-            short: HashMap::with_hasher(FixedState::with_seed(follower.index.config.seed)),
+            short: HashMap::with_hasher(FixedState::with_seed(seed)),
             hits: Vec::new(),
             trying: Vec::new(),
             tried: 0,
@@ -247,8 +249,8 @@ impl<'a> Cover<'a> {
         }
         // A run of min_run tokens has a whole window in any stride of its tokens. If it continues for a stride, that
         // window is here ...
-        let behind = at.saturating_add(stride);
-        self.try_windows(search, at.max(self.tried)..behind, at);
+        let until = at.saturating_add(stride);
+        self.try_windows(search, at.max(self.tried)..until, at);
         // ... otherwise it is before `at`; but such a run does not reach further than one that continues.
         let min_run = search.min_run();
         if self
@@ -259,7 +261,7 @@ impl<'a> Cover<'a> {
             let from = self.tried.max((at + 1).saturating_sub(min_run));
             self.try_windows(search, from..at, at);
         }
-        self.tried = self.tried.max(behind);
+        self.tried = self.tried.max(until);
     }
 
     /// Number of tokens from `at` that the best known run covers.
@@ -393,7 +395,7 @@ impl<'a> Cover<'a> {
         if known.any(|run| run.meets(last, &place)) || last == place.last && self.is_own(&place) {
             return;
         }
-        let mut path = Stretches::new();
+        let mut path = Pieces::new();
         let covered = self.best.as_ref().map_or(at + 1, |best| best.end);
         let min_run = self.min_run.min(search.min_run());
         let follower = &self.follower;
@@ -402,7 +404,7 @@ impl<'a> Cover<'a> {
             let first = (last + 1).saturating_sub(min_run);
             let up = Kinship::Moved;
             let (node, from) = (place.node, place.last);
-            let start = follower.up(up, node, from, last, first, &mut Stretches::new());
+            let start = follower.up(up, node, from, last, first, &mut Pieces::new());
             // ... and reaches further than the best known run.
             covered.max(start + min_run)
         };
@@ -444,7 +446,7 @@ impl<'a> Cover<'a> {
     }
 
     /// Remembers a run shorter than the policy's `min_run`: it has many windows, and is followed once.
-    fn remember_short(&mut self, start: usize, path: &Stretches) {
+    fn remember_short(&mut self, start: usize, path: &Pieces) {
         let Some(first) = path.first() else {
             return;
         };
@@ -454,13 +456,13 @@ impl<'a> Cover<'a> {
             let tried = self.tried;
             self.short.retain(|_, tokens| tokens.end > tried);
         }
-        for stretch in path {
-            let tokens = stretch.start.wrapping_sub(diagonal)..stretch.end.wrapping_sub(diagonal);
-            self.short.insert((stretch.node, diagonal), tokens);
+        for piece in path {
+            let tokens = piece.start.wrapping_sub(diagonal)..piece.end.wrapping_sub(diagonal);
+            self.short.insert((piece.node, diagonal), tokens);
         }
     }
 
-    fn add(&mut self, start: usize, kinship: Kinship, path: Stretches, at: usize) {
+    fn add(&mut self, start: usize, kinship: Kinship, path: Pieces, at: usize) {
         let mut run = Run {
             kinship,
             ..Run::own(start, path)
@@ -545,8 +547,8 @@ impl<'a> Cover<'a> {
         if known.hops > 1 || distance < known.distance() {
             return true;
         }
-        let block_size = self.follower.index.block_size();
-        let node = &self.follower.index.nodes[place.node];
+        let block_size = self.follower.forest.block_size();
+        let node = self.follower.forest.node(place.node);
         let edge = node.depth as usize * block_size..node.end() as usize * block_size;
         let source = at.and_then(|at| (place.last + at).checked_sub(last).zip(Some(at)));
         let source = source.filter(|(source, _)| edge.contains(source));
@@ -560,31 +562,33 @@ impl<'a> Cover<'a> {
         if self.follower.path.is_some() {
             return at as u64;
         }
-        let index = self.follower.index;
-        let block_size = index.block_size();
-        let id = index.nodes[node].id(crate::ids::depth(at / block_size), block_size);
+        let forest = self.follower.forest;
+        let block_size = forest.block_size();
+        let id = forest
+            .node(node)
+            .id(crate::ids::depth(at / block_size), block_size);
         u64::from(id) * block_size as u64 + (at % block_size) as u64
     }
 
     fn first_slot(&self, run: &Run, at: usize) -> u64 {
         let source = run.source(at);
-        let stretch = run.path.iter().find(|stretch| stretch.end > source);
-        stretch.map_or(0, |stretch| self.slot(stretch.node, source))
+        let piece = run.path.iter().find(|piece| piece.end > source);
+        piece.map_or(0, |piece| self.slot(piece.node, source))
     }
 
     /// The most hops of the run's tokens from `from` on, after the copy.
     fn hops(&self, run: &Run, from: usize) -> u16 {
-        let index = self.follower.index;
-        let block_size = index.block_size();
+        let forest = self.follower.forest;
+        let block_size = forest.block_size();
         let base = Usable::becomes(run.kinship, Label::EXACT).1;
         let source = run.source(from);
-        let behind = run.path.iter().filter(|stretch| stretch.end > source);
-        let edges = behind.map(|stretch| {
-            let node = &index.nodes[stretch.node];
+        let after = run.path.iter().filter(|piece| piece.end > source);
+        let edges = after.map(|piece| {
+            let node = forest.node(piece.node);
             if node.num_approximate() == 0 {
                 return base;
             }
-            let blocks = stretch.start.max(source) / block_size..stretch.end.div_ceil(block_size);
+            let blocks = piece.start.max(source) / block_size..piece.end.div_ceil(block_size);
             let hops = blocks.map(|depth| {
                 let label = node.payload(crate::ids::depth(depth), block_size).label;
                 Usable::becomes(run.kinship, label).1
@@ -610,12 +614,12 @@ impl<'a> Cover<'a> {
 
     /// Hops and source slot of the last token of a run.
     fn last(&self, run: &Run) -> Option<(u16, u64)> {
-        run.path.last().map(|stretch| {
-            let (node, at) = (stretch.node, stretch.end - 1);
-            let index = self.follower.index;
-            let block_size = index.block_size();
+        run.path.last().map(|piece| {
+            let (node, at) = (piece.node, piece.end - 1);
+            let forest = self.follower.forest;
+            let block_size = forest.block_size();
             let depth = crate::ids::depth(at / block_size);
-            let label = index.nodes[node].payload(depth, block_size).label;
+            let label = forest.node(node).payload(depth, block_size).label;
             (Usable::becomes(run.kinship, label).1, self.slot(node, at))
         })
     }
@@ -623,22 +627,22 @@ impl<'a> Cover<'a> {
     /// Whether a place at the same position as in the prompt is on the prompt's own path: such runs are found without a
     /// search.
     fn is_own(&self, place: &Candidate<'_>) -> bool {
-        let (index, end) = (self.follower.index, self.own.end);
-        let depth = place.last / index.block_size();
-        let edges = self.own_edges.get_or_init(|| index.edges_to(end, 0));
+        let (forest, end) = (self.follower.forest, self.own.end);
+        let depth = place.last / forest.block_size();
+        let edges = self.own_edges.get_or_init(|| forest.edges_to(end, 0));
         let at = edges.partition_point(|&(_, _, to)| to as usize <= depth);
         edges.get(at).is_some_and(|&(own, ..)| own == place.node)
     }
 
     /// Finds the runs of the prompt's own path after the token `at`, and next to the end of the path.
     fn find_own(&mut self, at: usize) {
-        let block_size = self.follower.index.block_size();
+        let block_size = self.follower.forest.block_size();
         let (in_place, end) = (self.own.in_place, self.own.end);
         // The path in place continues into the block in which the prompt leaves it.
         let mut from = in_place.depth as usize * block_size;
         self.add_own(in_place.node, from, 0, at);
-        for (node, first, to) in self.follower.index.edges_to(end, in_place.depth) {
-            let parent = self.follower.index.nodes[node].parent;
+        for (node, first, to) in self.follower.forest.edges_to(end, in_place.depth) {
+            let parent = self.follower.forest.node(node).parent;
             while from < to as usize * block_size {
                 let mut reached = self.add_own(node, from, from, at);
                 if reached == from && first > in_place.depth && from == first as usize * block_size
@@ -651,7 +655,7 @@ impl<'a> Cover<'a> {
                 } else {
                     self.follower
                         .usable
-                        .skip(Kinship::Own, &self.follower.index.nodes[node], from)
+                        .skip(Kinship::Own, self.follower.forest.node(node), from)
                 };
             }
         }
@@ -665,7 +669,7 @@ impl<'a> Cover<'a> {
     /// token `at`. Its tokens begin at `start`; those before `from` count for its length but are not copied. Returns
     /// where it ends.
     fn add_own(&mut self, node: NodeIndex, from: usize, start: usize, at: usize) -> usize {
-        let mut path = Stretches::new();
+        let mut path = Pieces::new();
         let done = self
             .follower
             .down(Kinship::Own, node, from, from, || 0, &mut path);

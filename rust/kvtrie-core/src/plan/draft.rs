@@ -2,19 +2,34 @@
 
 use std::sync::Arc;
 
-use crate::ids::{BlockId, Depth, NO_NODE};
-use crate::node::Node;
-use crate::payload::Label;
+use crate::config::Config;
+use crate::effort::Effort;
+use crate::ids::{BlockId, Depth};
+use crate::moved::Windows;
 use crate::plan::cover::{Cover, OwnPath, Run};
 use crate::plan::path::CachedPath;
-use crate::plan::reach::{Follower, Stretch};
+use crate::plan::reach::{Follower, Piece};
 use crate::plan::search::Search;
 use crate::plan::usable::{Kinship, Usable};
-use crate::plan::{Class, Copied, PlanOptions, Segment};
+use crate::plan::{Class, Copied, Segment};
 use crate::policy::ReusePolicy;
-use crate::siblings;
+use crate::storage::forest::{Forest, Position, SourceRun};
+use crate::storage::node::Node;
+use crate::storage::payload::Label;
+use crate::tagging::Tagging;
 use crate::tokens::TokenSequence;
-use crate::tree::{Effort, Position, RadixIndex, SourceRun};
+
+/// What plans are made from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cached<'a> {
+    pub(crate) forest: &'a Forest,
+    /// `None` if moved runs are off. Nothing waits to be applied.
+    pub(crate) windows: Option<&'a Windows>,
+    pub(crate) tagging: &'a Tagging,
+    pub(crate) config: &'a Config,
+    /// The only path that may be used; `None`: all.
+    pub(crate) path: Option<&'a CachedPath>,
+}
 
 /// How the KV of a prompt can be built.
 #[derive(Debug, Default)]
@@ -30,7 +45,6 @@ pub(crate) struct Draft {
     pub(crate) source_ids: Vec<BlockId>,
     pub(crate) sources: Vec<SourceRun>,
     pub(crate) candidates_dropped: u64,
-    /// Looks of the search for moved runs.
     looks: u64,
 }
 
@@ -39,98 +53,60 @@ pub(crate) fn num_tokens(segments: &[Segment], class: Class) -> usize {
     of_class.map(|segment| segment.end - segment.start).sum()
 }
 
-impl RadixIndex {
-    /// Works out how to build the KV of a prompt, from `path` alone if there is one. Returns `None` if finding the exact
-    /// prefix, or searching for moved runs, takes more than `effort`.
-    pub(crate) fn draft(
-        &mut self,
-        seq: &mut TokenSequence,
-        path: Option<&CachedPath>,
+impl Draft {
+    /// The draft of a prompt of which nothing is cached.
+    pub(crate) fn computed(len: usize) -> Self {
+        let mut draft = Self::default();
+        compute_until(&mut draft.segments, len);
+        draft
+    }
+
+    /// Works out how to build the KV of a prompt, of which at most `len` tokens may be matched. `exact` is the end of
+    /// its exact prefix, with the ids. Returns `None` if searching for moved runs takes more than `effort`.
+    #[inline]
+    pub(crate) fn new(
+        cached: &Cached<'_>,
+        seq: &TokenSequence,
         policy: &ReusePolicy,
-        options: PlanOptions,
+        len: usize,
+        (end, ids): (Position, &Arc<Vec<BlockId>>),
         effort: Effort,
-    ) -> Option<Draft> {
-        let end = self.exact_prefix(seq, options.keep_last, effort)?;
-        if end.node == NO_NODE {
-            let mut draft = Draft::default();
-            compute_until(&mut draft.segments, seq.len());
-            return Some(draft);
-        }
-        let end = path.map_or(end, |path| path.common(self, end));
-        if self
-            .windows
+    ) -> Option<Self> {
+        let usable = Usable::new(cached, policy);
+        let draft = Drafting::new(cached, seq, policy, usable, len).draft(end, ids, effort);
+        let approximate = draft
             .as_ref()
-            .is_some_and(|windows| policy.approximate && windows.is_waiting())
-        {
-            self.apply_windows();
-        }
-        let ids = self.remembered_ids(seq, end);
-        let len = seq.len().saturating_sub(options.keep_last);
-        let usable = Usable::new(self, policy);
-        let draft = Drafting::new(self, seq, path, policy, usable, len).draft(end, &ids, effort)?;
-        let looks = draft.looks;
-        let approximate = num_tokens(&draft.segments, Class::Approximate);
+            .map_or(0, |draft| num_tokens(&draft.segments, Class::Approximate));
         #[expect(
             clippy::cast_precision_loss,
             reason = "a share needs no more precision"
         )]
         let is_too_much = approximate as f64 / seq.len() as f64 > policy.max_approximate_share;
-        let draft = if is_too_much {
-            let usable = usable.exact_only();
-            let drafting = Drafting::new(self, seq, path, policy, usable, len);
-            let exact = drafting.draft(end, &ids, effort)?;
+        if !is_too_much {
+            return draft;
+        }
+        let draft = draft?;
+        let usable = usable.exact_only();
+        let exact = Drafting::new(cached, seq, policy, usable, len).draft(end, ids, effort)?;
+        Some(Self {
             // If all places had been tried, the share might be another.
-            Draft {
-                candidates_dropped: draft.candidates_dropped.max(exact.candidates_dropped),
-                ..exact
-            }
-        } else {
-            draft
-        };
-        self.work.search_looks += looks;
-        Some(draft)
+            candidates_dropped: draft.candidates_dropped.max(exact.candidates_dropped),
+            looks: draft.looks,
+            ..exact
+        })
     }
 
-    /// The cached exact block at the end of a path that shares most tokens with the rest of the prompt, and how many.
-    fn nearest_block(
-        &self,
-        seq: &TokenSequence,
-        path: Option<&CachedPath>,
-        end: Position,
-        len: usize,
-    ) -> Option<Stretch> {
-        let block_size = self.block_size();
-        let at = end.depth as usize * block_size;
-        let until = len.min(at + block_size);
-        if until <= at {
-            return None;
-        }
-        let wanted = seq.view().slice(at, until);
-        let only = match path {
-            Some(path) => Some(path.edge_at(end.depth)?.0),
-            None => (end.depth < self.nodes[end.node].end()).then_some(end.node),
-        };
-        let (node, shared) = if let Some(only) = only {
-            let node = &self.nodes[only];
-            let shared = wanted.common(node.view(block_size).slice(at, at + block_size));
-            (node.payload(end.depth, block_size).is_exact() && shared > 0)
-                .then_some((only, shared))?
-        } else {
-            siblings::nearest(&self.nodes, block_size, end.node, wanted)?
-        };
-        Some(Stretch {
-            node,
-            start: at,
-            end: at + shared,
-        })
+    /// Looks of the search for moved runs.
+    pub(crate) fn looks(&self) -> u64 {
+        self.looks
     }
 }
 
 /// One prompt, and the draft so far.
 struct Drafting<'a> {
-    index: &'a RadixIndex,
+    cached: &'a Cached<'a>,
+    forest: &'a Forest,
     seq: &'a TokenSequence,
-    path: Option<&'a CachedPath>,
     policy: &'a ReusePolicy,
     usable: Usable,
     /// Tokens that may be matched.
@@ -140,17 +116,16 @@ struct Drafting<'a> {
 
 impl<'a> Drafting<'a> {
     fn new(
-        index: &'a RadixIndex,
+        cached: &'a Cached<'a>,
         seq: &'a TokenSequence,
-        path: Option<&'a CachedPath>,
         policy: &'a ReusePolicy,
         usable: Usable,
         len: usize,
     ) -> Self {
         Self {
-            index,
+            cached,
+            forest: cached.forest,
             seq,
-            path,
             policy,
             usable,
             len,
@@ -164,15 +139,13 @@ impl<'a> Drafting<'a> {
         exact_ids: &Arc<Vec<BlockId>>,
         effort: Effort,
     ) -> Option<Draft> {
-        let block_size = self.index.block_size();
+        let block_size = self.forest.block_size();
         let own_end = self.own_end(exact);
         let in_place = self.in_place(exact, own_end);
         self.use_in_place(exact, in_place, exact_ids);
         let mut at = in_place.depth as usize * block_size;
         if self.policy.partial_blocks
-            && let Some(partial) = self
-                .index
-                .nearest_block(self.seq, self.path, in_place, self.len)
+            && let Some(partial) = self.nearest_block(in_place)
         {
             self.copy(&Run::own(at, [partial].into_iter().collect()));
             at = partial.end;
@@ -193,19 +166,43 @@ impl<'a> Drafting<'a> {
         Some(self.draft)
     }
 
+    /// The cached exact block at the end of a path that shares most tokens with the rest of the prompt, and how many.
+    fn nearest_block(&self, end: Position) -> Option<Piece> {
+        let block_size = self.forest.block_size();
+        let at = end.depth as usize * block_size;
+        let until = self.len.min(at + block_size);
+        if until <= at {
+            return None;
+        }
+        let wanted = self.seq.view().slice(at, until);
+        let node = self.forest.node(end.node);
+        let (node, shared) = if end.depth < node.end() {
+            let shared = wanted.common(node.view(block_size).slice(at, at + block_size));
+            (node.payload(end.depth, block_size).is_exact() && shared > 0)
+                .then_some((end.node, shared))?
+        } else {
+            self.forest.nearest_child(end.node, wanted)?
+        };
+        Some(Piece {
+            node,
+            start: at,
+            end: at + shared,
+        })
+    }
+
     /// Where the whole blocks of the prompt leave its path, which is known up to `exact`; holes are passed.
     fn own_end(&self, exact: Position) -> Position {
-        if self.index.num_holes == 0 && self.index.num_approximate == 0 {
+        if !self.forest.has_broken_paths() {
             return exact;
         }
-        let limit = crate::ids::depth(self.len / self.index.block_size());
+        let limit = crate::ids::depth(self.len / self.forest.block_size());
         let whole = |_: &Node, _, to| to;
         let tokens = self.seq.view();
         let walked = self
-            .index
+            .forest
             .walk(tokens, exact, limit, Effort::ANY, whole, |_, _, _| ());
-        self.path
-            .map_or(walked.at, |path| path.common(self.index, walked.at))
+        let path = self.cached.path;
+        path.map_or(walked.at, |path| path.common(self.forest, walked.at))
     }
 
     /// Where in-place use of the path ends: after the exact prefix, if the policy allows approximate blocks.
@@ -213,22 +210,22 @@ impl<'a> Drafting<'a> {
         if !self.usable.approximate || own_end.depth == exact.depth {
             return exact;
         }
-        for (node, from, to) in self.index.edges_to(own_end, exact.depth) {
-            let edge = &self.index.nodes[node];
+        for (node, from, to) in self.forest.edges_to(own_end, exact.depth) {
+            let edge = self.forest.node(node);
             if let Some(depth) = (from..to).find(|&depth| !self.usable.in_place(edge, depth)) {
-                return self.index.normal(Position { node, depth });
+                return self.forest.normal(Position { node, depth });
             }
         }
         own_end
     }
 
     fn use_in_place(&mut self, exact: Position, end: Position, exact_ids: &Arc<Vec<BlockId>>) {
-        let (index, block_size) = (self.index, self.index.block_size());
+        let (forest, block_size) = (self.forest, self.forest.block_size());
         let token = |depth: Depth| depth as usize * block_size;
         self.draft.ids = Arc::clone(exact_ids);
         if end.depth > exact.depth {
             let mut more = Vec::new();
-            index.path_ids(end, exact.depth, &mut more);
+            forest.path_ids(end, exact.depth, &mut more);
             let mut ids = exact_ids[..exact.depth as usize].to_vec();
             ids.append(&mut more);
             self.draft.ids = Arc::new(ids);
@@ -239,12 +236,15 @@ impl<'a> Drafting<'a> {
             old_start: 0,
             class: Class::Exact,
             hops: 0,
-            kinds: index.kinds_on_path(exact, 0, token(exact.depth)),
+            kinds: self
+                .cached
+                .tagging
+                .on_path(forest, exact, 0, token(exact.depth)),
         });
         let first = self.draft.segments.len();
-        for (node, from, to) in index.edges_to(end, exact.depth) {
+        for (node, from, to) in forest.edges_to(end, exact.depth) {
             for depth in from..to {
-                let edge = &index.nodes[node];
+                let edge = forest.node(node);
                 let label = edge.payload(depth, block_size).label;
                 let (class, hops) = Usable::becomes(Kinship::Own, label);
                 let (start, end) = (token(depth), token(depth + 1));
@@ -278,25 +278,16 @@ impl<'a> Drafting<'a> {
         at: usize,
         effort: Effort,
     ) -> Option<()> {
-        let index = self.index;
+        let (forest, cached) = (self.forest, self.cached);
         let prompt = self.seq.view().slice(0, self.len);
-        let windows = index.windows.as_ref().filter(|_| self.usable.moves());
-        let tree = index.nodes[in_place.node].tree;
-        let max_candidates = index.config.max_candidates;
-        let search = windows.map(|windows| {
-            Search::new(
-                index,
-                windows,
-                tree,
-                self.path,
-                prompt.tokens,
-                max_candidates,
-            )
-        });
+        let windows = cached.windows.filter(|_| self.usable.moves());
+        let tree = forest.node(in_place.node).tree;
+        let max_candidates = cached.config.max_candidates;
+        let search = windows.map(|windows| Search::new(cached, windows, tree, prompt.tokens));
         let follower = Follower {
-            index,
+            forest,
             prompt,
-            path: self.path,
+            path: cached.path,
             usable: self.usable,
             max_children: max_candidates,
         };
@@ -304,8 +295,8 @@ impl<'a> Drafting<'a> {
             in_place,
             end: own_end,
         };
-        let min_run = self.policy.min_run.unwrap_or(index.config.min_run);
-        let mut cover = Cover::new(follower, own, search, min_run);
+        let min_run = self.policy.min_run.unwrap_or(cached.config.min_run);
+        let mut cover = Cover::new(follower, own, search, min_run, cached.config.seed);
         for run in cover.runs(at, effort)? {
             self.copy(&run);
         }
@@ -314,44 +305,44 @@ impl<'a> Drafting<'a> {
         Some(())
     }
 
-    /// Adds the segments and copies of a run: one segment per stretch of equal class and hops.
+    /// Adds the segments and copies of a run: one segment per piece of equal class and hops.
     fn copy(&mut self, run: &Run) {
-        let index = self.index;
-        let is_plain = |stretch: &Stretch| index.nodes[stretch.node].num_approximate() == 0;
+        let forest = self.forest;
+        let is_plain = |piece: &Piece| forest.node(piece.node).num_approximate() == 0;
         let left_out = (self.policy.recompute_first, self.policy.recompute_last);
         if left_out == (0, 0) && run.path.iter().all(is_plain) {
             let (class, hops) = Usable::becomes(run.kinship, Label::EXACT);
             return self.copy_part(run.start, run.end, class, hops, &run.path);
         }
-        let mut parts: Vec<Part> = Vec::new();
+        let mut parts: Vec<RunPart> = Vec::new();
         let mut start = run.start;
-        for stretch in &run.path {
-            let node = &index.nodes[stretch.node];
+        for piece in &run.path {
+            let node = forest.node(piece.node);
             for (from, to, class, hops) in
-                equal_labels(node, stretch, run.kinship, index.block_size())
+                equal_labels(node, piece, run.kinship, forest.block_size())
             {
-                let piece = Stretch {
-                    node: stretch.node,
+                let own = Piece {
+                    node: piece.node,
                     start: from,
                     end: to,
                 };
                 match parts.last_mut() {
                     Some(last) if (last.class, last.hops) == (class, hops) => {
                         last.end += to - from;
-                        last.path.push(piece);
+                        last.path.push(own);
                     }
-                    _ => parts.push(Part {
+                    _ => parts.push(RunPart {
                         start,
                         end: start + to - from,
                         class,
                         hops,
-                        path: vec![piece],
+                        path: vec![own],
                     }),
                 }
                 start += to - from;
             }
         }
-        let approximate = |part: &&mut Part| part.class == Class::Approximate;
+        let approximate = |part: &&mut RunPart| part.class == Class::Approximate;
         let mut first = self.policy.recompute_first;
         for part in parts.iter_mut().filter(approximate) {
             first -= part.cut_front(first);
@@ -365,26 +356,26 @@ impl<'a> Drafting<'a> {
         }
     }
 
-    fn copy_part(&mut self, start: usize, end: usize, class: Class, hops: u16, path: &[Stretch]) {
-        let (index, block_size) = (self.index, self.index.block_size());
+    fn copy_part(&mut self, start: usize, end: usize, class: Class, hops: u16, path: &[Piece]) {
+        let (forest, block_size) = (self.forest, self.forest.block_size());
         let first = self.draft.source_ids.len();
         let mut kinds = 0;
-        for stretch in path {
-            let node = &index.nodes[stretch.node];
+        for piece in path {
+            let node = forest.node(piece.node);
             let run = SourceRun {
-                node: stretch.node,
-                from: crate::ids::depth(stretch.start / block_size),
-                to: crate::ids::depth(stretch.end.div_ceil(block_size)),
+                node: piece.node,
+                from: crate::ids::depth(piece.start / block_size),
+                to: crate::ids::depth(piece.end.div_ceil(block_size)),
             };
             self.draft
                 .source_ids
                 .extend(node.ids(run.from, run.to, block_size));
             self.draft.sources.push(run);
             if let Some(extras) = node.extras() {
-                kinds |= extras.tags.union(stretch.start, stretch.end);
+                kinds |= extras.tags.union(piece.start, piece.end);
             }
         }
-        let old_start = path.first().map_or(0, |stretch| stretch.start);
+        let old_start = path.first().map_or(0, |piece| piece.start);
         self.draft.copies.push(Copied {
             start,
             end,
@@ -425,25 +416,25 @@ fn compute_until(segments: &mut Vec<Segment>, end: usize) {
 }
 
 /// A part of a run, of one class and one number of hops.
-struct Part {
+struct RunPart {
     start: usize,
     end: usize,
     class: Class,
     hops: u16,
-    path: Vec<Stretch>,
+    path: Vec<Piece>,
 }
 
-impl Part {
+impl RunPart {
     /// Cuts up to `count` tokens from the start; returns how many.
     fn cut_front(&mut self, count: usize) -> usize {
         let count = count.min(self.end - self.start);
         self.start += count;
         let mut left = count;
-        self.path.retain_mut(|stretch| {
-            let cut = left.min(stretch.end - stretch.start);
-            stretch.start += cut;
+        self.path.retain_mut(|piece| {
+            let cut = left.min(piece.end - piece.start);
+            piece.start += cut;
             left -= cut;
-            stretch.start < stretch.end
+            piece.start < piece.end
         });
         count
     }
@@ -467,22 +458,22 @@ impl Part {
     }
 }
 
-/// The parts of a stretch with equal labels: (start, end, class, hops).
+/// The parts of a piece with equal labels: (start, end, class, hops).
 fn equal_labels(
     node: &Node,
-    stretch: &Stretch,
+    piece: &Piece,
     kinship: Kinship,
     block_size: usize,
 ) -> Vec<(usize, usize, Class, u16)> {
     let mut parts: Vec<(usize, usize, Class, u16)> = Vec::new();
-    let mut at = stretch.start;
-    while at < stretch.end {
+    let mut at = piece.start;
+    while at < piece.end {
         let depth = crate::ids::depth(at / block_size);
         let (class, hops) = Usable::becomes(kinship, node.payload(depth, block_size).label);
         let end = if node.num_approximate() == 0 {
-            stretch.end
+            piece.end
         } else {
-            stretch.end.min((at / block_size + 1) * block_size)
+            piece.end.min((at / block_size + 1) * block_size)
         };
         match parts.last_mut() {
             Some(last) if (last.2, last.3) == (class, hops) => last.1 = end,

@@ -42,17 +42,13 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::error::{Error, Result};
-use crate::ids::{BlockId, NO_NODE};
-use crate::lease::Lease;
-use crate::node::Node;
-use crate::policy::ReusePolicy;
-use crate::slab::Handle;
+use crate::ids::BlockId;
+use crate::pins::Lease;
+use crate::storage::slab::Handle;
 use crate::tokens::{Snapshot, TokenSequence};
-use crate::tree::{Effort, RadixIndex};
 
-use draft::Draft;
-use path::CachedPath;
+pub(crate) use draft::{Cached, Draft};
+pub(crate) use path::CachedPath;
 
 pub use moves::Move;
 
@@ -91,7 +87,7 @@ pub struct Segment {
     pub class: Class,
     /// Hops of the KV in the prompt: those of the source, plus one for a moved run; 0 for what is computed.
     pub hops: u16,
-    /// Kinds of spans that the source tokens are tagged with, as a bit set (see [`RadixIndex::kinds`]).
+    /// Kinds of spans that the source tokens are tagged with, as a bit set (see [`RadixIndex::kinds`](crate::RadixIndex::kinds)).
     pub kinds: u64,
 }
 
@@ -135,7 +131,7 @@ impl Default for PlanOptions {
     }
 }
 
-/// How to build the KV of one prompt. What it pins stays until [`RadixIndex::release`].
+/// How to build the KV of one prompt. What it pins stays until [`RadixIndex::release`](crate::RadixIndex::release).
 #[derive(Debug)]
 pub struct ReusePlan {
     index: u64,
@@ -156,7 +152,39 @@ pub struct ReusePlan {
     candidates_dropped: u64,
 }
 
+/// Where a plan comes from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Origin {
+    pub(crate) index: u64,
+    pub(crate) lease: Handle,
+    pub(crate) block_size: usize,
+    pub(crate) num_blocks: u64,
+    pub(crate) pinned: bool,
+    pub(crate) number: u64,
+    pub(crate) edges: u64,
+}
+
 impl ReusePlan {
+    #[inline]
+    pub(crate) fn new(origin: Origin, snapshot: Snapshot, draft: Draft) -> Self {
+        Self {
+            index: origin.index,
+            lease: origin.lease,
+            block_size: origin.block_size,
+            num_blocks: origin.num_blocks,
+            pinned: origin.pinned,
+            snapshot,
+            number: origin.number,
+            ids: draft.ids,
+            num_blocks_in_place: draft.in_place.map_or(0, |end| end.depth as usize),
+            edges: origin.edges,
+            segments: draft.segments,
+            copies: draft.copies,
+            source_ids: draft.source_ids,
+            candidates_dropped: draft.candidates_dropped,
+        }
+    }
+
     /// Ids used in place, for the first whole blocks of the prompt.
     #[must_use]
     pub fn blocks(&self) -> &[BlockId] {
@@ -222,12 +250,6 @@ impl ReusePlan {
         self.block_size
     }
 
-    /// Whether this index made the plan.
-    #[must_use]
-    pub fn is_of(&self, index: &RadixIndex) -> bool {
-        self.index == index.uid
-    }
-
     /// Whether the sequence begins with the tokens that were planned, in their namespace. O(1) if it is the sequence
     /// that was planned.
     #[must_use]
@@ -260,319 +282,39 @@ impl ReusePlan {
         first.map(|segment| segment.start)
     }
 
-    /// The plan's lease, if this is its index and it was not released.
-    pub(crate) fn lease_index(&self, index: &RadixIndex, call: &str) -> Result<u32> {
-        self.check_index(index, call)?;
-        match index.leases.get(self.lease) {
-            Some(_) => Ok(self.lease.index),
-            None => Err(Error::stale(format!(
-                "{call}: the plan was released already"
-            ))),
-        }
+    /// The index that made the plan.
+    pub(crate) fn index(&self) -> u64 {
+        self.index
     }
 
-    fn check_index(&self, index: &RadixIndex, call: &str) -> Result<()> {
-        if self.is_of(index) {
-            return Ok(());
-        }
-        Err(Error::invalid(format!(
-            "{call}: the plan belongs to another index"
-        )))
-    }
-}
-
-impl RadixIndex {
-    /// Plans the KV of a prompt, and pins what the plan uses.
-    ///
-    /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a field of the policy is beyond its limits, or the
-    /// policy asks for runs shorter than the index's [`min_run`](crate::Config::min_run).
-    ///
-    /// # Complexity
-    /// That of [`lookup`](Self::lookup), plus expected O(log siblings) comparisons of one block. If the policy allows
-    /// approximate reuse, plus O(tokens of the rest): a search takes a bounded number of steps per token of the prompt
-    /// and per token that it covers, whatever is cached (rule P16).
-    ///
-    /// # Examples
-    /// ```
-    /// # use std::sync::Arc;
-    /// # use kvtrie_core::*;
-    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
-    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
-    /// let mut seq = TokenSequence::new(ns.clone(), vec![1, 2, 3, 4], vec![])?;
-    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
-    /// let mut prompt = TokenSequence::new(ns, vec![1, 2, 3, 9, 9], vec![])?;
-    /// let plan = index.plan(&mut prompt, &ReusePolicy::EXACT_ONLY, PlanOptions::default())?;
-    /// assert_eq!(plan.blocks(), [BlockId(6)]);
-    /// assert_eq!((plan.num_tokens(Class::Exact), plan.num_tokens(Class::Compute)), (3, 2));
-    /// let moves = plan.moves(&[BlockId(6), BlockId(1), BlockId(2)], 0, 5)?;
-    /// assert_eq!((moves[0].source_slot, moves[0].dest_slot, moves[0].num_tokens), (0, 2, 1));
-    /// index.release(&plan)?;
-    /// # Ok::<(), kvtrie_core::Error>(())
-    /// ```
-    pub fn plan(
-        &mut self,
-        seq: &mut TokenSequence,
-        policy: &ReusePolicy,
-        options: PlanOptions,
-    ) -> Result<ReusePlan> {
-        policy.check(self.config.min_run, "RadixIndex.plan")?;
-        crate::failpoints::before("RadixIndex.plan")?;
-        Ok(self.plan_checked(seq, policy, options))
+    pub(crate) fn lease(&self) -> Handle {
+        self.lease
     }
 
-    /// Pins the blocks that a sequence has in place: exact ones, or with `approximate` all. It copies nothing, searches
-    /// for no moved run, and cannot fail.
-    ///
-    /// # Complexity
-    /// That of [`plan`](Self::plan) without a search.
-    pub fn pin_in_place(&mut self, seq: &mut TokenSequence, approximate: bool) -> ReusePlan {
-        let policy = ReusePolicy {
-            approximate,
-            max_hops: ReusePolicy::MAX_HOPS,
-            // Longer than any run.
-            min_run: Some(seq.len().max(self.config.min_run) + 1),
-            partial_blocks: false,
-            ..ReusePolicy::EXACT_ONLY
-        };
-        let options = PlanOptions {
-            keep_last: 0,
-            pin: true,
-        };
-        self.plan_checked(seq, &policy, options)
-    }
-
-    fn plan_checked(
-        &mut self,
-        seq: &mut TokenSequence,
-        policy: &ReusePolicy,
-        options: PlanOptions,
-    ) -> ReusePlan {
-        let draft = self.draft(seq, None, policy, options, Effort::ANY);
-        // `Effort::ANY` is never exceeded.
-        self.settle_on(seq, options, draft.unwrap_or_default())
-    }
-
-    /// Like [`plan`](Self::plan), as if nothing were cached but the cached path of the sequence `path`: what one sequence could give to
-    /// another. Ties of runs at the same distance go to the earlier position. Places of a window on other paths are
-    /// passed over, a look each, and at most 16 per [candidate](crate::Config::max_candidates); those not looked at
-    /// count as [dropped](ReusePlan::candidates_dropped).
-    ///
-    /// # Errors
-    /// As [`plan`](Self::plan); and [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the sequences are of
-    /// different namespaces.
-    ///
-    /// # Complexity
-    /// As [`plan`](Self::plan), and a lookup of `path`.
-    ///
-    /// # Examples
-    /// ```
-    /// # use std::sync::Arc;
-    /// # use kvtrie_core::*;
-    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
-    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
-    /// let mut one = TokenSequence::new(ns.clone(), vec![1, 2, 3, 4], vec![])?;
-    /// let mut two = TokenSequence::new(ns.clone(), vec![1, 2, 5, 6], vec![])?;
-    /// index.insert(&mut one, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
-    /// index.insert(&mut two, &[BlockId(7), BlockId(1)], InsertOptions::new(4, Source::Computed))?;
-    /// let mut prompt = TokenSequence::new(ns, vec![1, 2, 3, 4, 9], vec![])?;
-    /// let plan = index.plan_from(&mut prompt, &two, &ReusePolicy::EXACT_ONLY, PlanOptions::default())?;
-    /// assert_eq!(plan.blocks(), [BlockId(6)]);
-    /// # Ok::<(), Error>(())
-    /// ```
-    pub fn plan_from(
-        &mut self,
-        seq: &mut TokenSequence,
-        path: &TokenSequence,
-        policy: &ReusePolicy,
-        options: PlanOptions,
-    ) -> Result<ReusePlan> {
-        policy.check(self.config.min_run, "RadixIndex.plan")?;
-        if seq.namespace() != path.namespace() {
-            return Err(Error::invalid(
-                "RadixIndex.plan: path is of another namespace than the prompt",
-            ));
-        }
-        crate::failpoints::before("RadixIndex.plan")?;
-        let path = CachedPath::of(self, path);
-        let draft = self.draft(seq, Some(&path), policy, options, Effort::ANY);
-        // `Effort::ANY` is never exceeded.
-        Ok(self.settle_on(seq, options, draft.unwrap_or_default()))
-    }
-
-    /// Like [`plan`](Self::plan), but returns `None` and touches nothing if following the prompt's own path (the exact
-    /// prefix or what is after holes) or searching for moved runs takes more than `effort`. The sequence remembers how
-    /// far it was matched, so the next call continues from there; a search starts again.
-    ///
-    /// # Errors
-    /// As [`plan`](Self::plan).
-    ///
-    /// # Complexity
-    /// O(effort), plus one step for each of [`known_edges`](Self::known_edges).
-    pub fn plan_within(
-        &mut self,
-        seq: &mut TokenSequence,
-        policy: &ReusePolicy,
-        options: PlanOptions,
-        effort: Effort,
-    ) -> Result<Option<ReusePlan>> {
-        policy.check(self.config.min_run, "RadixIndex.plan")?;
-        crate::failpoints::before("RadixIndex.plan")?;
-        if effort != Effort::ANY && self.is_broken_path(seq, options, effort) {
-            return Ok(None);
-        }
-        let draft = self.draft(seq, None, policy, options, effort);
-        Ok(draft.map(|draft| self.settle_on(seq, options, draft)))
-    }
-
-    /// Whether the prompt's own path takes more than `effort`: after the exact prefix it continues through holes and
-    /// approximate blocks, each of which a plan looks at by itself, or it has many dead runs, which a plan revives.
-    fn is_broken_path(
-        &mut self,
-        seq: &mut TokenSequence,
-        options: PlanOptions,
-        effort: Effort,
-    ) -> bool {
-        if !self.has_broken_paths() && self.num_dead == 0 {
-            return false;
-        }
-        let exact = match self.exact_prefix(seq, options.keep_last, effort) {
-            Some(exact) if exact.node == NO_NODE => return false,
-            Some(exact) => exact,
-            None => return true,
-        };
-        if self.num_dead > 0 && self.count_revival(exact, &mut effort.steps()).is_none() {
-            return true;
-        }
-        let len = seq.len().saturating_sub(options.keep_last);
-        let limit = crate::ids::depth(len / self.block_size());
-        let (mut steps, mut is_long) = (effort.steps(), false);
-        let pass = |node: &Node, from, to| {
-            if node.num_holes() > 0 || node.num_approximate() > 0 {
-                is_long |= steps.take(u64::from(to - from)).is_none();
-            }
-        };
-        let whole = |_: &Node, _, to| to;
-        let walked = self.walk(seq.view(), exact, limit, effort, whole, pass);
-        walked.gave_up || is_long
-    }
-
-    /// Makes a plan of a draft: touches and pins what it uses.
-    fn settle_on(
-        &mut self,
-        seq: &mut TokenSequence,
-        options: PlanOptions,
-        draft: Draft,
-    ) -> ReusePlan {
-        let stamp = self.tick();
-        if let Some(end) = draft.in_place {
-            self.stamp(end, stamp);
-        }
-        self.stamp_sources(&draft.sources, stamp);
-        let lease = self.lease(seq, options.pin, &draft);
-        let plan = ReusePlan {
-            index: self.uid,
-            lease,
-            block_size: self.block_size(),
-            num_blocks: self.config.num_blocks,
-            pinned: options.pin,
-            snapshot: seq.snapshot(),
-            number: self.blocks.count_plan(),
-            ids: draft.ids,
-            num_blocks_in_place: draft.in_place.map_or(0, |end| end.depth as usize),
-            edges: self.known_edges(seq),
-            segments: draft.segments,
-            copies: draft.copies,
-            source_ids: draft.source_ids,
-            candidates_dropped: draft.candidates_dropped,
-        };
-        crate::failpoints::within("a lease whose plan is lost");
-        self.leases[lease.index].first_approximate = plan.first_approximate();
-        plan
-    }
-
-    /// Ends the plan and its pins. Condemned blocks that nobody else pins wait for [`take_freed`](Self::take_freed).
-    ///
-    /// # Errors
-    /// [`StaleHandle`](crate::ErrorKind::StaleHandle) if it was released before;
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a plan of another index.
-    pub fn release(&mut self, plan: &ReusePlan) -> Result<()> {
-        let lease = plan.lease_index(self, "ReusePlan.release")?;
-        crate::failpoints::before("ReusePlan.release")?;
-        self.end_lease(lease);
-        Ok(())
-    }
-
-    /// Like [`release`](Self::release), but a plan that was released before, or belongs to another index, is left as it
-    /// is: it cannot fail.
-    pub fn release_if_live(&mut self, plan: &ReusePlan) {
-        if let Ok(lease) = plan.lease_index(self, "ReusePlan.release") {
-            self.end_lease(lease);
-        }
-    }
-
-    /// Ends the pins of the blocks that the plan copies from. A second call does nothing.
-    ///
-    /// # Errors
-    /// As [`release`](Self::release).
-    pub fn release_sources(&mut self, plan: &ReusePlan) -> Result<()> {
-        let lease = plan.lease_index(self, "ReusePlan.release_sources")?;
-        crate::failpoints::before("ReusePlan.release_sources")?;
-        self.unpin_sources(lease);
-        Ok(())
-    }
-
-    /// How many steps it takes to end the plan, each about as long as a look at an edge. O(1).
-    #[must_use]
-    pub fn release_steps(&self, plan: &ReusePlan) -> u64 {
-        let lease = self.leases.get(plan.lease);
-        let entries = lease.map_or(0, Lease::num_entries) as u64;
-        // A step up an edge takes a fraction of a look at it.
-        entries + plan.edges / 4 + self.bound_steps(0)
-    }
-
-    /// Whether the plan was released.
-    #[must_use]
-    pub fn is_released(&self, plan: &ReusePlan) -> bool {
-        plan.lease_index(self, "").is_err()
-    }
-
-    /// Returns for each segment whether its blocks are still there as planned: pinned, or not gone since.
-    ///
-    /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a plan of another index.
-    pub fn validate(&self, plan: &ReusePlan) -> Result<Vec<bool>> {
-        plan.check_index(self, "ReusePlan.validate")?;
-        let lease = self.leases.get(plan.lease).filter(|lease| lease.pinned);
-        let stayed = |block: BlockId| self.blocks.stayed(block.0, plan.number);
-        let in_place = plan.num_blocks_in_place * plan.block_size;
+    /// Whether each segment is still what the plan says. `lease` is the plan's, if it lives and pins; `stayed` says
+    /// whether a block did not leave its place since the plan of this number was made.
+    pub(crate) fn validity(
+        &self,
+        lease: Option<&Lease>,
+        stayed: impl Fn(BlockId, u64) -> bool,
+    ) -> Vec<bool> {
+        let stayed = |block: BlockId| stayed(block, self.number);
+        let in_place = self.num_blocks_in_place * self.block_size;
         let has_sources = lease.is_some_and(Lease::pins_sources);
-        let mut copies = plan.copies.iter();
-        Ok(plan
-            .segments
+        let mut copies = self.copies.iter();
+        self.segments
             .iter()
             .map(|segment| {
                 if segment.class == Class::Compute {
                     true
                 } else if segment.end <= in_place {
-                    let blocks = segment.start / plan.block_size..segment.end / plan.block_size;
-                    lease.is_some() || plan.blocks()[blocks].iter().copied().all(stayed)
+                    let blocks = segment.start / self.block_size..segment.end / self.block_size;
+                    lease.is_some() || self.blocks()[blocks].iter().copied().all(stayed)
                 } else {
                     let ids = copies.next().map_or(0..0, |copy| copy.ids.clone());
-                    has_sources || plan.source_ids[ids].iter().copied().all(stayed)
+                    has_sources || self.source_ids[ids].iter().copied().all(stayed)
                 }
             })
-            .collect())
-    }
-
-    fn lease(&mut self, seq: &TokenSequence, pinned: bool, draft: &Draft) -> Handle {
-        let namespace = Arc::clone(seq.namespace());
-        let lease = self.leases.insert(Lease::new(namespace, pinned));
-        crate::failpoints::within("a lease without pins");
-        if let Some(end) = draft.in_place {
-            self.pin_path(lease, end);
-        }
-        self.pin_sources(lease, &draft.sources);
-        self.leases.handle(lease)
+            .collect()
     }
 }

@@ -1,9 +1,10 @@
 //! The cached path of one sequence, to which a plan may be restricted.
 
+use crate::effort::Effort;
 use crate::ids::{Depth, NodeIndex, depth};
-use crate::node::Node;
+use crate::storage::forest::{Forest, Position};
+use crate::storage::node::Node;
 use crate::tokens::TokenSequence;
-use crate::tree::{Effort, Position, RadixIndex};
 
 /// The edges of one path from the root, without gaps.
 #[derive(Clone, Debug)]
@@ -14,19 +15,19 @@ pub(crate) struct CachedPath {
 
 impl CachedPath {
     /// The path of a sequence as far as whole blocks of it were cached, including holes.
-    pub(super) fn of(index: &RadixIndex, seq: &TokenSequence) -> Self {
-        let limit = depth(seq.len() / index.block_size());
+    pub(crate) fn of(forest: &Forest, seq: &TokenSequence) -> Self {
+        let limit = depth(seq.len() / forest.block_size());
         let whole = |_: &Node, _, to| to;
-        let from = match index.at_cursor(seq) {
+        let from = match forest.at_cursor(seq) {
             Some((known, _)) => Some(known),
-            None => index.root(seq.namespace()),
+            None => forest.root(seq.namespace()),
         };
         let end = from.map(|from| {
-            let walked = index.walk(seq.view(), from, limit, Effort::ANY, whole, |_, _, _| ());
+            let walked = forest.walk(seq.view(), from, limit, Effort::ANY, whole, |_, _, _| ());
             walked.at
         });
         Self {
-            edges: end.map_or_else(Vec::new, |end| index.edges_to(end, 0)),
+            edges: end.map_or_else(Vec::new, |end| forest.edges_to(end, 0)),
         }
     }
 
@@ -45,18 +46,18 @@ impl CachedPath {
     /// Where the path ends in the edge of a block; `None` if the block is not on the path.
     pub(super) fn end_after(
         &self,
-        index: &RadixIndex,
+        forest: &Forest,
         node: NodeIndex,
         depth: Depth,
     ) -> Option<Depth> {
-        let end = self.end_in(node, index.nodes[node].depth)?;
+        let end = self.end_in(node, forest.node(node).depth)?;
         (depth < end).then_some(end)
     }
 
     /// The last place of the path to `at` that is on this path too.
-    pub(super) fn common(&self, index: &RadixIndex, mut at: Position) -> Position {
+    pub(crate) fn common(&self, forest: &Forest, mut at: Position) -> Position {
         loop {
-            let node = &index.nodes[at.node];
+            let node = forest.node(at.node);
             if node.is_root() {
                 return at;
             }

@@ -2,26 +2,24 @@
 
 use smallvec::SmallVec;
 
-use crate::arena::Arena;
-use crate::ids::{Depth, NO_NODE, NodeIndex};
-use crate::node::Node;
+use crate::ids::{Depth, NodeIndex};
 use crate::plan::budget::{CHOICE, TOKENS_PER_LOOK};
 use crate::plan::path::CachedPath;
 use crate::plan::usable::{Kinship, Usable};
-use crate::siblings;
+use crate::storage::forest::Forest;
+use crate::storage::node::Node;
 use crate::tokens::View;
-use crate::tree::RadixIndex;
 
 /// Consecutive tokens of one edge, by position on its path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Stretch {
+pub(super) struct Piece {
     pub(super) node: NodeIndex,
     pub(super) start: usize,
     pub(super) end: usize,
 }
 
-/// Stretches of one path, from top to bottom.
-pub(super) type Stretches = SmallVec<[Stretch; 2]>;
+/// Pieces of one path, from top to bottom.
+pub(super) type Pieces = SmallVec<[Piece; 2]>;
 
 /// Tokens that are compared at first; the number doubles while they agree.
 const FEW: usize = 256;
@@ -40,10 +38,10 @@ pub(super) struct Followed {
 /// Follows tokens of a prompt along what is cached.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Follower<'a> {
-    pub(super) index: &'a RadixIndex,
+    pub(super) forest: &'a Forest,
     /// What may be matched: the prompt without the tokens that are always computed.
     pub(super) prompt: View<'a>,
-    /// What may be followed; `None`: everything.
+    /// The only path that may be followed; `None`: all.
     pub(super) path: Option<&'a CachedPath>,
     pub(super) usable: Usable,
     /// The most children compared where an edge ends and none continues with a whole block.
@@ -51,10 +49,6 @@ pub(super) struct Follower<'a> {
 }
 
 impl Follower<'_> {
-    fn nodes(&self) -> &Arena {
-        &self.index.nodes
-    }
-
     /// Where an edge ends for this plan.
     fn end_of(&self, node: NodeIndex, edge: &Node) -> Depth {
         let restricted = self.path.and_then(|path| path.end_in(node, edge.depth));
@@ -71,14 +65,14 @@ impl Follower<'_> {
         mut from: usize,
         mut at: usize,
         least: impl Fn() -> usize,
-        path: &mut Stretches,
+        path: &mut Pieces,
     ) -> Followed {
-        let block_size = self.index.block_size();
+        let block_size = self.forest.block_size();
         let len = self.prompt.tokens.len();
         let begin = at;
         let mut done = Followed::default();
         loop {
-            let edge = &self.nodes()[node];
+            let edge = self.forest.node(node);
             let (start, end) = (from, self.end_of(node, edge) as usize * block_size);
             // Usability is checked only a little further than the tokens that agreed, because they may end anywhere.
             let mut ahead = FEW;
@@ -94,7 +88,7 @@ impl Follower<'_> {
                 ahead *= 2;
             }
             if start < from {
-                path.push(Stretch {
+                path.push(Piece {
                     node,
                     start,
                     end: from,
@@ -124,28 +118,29 @@ impl Follower<'_> {
         least: impl Fn() -> usize,
         done: &mut Followed,
     ) -> Option<NodeIndex> {
-        let (nodes, block_size) = (self.nodes(), self.index.block_size());
+        let (forest, block_size) = (self.forest, self.forest.block_size());
         if let Some(path) = self.path {
             done.looks += 1;
-            return path.edge_at(nodes[parent].end()).map(|(child, _)| child);
+            return path
+                .edge_at(forest.node(parent).end())
+                .map(|(child, _)| child);
         }
-        let first = nodes[parent].first_child();
-        if first == NO_NODE {
+        if !forest.node(parent).has_children() {
             return None;
         }
         done.looks += 1;
-        if let Some(only) = siblings::only(nodes, parent) {
+        if let Some(only) = forest.only_child(parent) {
             return Some(only);
         }
         done.looks += CHOICE;
-        let base = nodes[parent].end() as usize * block_size;
+        let base = forest.node(parent).end() as usize * block_size;
         let until = self.prompt.tokens.len().min(at + block_size);
         let wanted = self.prompt.slice(at, until);
         if until == at + block_size
-            && let Some(child) = self.index.child(parent, wanted)
+            && let Some(child) = forest.child(parent, wanted)
             && self
                 .usable
-                .end(kinship, &nodes[child], base, base + block_size)
+                .end(kinship, forest.node(child), base, base + block_size)
                 == base + block_size
         {
             return Some(child);
@@ -153,7 +148,7 @@ impl Follower<'_> {
         let least = least().saturating_sub(at).max(1);
         let mut best: Option<(usize, u16, u32, NodeIndex)> = None;
         for exact in [true, false] {
-            let children = siblings::likest(nodes, block_size, parent, exact, wanted);
+            let children = forest.likest_children(parent, exact, wanted);
             for (looked_at, (child, shared)) in children.enumerate() {
                 done.looks += 1;
                 if shared < best.map_or(least, |(most, ..)| most) {
@@ -164,7 +159,7 @@ impl Follower<'_> {
                     done.skipped += u64::from(best.is_none_or(|(most, ..)| shared > most));
                     break;
                 }
-                let edge = &nodes[child];
+                let edge = forest.node(child);
                 let shared = self.usable.end(kinship, edge, base, base + shared) - base;
                 let (id, hops) = (
                     edge.id(edge.depth, block_size),
@@ -190,13 +185,13 @@ impl Follower<'_> {
         mut from: usize,
         mut at: usize,
         enough: usize,
-        path: &mut Stretches,
+        path: &mut Pieces,
     ) -> usize {
-        let block_size = self.index.block_size();
-        // Stretches in other edges, the last first.
-        let mut above = Stretches::new();
+        let block_size = self.forest.block_size();
+        // Pieces in other edges, the last first.
+        let mut above = Pieces::new();
         while at > enough {
-            let edge = &self.nodes()[node];
+            let edge = self.forest.node(node);
             let start = edge.depth as usize * block_size;
             if from == start {
                 if edge.is_root() {
@@ -212,7 +207,7 @@ impl Follower<'_> {
             if same > 0 {
                 match path.first_mut() {
                     Some(first) if first.node == node => first.start -= same,
-                    _ => above.push(Stretch {
+                    _ => above.push(Piece {
                         node,
                         start: from - same,
                         end: from,

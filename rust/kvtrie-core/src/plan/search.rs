@@ -5,12 +5,12 @@ use std::ops::Range;
 use foldhash::quality::FixedState;
 use hashbrown::HashMap;
 
-use crate::blocks::Place;
-use crate::fingerprints::WINDOW;
 use crate::ids::NodeIndex;
+use crate::moved::{WINDOW, Windows};
+use crate::plan::draft::Cached;
 use crate::plan::path::CachedPath;
-use crate::tree::RadixIndex;
-use crate::windows::Windows;
+use crate::storage::blocks::BlockState;
+use crate::storage::forest::Forest;
 
 /// The most windows that are looked up at once. While nothing is found, each lookup takes twice as many. After a run
 /// was found only the requested ones are looked up, because the run is followed by comparison.
@@ -37,7 +37,7 @@ pub(super) struct Candidate<'a> {
     pub(super) last: usize,
     /// The tokens of the edge before that token, and from it on.
     before: &'a [u32],
-    behind: &'a [u32],
+    after: &'a [u32],
     /// Whether the edge is the first of its path.
     is_first: bool,
     /// Whether the edge is the last of its path.
@@ -48,7 +48,7 @@ impl Candidate<'_> {
     /// The most tokens of the prompt that can agree with the source from the window's last token on.
     pub(super) fn room(&self) -> usize {
         if self.is_last {
-            self.behind.len()
+            self.after.len()
         } else {
             usize::MAX
         }
@@ -56,7 +56,7 @@ impl Candidate<'_> {
 
     /// The token that is `ahead` tokens after the window's last token; `None` if it is in another edge.
     pub(super) fn ahead(&self, ahead: usize) -> Option<u32> {
-        self.behind.get(ahead).copied()
+        self.after.get(ahead).copied()
     }
 
     /// Whether a run through this place excludes the token `back` places before the window's last token. `token` is
@@ -79,12 +79,12 @@ impl Candidate<'_> {
     ) -> bool {
         // A longer run is cheaper to follow than to check first.
         let min_run = min_run.min(MOST_TOKENS);
-        let pairs = self.behind.iter().zip(&prompt[last..]).take(min_run);
+        let pairs = self.after.iter().zip(&prompt[last..]).take(min_run);
         let same = pairs.take_while(|(a, b)| a == b).count();
         if same == min_run {
             return true;
         }
-        let ends_here = same < self.behind.len() || self.is_last;
+        let ends_here = same < self.after.len() || self.is_last;
         if same == 0 || ends_here && last + same <= at {
             return false;
         }
@@ -117,7 +117,7 @@ struct Known {
 
 #[derive(Debug)]
 pub(super) struct Search<'a> {
-    index: &'a RadixIndex,
+    forest: &'a Forest,
     windows: &'a Windows,
     tree: u32,
     /// Where places may be; `None`: anywhere in the tree.
@@ -141,20 +141,18 @@ pub(super) struct Search<'a> {
 
 impl<'a> Search<'a> {
     pub(super) fn new(
-        index: &'a RadixIndex,
+        cached: &Cached<'a>,
         windows: &'a Windows,
         tree: u32,
-        path: Option<&'a CachedPath>,
         tokens: &'a [u32],
-        max_candidates: usize,
     ) -> Self {
         Self {
-            index,
+            forest: cached.forest,
             windows,
             tree,
-            path,
+            path: cached.path,
             tokens,
-            max_candidates,
+            max_candidates: cached.config.max_candidates,
             screened: 0..0,
             hits: Vec::new(),
             chunk: 1,
@@ -280,8 +278,10 @@ impl<'a> Search<'a> {
     /// Whether a window is on a path, or has more places than are looked at here.
     fn may_be_on(&self, path: &CachedPath, hash: u64) -> bool {
         let mut places = self.windows.places(hash, self.tree);
-        let is_on = |(id, _)| match self.index.blocks.place(id) {
-            Place::Indexed { node, depth } => path.end_after(self.index, node, depth).is_some(),
+        let is_on = |(id, _)| match self.forest.blocks().state(id) {
+            BlockState::Indexed { node, depth } => {
+                path.end_after(self.forest, node, depth).is_some()
+            }
             _ => false,
         };
         places.by_ref().take(FEW_PLACES).any(is_on) || places.next().is_some()
@@ -298,8 +298,8 @@ impl<'a> Search<'a> {
     }
 
     fn known(&mut self, hit: Hit) -> &mut Known {
-        let (index, tree) = (self.index, self.tree);
-        let is_of_tree = |id| index.tree_of_block(id) == Some(tree);
+        let (forest, tree) = (self.forest, self.tree);
+        let is_of_tree = |id| forest.tree_of_block(id) == Some(tree);
         let enough = self.enough();
         self.known.entry(hit.hash).or_insert_with(|| Known {
             count: self.windows.num_places(hit.hash, tree, enough, is_of_tree),
@@ -327,11 +327,11 @@ impl<'a> Search<'a> {
         }
         let count = known.count;
         let first = self.places.len();
-        let (index, windows, tree) = (self.index, self.windows, self.tree);
+        let (forest, windows, tree) = (self.forest, self.windows, self.tree);
         // Places of other trees are removed before the most recent ones are taken.
         let places = windows
             .places(hit.hash, tree)
-            .filter(|&(id, _)| index.tree_of_block(id) == Some(tree));
+            .filter(|&(id, _)| forest.tree_of_block(id) == Some(tree));
         let most = self
             .max_candidates
             .saturating_mul(self.path.map_or(1, |_| PASSED_OVER));
@@ -354,26 +354,26 @@ impl<'a> Search<'a> {
 
     /// The place of a window of a block; `None` if the plan may not use it.
     fn candidate(&self, id: u32, which: u64) -> Option<Candidate<'a>> {
-        let (index, windows) = (self.index, self.windows);
-        let Place::Indexed { node, depth } = index.blocks.place(id) else {
+        let (forest, windows) = (self.forest, self.windows);
+        let BlockState::Indexed { node, depth } = forest.blocks().state(id) else {
             return None;
         };
-        let edge = &index.nodes[node];
-        let block_size = index.block_size();
+        let edge = forest.node(node);
+        let block_size = forest.block_size();
         let last = windows.end(depth, which);
-        let mut tokens = edge.run.tokens(block_size);
+        let mut tokens = edge.blocks.tokens(block_size);
         let mut is_last = !edge.has_children();
         if let Some(path) = self.path {
-            let end = path.end_after(index, node, depth)?;
+            let end = path.end_after(forest, node, depth)?;
             tokens = tokens.get(..(end - edge.depth) as usize * block_size)?;
             is_last = path.edge_at(end).is_none();
         }
-        let (before, behind) = tokens.split_at_checked(last - edge.depth as usize * block_size)?;
+        let (before, after) = tokens.split_at_checked(last - edge.depth as usize * block_size)?;
         Some(Candidate {
             node,
             last,
             before,
-            behind,
+            after,
             is_first: edge.depth == 0,
             is_last,
         })

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use crate::fingerprints::{WINDOW, WindowHasher};
+use crate::moved::{WINDOW, WindowHasher};
 use crate::{
     BlockId, Class, Config, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePolicy, Salt,
     Source, TokenSequence,

@@ -1,11 +1,10 @@
 //! What a policy allows a plan to use: which blocks, which tokens, and with how many hops.
 
 use crate::ids::Depth;
-use crate::node::Node;
-use crate::payload::{Label, Payload};
-use crate::plan::Class;
+use crate::plan::{Cached, Class};
 use crate::policy::ReusePolicy;
-use crate::tree::RadixIndex;
+use crate::storage::node::Node;
+use crate::storage::payload::{Label, Payload};
 
 /// Whether a source is under the whole prefix of the prompt's tokens, at their position, or elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,12 +26,12 @@ pub(super) struct Usable {
 }
 
 impl Usable {
-    pub(super) fn new(index: &RadixIndex, policy: &ReusePolicy) -> Self {
+    pub(super) fn new(cached: &Cached<'_>, policy: &ReusePolicy) -> Self {
         Self {
             approximate: policy.approximate,
             max_hops: policy.max_hops,
-            forbidden: index.kinds.mask(&policy.forbid_kinds),
-            block_size: index.block_size(),
+            forbidden: cached.tagging.kinds().mask(&policy.forbid_kinds),
+            block_size: cached.forest.block_size(),
         }
     }
 

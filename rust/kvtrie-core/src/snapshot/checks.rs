@@ -1,28 +1,32 @@
 //! Checks of numbers in a snapshot against the index into which they are read.
 
 use super::bytes::Reader;
-use crate::blocks::Place;
 use crate::error::Result;
-use crate::tree::RadixIndex;
+use crate::index::RadixIndex;
+use crate::storage::blocks::BlockState;
 
 /// Checks that an id is in the pool and was not read before.
 pub(super) fn new_id(index: &RadixIndex, from: &Reader<'_>, id: u32) -> Result<()> {
-    from.must(u64::from(id) < index.config.num_blocks, || {
+    from.must(u64::from(id) < index.config().num_blocks, || {
         format!(
             "block id {id} is not in [0, {}) (num_blocks)",
-            index.config.num_blocks
+            index.config().num_blocks
         )
     })?;
-    from.must(index.blocks.place(id) == Place::Unknown, || {
-        format!("block {id} comes twice")
-    })
+    from.must(
+        index.forest().blocks().state(id) == BlockState::Unknown,
+        || format!("block {id} comes twice"),
+    )
 }
 
 /// Reads a last use, which must not be after the clock.
-pub(super) fn read_stamp(index: &RadixIndex, from: &mut Reader<'_>) -> Result<u64> {
-    let stamp = from.u64()?;
-    from.must(stamp <= index.clock, || {
-        format!("a use at tick {stamp}; the clock stands at {}", index.clock)
+pub(super) fn read_time(index: &RadixIndex, from: &mut Reader<'_>) -> Result<u64> {
+    let time = from.u64()?;
+    from.must(time <= index.clock(), || {
+        format!(
+            "a use at time {time}; the clock stands at {}",
+            index.clock()
+        )
     })?;
-    Ok(stamp)
+    Ok(time)
 }

@@ -5,20 +5,17 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::bytes::{Reader, Writer};
-use super::checks::{new_id, read_stamp};
-use crate::dead::Dead;
+use super::checks::{new_id, read_time};
 use crate::error::{Error, Result};
-use crate::extras::{Extras, InnerUses};
 use crate::ids::{ABSENT, Depth, NO_NODE, NodeIndex};
+use crate::index::{PartsMut, RadixIndex};
 use crate::namespace::{Namespace, Salt};
-use crate::node::Node;
-use crate::payload::Label;
 use crate::ranges::{Range, Ranges};
-use crate::siblings;
-use crate::slab::Slab;
 use crate::span::{TagRun, Tags};
+use crate::storage::extras::{Dead, Extras, InnerUses};
+use crate::storage::node::Node;
+use crate::storage::payload::Label;
 use crate::tokens::Item;
-use crate::tree::{RadixIndex, Tree};
 
 /// Parts that an edge may have besides tokens, ids and a last use.
 const LABELS: u8 = 1;
@@ -42,7 +39,7 @@ fn nodes_of(index: &RadixIndex, root: NodeIndex) -> Vec<NodeIndex> {
     let mut nodes = vec![root];
     let mut at = 0;
     while let Some(&node) = nodes.get(at) {
-        nodes.extend(siblings::all(&index.nodes, node));
+        nodes.extend(index.forest().children(node));
         at += 1;
     }
     nodes
@@ -51,8 +48,8 @@ fn nodes_of(index: &RadixIndex, root: NodeIndex) -> Vec<NodeIndex> {
 /// By node index, the node's number in a snapshot: its index once restored.
 pub(super) fn numbers(index: &RadixIndex) -> Vec<u32> {
     let mut numbers = Vec::new();
-    let all = index.trees.iter();
-    let all = all.flat_map(|(_, tree)| nodes_of(index, tree.root));
+    let all = index.forest().trees().iter();
+    let all = all.flat_map(|(_, tree)| nodes_of(index, tree.root()));
     for (number, node) in (0..).zip(all) {
         let node = node as usize;
         if numbers.len() <= node {
@@ -64,14 +61,14 @@ pub(super) fn numbers(index: &RadixIndex) -> Vec<u32> {
 }
 
 pub(super) fn write(index: &RadixIndex, out: &mut Writer) {
-    let vacant = index.trees.vacant();
-    out.len(index.trees.len() + vacant.len());
+    let vacant = index.forest().trees().vacant();
+    out.len(index.forest().trees().len() + vacant.len());
     out.len(vacant.len());
     out.u32s(vacant);
     let mut numbers = Vec::new();
-    for (_, tree) in index.trees.iter() {
-        write_namespace(&tree.namespace, out);
-        let nodes = nodes_of(index, tree.root);
+    for (_, tree) in index.forest().trees().iter() {
+        write_namespace(tree.namespace(), out);
+        let nodes = nodes_of(index, tree.root());
         for (number, &node) in (0_u32..).zip(&nodes) {
             let node = node as usize;
             if numbers.len() <= node {
@@ -81,9 +78,9 @@ pub(super) fn write(index: &RadixIndex, out: &mut Writer) {
         }
         out.len(nodes.len() - 1);
         for &node in &nodes[1..] {
-            let node = &index.nodes[node];
+            let node = index.forest().node(node);
             out.u32(numbers[node.parent as usize]);
-            write_edge(node, index.block_size(), out);
+            write_edge(node, index.config().block_size, out);
         }
     }
 }
@@ -122,7 +119,7 @@ fn read_namespace(from: &mut Reader<'_>) -> Result<Namespace> {
 }
 
 fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
-    out.u32(node.run.num_blocks());
+    out.u32(node.blocks.num_blocks());
     let none = Extras::default();
     let extras = node.extras().unwrap_or(&none);
     let mut has = 0;
@@ -138,8 +135,8 @@ fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
     }
     out.u8(has);
     out.u64(node.whole_use());
-    out.u32s(node.run.tokens(block_size));
-    out.u32s(node.run.ids(block_size));
+    out.u32s(node.blocks.tokens(block_size));
+    out.u32s(node.blocks.ids(block_size));
     if has & LABELS != 0 {
         for label in &extras.labels {
             out.u16(label.bits());
@@ -164,9 +161,9 @@ fn write_edge(node: &Node, block_size: usize, out: &mut Writer) {
     }
     if has & USES != 0 {
         out.len(extras.uses.pairs().len());
-        for &(end, stamp) in extras.uses.pairs() {
+        for &(end, time) in extras.uses.pairs() {
             out.u32(end);
-            out.u64(stamp);
+            out.u64(time);
         }
     }
     if has & SOURCES != 0 {
@@ -202,17 +199,27 @@ pub(super) fn read(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> 
             *mark = true;
         }
     }
-    index.trees = Slab::to_fill(places, vacant)
-        .ok_or_else(|| from.wrong("a place without a tree is named twice, or is none"))?;
+    let has_room = index
+        .parts_mut()
+        .forest
+        .trees_mut()
+        .make_room(places, vacant);
+    from.must(
+        has_room,
+        || "a place without a tree is named twice, or is none",
+    )?;
     for (place, is_vacant) in (0..).zip(is_vacant) {
         if !is_vacant {
             read_tree(index, from, place)?;
         }
     }
-    for node in (0..).take(index.nodes.len()) {
-        index.requeue_dead(node);
-        if !index.nodes[node].has_children() && !index.nodes[node].is_root() {
-            index.requeue(node);
+    let PartsMut {
+        forest, eviction, ..
+    } = index.parts_mut();
+    for node in (0..).take(forest.num_nodes()) {
+        eviction.dead_mut().requeue(forest, node);
+        if !forest.node(node).has_children() && !forest.node(node).is_root() {
+            eviction.requeue(forest, node);
         }
     }
     Ok(())
@@ -220,26 +227,14 @@ pub(super) fn read(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> 
 
 fn read_tree(index: &mut RadixIndex, from: &mut Reader<'_>, tree: u32) -> Result<()> {
     let namespace = Arc::new(read_namespace(from)?);
-    let known = index.tree_of.insert(Arc::clone(&namespace), tree);
-    from.must(known.is_none(), || "a namespace comes twice")?;
-    index.salts.add(&namespace);
-    let version = index.next_version();
-    let root = index.nodes.insert(Node::new(tree, NO_NODE, 0));
-    index.trees.fill(
-        tree,
-        Tree {
-            namespace,
-            root,
-            version,
-            num_dead: 0,
-        },
-    );
-    let block = size_of::<u32>() * (index.block_size() + 1);
+    let (root, is_new) = index.parts_mut().forest.restore_tree(tree, &namespace);
+    from.must(is_new, || "a namespace comes twice")?;
+    let block = size_of::<u32>() * (index.config().block_size + 1);
     let count = from.count(EDGE + block)?;
-    let all = index.nodes.len() + count;
+    let all = index.forest().num_nodes() + count;
     // Positions in the eviction order have 31 bits.
     from.must(all < 1 << 31, || format!("{all} edges"))?;
-    let is_cut = index.config.hash_bits < WHOLE_HASH;
+    let is_cut = index.config().hash_bits < WHOLE_HASH;
     from.must(!is_cut || all <= MOST_CUT, || {
         format!("{all} edges under hashes cut short, a testing aid; the limit is {MOST_CUT}")
     })?;
@@ -259,8 +254,8 @@ fn read_edge(
     tree: u32,
     parent: NodeIndex,
 ) -> Result<()> {
-    let block_size = index.block_size();
-    let depth = index.nodes[parent].end();
+    let block_size = index.config().block_size;
+    let depth = index.forest().node(parent).end();
     let blocks = from.u32()?;
     let end = depth.checked_add(blocks).filter(|&end| end < ABSENT);
     let Some(end) = end.filter(|&end| end > depth) else {
@@ -269,7 +264,7 @@ fn read_edge(
     let has = from.u8()?;
     let known = LABELS | ITEMS | TAGS | USES | SOURCES | DEAD;
     from.must(has & !known == 0, || format!("an edge has {has:#x}"))?;
-    let stamp = read_stamp(index, from)?;
+    let time = read_time(index, from)?;
     let count = (blocks as usize).saturating_mul(block_size);
     let tokens = from.u32s(count)?;
     let ids = from.u32s(blocks as usize)?;
@@ -284,44 +279,44 @@ fn read_edge(
         extras.tags = read_tags(index, from, &ids, depth)?;
     }
     if has & USES != 0 {
-        extras.uses = read_uses(index, from, (depth, end), stamp)?;
+        extras.uses = read_uses(index, from, (depth, end), time)?;
     }
     if has & SOURCES != 0 {
-        extras.source_uses = read_ranges(from, &ids, depth, index.clock)?;
+        extras.source_uses = read_ranges(from, &ids, depth, index.clock())?;
     }
     if has & DEAD != 0 {
-        let marks = read_ranges(from, &ids, depth, index.last_mark)?;
+        let marks = read_ranges(from, &ids, depth, index.eviction().dead().last_mark())?;
         let count = u64::from(marks.num_depths());
-        index.num_dead += count;
-        index.trees[tree].num_dead += count;
+        let parts = index.parts_mut();
+        parts.eviction.dead_mut().restore(parts.forest, tree, count);
         extras.dead = Some(Box::new(Dead { marks, loose: 0 }));
     }
-    index.is_tagged |= has & TAGS != 0;
+    if has & TAGS != 0 {
+        index.parts_mut().tagging.restore_tags();
+    }
     let node = Node::of_parts(
         (tree, parent, depth),
         &tokens,
         &ids,
-        stamp,
+        time,
         extras,
         block_size,
     );
-    index.num_holes += u64::from(node.num_holes());
-    index.num_approximate += u64::from(node.num_approximate());
-    index.num_indexed += u64::from(blocks - node.num_holes());
-    let node = index.nodes.insert(node);
+    let node = index.parts_mut().forest.restore_node(node);
     for (place, &id) in (depth..).zip(&ids) {
         if id != ABSENT {
             new_id(index, from, id)?;
-            index.blocks.set_indexed(id, node, place);
+            index.parts_mut().forest.restore_block(id, node, place);
         }
     }
-    let first = index.nodes[node].first_block(block_size);
-    let twin = index.child(parent, first).is_some_and(|twin| {
-        let twin = index.nodes[twin].first_block(block_size);
+    let forest = index.parts_mut().forest;
+    let first = forest.node(node).first_block(block_size);
+    let twin = forest.child(parent, first).is_some_and(|twin| {
+        let twin = forest.node(twin).first_block(block_size);
         twin.common(first) == block_size
     });
     from.must(!twin, || "two edges begin alike at one place")?;
-    index.link(node);
+    forest.link(node);
     Ok(())
 }
 
@@ -350,17 +345,17 @@ fn read_items(
     parent: NodeIndex,
     end: Depth,
 ) -> Result<Vec<Item>> {
-    let above = &index.nodes[parent];
-    let start = above.end() as usize * index.block_size();
-    let end = end as usize * index.block_size();
+    let above = index.forest().node(parent);
+    let start = above.end() as usize * index.config().block_size;
+    let end = end as usize * index.config().block_size;
     let count = from.count(18)?;
     let mut items: Vec<Item> = Vec::with_capacity(count);
     for _ in 0..count {
         let (first, last, len) = (from.size()?, from.size()?, from.u8()?);
         let digest = from.raw(len.into())?;
         let item = Item::new(first, last, digest).map_err(Error::snapshot)?;
-        let behind = items.last().map_or(0, Item::end);
-        from.must(first >= behind && last > start && last <= end, || {
+        let after = items.last().map_or(0, Item::end);
+        from.must(first >= after && last > start && last <= end, || {
             format!("an item over the tokens [{first}, {last}) of an edge over [{start}, {end})")
         })?;
         if first < start {
@@ -379,7 +374,7 @@ fn read_items(
 }
 
 fn read_tags(index: &RadixIndex, from: &mut Reader<'_>, ids: &[u32], depth: Depth) -> Result<Tags> {
-    let block_size = index.block_size();
+    let block_size = index.config().block_size;
     let start = depth as usize * block_size;
     let end = start + ids.len() * block_size;
     let count = from.count(24)?;
@@ -422,11 +417,11 @@ fn read_uses(
     let count = from.count(12)?;
     let mut pairs: SmallVec<[(Depth, u64); 2]> = SmallVec::with_capacity(count);
     for _ in 0..count {
-        let (at, stamp) = (from.u32()?, read_stamp(index, from)?);
-        from.must(at > start && at < end && stamp > whole, || {
-            format!("a use at tick {stamp} ends at depth {at} of an edge over [{start}, {end}), used at {whole}")
+        let (at, time) = (from.u32()?, read_time(index, from)?);
+        from.must(at > start && at < end && time > whole, || {
+            format!("a use at time {time} ends at depth {at} of an edge over [{start}, {end}), used at {whole}")
         })?;
-        pairs.push((at, stamp));
+        pairs.push((at, time));
     }
     let uses = InnerUses::from_pairs(pairs).filter(|uses| !uses.pairs().is_empty());
     uses.ok_or_else(|| from.wrong("uses that are out of order, or none"))

@@ -56,9 +56,10 @@ mod tests;
 
 use std::fmt;
 
+use crate::config::{Config, check_pool_id};
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
-use crate::tree::{Config, RadixIndex, check_pool_id};
+use crate::index::RadixIndex;
 
 use bytes::{Reader, Writer};
 use sections::SECTIONS;
@@ -192,7 +193,7 @@ impl RadixIndex {
             RestoredPool::Kept(_) => Ok(index),
             RestoredPool::Lost(new) => Self::new(Config {
                 pool_id: new.to_vec(),
-                ..index.config
+                ..index.config().clone()
             }),
         }
     }

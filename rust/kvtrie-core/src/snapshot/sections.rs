@@ -2,21 +2,20 @@
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
-use foldhash::quality::FixedState;
-use hashbrown::HashMap;
-
 use super::RestoreLimits;
 use super::bytes::{Reader, Writer};
 use super::checks::new_id;
 use super::edges;
-use crate::arena::Arena;
-use crate::blocks::Place;
+use crate::config::{Config, check_pool_id};
+use crate::effort::Work;
 use crate::error::{Error, Result};
-use crate::gone::{MOST, Note};
-use crate::hash::EdgeHasher;
 use crate::ids::{NO_NODE, NodeHandle};
+use crate::index::RadixIndex;
+use crate::moved::Windows;
 use crate::span::{Kinds, MAX_KINDS};
-use crate::tree::{Config, RadixIndex, Work, check_pool_id};
+use crate::storage::blocks::BlockState;
+use crate::storage::forest::Forest;
+use crate::storage::gone::{MOST, Note};
 
 pub(super) struct Section {
     pub(super) name: &'static str,
@@ -116,9 +115,8 @@ pub(super) fn begin(config: Config) -> Result<RadixIndex> {
     // The writer of the bytes knows the seed, and can choose tokens by it. A secret seed is used where results do not
     // depend on it.
     let secret = RandomState::new().build_hasher().finish();
-    index.hasher = EdgeHasher::new(secret, hash_bits);
-    index.nodes = Arena::new(secret);
-    index.tree_of = HashMap::with_hasher(FixedState::with_seed(secret));
+    let block_size = index.config().block_size;
+    *index.parts_mut().forest = Forest::new(block_size, secret, hash_bits);
     Ok(index)
 }
 
@@ -129,11 +127,11 @@ fn flag(from: &mut Reader<'_>) -> Result<bool> {
 }
 
 fn write_counters(index: &RadixIndex, out: &mut Writer) {
-    out.u64(index.clock);
-    out.u64(index.last_mark);
-    out.u64(index.unknown_discards);
-    out.u64(index.work.nodes_visited);
-    out.u64(index.work.bytes_compared);
+    out.u64(index.clock());
+    out.u64(index.eviction().dead().last_mark());
+    out.u64(index.unknown_discards());
+    out.u64(index.work().nodes_visited);
+    out.u64(index.work().bytes_compared);
 }
 
 fn read_counters(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
@@ -145,10 +143,11 @@ fn read_counters(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
         })?;
         Ok(count)
     };
-    index.clock = counter()?;
-    index.last_mark = counter()?;
-    index.unknown_discards = counter()?;
-    index.work = Work {
+    let parts = index.parts_mut();
+    *parts.clock = counter()?;
+    parts.eviction.dead_mut().restore_last_mark(counter()?);
+    *parts.unknown_discards = counter()?;
+    *parts.work = Work {
         nodes_visited: counter()?,
         bytes_compared: counter()?,
         ..Work::default()
@@ -171,17 +170,19 @@ fn read_kinds(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
     let names = (0..count)
         .map(|_| from.text())
         .collect::<Result<Vec<String>>>()?;
-    index.kinds = Kinds::from_names(names).ok_or_else(|| {
+    let kinds = Kinds::from_names(names).ok_or_else(|| {
         from.wrong("the kinds do not begin with those that are built in, or repeat")
     })?;
+    index.parts_mut().tagging.restore_kinds(kinds);
     Ok(())
 }
 
 fn write_waiting(index: &RadixIndex, out: &mut Writer) {
-    let condemned = index.blocks.known();
-    let condemned = condemned.filter(|(_, place)| *place == Place::Condemned);
+    let condemned = index.forest().blocks().known();
+    let condemned = condemned.filter(|(_, place)| *place == BlockState::Condemned);
     let all: Vec<u32> = index
-        .waiting
+        .pins()
+        .waiting()
         .iter()
         .copied()
         .chain(condemned.map(|(id, _)| id))
@@ -194,8 +195,8 @@ fn read_waiting(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
     let count = from.count(4)?;
     for id in from.u32s(count)? {
         new_id(index, from, id)?;
-        index.blocks.set_waiting(id);
-        index.waiting.push_back(id);
+        let parts = index.parts_mut();
+        parts.pins.wait(parts.forest, &[id]);
     }
     Ok(())
 }
@@ -210,17 +211,18 @@ fn read_quarantined(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()>
     let count = from.count(4)?;
     for id in from.u32s(count)? {
         new_id(index, from, id)?;
-        index.put_in_quarantine(id);
+        index.parts_mut().forest.blocks_mut().quarantine(id);
     }
     Ok(())
 }
 
 fn write_windows(index: &RadixIndex, out: &mut Writer) {
     // Every block with stored windows is cached.
-    let tree_of = |id| index.tree_of_block(id).unwrap_or(u32::MAX);
+    let tree_of = |id| index.forest().tree_of_block(id).unwrap_or(u32::MAX);
     for names in index
-        .windows
-        .iter()
+        .moved()
+        .windows()
+        .into_iter()
         .flat_map(|windows| windows.order(tree_of))
     {
         out.len(names.len());
@@ -229,38 +231,29 @@ fn write_windows(index: &RadixIndex, out: &mut Writer) {
 }
 
 fn read_windows(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
-    let Some(mut windows) = index.windows.take() else {
-        return Ok(());
-    };
-    let mut order = Vec::with_capacity(windows.num_tables());
-    for _ in 0..windows.num_tables() {
+    let num_tables = index.moved().windows().map_or(0, Windows::num_tables);
+    let mut order = Vec::with_capacity(num_tables);
+    for _ in 0..num_tables {
         let count = from.count(4)?;
         order.push(from.u32s(count)?);
     }
-    let blocks = index.blocks.known();
-    let blocks = blocks.filter_map(|(id, place)| match place {
-        Place::Indexed { node, depth } => Some((id, index.nodes[node].tree, node, depth)),
-        _ => None,
-    });
-    let window = |node, end| index.window(node, end);
-    let filled = windows.fill(blocks, window, &order);
-    filled.map_err(|what| from.wrong(what))?;
-    index.windows = Some(windows);
-    Ok(())
+    let parts = index.parts_mut();
+    let filled = parts.moved.restore(parts.forest, &order);
+    filled.map_err(|what| from.wrong(what))
 }
 
 /// Skips departures after nodes that no longer exist: these notes have no use.
 fn write_gone(index: &RadixIndex, out: &mut Writer) {
     let numbers = edges::numbers(index);
     let mut kept: Vec<(u32, Note)> = Vec::new();
-    for note in index.gone.iter() {
+    for note in index.gone().iter() {
         let handle = NodeHandle {
             index: note.node,
             generation: note.generation,
         };
         if note.node == NO_NODE {
             kept.push((NO_NODE, note));
-        } else if index.nodes.knows(handle)
+        } else if index.forest().knows(handle)
             && let Some(&number) = numbers.get(note.node as usize)
             && number != NO_NODE
         {
@@ -282,15 +275,15 @@ fn read_gone(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
     })?;
     for _ in 0..count {
         let (number, depth, digest) = (from.u32()?, from.u32()?, from.u64()?);
-        let behind = if number == NO_NODE {
+        let before = if number == NO_NODE {
             None
         } else {
-            from.must((number as usize) < index.nodes.len(), || {
+            from.must((number as usize) < index.forest().num_nodes(), || {
                 format!("there is no edge {number}")
             })?;
-            Some(index.nodes.handle(number))
+            Some(index.forest().handle(number))
         };
-        index.gone.add(Note::new(behind, depth, digest));
+        index.parts_mut().gone.add(Note::new(before, depth, digest));
     }
     Ok(())
 }

@@ -1,4 +1,3 @@
-use std::hash::BuildHasher;
 use std::sync::Arc;
 
 use proptest::prelude::*;
@@ -7,15 +6,16 @@ mod records;
 
 use super::bytes::Writer;
 use super::*;
+use crate::config::Config;
 use crate::ids::{ABSENT, BlockId, NO_NODE};
+use crate::index::{Imported, InsertOptions, LookupOptions, Source};
 use crate::namespace::{Namespace, Salt};
-use crate::payload::{Label, Payload};
 use crate::plan::PlanOptions;
 use crate::policy::ReusePolicy;
 use crate::span::Span;
+use crate::storage::payload::{Label, Payload};
 use crate::tokens::{Item, TokenSequence};
-use crate::tree::{Config, Imported, InsertOptions, LookupOptions, Source};
-use crate::{ErrorKind, blocks::Place};
+use crate::{ErrorKind, storage::blocks::BlockState};
 
 /// The pool that `Config::seeded` names, still there.
 const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
@@ -145,7 +145,10 @@ fn everything_but_plans_comes_back() {
     let again = RadixIndex::restore(&bytes, POOL).unwrap();
     assert_eq!(again.config(), index.config());
     assert_eq!(again.kinds(), index.kinds());
-    assert_eq!(again.waiting.iter().copied().collect::<Vec<u32>>(), [0, 1]);
+    assert_eq!(
+        again.pins().waiting().iter().copied().collect::<Vec<u32>>(),
+        [0, 1]
+    );
     let (old, new) = (index.stats(), again.stats());
     assert_eq!(
         (new.condemned, new.waiting, new.pinned, new.live_plans),
@@ -167,22 +170,22 @@ fn everything_but_plans_comes_back() {
         )
     };
     assert_eq!(counted(new), counted(old));
-    for (id, place) in index.blocks.known() {
-        let same = match (place, again.blocks.place(id)) {
+    for (id, place) in index.forest().blocks().known() {
+        let same = match (place, again.forest().blocks().state(id)) {
             (
-                Place::Indexed { node, depth },
-                Place::Indexed {
+                BlockState::Indexed { node, depth },
+                BlockState::Indexed {
                     node: new,
                     depth: at,
                 },
             ) => {
-                let (old, new) = (&index.nodes[node], &again.nodes[new]);
+                let (old, new) = (index.forest().node(node), again.forest().node(new));
                 depth == at
                     && old.payload(depth, 2) == new.payload(at, 2)
                     && old.last_use(depth) == new.last_use(at)
             }
-            (Place::Condemned, found) => found == Place::Waiting,
-            (Place::CondemnedForGood, found) => found == Place::Quarantined,
+            (BlockState::Condemned, found) => found == BlockState::Waiting,
+            (BlockState::CondemnedForGood, found) => found == BlockState::Quarantined,
             (expected, found) => expected == found,
         };
         assert!(same, "block {id}: {place:?}");
@@ -203,7 +206,13 @@ fn the_next_namespace_takes_the_place_that_it_would_have_taken() {
         let mut new = sequence("w", &[9, 9], Vec::new());
         add(index, &mut new, &[60], Source::Computed);
     }
-    let tree = |index: &RadixIndex| index.tree_of[sequence("w", &[], Vec::new()).namespace()];
+    let tree = |index: &RadixIndex| {
+        index
+            .forest()
+            .trees()
+            .of(sequence("w", &[], Vec::new()).namespace())
+            .unwrap()
+    };
     assert_eq!(tree(&index), tree(&again));
     assert_eq!(tree(&index), 2);
 }
@@ -295,9 +304,9 @@ fn a_restored_index_has_secrets_of_its_own() {
     let restored = [(); 2].map(|()| RadixIndex::restore(&bytes, POOL).unwrap());
     let seq = sequence("y", &[1, 2], Vec::new());
     let (hash, priority, tree) = (
-        |index: &RadixIndex| index.hasher.edge(0, seq.view()),
-        |index: &RadixIndex| index.nodes.priority(5),
-        |index: &RadixIndex| index.tree_of.hasher().hash_one(seq.namespace()),
+        |index: &RadixIndex| index.forest().hash_of_child(0, seq.view()),
+        |index: &RadixIndex| index.forest().priority(5),
+        |index: &RadixIndex| index.forest().trees().hash_of(seq.namespace()),
     );
     let of: [&dyn Fn(&RadixIndex) -> u64; 3] = [&hash, &priority, &tree];
     for (what, of) in ["hash of an edge", "priority", "hash of a namespace"]
@@ -325,11 +334,11 @@ fn edge_with_extras(index: &mut RadixIndex) -> u32 {
     let all = edges::numbers(index);
     let mut nodes = (0..).zip(all).filter(|&(_, number)| number != NO_NODE);
     let found = nodes.find(|&(node, _)| {
-        let extras = index.nodes[node].extras();
+        let extras = index.forest().node(node).extras();
         extras.is_some_and(|extras| extras.num_approximate > 0)
     });
     let (edge, _) = found.unwrap();
-    index.nodes[edge].extras_mut().dead = None;
+    index.node_mut(edge).extras_mut().dead = None;
     edge
 }
 
@@ -339,65 +348,92 @@ fn told(text: &str, message: &str) {
 
 #[test]
 fn contradictions_are_refused() {
-    told("the clock stands at 0", &spoilt(|index| index.clock = 0));
+    told(
+        "the clock stands at 0",
+        &spoilt(|index| *index.parts_mut().clock = 0),
+    );
     told(
         "no count of anything",
-        &spoilt(|index| index.unknown_discards = u64::MAX),
+        &spoilt(|index| *index.parts_mut().unknown_discards = u64::MAX),
     );
-    told("comes twice", &spoilt(|index| index.waiting.push_back(5)));
+    told(
+        "comes twice",
+        &spoilt(|index| index.parts_mut().pins.waiting_mut().push_back(5)),
+    );
     told(
         "not in [0, 64)",
-        &spoilt(|index| index.waiting.push_back(64)),
+        &spoilt(|index| index.parts_mut().pins.waiting_mut().push_back(64)),
     );
     told(
         "not in [0, 20)",
-        &spoilt(|index| index.config.num_blocks = 20),
+        &spoilt(|index| index.parts_mut().config.num_blocks = 20),
     );
     told(
         "the limit of this call",
-        &spoilt(|index| index.config.num_blocks = 1 << 25),
+        &spoilt(|index| index.parts_mut().config.num_blocks = 1 << 25),
     );
-    told("pool_id", &spoilt(|index| index.config.pool_id.clear()));
     told(
         "pool_id",
-        &spoilt(|index| index.config.pool_id = vec![0; 65]),
+        &spoilt(|index| index.parts_mut().config.pool_id.clear()),
+    );
+    told(
+        "pool_id",
+        &spoilt(|index| index.parts_mut().config.pool_id = vec![0; 65]),
     );
     told(
         "block 62 comes twice",
-        &spoilt(|index| index.waiting.push_back(62)),
+        &spoilt(|index| index.parts_mut().pins.waiting_mut().push_back(62)),
     );
-    told("min_run", &spoilt(|index| index.config.min_run = 7));
-    told("hash_bits", &spoilt(|index| index.config.hash_bits = 65));
-    told("block_size", &spoilt(|index| index.config.block_size = 0));
+    told(
+        "min_run",
+        &spoilt(|index| index.parts_mut().config.min_run = 7),
+    );
+    told(
+        "hash_bits",
+        &spoilt(|index| index.parts_mut().config.hash_bits = 65),
+    );
+    told(
+        "block_size",
+        &spoilt(|index| index.parts_mut().config.block_size = 0),
+    );
     told(
         "begin alike",
         &spoilt(|index| {
             let edge = edge_with_extras(index);
             let all = edges::numbers(index);
             let (tokens, parent) = (
-                index.nodes[edge].run.tokens(2).to_vec(),
-                index.nodes[edge].parent,
+                index.forest().node(edge).blocks.tokens(2).to_vec(),
+                index.forest().node(edge).parent,
             );
             let twin = (0..u32::try_from(all.len()).unwrap())
                 .find(|&node| {
                     node != edge
                         && all[node as usize] != NO_NODE
-                        && index.nodes[node].parent == parent
+                        && index.forest().node(node).parent == parent
                 })
                 .unwrap();
-            let ids = index.nodes[twin].run.ids(2).to_vec();
+            let ids = index.forest().node(twin).blocks.ids(2).to_vec();
             let ids: Vec<u32> = ids.into_iter().take(tokens.len() / 2).collect();
-            let (tree, depth) = (index.nodes[edge].tree, index.nodes[edge].depth);
-            let extras = crate::extras::Extras {
-                items: index.nodes[edge].extras().unwrap().items.clone(),
+            let (tree, depth) = (
+                index.forest().node(edge).tree,
+                index.forest().node(edge).depth,
+            );
+            let extras = crate::storage::extras::Extras {
+                items: index.forest().node(edge).extras().unwrap().items.clone(),
                 ..Default::default()
             };
             let tokens = &tokens[..2 * ids.len()];
-            let mut new =
-                crate::node::Node::of_parts((tree, parent, depth), tokens, &ids, 0, extras, 2);
-            let old = &index.nodes[twin];
+            let mut new = crate::storage::node::Node::of_parts(
+                (tree, parent, depth),
+                tokens,
+                &ids,
+                0,
+                extras,
+                2,
+            );
+            let old = index.forest().node(twin);
             (new.left, new.right, new.up) = (old.left, old.right, old.up);
-            index.nodes[twin] = new;
+            *index.node_mut(twin) = new;
         }),
     );
 }
@@ -548,7 +584,7 @@ fn what_left_stood_behind_an_edge_that_there_is() {
     let mut index = RadixIndex::new(Config::seeded(0)).unwrap();
     let mut seq = sequence("x", &[1; 16], Vec::new());
     add(&mut index, &mut seq, &[5], Source::Computed);
-    let behind = |number: u32| {
+    let after = |number: u32| {
         let mut gone = Writer::default();
         gone.len(1);
         gone.u32(number);
@@ -558,12 +594,12 @@ fn what_left_stood_behind_an_edge_that_there_is() {
     };
     // The root of the tree is number 0, its edge number 1.
     for number in [0, 1, NO_NODE] {
-        read_back(&behind(number));
+        read_back(&after(number));
     }
     for number in [2, NO_NODE - 1] {
         told(
             &format!("there is no edge {number} (section GONE"),
-            &refused(&behind(number)),
+            &refused(&after(number)),
         );
     }
 }

@@ -1,6 +1,8 @@
 //! Tests the records of edges: what is restored, and what is refused, one step on either side of each limit.
 
 use super::*;
+use crate::moved::Moved;
+use crate::storage::extras::InnerUses;
 
 /// The parts that an edge claims to have.
 const LABELS: u8 = 1;
@@ -52,9 +54,9 @@ impl Edge {
     fn uses(uses: &[(u32, u64)]) -> Self {
         Self::with(USES, |out| {
             out.len(uses.len());
-            for &(end, stamp) in uses {
+            for &(end, time) in uses {
                 out.u32(end);
-                out.u64(stamp);
+                out.u64(time);
             }
         })
     }
@@ -74,7 +76,7 @@ fn two_edges(middle: u32, above: &Edge, below: &Edge) -> Vec<u8> {
         ..Config::seeded(0)
     })
     .unwrap();
-    index.clock = 9;
+    *index.parts_mut().clock = 9;
     let mut out = Writer::default();
     // One tree, no vacant index; its namespace, and two edges.
     out.len(1);
@@ -198,13 +200,13 @@ fn tags_lie_in_the_edge_and_in_no_hole() {
 #[test]
 fn uses_end_inside_the_edge_after_the_last_of_the_whole() {
     read_below(&Edge::uses(&[(4, 4), (3, 9)]));
-    for (end, stamp) in [(2, 4), (5, 4), (3, 3), (4, 3)] {
+    for (end, time) in [(2, 4), (5, 4), (3, 3), (4, 3)] {
         let what =
-            format!("a use at tick {stamp} ends at depth {end} of an edge over [2, 5), used at 3");
-        told(&what, &refused_below(&Edge::uses(&[(end, stamp)])));
+            format!("a use at time {time} ends at depth {end} of an edge over [2, 5), used at 3");
+        told(&what, &refused_below(&Edge::uses(&[(end, time)])));
     }
     told(
-        "a use at tick 10; the clock stands at 9",
+        "a use at time 10; the clock stands at 9",
         &refused_below(&Edge::uses(&[(4, 10)])),
     );
 }
@@ -283,7 +285,7 @@ fn so_many_edges_are_read_under_short_hashes() {
     for id in 0..(1 << 14) - 2 {
         add(&mut index, if id % 2 == 0 { "x" } else { "y" }, id);
     }
-    index.config.hash_bits = 31;
+    index.parts_mut().config.hash_bits = 31;
     assert!(check_foreign(&index.snapshot()));
     add(&mut index, "x", 1 << 14);
     told(
@@ -291,7 +293,7 @@ fn so_many_edges_are_read_under_short_hashes() {
         &refused(&index.snapshot()),
     );
     // These hashes are not shortened.
-    index.config.hash_bits = 32;
+    index.parts_mut().config.hash_bits = 32;
     assert!(check_foreign(&index.snapshot()));
 }
 
@@ -317,7 +319,7 @@ fn what_has_no_adapter_and_no_salt_comes_back() {
     assert_eq!(again.snapshot(), bytes);
     assert_eq!(again.stats().approximate, 1);
     // Without tags, no call looks for any.
-    assert!(!again.is_tagged);
+    assert!(!again.tagging().is_tagged());
     assert_eq!(again.namespaces(), [Arc::clone(seq.namespace())]);
     assert_eq!(RadixIndex::pool_of_snapshot(&bytes).unwrap(), [0; 16]);
 }
@@ -329,61 +331,56 @@ fn contradictions_of_one_edge_are_refused() {
         &spoilt(|index| {
             let edge = edge_with_extras(index);
             let pairs = [(5, 2), (6, 3)].into_iter().collect();
-            assert!(crate::extras::InnerUses::from_pairs(pairs).is_none());
-            let node = &mut index.nodes[edge];
+            assert!(InnerUses::from_pairs(pairs).is_none());
+            let node = index.node_mut(edge);
             let (from, clock) = (node.depth, node.whole_use());
             node.extras_mut().uses.touch(from + 2, clock + 1);
             node.extras_mut().uses.touch(from + 1, clock + 1);
-            index.clock += 9;
+            *index.parts_mut().clock += 9;
         }),
     );
     told(
         "label",
         &spoilt(|index| {
             let edge = edge_with_extras(index);
-            let depth = index.nodes[edge].depth + 2;
+            let edge = index.node_mut(edge);
+            let depth = edge.depth + 2;
             let hole = Payload {
                 id: ABSENT,
                 label: Label::approximate(1),
             };
-            index.nodes[edge].set_payload(depth, hole, 2);
+            edge.set_payload(depth, hole, 2);
         }),
     );
     told(
         "has tags",
         &spoilt(|index| {
             let edge = edge_with_extras(index);
-            let (from, end) = (index.nodes[edge].depth, index.nodes[edge].end());
+            let edge = index.node_mut(edge);
+            let (from, end) = (edge.depth, edge.end());
             for depth in from + 1..end - 1 {
-                index.nodes[edge].set_payload(depth, Payload::HOLE, 2);
+                edge.set_payload(depth, Payload::HOLE, 2);
             }
             let start = from as usize * 2;
-            index.nodes[edge]
-                .extras_mut()
-                .tags
-                .add(start + 1, start + 3, 1);
+            edge.extras_mut().tags.add(start + 1, start + 3, 1);
         }),
     );
     told(
         "tags 0x8000000000000000",
         &spoilt(|index| {
             let edge = edge_with_extras(index);
-            let start = index.nodes[edge].depth as usize * 2;
-            index.nodes[edge]
-                .extras_mut()
-                .tags
-                .add(start, start + 1, 1 << 63);
+            let edge = index.node_mut(edge);
+            let start = edge.depth as usize * 2;
+            edge.extras_mut().tags.add(start, start + 1, 1 << 63);
         }),
     );
     told(
         "a range over the depths",
         &spoilt(|index| {
             let edge = edge_with_extras(index);
-            let end = index.nodes[edge].end();
-            index.nodes[edge]
-                .extras_mut()
-                .source_uses
-                .set(end - 1, end + 1, 1);
+            let edge = index.node_mut(edge);
+            let end = edge.end();
+            edge.extras_mut().source_uses.set(end - 1, end + 1, 1);
         }),
     );
     told(
@@ -391,7 +388,7 @@ fn contradictions_of_one_edge_are_refused() {
         &spoilt(|index| {
             let edge = edge_with_extras(index);
             let item = Item::new(4, 9, b"cat").unwrap();
-            index.nodes[edge].extras_mut().items = vec![item];
+            index.node_mut(edge).extras_mut().items = vec![item];
         }),
     );
     told(
@@ -400,18 +397,18 @@ fn contradictions_of_one_edge_are_refused() {
             let edge = edge_with_extras(index);
             // The edge above ends with this item, so nothing else is wrong with it.
             let item = Item::new(3, 6, b"cat").unwrap();
-            index.nodes[edge].extras_mut().items = vec![item];
+            index.node_mut(edge).extras_mut().items = vec![item];
         }),
     );
     for earlier in [0, 1] {
         told(
-            "a use at tick",
+            "a use at time",
             &spoilt(|index| {
                 let edge = edge_with_extras(index);
-                let node = &mut index.nodes[edge];
+                let node = index.node_mut(edge);
                 let (from, whole) = (node.depth, node.whole_use());
                 let uses = [(from + 1, whole - earlier)].into_iter().collect();
-                node.extras_mut().uses = crate::extras::InnerUses::from_pairs(uses).unwrap();
+                node.extras_mut().uses = InnerUses::from_pairs(uses).unwrap();
             }),
         );
     }
@@ -419,10 +416,11 @@ fn contradictions_of_one_edge_are_refused() {
         "ends in a hole",
         &spoilt(|index| {
             let edge = edge_with_extras(index);
-            index.windows = None;
-            index.config.moved_runs = false;
-            let last = index.nodes[edge].end() - 1;
-            index.nodes[edge].set_payload(last, Payload::HOLE, 2);
+            *index.parts_mut().moved = Moved::new(None);
+            index.parts_mut().config.moved_runs = false;
+            let edge = index.node_mut(edge);
+            let last = edge.end() - 1;
+            edge.set_payload(last, Payload::HOLE, 2);
         }),
     );
 }

@@ -1,0 +1,52 @@
+//! What a call may cost, and what it cost.
+
+/// Cost limit of a call. A call always advances by at least one block and one edge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Effort {
+    /// Edges visited.
+    pub nodes: u64,
+    /// Bytes of token ids compared.
+    pub bytes: u64,
+}
+
+impl Effort {
+    /// No limit: a call with it never gives up.
+    pub const ANY: Self = Self {
+        nodes: u64::MAX,
+        bytes: u64::MAX,
+    };
+
+    /// The limit in steps. A step takes about as long as a visit of an edge.
+    pub(crate) fn steps(self) -> Steps {
+        Steps(self.nodes)
+    }
+}
+
+/// Steps that a call has left.
+#[derive(Debug)]
+pub(crate) struct Steps(u64);
+
+impl Steps {
+    /// Uses up `count` steps; `None` if fewer are left.
+    pub(crate) fn take(&mut self, count: u64) -> Option<()> {
+        self.0 = self.0.checked_sub(count)?;
+        Some(())
+    }
+}
+
+/// The cost of walks and searches.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Work {
+    pub(crate) nodes_visited: u64,
+    pub(crate) bytes_compared: u64,
+    /// Steps of the searches for moved runs.
+    pub(crate) search_looks: u64,
+}
+
+impl Work {
+    /// Adds the cost of a walk.
+    pub(crate) fn add_walk(&mut self, walk: Self) {
+        self.nodes_visited += walk.nodes_visited;
+        self.bytes_compared += walk.bytes_compared;
+    }
+}

@@ -1,0 +1,627 @@
+//! Adds computed blocks to the tree (D1, D2, D3, D12, D14).
+
+use crate::effort::{Effort, Work};
+use crate::error::{Error, Result};
+use crate::ids::{BlockId, Depth, NodeIndex, depth};
+use crate::index::RadixIndex;
+use crate::pins::Leaving;
+use crate::plan::ReusePlan;
+use crate::span::Span;
+use crate::storage::blocks::BlockState;
+use crate::storage::forest::{Forest, NewBlocks, Position, Walked};
+use crate::storage::node::Node;
+use crate::storage::payload::{Label, Payload};
+use crate::tokens::TokenSequence;
+
+/// KV that came from elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Imported {
+    /// Only blocks that end at or before this position are exact.
+    pub exact_until: usize,
+    /// Hops of the approximate rest.
+    pub hops: u16,
+}
+
+/// The source of offered KV (D14).
+#[derive(Clone, Copy, Debug)]
+pub enum Source<'a> {
+    /// Built by this plan: all blocks from its first approximate token on are approximate.
+    Plan(&'a ReusePlan),
+    /// Computed from scratch.
+    Computed,
+    /// Imported from elsewhere.
+    Imported(Imported),
+}
+
+/// Options of an insert.
+#[derive(Clone, Copy, Debug)]
+pub struct InsertOptions<'a> {
+    /// Number of computed tokens; only blocks that end at or before this position are taken.
+    pub num_computed: usize,
+    /// Position of the first id, a multiple of the block size.
+    pub start: usize,
+    /// The source of the KV.
+    pub source: Source<'a>,
+    /// Tags to add.
+    pub spans: &'a [Span],
+}
+
+impl<'a> InsertOptions<'a> {
+    /// The first `num_computed` tokens, from position 0, without tags.
+    #[must_use]
+    pub fn new(num_computed: usize, source: Source<'a>) -> Self {
+        Self {
+            num_computed,
+            start: 0,
+            source,
+            spans: &[],
+        }
+    }
+}
+
+/// The result of an insert.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Inserted {
+    /// Ids that back the sequence from `start` on.
+    pub blocks: Vec<BlockId>,
+    /// Position up to which the blocks that back the sequence are exact.
+    pub num_exact: usize,
+    /// Held ids that were not taken: other blocks have their places.
+    pub duplicates: Vec<BlockId>,
+    /// Held ids after the last block that was taken.
+    pub surplus: Vec<BlockId>,
+    /// Ids that were replaced and are not pinned; they now belong to the caller.
+    pub freed: Vec<BlockId>,
+}
+
+/// The path of a sequence, as far as an insert needs it.
+struct Path {
+    at: Position,
+    /// End of the present blocks.
+    present: Depth,
+    /// End of the exact blocks among them.
+    exact: Depth,
+}
+
+impl Path {
+    /// The path of `seq` with holes and approximate blocks, at most `limit` blocks.
+    fn of(forest: &Forest, seq: &TokenSequence, limit: Depth) -> (Option<Self>, Work) {
+        let (from, exact_before) = match forest.at_cursor(seq) {
+            Some((at, exact)) if at.depth <= limit => (at, exact),
+            Some((at, exact)) => {
+                let at = forest.normal(Position {
+                    node: at.node,
+                    depth: limit,
+                });
+                let path = Self {
+                    at,
+                    present: limit,
+                    exact: exact.min(limit),
+                };
+                return (Some(path), Work::default());
+            }
+            None => match forest.root(seq.namespace()) {
+                Some(root) => (root, 0),
+                None => return (None, Work::default()),
+            },
+        };
+        let block_size = forest.block_size();
+        let (mut present, mut exact) = (from.depth, exact_before);
+        let (mut whole, mut all_exact) = (true, exact_before == from.depth);
+        let pass = |node: &Node, start, end| {
+            if all_exact {
+                exact = node.exact_until(start, end, block_size);
+                all_exact = exact == end;
+            }
+            if whole {
+                present = node.present_until(start, end, block_size);
+                whole = present == end;
+            }
+        };
+        let whole_edges = |_: &Node, _, to| to;
+        let Walked { at, work, .. } =
+            forest.walk(seq.view(), from, limit, Effort::ANY, whole_edges, pass);
+        let path = Self {
+            at,
+            present,
+            exact: exact.min(present),
+        };
+        (Some(path), work)
+    }
+}
+
+impl RadixIndex {
+    /// Adds the blocks that end at or before `num_computed`, and returns the blocks that back the sequence.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument): an id outside the pool, too few ids, `num_computed` or
+    ///   `start` beyond the sequence, `start` inside a block, a bad span, a plan of another index, or a sequence that
+    ///   does not start with the plan's tokens.
+    /// - [`BlockInUse`](crate::ErrorKind::BlockInUse): an id backs another place, or occurs twice.
+    /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the plan was released.
+    ///
+    /// # Complexity
+    /// O(tokens not known to be shared + ids offered); where an edge is split, also expected O(log siblings)
+    /// comparisons of one block.
+    pub fn insert(
+        &mut self,
+        seq: &mut TokenSequence,
+        ids: &[BlockId],
+        options: InsertOptions<'_>,
+    ) -> Result<Inserted> {
+        let block_size = self.block_size();
+        let first = options.start / block_size;
+        let need = (options.num_computed / block_size).saturating_sub(first);
+        let lease = self.check_insert(seq, ids, &options, need)?;
+        crate::failpoints::before("RadixIndex.insert")?;
+        let (path, work) = Path::of(
+            &self.forest,
+            seq,
+            depth((first + ids.len()).min(seq.len() / block_size)),
+        );
+        let mut existing = Vec::new();
+        if let Some(path) = &path {
+            self.forest.path_ids(path.at, depth(first), &mut existing);
+        }
+        // Most tables begin with ids that are at their places already. These need no further check.
+        let same = ids[..need.min(existing.len())]
+            .iter()
+            .zip(&existing)
+            .take_while(|(offer, known)| offer == known)
+            .count();
+        let rest = existing.get(same..).unwrap_or_default();
+        let known_until = same + self.check_offers(&ids[same..], rest, first + same)?;
+
+        self.work.add_walk(work);
+        let edges_before = self.forest.num_edges();
+        let time = self.next_time();
+        let whole_before = path
+            .as_ref()
+            .is_some_and(|path| path.present as usize >= first)
+            || first == 0;
+        let over = lease.is_some_and(|lease| self.pins.leases()[lease].is_over());
+        let mut done = Inserted::default();
+        let mut taken = 0;
+        let exact_before = path.as_ref().map_or(0, |path| path.exact);
+        let full = depth(options.num_computed / block_size);
+        if !over && whole_before {
+            let (end, exact) = if need == 0 {
+                let end = depth(first).min(full);
+                (
+                    path.map(|path| {
+                        self.forest.normal(Position {
+                            node: path.at.node,
+                            depth: end,
+                        })
+                    }),
+                    exact_before.min(end),
+                )
+            } else {
+                let labels = Labels::of(self, &options, lease);
+                let offers = Offers {
+                    ids: &ids[..need],
+                    on_path: existing.len(),
+                    same,
+                    known_until,
+                };
+                let reached = self.take(seq, &offers, path, first, &labels, &mut done);
+                taken = done.blocks.len();
+                // Blocks that were taken lost their offer marks; duplicates did not.
+                self.forest
+                    .blocks_mut()
+                    .clear_offers(&ids[same..taken.min(existing.len()).max(same)]);
+                reached
+            };
+            done.num_exact = exact as usize * block_size;
+            crate::failpoints::within("insert: blocks were taken");
+            if let Some(end) = end {
+                self.eviction.touch(&mut self.forest, end, time);
+                if end.depth as usize >= first {
+                    let new = self.forest.num_edges() - edges_before;
+                    let walked = work.nodes_visited.saturating_sub(1);
+                    self.forest.set_cursor(seq, end, exact, walked + new);
+                }
+                if let Some(lease) = lease {
+                    self.credit(lease, end, exact);
+                }
+            }
+        }
+        let rest = &ids[taken..];
+        self.forest.blocks_mut().clear_offers(rest);
+        done.surplus = rest
+            .iter()
+            .copied()
+            .filter(|id| self.forest.blocks().state(id.0) == BlockState::Unknown)
+            .collect();
+        crate::failpoints::within("insert: before the tags");
+        let _ = self
+            .tagging
+            .add(&mut self.forest, seq, options.spans, Effort::ANY);
+        Ok(done)
+    }
+
+    fn check_insert(
+        &self,
+        seq: &TokenSequence,
+        ids: &[BlockId],
+        options: &InsertOptions<'_>,
+        need: usize,
+    ) -> Result<Option<u32>> {
+        const CALL: &str = "RadixIndex.insert";
+        self.check_start(options.start, seq.len(), CALL)?;
+        if options.num_computed > seq.len() {
+            return Err(Error::invalid(format!(
+                "{CALL}: num_computed is {}; it must be in [0, {}], the tokens of the sequence",
+                options.num_computed,
+                seq.len()
+            )));
+        }
+        if ids.len() < need {
+            return Err(Error::invalid(format!(
+                "{CALL}: blocks has {} ids; it must have {need}, one for each whole computed block from position {} to {}",
+                ids.len(),
+                options.start,
+                options.num_computed
+            )));
+        }
+        self.check_ids(ids, CALL, "blocks")?;
+        self.tagging.kinds().check(options.spans, seq.len(), CALL)?;
+        if let Source::Imported(imported) = options.source
+            && imported.hops > Label::MAX_HOPS
+        {
+            return Err(Error::invalid(format!(
+                "{CALL}: the hops of source are {}; they must be in [0, {}]",
+                imported.hops,
+                Label::MAX_HOPS
+            )));
+        }
+        let Source::Plan(plan) = options.source else {
+            return Ok(None);
+        };
+        let lease = plan.lease_index(self, CALL)?;
+        if !seq.starts_with(plan.snapshot()) {
+            return Err(Error::invalid(format!(
+                "{CALL}: seq of {} tokens does not start with the {} tokens of source, a plan, in its namespace",
+                seq.len(),
+                plan.snapshot().tokens.len()
+            )));
+        }
+        Ok(Some(lease))
+    }
+
+    /// D3: refuses ids that occur twice or back a place other than theirs on the path (`existing`). Marks unknown ids
+    /// as offered. Returns the number of ids up to the last known one.
+    fn check_offers(
+        &mut self,
+        ids: &[BlockId],
+        existing: &[BlockId],
+        first: usize,
+    ) -> Result<usize> {
+        const CALL: &str = "RadixIndex.insert";
+        let (mut known_until, mut at) = (0, 0);
+        let (mut seen, mut refused) = (Vec::new(), None);
+        loop {
+            at += self.forest.blocks_mut().offer(&ids[at..]);
+            let Some(&id) = ids.get(at) else {
+                break;
+            };
+            let (place, is_first) = self.forest.blocks_mut().offer_known(id.0);
+            seen.push(id.0);
+            let why = match place {
+                _ if !is_first => Some("is offered twice".to_owned()),
+                BlockState::Indexed { depth, .. } if existing.get(at) != Some(&id) => {
+                    Some(format!(
+                        "is offered for the tokens from {} on, but backs others at {}",
+                        (first + at) * self.block_size(),
+                        depth as usize * self.block_size()
+                    ))
+                }
+                _ => None,
+            };
+            at += 1;
+            if let Some(why) = why {
+                refused = Some(Error::block_in_use(format!(
+                    "{CALL}: blocks has {id}, which {why}"
+                )));
+                break;
+            }
+            known_until = at;
+        }
+        self.forest.blocks_mut().clear_seen(seen.into_iter());
+        match refused {
+            Some(error) => {
+                self.forest.blocks_mut().clear_offers(&ids[..at]);
+                Err(error)
+            }
+            None => Ok(known_until),
+        }
+    }
+
+    /// Takes offers from depth `first` on; everything before is present. Returns the ends of the blocks that back the
+    /// sequence and of the exact ones.
+    fn take(
+        &mut self,
+        seq: &TokenSequence,
+        offers: &Offers<'_>,
+        path: Option<Path>,
+        first: usize,
+        labels: &Labels<'_>,
+        done: &mut Inserted,
+    ) -> (Option<Position>, Depth) {
+        let ids = offers.ids;
+        let from = depth(first + offers.same);
+        done.blocks.extend_from_slice(&ids[..offers.same]);
+        let mut exact = path.as_ref().map_or(0, |path| path.exact).min(from);
+        let mut after_approximate = exact < from;
+        let settled = ids.len().min(offers.on_path);
+        if let Some(path) = &path {
+            let until = Position {
+                node: path.at.node,
+                depth: depth(first + settled),
+            };
+            let edges = self.forest.edges_to(self.forest.normal(until), from);
+            if self.forest.num_approximate() > 0 && self.pins.leases().len() > 0 {
+                let leaving = self.replaced(&edges, &ids[offers.same..], labels, after_approximate);
+                self.cut_out_all(&leaving);
+            }
+            'path: for (node, from, to) in edges {
+                for place in from..to {
+                    let offer = ids[done.blocks.len()];
+                    let label = labels.label(place, after_approximate);
+                    let Some(now) = self.settle_offer(node, place, offer, label, done) else {
+                        break 'path;
+                    };
+                    after_approximate |= !now.label.is_exact();
+                    exact += u32::from(!after_approximate);
+                    done.blocks.push(BlockId(now.id));
+                }
+            }
+        }
+        let reached = depth(first + done.blocks.len());
+        let at = path.map(|path| {
+            self.forest.normal(Position {
+                node: path.at.node,
+                depth: reached,
+            })
+        });
+        if done.blocks.len() < settled {
+            return (at, exact);
+        }
+        let new = &ids[settled..];
+        let known = offers.known_until.saturating_sub(settled).min(new.len());
+        let known = new[..known]
+            .iter()
+            .position(|id| self.forest.blocks().state(id.0) != BlockState::Unknown);
+        let new = &new[..known.unwrap_or(new.len())];
+        if new.is_empty() {
+            return (at, exact);
+        }
+        let end = reached + depth(new.len());
+        let labels = labels.of_new(reached, end, after_approximate);
+        if !after_approximate {
+            let all_exact = labels.iter().position(|label| !label.is_exact());
+            exact += depth(all_exact.unwrap_or(new.len()));
+        }
+        done.blocks.extend_from_slice(new);
+
+        let mut at = at.unwrap_or_else(|| self.forest.root_or_new(seq.namespace()));
+        if reached < self.forest.node(at.node).end() {
+            at.node = self.split(at.node, reached);
+        }
+        crate::failpoints::within("insert: the path is ready");
+        let edge = self.forest.node(at.node);
+        let grows = edge.blocks.can_grow(new.len(), self.block_size());
+        let new = NewBlocks {
+            ids: new,
+            labels: &labels,
+        };
+        if edge.is_root() || edge.has_children() || !grows {
+            at.node = self.attach(at.node, seq.view(), reached, new);
+        } else {
+            self.append(at.node, seq.view(), new);
+        }
+        at.depth = end;
+        (Some(at), exact)
+    }
+
+    /// The possibly pinned blocks that offers will replace: one search finds the pins of all.
+    fn replaced(
+        &self,
+        edges: &[(NodeIndex, Depth, Depth)],
+        ids: &[BlockId],
+        labels: &Labels<'_>,
+        mut after_approximate: bool,
+    ) -> Leaving {
+        let mut leaving = Leaving::default();
+        let places = edges
+            .iter()
+            .flat_map(|&(node, from, to)| (from..to).map(move |place| (node, place)));
+        for ((node, place), &offer) in places.zip(ids) {
+            let outcome = Outcome::of(
+                &self.forest,
+                node,
+                place,
+                offer,
+                labels.label(place, after_approximate),
+            );
+            let replaces = matches!(outcome, Outcome::Replaces(_));
+            if replaces && self.forest.may_be_pinned(node, place) {
+                leaving.add(self.forest.node(node).tree, node, place, place + 1);
+            }
+            let Some(now) = outcome.stands() else {
+                break;
+            };
+            after_approximate |= !now.label.is_exact();
+        }
+        leaving
+    }
+
+    /// Carries out the outcome of an offer; a block that it replaces was already cut out of its pins. Returns the block
+    /// at the place afterwards; `None` if there is none.
+    fn settle_offer(
+        &mut self,
+        node: u32,
+        place: Depth,
+        offer: BlockId,
+        label: Label,
+        done: &mut Inserted,
+    ) -> Option<Payload> {
+        let outcome = Outcome::of(&self.forest, node, place, offer, label);
+        let new = match outcome {
+            Outcome::Replaces(new) => new,
+            Outcome::Fills(new) => {
+                self.fill(node, place, new);
+                return Some(new);
+            }
+            Outcome::Duplicate(now) => {
+                done.duplicates.push(offer);
+                return Some(now);
+            }
+            Outcome::Stays(_) | Outcome::Refused => return outcome.stands(),
+        };
+        let tags = self.forest.tags_of_block(node, place);
+        let (old, condemned) = self.remove_entry(node, place);
+        crate::failpoints::within("insert: a block was replaced");
+        if !condemned {
+            done.freed.push(BlockId(old));
+        }
+        self.fill(node, place, new);
+        self.forest.restore_tags(node, tags);
+        self.forest.renew_version(node);
+        Some(new)
+    }
+
+    fn fill(&mut self, node: u32, place: Depth, new: Payload) {
+        self.forest.fill(node, place, new);
+        self.moved.add(&mut self.forest, node, place, new.id);
+        if place + 1 == self.forest.node(node).end() {
+            self.eviction.requeue(&mut self.forest, node);
+        }
+    }
+
+    /// Pins the inserted path under its plan's lease, and updates the plan's first approximate token.
+    fn credit(&mut self, lease: u32, end: Position, exact: Depth) {
+        if exact < end.depth {
+            let at = exact as usize * self.block_size();
+            self.pins.lower_first_approximate(lease, at);
+        }
+        self.pins
+            .pin_path(&mut self.forest, &mut self.eviction, lease, end);
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Outcome {
+    /// The entry stays. The offer is not returned: the caller does not hold it.
+    Stays(Payload),
+    /// The entry stays, and the offer is returned.
+    Duplicate(Payload),
+    /// The offer fills an empty place.
+    Fills(Payload),
+    /// The offer replaces a worse entry.
+    Replaces(Payload),
+    /// The place is empty, and the offer cannot be taken.
+    Refused,
+}
+
+impl Outcome {
+    /// The outcome of an offer at one place of the path (D2, D12).
+    fn of(forest: &Forest, node: NodeIndex, place: Depth, offer: BlockId, label: Label) -> Self {
+        let now = forest.node(node).payload(place, forest.block_size());
+        let held = || forest.blocks().state(offer.0) == BlockState::Unknown;
+        let new = Payload { id: offer.0, label };
+        let better = !now.label.is_exact() && (label.is_exact() || label.hops() < now.label.hops());
+        if now.id == offer.0 {
+            Self::Stays(now)
+        } else if !held() {
+            if now.is_present() {
+                Self::Stays(now)
+            } else {
+                Self::Refused
+            }
+        } else if !now.is_present() {
+            Self::Fills(new)
+        } else if better {
+            Self::Replaces(new)
+        } else {
+            Self::Duplicate(now)
+        }
+    }
+
+    /// The block at the place afterwards.
+    fn stands(self) -> Option<Payload> {
+        match self {
+            Self::Stays(now) | Self::Duplicate(now) => Some(now),
+            Self::Fills(new) | Self::Replaces(new) => Some(new),
+            Self::Refused => None,
+        }
+    }
+}
+
+/// The ids that an insert offers.
+struct Offers<'a> {
+    ids: &'a [BlockId],
+    /// Number of ids with a place on the path.
+    on_path: usize,
+    /// Number of ids at the start that are at their places already.
+    same: usize,
+    /// Ids from here on are unknown.
+    known_until: usize,
+}
+
+struct Labels<'a> {
+    block_size: usize,
+    /// A block that ends after this position is approximate.
+    exact_until: usize,
+    source: Source<'a>,
+}
+
+impl<'a> Labels<'a> {
+    fn of(index: &RadixIndex, options: &InsertOptions<'a>, lease: Option<u32>) -> Self {
+        let exact_until = match options.source {
+            Source::Computed => usize::MAX,
+            Source::Imported(imported) => imported.exact_until,
+            Source::Plan(_) => {
+                let first = lease.and_then(|lease| index.pins.leases()[lease].first_approximate());
+                first.unwrap_or(usize::MAX)
+            }
+        };
+        Self {
+            block_size: index.block_size(),
+            exact_until,
+            source: options.source,
+        }
+    }
+
+    fn hops(&self, place: Depth) -> u16 {
+        match self.source {
+            Source::Computed => 0,
+            Source::Imported(imported) => imported.hops,
+            Source::Plan(plan) => plan.hops_of_block(place as usize),
+        }
+    }
+
+    /// The label of a block. `after_approximate`: an approximate block is above it.
+    fn label(&self, place: Depth, after_approximate: bool) -> Label {
+        if (place as usize + 1) * self.block_size > self.exact_until {
+            Label::approximate(self.hops(place))
+        } else if after_approximate {
+            Label::approximate(0)
+        } else {
+            Label::EXACT
+        }
+    }
+
+    /// The labels of new blocks; empty if all are exact. `after_approximate`: an approximate block is above them.
+    fn of_new(&self, from: Depth, to: Depth, mut after_approximate: bool) -> Vec<Label> {
+        if !after_approximate && to as usize * self.block_size <= self.exact_until {
+            return Vec::new();
+        }
+        let next = |place| {
+            let label = self.label(place, after_approximate);
+            after_approximate |= !label.is_exact();
+            label
+        };
+        (from..to).map(next).collect()
+    }
+}

@@ -1,0 +1,180 @@
+//! The exact prefix of a sequence (D5).
+
+use crate::effort::Effort;
+use crate::error::Result;
+use crate::eviction::count_revival;
+use crate::ids::{BlockId, Depth, NO_NODE, depth};
+use crate::index::RadixIndex;
+use crate::storage::forest::{Position, Walked};
+use crate::storage::node::Node;
+use crate::tokens::TokenSequence;
+
+/// Options of a lookup.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LookupOptions {
+    /// Tokens at the end that are not matched: 1 leaves an engine one token to compute.
+    pub keep_last: usize,
+    /// Whether the blocks found are touched.
+    pub touch: bool,
+    /// Position of the first id to return, a multiple of the block size.
+    pub start: usize,
+}
+
+impl Default for LookupOptions {
+    fn default() -> Self {
+        Self {
+            keep_last: 0,
+            touch: true,
+            start: 0,
+        }
+    }
+}
+
+/// Result of a lookup; the block ids are in the caller's buffer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Match {
+    /// Tokens from position 0 whose exact KV is present: a whole number of blocks.
+    pub num_tokens: usize,
+}
+
+impl RadixIndex {
+    /// Finds the longest run of present exact blocks from position 0 and writes their ids, from `start` on, to `out`.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `start` is beyond the sequence or not a multiple of
+    /// the block size.
+    ///
+    /// # Complexity
+    /// O(prompt), whatever else is cached; O(new tokens) for a sequence that has grown since its last lookup or insert
+    /// here; plus the ids written. Allocates only room in `out`; with `touch`, a use that ends inside an edge may also
+    /// lengthen the edge's list of such uses.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// let mut ids = Vec::new();
+    /// let found = index.lookup(&mut seq, LookupOptions::default(), &mut ids)?;
+    /// assert_eq!((found.num_tokens, ids), (4, vec![BlockId(6), BlockId(0)]));
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
+    pub fn lookup(
+        &mut self,
+        seq: &mut TokenSequence,
+        options: LookupOptions,
+        out: &mut Vec<BlockId>,
+    ) -> Result<Match> {
+        let found = self.lookup_within(seq, options, Effort::ANY, out)?;
+        Ok(found.unwrap_or_default())
+    }
+
+    /// As [`lookup`](Self::lookup), for callers that hold a lock. `None`, without a touch, if that takes more than
+    /// `effort`; the next call continues where this one ended. Reviving the dead blocks of the path counts too: if that
+    /// alone exceeds `effort`, every call returns `None`.
+    ///
+    /// # Errors
+    /// As [`lookup`](Self::lookup).
+    ///
+    /// # Complexity
+    /// O(effort + ids written).
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(Arc::clone(&ns), vec![1, 2, 3, 4], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// let mut same = TokenSequence::new(ns, vec![1, 2, 3, 4], vec![])?;
+    /// let (all, effort) = (LookupOptions::default(), Effort { nodes: 9, bytes: 8 });
+    /// assert_eq!(index.lookup_within(&mut same, all, effort, &mut Vec::new())?, None);
+    /// let found = index.lookup_within(&mut same, all, effort, &mut Vec::new())?;
+    /// assert_eq!(found.map(|found| found.num_tokens), Some(4));
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
+    pub fn lookup_within(
+        &mut self,
+        seq: &mut TokenSequence,
+        options: LookupOptions,
+        effort: Effort,
+        out: &mut Vec<BlockId>,
+    ) -> Result<Option<Match>> {
+        self.check_start(options.start, seq.len(), "RadixIndex.lookup")?;
+        crate::failpoints::before("RadixIndex.lookup")?;
+        let Some(found) = self.exact_prefix(seq, options.keep_last, effort) else {
+            return Ok(None);
+        };
+        // Reading the ids of an edge takes a fraction of a step.
+        let is_deep = u64::from(found.depth) / 4 > effort.nodes;
+        if is_deep && self.known_edges(seq) / 4 > effort.nodes {
+            return Ok(None);
+        }
+        if options.touch {
+            if self.eviction.any_dead()
+                && found.depth > 0
+                && count_revival(&self.forest, found, &mut effort.steps()).is_none()
+            {
+                return Ok(None);
+            }
+            let time = self.next_time();
+            crate::failpoints::within("lookup: a time without a use");
+            self.eviction.touch(&mut self.forest, found, time);
+        }
+        out.clear();
+        if found.depth > 0 {
+            self.forest
+                .path_ids(found, depth(options.start / self.block_size()), out);
+        }
+        Ok(Some(Match {
+            num_tokens: found.depth as usize * self.block_size(),
+        }))
+    }
+
+    /// The end of the exact prefix of `seq` without its last `keep_last` tokens; depth 0 and no node if the namespace
+    /// has no tree. `None` if this takes more than `effort`.
+    pub(crate) fn exact_prefix(
+        &mut self,
+        seq: &mut TokenSequence,
+        keep_last: usize,
+        effort: Effort,
+    ) -> Option<Position> {
+        const NOWHERE: Position = Position {
+            node: NO_NODE,
+            depth: 0,
+        };
+        let limit = depth(seq.len().saturating_sub(keep_last) / self.block_size());
+        let (mut at, exact) = match self.forest.at_cursor(seq) {
+            Some(known) => known,
+            None => match self.forest.root(seq.namespace()) {
+                Some(root) => (root, 0),
+                None => return Some(NOWHERE),
+            },
+        };
+        let known: Depth = exact.min(limit);
+        if at.depth > known {
+            // The result is on the known path: an approximate block or the limit follows.
+            at.depth = known;
+            return Some(self.forest.normal(at));
+        }
+        let block_size = self.block_size();
+        let within = |node: &Node, from, to| node.exact_until(from, to, block_size);
+        let Walked {
+            at: end,
+            work,
+            gave_up,
+        } = self
+            .forest
+            .walk(seq.view(), at, limit, effort, within, |_, _, _| ());
+        self.work.add_walk(work);
+        if end != at {
+            self.forest
+                .set_cursor(seq, end, end.depth, work.nodes_visited - 1);
+        }
+        (!gave_up).then_some(end)
+    }
+}

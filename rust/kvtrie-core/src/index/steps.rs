@@ -1,0 +1,54 @@
+//! How much a call will cost at most.
+
+use crate::index::RadixIndex;
+use crate::tokens::TokenSequence;
+
+/// Tokens compared in the time of a visit to an edge outside the CPU's cache.
+const TOKENS_A_STEP: usize = 256;
+
+impl RadixIndex {
+    /// Most steps to walk the sequence, each about as long as a visit of an edge: for the blocks not known to be
+    /// shared, or for comparing their tokens. O(1).
+    #[must_use]
+    pub fn unknown_steps(&self, seq: &TokenSequence) -> u64 {
+        let known = self
+            .forest
+            .at_cursor(seq)
+            .map_or(0, |(at, _)| at.depth as usize);
+        let tokens = seq.len() - (known * self.block_size()).min(seq.len());
+        (tokens / self.block_size().min(TOKENS_A_STEP)) as u64
+    }
+
+    /// Most steps to insert `num_ids` blocks, with the search for pins of replaced blocks and the dead blocks of the
+    /// namespace. O(1).
+    #[must_use]
+    pub fn insert_steps(&self, seq: &TokenSequence, num_ids: usize) -> u64 {
+        let ids = num_ids as u64;
+        let replaced = if self.forest.num_approximate() > 0 {
+            ids
+        } else {
+            0
+        };
+        let trees = self.forest.trees();
+        let tree = trees
+            .of(seq.namespace())
+            .filter(|_| self.eviction.any_dead());
+        let dead = tree.map_or(0, |tree| trees[tree].num_dead());
+        // An offered block takes a fraction of a step.
+        self.unknown_steps(seq) + ids / 4 + replaced * self.pins.leases().len() as u64 + dead
+    }
+
+    /// Whether a path has holes or approximate blocks, which a plan checks one by one. O(1).
+    #[must_use]
+    pub fn has_broken_paths(&self) -> bool {
+        self.forest.has_broken_paths()
+    }
+
+    /// Edges walked to the sequence's cursor; planning it again visits them.
+    #[must_use]
+    pub fn known_edges(&self, seq: &TokenSequence) -> u64 {
+        let is_known = self.forest.at_cursor(seq).is_some();
+        let cursor = seq.cursor.as_ref().filter(|_| is_known);
+        cursor.map_or(0, |cursor| cursor.edges)
+    }
+}

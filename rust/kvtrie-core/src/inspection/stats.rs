@@ -1,0 +1,105 @@
+//! Counters of an index.
+
+use crate::index::RadixIndex;
+use crate::moved::Windows;
+
+/// Counters of one index at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Blocks that back an entry.
+    pub indexed: u64,
+    /// Blocks that left the index while pinned, and are still pinned or wait to be taken.
+    pub condemned: u64,
+    /// Condemned blocks that are no longer pinned and wait to be taken.
+    pub waiting: u64,
+    /// Blocks that are out of use permanently. Those still pinned are counted as condemned.
+    pub quarantined: u64,
+    /// Pinned blocks, indexed or condemned.
+    pub pinned: u64,
+    /// Indexed blocks that could be evicted: neither pinned nor above a pinned one. A dead block may be above pinned
+    /// source blocks.
+    pub evictable: u64,
+    /// Indexed blocks that are marked dead.
+    pub dead: u64,
+    /// Indexed blocks whose entry is approximate.
+    pub approximate: u64,
+    /// Holes: places without a block above a cached one.
+    pub holes: u64,
+    /// Edges of all trees.
+    pub nodes: u64,
+    /// Windows of eight tokens that are kept to find moved runs.
+    pub windows: u64,
+    /// Namespaces that hold a block.
+    pub namespaces: u64,
+    /// Plans that were not released.
+    pub live_plans: u64,
+    /// Time of the logical clock.
+    pub clock: u64,
+    /// Ids given to `discard` or `quarantine` that were not in the index.
+    pub unknown_discards: u64,
+    /// Edges that lookups, plans and inserts looked at since the index was made.
+    pub nodes_visited: u64,
+    /// Bytes of token ids that they compared.
+    pub bytes_compared: u64,
+    /// Steps of the search for moved runs since the index was made or restored: places tried, children compared and
+    /// cache lines of tokens compared. Rule P16 bounds them per plan.
+    pub search_looks: u64,
+    /// Heap bytes, by capacity, without the allocator's overhead.
+    pub bytes: u64,
+}
+
+impl RadixIndex {
+    /// Returns the counters.
+    ///
+    /// # Complexity
+    /// O(edges) for `bytes`, and O(edges with a pin) for `pinned`; everything else is a counter.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let (forest, blocks) = (self.forest(), self.forest().blocks());
+        let (dead, work) = (self.eviction().dead(), self.work());
+        Stats {
+            indexed: forest.num_indexed(),
+            condemned: blocks.num_condemned() + self.num_waiting(),
+            waiting: self.num_waiting(),
+            quarantined: blocks.num_quarantined(),
+            pinned: self.pins().num_pinned(forest),
+            evictable: self.num_evictable(),
+            dead: dead.num_blocks(),
+            approximate: forest.num_approximate(),
+            holes: forest.num_holes(),
+            nodes: forest.num_edges(),
+            windows: self
+                .moved()
+                .windows()
+                .map_or(0, |windows| windows.len() as u64),
+            namespaces: forest.trees().len() as u64,
+            live_plans: self.pins().leases().len() as u64,
+            clock: self.clock(),
+            unknown_discards: self.unknown_discards(),
+            nodes_visited: work.nodes_visited,
+            bytes_compared: work.bytes_compared,
+            search_looks: work.search_looks,
+            bytes: self.heap_bytes() as u64,
+        }
+    }
+
+    /// Blocks that wait for [`take_freed`](Self::take_freed) or [`evict`](Self::evict). O(1).
+    #[must_use]
+    pub fn num_waiting(&self) -> u64 {
+        self.pins().waiting().len() as u64
+    }
+
+    /// Blocks whose entry is approximate. O(1).
+    #[must_use]
+    pub fn num_approximate(&self) -> u64 {
+        self.forest().num_approximate()
+    }
+
+    fn heap_bytes(&self) -> usize {
+        self.forest().heap_bytes()
+            + self.pins().heap_bytes()
+            + self.eviction().heap_bytes()
+            + self.moved().windows().map_or(0, Windows::heap_bytes)
+            + self.gone().heap_bytes()
+    }
+}

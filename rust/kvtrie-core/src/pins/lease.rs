@@ -1,0 +1,138 @@
+//! Leases: the mutable part of plans.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use crate::ids::Depth;
+use crate::namespace::Namespace;
+
+/// Consecutive present blocks of one path, identified by the last: a split of their edge changes nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stretch {
+    /// An indexed block.
+    pub(crate) last: u32,
+    /// Depth of the first block.
+    pub(crate) from: Depth,
+}
+
+/// Condemned blocks that a lease pins.
+#[derive(Debug, Default)]
+struct Kept {
+    paths: BTreeSet<u32>,
+    sources: BTreeSet<u32>,
+}
+
+/// The pins of a plan. The index owns it until the plan is released.
+///
+/// A pin is one entry for any number of consecutive blocks. A pinned block that leaves is cut out of its entry and kept
+/// by its id.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    pub(super) namespace: Arc<Namespace>,
+    /// Whether the lease pins blocks at all.
+    pub(super) pinned: bool,
+    /// The namespace was dropped or the index reset: inserts take nothing.
+    pub(super) over: bool,
+    /// Blocks that back sequences: usually one whole path; several after a fork, or if blocks have left.
+    pub(super) paths: SmallVec<[Stretch; 2]>,
+    /// Copy sources.
+    pub(super) sources: SmallVec<[Stretch; 2]>,
+    /// Pinned blocks that have left; rare.
+    kept: Option<Box<Kept>>,
+    /// The plan's first approximate token.
+    pub(super) first_approximate: Option<usize>,
+}
+
+impl Lease {
+    pub(crate) fn new(namespace: Arc<Namespace>, pinned: bool) -> Self {
+        Self {
+            namespace,
+            pinned,
+            over: false,
+            paths: SmallVec::new(),
+            sources: SmallVec::new(),
+            kept: None,
+            first_approximate: None,
+        }
+    }
+
+    /// Whether the lease pins blocks at all.
+    pub(crate) fn is_pinned(&self) -> bool {
+        self.pinned
+    }
+
+    /// Whether inserts take nothing: the namespace was dropped or the index reset.
+    pub(crate) fn is_over(&self) -> bool {
+        self.over
+    }
+
+    pub(crate) fn namespace(&self) -> &Arc<Namespace> {
+        &self.namespace
+    }
+
+    /// The plan's first approximate token.
+    pub(crate) fn first_approximate(&self) -> Option<usize> {
+        self.first_approximate
+    }
+
+    /// The stretches that back sequences.
+    pub(crate) fn paths(&self) -> &[Stretch] {
+        &self.paths
+    }
+
+    /// The stretches that are copied from.
+    pub(crate) fn sources(&self) -> &[Stretch] {
+        &self.sources
+    }
+
+    pub(crate) fn pins_sources(&self) -> bool {
+        let kept = self.kept.as_ref();
+        !self.sources.is_empty() || kept.is_some_and(|kept| !kept.sources.is_empty())
+    }
+
+    /// Keeps a block that left a pinned stretch; returns whether it is new in its set.
+    pub(crate) fn keep(&mut self, id: u32, is_source: bool) -> bool {
+        let kept = self.kept.get_or_insert_default();
+        let own = if is_source {
+            &mut kept.sources
+        } else {
+            &mut kept.paths
+        };
+        own.insert(id)
+    }
+
+    /// Condemned blocks that it pins; twice if they are kept in both sets.
+    pub(crate) fn kept(&self) -> impl Iterator<Item = u32> {
+        let kept = self.kept.iter();
+        kept.flat_map(|kept| kept.paths.iter().chain(&kept.sources).copied())
+    }
+
+    /// Entries that a release visits.
+    pub(crate) fn num_entries(&self) -> usize {
+        let kept = self.kept.as_ref();
+        let kept = kept.map_or(0, |kept| kept.paths.len() + kept.sources.len());
+        self.paths.len() + self.sources.len() + kept
+    }
+
+    pub(crate) fn take_kept_sources(&mut self) -> BTreeSet<u32> {
+        let kept = self.kept.as_mut();
+        kept.map_or_else(BTreeSet::new, |kept| std::mem::take(&mut kept.sources))
+    }
+
+    pub(crate) fn heap_bytes(&self) -> usize {
+        let spilled = |stretches: &SmallVec<[Stretch; 2]>| {
+            if stretches.spilled() {
+                stretches.capacity() * size_of::<Stretch>()
+            } else {
+                0
+            }
+        };
+        let kept = self.kept.as_ref().map_or(0, |kept| {
+            let ids = kept.paths.len() + kept.sources.len();
+            size_of::<Kept>() + 2 * ids * size_of::<u32>()
+        });
+        spilled(&self.paths) + spilled(&self.sources) + kept
+    }
+}

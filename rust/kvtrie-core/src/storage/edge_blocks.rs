@@ -1,0 +1,228 @@
+//! The tokens and block ids of one edge, in one allocation.
+//!
+//! Tokens are adjacent so that they compare as memory, and so are the ids after them. The front of an edge can be cut
+//! off without a move of the rest. There is no hash per block: it would be computed for every block of every prompt.
+
+/// Blocks of an edge, at positions `0..len`: `block_size` tokens and one id each.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(crate) struct EdgeBlocks {
+    /// Tokens of all blocks up to the capacity, then their ids.
+    data: Box<[u32]>,
+    len: u32,
+    /// Cut-off blocks before the first.
+    skipped: u32,
+}
+
+impl EdgeBlocks {
+    /// A full edge of this length or more is not lengthened but gets a child, so that growth copies little at a time.
+    pub(crate) const LONG: usize = 256;
+
+    pub(crate) fn len(&self) -> usize {
+        self.len as usize
+    }
+
+    /// As [`Self::len`], in the unit of depths.
+    pub(crate) fn num_blocks(&self) -> u32 {
+        self.len
+    }
+
+    fn capacity(&self, block_size: usize) -> usize {
+        self.data.len() / (block_size + 1)
+    }
+
+    /// Whether `more` blocks can be appended without copying a long edge.
+    pub(crate) fn can_grow(&self, more: usize, block_size: usize) -> bool {
+        self.len() < Self::LONG
+            || self.skipped as usize + self.len() + more <= self.capacity(block_size)
+    }
+
+    pub(crate) fn tokens(&self, block_size: usize) -> &[u32] {
+        let from = self.skipped as usize * block_size;
+        &self.data[from..from + self.len() * block_size]
+    }
+
+    fn ids_from(&self, block_size: usize) -> usize {
+        self.capacity(block_size) * block_size + self.skipped as usize
+    }
+
+    pub(crate) fn ids(&self, block_size: usize) -> &[u32] {
+        let from = self.ids_from(block_size);
+        &self.data[from..from + self.len()]
+    }
+
+    pub(crate) fn id(&self, at: usize, block_size: usize) -> u32 {
+        self.data[self.ids_from(block_size) + at]
+    }
+
+    pub(crate) fn set_id(&mut self, at: usize, id: u32, block_size: usize) {
+        let from = self.ids_from(block_size);
+        self.data[from + at] = id;
+    }
+
+    /// Appends whole blocks: a new edge gets exactly the room for them, a growing edge some more.
+    pub(crate) fn extend(
+        &mut self,
+        tokens: &[u32],
+        ids: impl ExactSizeIterator<Item = u32>,
+        block_size: usize,
+    ) {
+        let (len, more) = (self.len(), ids.len());
+        let room = self.capacity(block_size) - self.skipped as usize;
+        if len + more > room {
+            let slack = if len == 0 { 0 } else { (len / 4).max(4) };
+            self.data = self.copied(len + more.max(slack), tokens, ids, block_size);
+            self.skipped = 0;
+        } else {
+            let from = (self.skipped as usize + len) * block_size;
+            self.data[from..from + tokens.len()].copy_from_slice(tokens);
+            let from = self.ids_from(block_size) + len;
+            for (to, id) in self.data[from..from + more].iter_mut().zip(ids) {
+                *to = id;
+            }
+        }
+        self.len += crate::ids::depth(more);
+    }
+
+    pub(crate) fn truncate(&mut self, len: usize, block_size: usize) {
+        self.len = crate::ids::depth(len);
+        if self.capacity(block_size) > 4 * len.max(16) {
+            self.resize(2 * len, block_size);
+        }
+    }
+
+    /// Copies the blocks to memory for `capacity` blocks.
+    fn resize(&mut self, capacity: usize, block_size: usize) {
+        self.data = self.copied(capacity, &[], std::iter::empty(), block_size);
+        self.skipped = 0;
+    }
+
+    /// A copy of the blocks and some more, with memory for `capacity` blocks.
+    fn copied(
+        &self,
+        capacity: usize,
+        tokens: &[u32],
+        ids: impl Iterator<Item = u32>,
+        block_size: usize,
+    ) -> Box<[u32]> {
+        let mut data = Vec::with_capacity(capacity * (block_size + 1));
+        data.extend_from_slice(self.tokens(block_size));
+        data.extend_from_slice(tokens);
+        data.resize(capacity * block_size, 0);
+        data.extend_from_slice(self.ids(block_size));
+        data.extend(ids);
+        data.resize(capacity * (block_size + 1), 0);
+        data.into_boxed_slice()
+    }
+
+    /// Frees the room after the last block, in place if the allocator can.
+    fn shrink(&mut self, block_size: usize) {
+        let len = self.len();
+        if self.skipped > 0 {
+            return self.resize(len, block_size);
+        }
+        let ids = self.ids_from(block_size);
+        let mut data = std::mem::take(&mut self.data).into_vec();
+        data.copy_within(ids..ids + len, len * block_size);
+        data.truncate(len * (block_size + 1));
+        self.data = data.into_boxed_slice();
+    }
+
+    /// Splits off the first `blocks` blocks. Copies the shorter part (amortized).
+    pub(crate) fn split_front(&mut self, blocks: usize, block_size: usize) -> Self {
+        let rest = self.len() - blocks;
+        let piece = |from: usize, to: usize| {
+            let ids = &self.ids(block_size)[from..to];
+            let mut data = Vec::with_capacity((to - from) * (block_size + 1));
+            data.extend_from_slice(&self.tokens(block_size)[from * block_size..to * block_size]);
+            data.extend_from_slice(ids);
+            Self {
+                data: data.into_boxed_slice(),
+                len: crate::ids::depth(to - from),
+                skipped: 0,
+            }
+        };
+        if rest < blocks {
+            let tail = piece(blocks, self.len());
+            let mut front = std::mem::replace(self, tail);
+            front.len = crate::ids::depth(blocks);
+            front.shrink(block_size);
+            return front;
+        }
+        let front = piece(0, blocks);
+        self.skipped += crate::ids::depth(blocks);
+        self.len = crate::ids::depth(rest);
+        if self.skipped as usize >= self.len() / 4 {
+            self.resize(rest, block_size);
+        }
+        front
+    }
+
+    pub(crate) fn heap_bytes(&self) -> usize {
+        self.data.len() * size_of::<u32>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn blocks(from: u32, to: u32) -> (Vec<u32>, Vec<u32>) {
+        let tokens = (from..to)
+            .flat_map(|id| [id, id + 1000, id + 2000])
+            .collect();
+        (tokens, (from..to).collect())
+    }
+
+    proptest! {
+        #[test]
+        fn a_run_equals_two_vectors(steps in prop::collection::vec((0u8..4, 0usize..40), 1..60)) {
+            let mut run = EdgeBlocks::default();
+            let (mut tokens, mut ids): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
+            let mut next = 0;
+            for (kind, n) in steps {
+                match kind {
+                    0 | 1 => {
+                        let (more_tokens, more_ids) = blocks(next, next + u32::try_from(n).unwrap());
+                        next += u32::try_from(n).unwrap();
+                        run.extend(&more_tokens, more_ids.iter().copied(), 3);
+                        tokens.extend(more_tokens);
+                        ids.extend(more_ids);
+                    }
+                    2 => {
+                        let len = ids.len() - n.min(ids.len());
+                        run.truncate(len, 3);
+                        ids.truncate(len);
+                        tokens.truncate(3 * len);
+                    }
+                    _ if n > 0 && n < ids.len() => {
+                        let front = run.split_front(n, 3);
+                        prop_assert_eq!(front.ids(3), &ids[..n]);
+                        prop_assert_eq!(front.tokens(3), &tokens[..3 * n]);
+                        prop_assert_eq!(front.heap_bytes(), 4 * 4 * n);
+                        ids.drain(..n);
+                        tokens.drain(..3 * n);
+                    }
+                    _ => {}
+                }
+                prop_assert_eq!(run.tokens(3), &tokens);
+                prop_assert_eq!(run.ids(3), &ids);
+                prop_assert!(ids.iter().enumerate().all(|(at, &id)| run.id(at, 3) == id));
+            }
+        }
+    }
+
+    #[test]
+    fn a_long_full_run_does_not_grow() {
+        let (tokens, ids) = blocks(0, 300);
+        let mut run = EdgeBlocks::default();
+        run.extend(&tokens, ids.into_iter(), 3);
+        assert!(!run.can_grow(1, 3));
+        run.truncate(299, 3);
+        assert!(run.can_grow(1, 3) && !run.can_grow(2, 3));
+        run.truncate(255, 3);
+        assert!(run.can_grow(1000, 3));
+    }
+}

@@ -1,0 +1,198 @@
+//! Entries and their counters. Blocks enter only by [`Forest::place`], [`Forest::fill`] and a restore, and leave only by
+//! [`Forest::vacate`], [`Forest::vacate_end`] and with their node.
+
+use crate::ids::{ABSENT, BlockId, Depth, NodeIndex};
+use crate::storage::forest::Forest;
+use crate::storage::node::Node;
+use crate::storage::payload::{Label, Payload};
+use crate::storage::siblings;
+use crate::tokens::{Item, View};
+
+/// Blocks that an insert appends to the path.
+#[derive(Clone, Copy)]
+pub(crate) struct NewBlocks<'a> {
+    pub(crate) ids: &'a [BlockId],
+    /// One per block, or empty if all are exact.
+    pub(crate) labels: &'a [Label],
+}
+
+/// The sums of the counts of all edges. [`BlockTable`](crate::storage::blocks::BlockTable) counts the indexed blocks.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    approximate: u64,
+    holes: u64,
+}
+
+impl Forest {
+    /// Blocks that back an entry.
+    pub(crate) fn num_indexed(&self) -> u64 {
+        self.blocks.num_indexed()
+    }
+
+    pub(crate) fn num_approximate(&self) -> u64 {
+        self.counts.approximate
+    }
+
+    pub(crate) fn num_holes(&self) -> u64 {
+        self.counts.holes
+    }
+
+    /// Whether a path may have a hole or an approximate block.
+    pub(crate) fn has_broken_paths(&self) -> bool {
+        self.counts.holes > 0 || self.counts.approximate > 0
+    }
+
+    /// Appends blocks to an edge without children.
+    pub(crate) fn place(&mut self, node: NodeIndex, tokens: View<'_>, new: NewBlocks<'_>) {
+        let block_size = self.block_size;
+        let edge = &mut self.nodes[node];
+        let from = edge.end();
+        let (start, end) = (
+            from as usize * block_size,
+            (from as usize + new.ids.len()) * block_size,
+        );
+        let before = edge.num_approximate();
+        let own = tokens.slice(start, end).tokens;
+        edge.extend(own, new.ids, new.labels, block_size);
+        self.counts.approximate += u64::from(edge.num_approximate() - before);
+        for item in Item::within(tokens.items, start, end) {
+            let items = &mut edge.extras_mut().items;
+            // An item across the old end had been cut there.
+            if items
+                .last()
+                .is_some_and(|last| last.start() == item.start())
+            {
+                items.pop();
+            }
+            items.push(item);
+        }
+        crate::failpoints::within("blocks that are not indexed");
+        self.blocks.enter_run(new.ids, node, from);
+    }
+
+    /// Puts a block in a hole.
+    pub(crate) fn fill(&mut self, node: NodeIndex, place: Depth, new: Payload) {
+        let block_size = self.block_size;
+        let edge = &mut self.nodes[node];
+        // Siblings are sorted by whether their first block is exact.
+        let sorts = place == edge.depth && edge.starts_exact(block_size) != new.is_exact();
+        if sorts {
+            siblings::remove(&mut self.nodes, node);
+        }
+        self.nodes[node].set_payload(place, new, block_size);
+        if sorts {
+            siblings::insert(&mut self.nodes, block_size, node);
+        }
+        crate::failpoints::within("insert: a hole was filled");
+        self.counts.holes -= 1;
+        self.counts.approximate += u64::from(!new.label.is_exact());
+        // The canary of the target `engine`: a filled hole counts as evictable even if it is pinned.
+        if !cfg!(feature = "canary") {
+            let is_protected = place < self.protected_end(node);
+            self.protection.count(is_protected.into(), true);
+        }
+        self.blocks.enter(new.id, node, place);
+    }
+
+    /// Turns present blocks, unmarked and cut out of their pins, into holes; the caller settles the edge. Calls `tell`
+    /// with each id and whether it is condemned: whether `is_pinned`.
+    pub(crate) fn vacate(
+        &mut self,
+        node: NodeIndex,
+        from: Depth,
+        to: Depth,
+        is_pinned: impl Fn(u32) -> bool,
+        mut tell: impl FnMut(u32, bool),
+    ) {
+        let block_size = self.block_size;
+        for depth in from..to {
+            let id = self.nodes[node].id(depth, block_size);
+            let condemned = is_pinned(id);
+            self.blocks.depart(id, condemned);
+            tell(id, condemned);
+        }
+        crate::failpoints::within("blocks that left and have no hole");
+        let protected = self.protected_end(node).min(to).saturating_sub(from);
+        let edge = &self.nodes[node];
+        let approximate = edge.num_approximate();
+        let sorts = from == edge.depth && edge.starts_exact(block_size);
+        if sorts {
+            siblings::remove(&mut self.nodes, node);
+        }
+        let edge = &mut self.nodes[node];
+        edge.vacate(from, to, block_size);
+        let approximate = approximate - edge.num_approximate();
+        if sorts {
+            siblings::insert(&mut self.nodes, block_size, node);
+        }
+        self.counts.holes += u64::from(to - from);
+        self.counts.approximate -= u64::from(approximate);
+        self.protection.count(protected.into(), false);
+    }
+
+    /// The unpinned blocks from `end` on, of an edge with nothing but blocks, leave. [`Self::truncate`] or
+    /// [`Self::remove_leaf`] follows. Calls `tell` with each id, from the end.
+    pub(crate) fn vacate_end(&mut self, node: NodeIndex, end: Depth, mut tell: impl FnMut(u32)) {
+        let edge = &self.nodes[node];
+        let from = (end - edge.depth) as usize;
+        for &id in edge.blocks.ids(self.block_size)[from..].iter().rev() {
+            self.blocks.depart(id, false);
+            tell(id);
+        }
+    }
+
+    /// Drops what an edge has from `end` on, which is inside it: holes, and blocks that have left.
+    pub(crate) fn truncate(&mut self, node: NodeIndex, end: Depth) {
+        let holes = self.nodes[node].truncate(end, self.block_size);
+        self.nodes.renew(node);
+        self.counts.holes -= u64::from(holes);
+    }
+
+    /// Removes an edge of a tree that is being removed. Calls `tell` with each id and whether it is condemned: whether
+    /// `is_pinned`.
+    pub(crate) fn drop_node(
+        &mut self,
+        at: NodeIndex,
+        is_pinned: impl Fn(u32) -> bool,
+        mut tell: impl FnMut(u32, bool),
+    ) {
+        let node = self.remove_node(at);
+        let ids = node.blocks.ids(self.block_size).iter();
+        for &id in ids.filter(|&&id| id != ABSENT) {
+            let condemned = is_pinned(id);
+            self.blocks.depart(id, condemned);
+            tell(id, condemned);
+        }
+    }
+
+    /// Removes a node that is not linked.
+    pub(super) fn remove_node(&mut self, at: NodeIndex) -> Node {
+        let node = self.nodes.remove(at);
+        self.counts.holes -= u64::from(node.num_holes());
+        self.counts.approximate -= u64::from(node.num_approximate());
+        node
+    }
+
+    /// Adds an edge of a snapshot, which is not linked yet; its blocks follow.
+    pub(crate) fn restore_node(&mut self, node: Node) -> NodeIndex {
+        self.counts.holes += u64::from(node.num_holes());
+        self.counts.approximate += u64::from(node.num_approximate());
+        self.nodes.insert(node)
+    }
+
+    pub(crate) fn restore_block(&mut self, id: u32, node: NodeIndex, place: Depth) {
+        self.blocks.enter(id, node, place);
+    }
+
+    /// End of the last present block of an edge; its start if there is none.
+    pub(crate) fn present_end(&self, at: NodeIndex) -> Depth {
+        let edge = &self.nodes[at];
+        if edge.num_holes() == 0 {
+            return edge.end();
+        }
+        (edge.depth..edge.end())
+            .rev()
+            .find(|&depth| edge.id(depth, self.block_size) != ABSENT)
+            .map_or(edge.depth, |last| last + 1)
+    }
+}

@@ -1,0 +1,277 @@
+//! Finds the path of a sequence, from its cursor on, block by block.
+
+use std::sync::Arc;
+
+use crate::cursor::Cursor;
+use crate::effort::{Effort, Steps, Work};
+use crate::ids::{BlockId, Depth, NodeIndex, depth};
+use crate::storage::forest::{Forest, Position};
+use crate::storage::node::Node;
+use crate::storage::siblings;
+use crate::tokens::{TokenSequence, View};
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Walked {
+    pub(crate) at: Position,
+    pub(crate) work: Work,
+    /// The effort was used up before the path ended.
+    pub(crate) gave_up: bool,
+}
+
+impl Forest {
+    /// The position of the sequence's cursor, and how far the path is exact.
+    pub(crate) fn at_cursor(&self, seq: &TokenSequence) -> Option<(Position, Depth)> {
+        let cursor = seq
+            .cursor
+            .as_ref()
+            .filter(|cursor| cursor.index == self.uid)?;
+        if !self.nodes.knows(cursor.node) {
+            return None;
+        }
+        let tree = self.nodes[cursor.node.index].tree;
+        if self.trees[tree].version() != cursor.version {
+            return None;
+        }
+        Some((
+            self.normal(Position {
+                node: cursor.node.index,
+                depth: cursor.present,
+            }),
+            cursor.exact,
+        ))
+    }
+
+    /// Sets the cursor: the first blocks of `seq` are the present path to `at`, the first `exact` of them exact.
+    /// `walked` edges are after the old cursor.
+    pub(crate) fn set_cursor(
+        &self,
+        seq: &mut TokenSequence,
+        at: Position,
+        exact: Depth,
+        walked: u64,
+    ) {
+        let node = &self.nodes[at.node];
+        // Ids of a valid old cursor that end at or before the new one are still right.
+        let known = self.at_cursor(seq).is_some();
+        let old = seq.cursor.take().filter(|_| known);
+        let edges = old.as_ref().map_or(0, |old| old.edges) + walked;
+        let ids = old.and_then(|old| old.ids);
+        let ids = ids.filter(|ids| ids.len() <= at.depth as usize);
+        seq.cursor = (at.depth > 0).then(|| Cursor {
+            index: self.uid,
+            node: self.nodes.handle(at.node),
+            version: self.trees[node.tree].version(),
+            present: at.depth,
+            exact,
+            block_size: self.block_size,
+            edges,
+            ids,
+        });
+    }
+
+    /// The ids of the path of `seq` to `at`; those in its cursor are not read again.
+    pub(crate) fn remembered_ids(
+        &self,
+        seq: &mut TokenSequence,
+        at: Position,
+    ) -> Arc<Vec<BlockId>> {
+        let is_known = self.at_cursor(seq).is_some();
+        let cursor = seq.cursor.as_mut().filter(|_| is_known);
+        let known = cursor.as_ref().and_then(|cursor| cursor.ids.clone());
+        if let Some(ids) = &known
+            && ids.len() >= at.depth as usize
+        {
+            return Arc::clone(ids);
+        }
+        let mut ids = Vec::new();
+        let from = known.as_ref().map_or(0, |known| known.len());
+        self.path_ids(at, depth(from), &mut ids);
+        if let Some(known) = known {
+            ids.splice(..0, known.iter().copied());
+        }
+        let ids = Arc::new(ids);
+        if let Some(cursor) = cursor {
+            cursor.ids = Some(Arc::clone(&ids));
+        }
+        ids
+    }
+
+    /// The same place, with the edge of the block before it.
+    pub(crate) fn normal(&self, mut at: Position) -> Position {
+        while at.depth <= self.nodes[at.node].depth && !self.nodes[at.node].is_root() {
+            at.node = self.nodes[at.node].parent;
+        }
+        at
+    }
+
+    /// Follows `tokens` from `at` to at most `limit`, or until `effort` is used up, but at least one block and one
+    /// edge. In an edge, only the blocks before `within(node, from, to)` are compared; `pass(node, from, to)` is called
+    /// for equal ones.
+    pub(crate) fn walk(
+        &self,
+        tokens: View<'_>,
+        mut at: Position,
+        limit: Depth,
+        effort: Effort,
+        within: impl Fn(&Node, Depth, Depth) -> Depth,
+        mut pass: impl FnMut(&Node, Depth, Depth),
+    ) -> Walked {
+        let block_size = self.block_size;
+        let mut work = Work::default();
+        let gave_up = loop {
+            let node = &self.nodes[at.node];
+            work.nodes_visited += 1;
+            let end = node.end();
+            if at.depth < end {
+                let wanted = within(node, at.depth, end.min(limit));
+                let left = effort.bytes.saturating_sub(work.bytes_compared);
+                let affordable = usize::try_from(left).unwrap_or(usize::MAX) / (4 * block_size);
+                let to = wanted.min(at.depth.saturating_add(depth(affordable.max(1))));
+                let (from, until) = (at.depth as usize * block_size, to as usize * block_size);
+                let same = tokens
+                    .slice(from, until)
+                    .common(node.view(block_size).slice(from, until));
+                // The first different token was compared too.
+                let compared = (same + 1).min(until - from);
+                work.bytes_compared += (compared * size_of::<u32>()) as u64;
+                let reached = at.depth + depth(same / block_size);
+                pass(node, at.depth, reached);
+                at.depth = reached;
+                if reached < end {
+                    break reached == to && to < wanted;
+                }
+            }
+            if at.depth >= limit {
+                break false;
+            }
+            let from = at.depth as usize * block_size;
+            let Some(child) = self.child(at.node, tokens.slice(from, from + block_size)) else {
+                break false;
+            };
+            if work.nodes_visited >= effort.nodes.max(2) {
+                break true;
+            }
+            at.node = child;
+        };
+        Walked {
+            at: self.normal(at),
+            work,
+            gave_up,
+        }
+    }
+
+    /// The end of the path of `seq`, with holes and approximate blocks; the inner `None` without a tree, the outer if
+    /// this takes more than `effort`.
+    #[expect(
+        clippy::option_option,
+        reason = "there may be no path, and finding it may take too much"
+    )]
+    pub(crate) fn whole_path(
+        &self,
+        seq: &TokenSequence,
+        effort: Effort,
+    ) -> Option<Option<Position>> {
+        let limit = depth(seq.len() / self.block_size);
+        let from = match self.at_cursor(seq) {
+            Some((at, _)) => at,
+            None => match self.root(seq.namespace()) {
+                Some(root) => root,
+                None => return Some(None),
+            },
+        };
+        let whole = |_: &Node, _, to| to;
+        let walked = self.walk(seq.view(), from, limit, effort, whole, |_, _, _| ());
+        (!walked.gave_up).then_some(Some(walked.at))
+    }
+
+    /// The child whose first block is `first`. An only child is returned unchecked: the caller compares.
+    pub(crate) fn child(&self, parent: NodeIndex, first: View<'_>) -> Option<NodeIndex> {
+        if !self.nodes[parent].has_children() {
+            return None;
+        }
+        if let Some(only) = siblings::only(&self.nodes, parent) {
+            return Some(only);
+        }
+        let block_size = self.block_size;
+        if let Some(found) = siblings::at_top(&self.nodes, block_size, parent, first) {
+            return Some(found);
+        }
+        let hash = self.hasher.edge(parent, first);
+        self.edges.find(hash, |child| {
+            let node = &self.nodes[child];
+            first.tokens.first() == Some(&node.first)
+                && node.parent == parent
+                && node.first_block(block_size).common(first) == block_size
+        })
+    }
+
+    /// The edges of the path to `at` with blocks from depth `from` on: (node, first depth, end).
+    pub(crate) fn edges_to(&self, at: Position, from: Depth) -> Vec<(NodeIndex, Depth, Depth)> {
+        let edges = self.edges_within(at, from, &mut Effort::ANY.steps());
+        edges.unwrap_or_default()
+    }
+
+    /// As [`Self::edges_to`], one step per edge; `None` if fewer are left.
+    pub(crate) fn edges_within(
+        &self,
+        at: Position,
+        from: Depth,
+        steps: &mut Steps,
+    ) -> Option<Vec<(NodeIndex, Depth, Depth)>> {
+        let mut found = Vec::new();
+        let (mut node, mut end) = (at.node, at.depth);
+        while end > from {
+            steps.take(1)?;
+            let start = self.nodes[node].depth;
+            found.push((node, start.max(from), end));
+            end = start;
+            node = self.nodes[node].parent;
+        }
+        found.reverse();
+        Some(found)
+    }
+
+    /// Writes the block ids of the path to `at`, from depth `from` on, to `out`, with [`ABSENT`](crate::ids::ABSENT)
+    /// for holes.
+    pub(crate) fn path_ids(&self, at: Position, from: Depth, out: &mut Vec<BlockId>) {
+        let block_size = self.block_size;
+        out.clear();
+        let (mut node, mut end) = (at.node, at.depth);
+        let edge = &self.nodes[node];
+        if edge.depth <= from && from < end {
+            // One edge, the usual case: no slot is written twice.
+            out.extend(edge.ids(from, end, block_size));
+            return;
+        }
+        out.resize(end.saturating_sub(from) as usize, BlockId(0));
+        while end > from {
+            let edge = &self.nodes[node];
+            let start = edge.depth.max(from);
+            let to = &mut out[(start - from) as usize..(end - from) as usize];
+            for (to, id) in to.iter_mut().zip(edge.ids(start, end, block_size)) {
+                *to = id;
+            }
+            end = edge.depth;
+            node = edge.parent;
+        }
+    }
+
+    /// The `N` tokens up to position `end`, inclusive, of the path through a node that contains it.
+    pub(crate) fn last_tokens<const N: usize>(&self, node: NodeIndex, end: usize) -> [u32; N] {
+        let block_size = self.block_size;
+        let (mut edge, mut until) = (&self.nodes[node], end + 1);
+        let base = |edge: &Node| edge.depth as usize * block_size;
+        let first = until - N;
+        let mut window = [0; N];
+        while until > first {
+            let from = base(edge).max(first);
+            let tokens = &edge.blocks.tokens(block_size)[from - base(edge)..until - base(edge)];
+            window[from - first..until - first].copy_from_slice(tokens);
+            if from > first {
+                edge = &self.nodes[edge.parent];
+            }
+            until = from;
+        }
+        window
+    }
+}

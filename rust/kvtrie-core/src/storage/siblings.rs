@@ -1,0 +1,307 @@
+//! Siblings in token order: finds the child that shares most tokens with a block.
+//!
+//! A treap in the node records, with seeded priorities. Children with a present and exact first block come first: only
+//! these may be copied as exact. Expected O(log n) comparisons, of the first token where it differs, else of a block.
+//! Removal compares nothing.
+
+use std::cmp::Ordering;
+
+use crate::ids::{NO_NODE, NodeIndex};
+use crate::storage::arena::Arena;
+use crate::storage::node::Node;
+use crate::tokens::View;
+
+/// A stored link of the treap.
+#[derive(Clone, Copy)]
+enum Link {
+    Root(NodeIndex),
+    Left(NodeIndex),
+    Right(NodeIndex),
+}
+
+fn get(nodes: &Arena, link: Link) -> NodeIndex {
+    match link {
+        Link::Root(parent) => nodes[parent].first_child(),
+        Link::Left(node) => nodes[node].left,
+        Link::Right(node) => nodes[node].right,
+    }
+}
+
+fn set(nodes: &mut Arena, link: Link, to: NodeIndex) {
+    let up = match link {
+        Link::Root(parent) => {
+            nodes[parent].set_first_child(to);
+            NO_NODE
+        }
+        Link::Left(node) => {
+            nodes[node].left = to;
+            node
+        }
+        Link::Right(node) => {
+            nodes[node].right = to;
+            node
+        }
+    };
+    if to != NO_NODE {
+        nodes[to].up = up;
+    }
+}
+
+/// The link to a node.
+fn link_to(nodes: &Arena, node: NodeIndex) -> Link {
+    let up = nodes[node].up;
+    if up == NO_NODE {
+        Link::Root(nodes[node].parent)
+    } else if nodes[up].left == node {
+        Link::Left(up)
+    } else {
+        Link::Right(up)
+    }
+}
+
+/// The order of `a` and its sibling `b`.
+fn order(nodes: &Arena, block_size: usize, a: NodeIndex, b: NodeIndex) -> Ordering {
+    let (a, b) = (&nodes[a], &nodes[b]);
+    b.starts_exact(block_size)
+        .cmp(&a.starts_exact(block_size))
+        .then(a.first.cmp(&b.first))
+        .then_with(|| a.first_block(block_size).order(b.first_block(block_size)))
+}
+
+/// The tokens that a block shares with the first of a node, and their order.
+fn compare(wanted: View<'_>, node: &Node, block_size: usize) -> (usize, Ordering) {
+    if let Some(first) = wanted.tokens.first()
+        && *first != node.first
+    {
+        return (0, first.cmp(&node.first));
+    }
+    let first = node.first_block(block_size);
+    (wanted.common(first), wanted.order(first))
+}
+
+/// Adds `node` to the children of its parent, which must not be queued.
+pub(crate) fn insert(nodes: &mut Arena, block_size: usize, node: NodeIndex) {
+    let mut link = Link::Root(nodes[node].parent);
+    let mut at = get(nodes, link);
+    while at != NO_NODE && nodes.priority(at) >= nodes.priority(node) {
+        link = match order(nodes, block_size, node, at) {
+            Ordering::Less => Link::Left(at),
+            _ => Link::Right(at),
+        };
+        at = get(nodes, link);
+    }
+    set(nodes, link, node);
+    let (mut smaller, mut larger) = (Link::Left(node), Link::Right(node));
+    while at != NO_NODE {
+        if order(nodes, block_size, at, node) == Ordering::Less {
+            set(nodes, smaller, at);
+            smaller = Link::Right(at);
+            at = get(nodes, smaller);
+        } else {
+            set(nodes, larger, at);
+            larger = Link::Left(at);
+            at = get(nodes, larger);
+        }
+    }
+    set(nodes, smaller, NO_NODE);
+    set(nodes, larger, NO_NODE);
+}
+
+/// Removes `node` from the treap.
+pub(crate) fn remove(nodes: &mut Arena, node: NodeIndex) {
+    let mut link = link_to(nodes, node);
+    let (mut left, mut right) = (nodes[node].left, nodes[node].right);
+    while left != NO_NODE && right != NO_NODE {
+        if nodes.priority(left) >= nodes.priority(right) {
+            set(nodes, link, left);
+            link = Link::Right(left);
+            left = get(nodes, link);
+        } else {
+            set(nodes, link, right);
+            link = Link::Left(right);
+            right = get(nodes, link);
+        }
+    }
+    set(nodes, link, if left == NO_NODE { right } else { left });
+    nodes[node].left = NO_NODE;
+    nodes[node].right = NO_NODE;
+    nodes[node].up = NO_NODE;
+}
+
+/// The child of `parent`, if it is the only one.
+pub(crate) fn only(nodes: &Arena, parent: NodeIndex) -> Option<NodeIndex> {
+    let child = nodes[parent].first_child();
+    (child != NO_NODE && nodes[child].left == NO_NODE && nodes[child].right == NO_NODE)
+        .then_some(child)
+}
+
+/// The exact child of `parent` whose first block is `wanted`, if it is near the root of the treap: a few records are
+/// read faster than a hash table.
+pub(crate) fn at_top(
+    nodes: &Arena,
+    block_size: usize,
+    parent: NodeIndex,
+    wanted: View<'_>,
+) -> Option<NodeIndex> {
+    const FEW: usize = 3;
+    let mut at = nodes[parent].first_child();
+    for _ in 0..FEW {
+        if at == NO_NODE {
+            return None;
+        }
+        let order = if nodes[at].starts_exact(block_size) {
+            compare(wanted, &nodes[at], block_size).1
+        } else {
+            Ordering::Less
+        };
+        at = match order {
+            Ordering::Equal => return Some(at),
+            Ordering::Less => nodes[at].left,
+            Ordering::Greater => nodes[at].right,
+        };
+    }
+    None
+}
+
+/// The exact child of `parent` that shares most tokens with `wanted` (at most one block, at the children's depth), and
+/// their number; of several, the first in token order.
+pub(crate) fn nearest(
+    nodes: &Arena,
+    block_size: usize,
+    parent: NodeIndex,
+    wanted: View<'_>,
+) -> Option<(NodeIndex, usize)> {
+    let exact = |at: NodeIndex| nodes[at].starts_exact(block_size);
+    let mut most = 0;
+    let mut at = nodes[parent].first_child();
+    while at != NO_NODE {
+        at = if exact(at) {
+            let (shared, order) = compare(wanted, &nodes[at], block_size);
+            most = most.max(shared);
+            match order {
+                Ordering::Greater => nodes[at].right,
+                _ => nodes[at].left,
+            }
+        } else {
+            nodes[at].left
+        };
+    }
+    if most == 0 {
+        return None;
+    }
+    let shared = wanted.slice(wanted.base, wanted.base + most);
+    let mut found = None;
+    at = nodes[parent].first_child();
+    while at != NO_NODE {
+        let sorts_before = || compare(shared, &nodes[at], block_size).1 == Ordering::Greater;
+        if exact(at) && sorts_before() {
+            at = nodes[at].right;
+        } else {
+            found = exact(at).then_some((at, most)).or(found);
+            at = nodes[at].left;
+        }
+    }
+    found
+}
+
+/// The children of `parent` whose first block is exact, or is not, each with the tokens that it shares with `wanted`
+/// (at most one block), most first; ties in no useful order.
+pub(crate) fn likest<'a>(
+    nodes: &'a Arena,
+    block_size: usize,
+    parent: NodeIndex,
+    exact: bool,
+    wanted: View<'a>,
+) -> impl Iterator<Item = (NodeIndex, usize)> + 'a {
+    let (mut left, mut right) = (NO_NODE, NO_NODE);
+    let mut at = nodes[parent].first_child();
+    while at != NO_NODE {
+        // Exact children sort before the others.
+        let sorts_before = match nodes[at].starts_exact(block_size) {
+            here if here != exact => here,
+            _ => compare(wanted, &nodes[at], block_size).1 == Ordering::Greater,
+        };
+        at = if sorts_before {
+            left = at;
+            nodes[at].right
+        } else {
+            right = at;
+            nodes[at].left
+        };
+    }
+    let shared = move |node: NodeIndex| {
+        (node != NO_NODE && nodes[node].starts_exact(block_size) == exact)
+            .then(|| (node, compare(wanted, &nodes[node], block_size).0))
+    };
+    let mut sides = [shared(left), shared(right)];
+    std::iter::from_fn(move || {
+        let of = |side: Option<(NodeIndex, usize)>| side.map(|(_, tokens)| tokens);
+        let side = usize::from(of(sides[1]) > of(sides[0]));
+        let found = sides[side]?;
+        sides[side] = shared(adjacent(nodes, found.0, side == 1));
+        Some(found)
+    })
+}
+
+/// The next sibling in token order, or the previous one.
+fn adjacent(nodes: &Arena, node: NodeIndex, forward: bool) -> NodeIndex {
+    let towards = |at: NodeIndex, forward: bool| {
+        if forward {
+            nodes[at].right
+        } else {
+            nodes[at].left
+        }
+    };
+    let mut at = towards(node, forward);
+    if at != NO_NODE {
+        while towards(at, !forward) != NO_NODE {
+            at = towards(at, !forward);
+        }
+        return at;
+    }
+    let mut below = node;
+    at = nodes[node].up;
+    while at != NO_NODE && towards(at, forward) == below {
+        below = at;
+        at = nodes[at].up;
+    }
+    at
+}
+
+/// All children of `parent` by index, so that a pass reads memory in order.
+pub(crate) fn all(nodes: &Arena, parent: NodeIndex) -> Vec<NodeIndex> {
+    let mut found = Vec::new();
+    let mut open = vec![nodes[parent].first_child()];
+    while let Some(at) = open.pop() {
+        if at != NO_NODE {
+            found.push(at);
+            open.extend([nodes[at].left, nodes[at].right]);
+        }
+    }
+    found.sort_unstable();
+    found
+}
+
+/// Whether the children of `parent` are linked both ways, in token order, under descending priorities.
+pub(crate) fn check(nodes: &Arena, block_size: usize, parent: NodeIndex) -> bool {
+    let all = all(nodes, parent);
+    let linked = all
+        .iter()
+        .all(|&node| get(nodes, link_to(nodes, node)) == node);
+    let heap = all.iter().all(|&node| {
+        let up = nodes[node].up;
+        up == NO_NODE || nodes.priority(up) >= nodes.priority(node)
+    });
+    // A node found from the root by token order is in order with all nodes on its way.
+    let ordered = all.iter().all(|&node| {
+        let mut at = nodes[parent].first_child();
+        while at != NO_NODE && at != node {
+            at = match order(nodes, block_size, node, at) {
+                Ordering::Less => nodes[at].left,
+                _ => nodes[at].right,
+            };
+        }
+        at == node
+    });
+    linked && heap && ordered
+}

@@ -1,0 +1,177 @@
+//! The trees by namespace.
+
+use std::sync::Arc;
+
+use foldhash::quality::FixedState;
+use hashbrown::HashMap;
+
+use crate::ids::{NO_NODE, NodeIndex};
+use crate::namespace::Namespace;
+use crate::storage::salts::Salts;
+use crate::storage::slab::Slab;
+
+/// One namespace's tree.
+#[derive(Debug)]
+pub(crate) struct Tree {
+    namespace: Arc<Namespace>,
+    root: NodeIndex,
+    version: u64,
+    num_dead: u64,
+}
+
+impl Tree {
+    pub(crate) fn namespace(&self) -> &Arc<Namespace> {
+        &self.namespace
+    }
+
+    pub(crate) fn root(&self) -> NodeIndex {
+        self.root
+    }
+
+    /// Renewed whenever a block in the middle of a path leaves or is replaced: cursors of an older version are not
+    /// used. Unique within an index.
+    pub(crate) fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Blocks that are marked dead; `eviction` counts them.
+    pub(crate) fn num_dead(&self) -> u64 {
+        self.num_dead
+    }
+
+    pub(crate) fn num_dead_mut(&mut self) -> &mut u64 {
+        &mut self.num_dead
+    }
+}
+
+/// All trees, with the ways to find one.
+#[derive(Debug)]
+pub(crate) struct Trees {
+    all: Slab<Tree>,
+    by_namespace: HashMap<Arc<Namespace>, u32, FixedState>,
+    by_salt: Salts,
+    last_version: u64,
+}
+
+impl Trees {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self {
+            all: Slab::default(),
+            by_namespace: HashMap::with_hasher(FixedState::with_seed(seed)),
+            by_salt: Salts::default(),
+            last_version: 0,
+        }
+    }
+
+    pub(crate) fn of(&self, namespace: &Arc<Namespace>) -> Option<u32> {
+        self.by_namespace.get(namespace).copied()
+    }
+
+    /// Adds a tree, which [`Self::name`] must name.
+    pub(super) fn add(&mut self, namespace: &Arc<Namespace>) -> u32 {
+        let tree = self.tree(namespace, NO_NODE);
+        self.all.insert(tree)
+    }
+
+    /// Gives a tree its root, and makes it known.
+    pub(super) fn name(&mut self, tree: u32, root: NodeIndex) {
+        self.all[tree].root = root;
+        let namespace = &self.all[tree].namespace;
+        self.by_namespace.insert(Arc::clone(namespace), tree);
+        self.by_salt.add(namespace);
+    }
+
+    fn tree(&mut self, namespace: &Arc<Namespace>, root: NodeIndex) -> Tree {
+        self.last_version += 1;
+        Tree {
+            namespace: Arc::clone(namespace),
+            root,
+            version: self.last_version,
+            num_dead: 0,
+        }
+    }
+
+    /// Invalidates the cursors of a tree.
+    pub(super) fn renew(&mut self, tree: u32) {
+        self.last_version += 1;
+        self.all[tree].version = self.last_version;
+    }
+
+    pub(super) fn remove(&mut self, tree: u32) {
+        if let Some(gone) = self.all.remove(tree) {
+            self.by_namespace.remove(&gone.namespace);
+            self.by_salt.remove(&gone.namespace);
+        }
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &Tree)> {
+        self.all.iter()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.all.len()
+    }
+
+    pub(crate) fn get_mut(&mut self, tree: u32) -> &mut Tree {
+        &mut self.all[tree]
+    }
+
+    /// The other namespaces of the salt of `own`: at most `count` before it and `count` after it.
+    pub(crate) fn near<'a>(
+        &'a self,
+        own: &'a Arc<Namespace>,
+        count: usize,
+    ) -> impl Iterator<Item = &'a Arc<Namespace>> {
+        self.by_salt.near(own, count)
+    }
+
+    /// Namespaces that are found by their salt.
+    pub(crate) fn num_by_salt(&self) -> usize {
+        self.by_salt.len()
+    }
+
+    /// Namespaces that have a tree.
+    pub(crate) fn num_by_namespace(&self) -> usize {
+        self.by_namespace.len()
+    }
+
+    /// The vacant places, oldest first.
+    pub(crate) fn vacant(&self) -> &[u32] {
+        self.all.vacant()
+    }
+
+    /// Empty places for a snapshot's trees: [`Self::fill`] must fill all except `vacant`. Returns false if `vacant`
+    /// contains a place twice or an invalid one.
+    pub(crate) fn make_room(&mut self, places: usize, vacant: Vec<u32>) -> bool {
+        let room = Slab::to_fill(places, vacant);
+        room.map(|room| self.all = room).is_some()
+    }
+
+    /// Puts a tree in its place; returns false if its namespace has another.
+    pub(super) fn fill(&mut self, place: u32, namespace: &Arc<Namespace>, root: NodeIndex) -> bool {
+        let tree = self.tree(namespace, root);
+        self.all.fill(place, tree);
+        self.by_salt.add(namespace);
+        let known = self.by_namespace.insert(Arc::clone(namespace), place);
+        known.is_none()
+    }
+
+    pub(crate) fn heap_bytes(&self) -> usize {
+        self.all.heap_bytes() + self.by_namespace.allocation_size() + self.by_salt.heap_bytes()
+    }
+
+    /// The hash by which a namespace is found.
+    #[cfg(test)]
+    pub(crate) fn hash_of(&self, namespace: &Arc<Namespace>) -> u64 {
+        use std::hash::BuildHasher;
+        self.by_namespace.hasher().hash_one(namespace)
+    }
+}
+
+impl std::ops::Index<u32> for Trees {
+    type Output = Tree;
+
+    fn index(&self, tree: u32) -> &Tree {
+        &self.all[tree]
+    }
+}
