@@ -175,11 +175,15 @@ impl<'a> Drafting<'a> {
             return None;
         }
         let wanted = self.seq.view().slice(at, until);
-        let node = self.forest.node(end.node);
-        let (node, shared) = if end.depth < node.end() {
+        let only = match self.cached.path {
+            Some(path) => Some(path.edge_at(end.depth)?.0),
+            None => (end.depth < self.forest.node(end.node).end()).then_some(end.node),
+        };
+        let (node, shared) = if let Some(only) = only {
+            let node = self.forest.node(only);
             let shared = wanted.common(node.view(block_size).slice(at, at + block_size));
             (node.payload(end.depth, block_size).is_exact() && shared > 0)
-                .then_some((end.node, shared))?
+                .then_some((only, shared))?
         } else {
             self.forest.nearest_child(end.node, wanted)?
         };
