@@ -122,7 +122,13 @@ _ELSEWHERE = {
 def __getattr__(name: str) -> object:
     """Import a name that needs numpy or torch on first use."""
     if name in _ELSEWHERE:
-        found: object = getattr(import_module(_ELSEWHERE[name]), name)
+        try:
+            found: object = getattr(import_module(_ELSEWHERE[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            msg = f"{__name__}.{name} needs torch: pip install 'kvtrie[torch]'"
+            raise ImportError(msg, name="torch") from error
         return found
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
