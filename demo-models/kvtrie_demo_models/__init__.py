@@ -1,4 +1,4 @@
-"""Four small models: ``demo`` for `kvtrie demo`; ``gqa``, ``partial`` and ``mla`` for `kvtrie calibrate`.
+"""Four small models: ``demo`` for `kvtrie demo`, the others for `kvtrie calibrate`.
 
 kvtrie reads the directories; there is nothing to call here.
 """

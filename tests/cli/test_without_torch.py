@@ -86,8 +86,7 @@ def test_what_needs_torch_names_the_extra(
 @pytest.mark.parametrize("args", [("demo",), ("calibrate", "mla")], ids=["demo", "calibrate"])
 def test_models_that_are_not_installed_are_one_sentence(args: tuple[str, ...]) -> None:
     code = (
-        "import sys; sys.modules['kvtrie_demo_models'] = None; "
-        "from kvtrie.cli import main; main()"
+        "import sys; sys.modules['kvtrie_demo_models'] = None; from kvtrie.cli import main; main()"
     )
     command = [sys.executable, "-c", code, *args]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

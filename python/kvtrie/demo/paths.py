@@ -17,7 +17,7 @@ def model_path(name: str = "demo") -> Path:
         A directory with config, weights, tokenizer and chat template.
 
     Raises:
-        FileNotFoundError: The package ``kvtrie-demo-models`` is not installed, or has no such model.
+        FileNotFoundError: ``kvtrie-demo-models`` is not installed, or has no such model.
 
     Example:
         >>> from kvtrie.demo import model_path
