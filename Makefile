@@ -73,6 +73,7 @@ $(VENV)/.extension: $(VENV)/.packages $(RUST_MANIFESTS) $(RUST_SOURCES) | check-
 	    echo "kvtrie: $(VENV) is ready, but rust/kvtrie-py is missing from this checkout, so there is no extension to build." >&2; exit 1; }
 	@echo "setup: the extension kvtrie._core (release)"
 	@$(PY) -m maturin develop --release --uv --quiet
+	@$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation --editable demo-models
 	@touch $@
 
 # --- what people run ------------------------------------------------------------------------------
@@ -155,11 +156,12 @@ bench-peers: ## kvtrie and its peers on the same work, alternating in one proces
 target/wheels/.built: $(VENV)/.packages pyproject.toml $(RUST_MANIFESTS) $(RUST_SOURCES) $(PYTHON_SOURCES)
 	@rm -rf target/wheels
 	@$(PY) -m maturin build --release --quiet --out target/wheels
+	@$(PY) -m flit_core.wheel --outdir target/wheels demo-models >/dev/null 2>&1
 	@touch $@
 
 .PHONY: $(PEERS:%=bench-peers-%)
 $(PEERS:%=bench-peers-%): bench-peers-%: .venv-peers/%/.packages target/wheels/.built
-	@$(UV) pip install --quiet --python .venv-peers/$*/bin/python --no-deps --reinstall target/wheels/kvtrie-*.whl
+	@$(UV) pip install --quiet --python .venv-peers/$*/bin/python --no-deps --reinstall target/wheels/*.whl
 	OMP_NUM_THREADS=1 .venv-peers/$*/bin/python benches/peers/run.py --peer $* $(PEER_FLAGS)
 
 # vLLM's lists have most of their packages in common.
@@ -178,7 +180,7 @@ $(VLLM_ENV)/.packages: benches/peers/requirements/vllm.txt benches/peers/require
 	@touch $@
 
 $(VLLM_ENV)/.kvtrie: $(VLLM_ENV)/.packages target/wheels/.built
-	@$(UV) pip install --quiet --python $(VLLM_ENV)/bin/python --no-deps --reinstall target/wheels/kvtrie-*.whl
+	@$(UV) pip install --quiet --python $(VLLM_ENV)/bin/python --no-deps --reinstall target/wheels/*.whl
 	@touch $@
 
 .PHONY: test-vllm
@@ -196,7 +198,7 @@ $(NEWEST)/.packages: benches/peers/requirements/vllm-scheduler.txt benches/peers
 	@touch $@
 
 $(NEWEST)/.kvtrie: $(NEWEST)/.packages target/wheels/.built
-	@$(UV) pip install --quiet --python $(NEWEST)/bin/python --no-deps --reinstall target/wheels/kvtrie-*.whl
+	@$(UV) pip install --quiet --python $(NEWEST)/bin/python --no-deps --reinstall target/wheels/*.whl
 	@touch $@
 
 .PHONY: test-vllm-scheduler
@@ -231,6 +233,51 @@ docs: setup ## the documentation site, strict, into site/; checked in headless C
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	$(PY) tools/site_check.py site --screenshots site/screenshots
 	@echo "docs: open site/index.html; the crates' own: target/doc/kvtrie_core/index.html, target/doc/kvtrie_transfer/index.html"
+
+# --- what is released -----------------------------------------------------------------------------
+
+DIST_SOURCES = $(shell find rust python/kvtrie demo-models -type f ! -name '*.so' ! -name '*.pyc')
+
+dist/.built: target/tools/dist/.packages tools/dist.py pyproject.toml README.md LICENSE Cargo.toml Cargo.lock $(DIST_SOURCES) \
+    $(wildcard target/tools/debian-rust/rustc) | $(VENV)/.packages
+	@$(PY) tools/dist.py --tools target/tools/dist/bin --build target/dist --out dist
+	@touch $@
+
+.PHONY: dist
+dist: dist/.built ## what a release has, into dist/: wheels for x86-64 and (after rust-aarch64) Arm, the source, the small models
+
+# Debian's compiler and the standard libraries that belong to it, unpacked and not installed.
+DEBIAN_SUITE ?= forky
+
+.PHONY: rust-aarch64
+rust-aarch64: target/tools/debian-rust/rustc ## a Rust compiler that has the standard library of aarch64, from Debian's packages (0.6 GB)
+
+target/tools/debian-rust/rustc: tools/debian_rust
+	@tools/debian_rust $(DEBIAN_SUITE) $(@D)
+
+# PYTHONS: versions that are not found are left out, and named. WHEEL_FLAGS=--index: without torch.
+PYTHONS ?= 3.11 3.12 3.13 3.14
+WHEEL_FLAGS ?=
+
+.PHONY: test-wheel
+test-wheel: dist/.built ## the wheel in clean environments: index tests with numpy alone, engine tests with the extras, for each of PYTHONS
+	$(PY) tools/test_wheel.py --dist dist --work target/test-wheel $(WHEEL_FLAGS) $(PYTHONS)
+
+# The oldest versions that pyproject.toml allows.
+FLOORS_ENV := target/test-floors
+FLOORS_FLAGS ?=
+FLOOR_TESTS := $(addprefix tests/,unit regressions router ledger transfer threads tags engines kernels calibrate cli)
+
+$(FLOORS_ENV)/.packages: constraints/floors.txt | $(VENV)/.packages
+	@echo "test-floors: the oldest packages (up to 5 GB on disk)"
+	@$(UV) venv --quiet --clear --python $(PY) $(@D)
+	@$(INSTALL) --python $(@D)/bin/python --no-deps --requirements $<
+	@touch $@
+
+.PHONY: test-floors
+test-floors: $(FLOORS_ENV)/.packages target/wheels/.built ## tests with the oldest numpy, torch and transformers that pyproject.toml allows (minutes)
+	@$(UV) pip install --quiet --python $(FLOORS_ENV)/bin/python --no-deps --reinstall target/wheels/*.whl
+	$(FLOORS_ENV)/bin/python -m pytest --quiet $(FLOOR_TESTS) $(FLOORS_FLAGS)
 
 # --- what maintainers run -------------------------------------------------------------------------
 
@@ -359,9 +406,12 @@ $(DENY_TOOL)/bin/cargo-deny: | check-tools
 	@CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 \
 	    $(CARGO) install --quiet --locked --no-default-features --root $(DENY_TOOL) --version $(DENY_VERSION) cargo-deny
 
-$(AUDIT_ENV)/.packages: constraints/audit.txt | $(VENV)/.packages
-	@$(UV) venv --quiet --clear --python $(PY) $(AUDIT_ENV)
-	@$(INSTALL) --python $(AUDIT_ENV)/bin/python --no-deps --requirements $<
+# Each has an environment of its own: target/tools/NAME has the packages of constraints/NAME.txt.
+TOOL_LISTS := audit dist workflows
+
+$(TOOL_LISTS:%=target/tools/%/.packages): target/tools/%/.packages: constraints/%.txt | $(VENV)/.packages
+	@$(UV) venv --quiet --clear --python $(PY) $(@D)
+	@$(INSTALL) --python $(@D)/bin/python --no-deps --requirements $<
 	@touch $@
 
 .PHONY: audit
@@ -381,7 +431,7 @@ PLAIN += rust/kvtrie-core/tests tests benches tools fuzz locks
 FOLLOWS = tests/pd/*,tests/ledger/test_ledger.py,tests/transfer/test_transfer.py,benches/report.py,fuzz/Cargo.toml
 
 .PHONY: lint
-lint: setup ## formats, lints, types, words, import contracts, stubs
+lint: setup target/tools/workflows/.packages ## formats, lints, types, words, import contracts, stubs, workflows
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
 	$(CARGO) fmt --manifest-path locks/Cargo.toml --check
@@ -395,6 +445,9 @@ lint: setup ## formats, lints, types, words, import contracts, stubs
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/stubs.py --check
 	$(PY) -m mypy.stubtest kvtrie._core --mypy-config-file pyproject.toml
+	target/tools/workflows/bin/actionlint .github/workflows/*.yml
+	target/tools/workflows/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	target/tools/workflows/bin/zizmor --quiet --offline .github/workflows
 
 .PHONY: fmt
 fmt: setup ## format everything

@@ -21,7 +21,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MANIFESTS = ("Cargo.toml", "fuzz/Cargo.toml", "locks/Cargo.toml")
-LISTS = tuple(f"constraints/{name}.txt" for name in ("bootstrap", "dev", "audit"))
+LISTS = tuple(
+    f"constraints/{name}.txt" for name in ("bootstrap", "dev", "audit", "dist", "workflows")
+)
 
 # Seconds. A database is fetched, and a service asked about a hundred packages one by one.
 LIMIT = 120

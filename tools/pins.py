@@ -22,6 +22,13 @@ WIDE = ["--universal", "--python-version", "3.11"]
 SOURCES = {
     "constraints/dev.txt": ["pyproject.toml", "--all-extras", *WIDE],
     "constraints/audit.txt": ["constraints/audit.in", *WIDE],
+    "constraints/dist.txt": ["constraints/dist.in", *WIDE],
+    "constraints/workflows.txt": ["constraints/workflows.in", *WIDE],
+    # A platform of ours: an old release may lack wheels for others.
+    "constraints/floors.txt": [
+        *("pyproject.toml", "--extra", "cli", "--extra", "transformers", "--extra", "test"),
+        *("--resolution", "lowest-direct", "--python-version", "3.11", "--only-binary", ":all:"),
+    ],
 }
 
 
@@ -46,7 +53,7 @@ def renew(path: Path, *, upgrade: bool) -> None:
         out.write_text("\n".join(pins), encoding="utf-8")
         source = SOURCES.get(path.relative_to(ROOT).as_posix())
         arguments = source if source is not None else [str(out), "--no-deps"]
-        if source is not None and upgrade:
+        if source is not None and upgrade and "lowest-direct" not in source:
             arguments = [*arguments, "--upgrade"]
         command = [
             str(UV),

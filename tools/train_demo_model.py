@@ -4,8 +4,8 @@ Run from the repository root::
 
     nice -n 10 .venv/bin/python -m tools.train_demo_model
 
-It writes ``python/kvtrie/demo/model`` (weights, tokenizer, chat template, model card) when the
-held-out accuracy is reached, all files at once. See ``demo_task.py`` for the task.
+It writes ``demo-models/kvtrie_demo_models/demo`` (weights, tokenizer, chat template, model card)
+when the held-out accuracy is reached, all files at once. See ``demo_task.py`` for the task.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Model = Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = ROOT / "python" / "kvtrie" / "demo" / "model"
+MODEL = ROOT / "demo-models" / "kvtrie_demo_models" / "demo"
 TEMPLATE = Path(__file__).resolve().parent / "demo_chat_template.jinja"
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

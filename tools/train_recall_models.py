@@ -4,7 +4,7 @@ Run from the repository root, one kind of attention at a time or all::
 
     OMP_NUM_THREADS=1 nice -n 10 .venv/bin/python -m tools.train_recall_models [gqa partial mla]
 
-Each writes ``python/kvtrie/calibrate/models/<kind>`` (weights, tokenizer, chat template, model
+Each writes ``demo-models/kvtrie_demo_models/<kind>`` (weights, tokenizer, chat template, model
 card) when the accuracy that is wanted is reached on held-out conversations, all files at once. See
 ``kvtrie.calibrate.recall`` for the task.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Model = Any
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-MODELS: Final = ROOT / "python" / "kvtrie" / "calibrate" / "models"
+MODELS: Final = ROOT / "demo-models" / "kvtrie_demo_models"
 TEMPLATE: Final = Path(__file__).resolve().parent / "recall_chat_template.jinja"
 
 PAD, START, END, THINK, DONE = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"

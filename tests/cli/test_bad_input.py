@@ -224,8 +224,9 @@ def without(*modules: str) -> str:
     [
         (("typer",), ["typer", "pip install 'kvtrie[cli]'"]),
         (("rich",), ["pip install 'kvtrie["]),
-        (("torch",), ["torch", "pip install 'kvtrie["]),
-        (("transformers",), ["transformers", "pip install 'kvtrie["]),
+        (("torch",), ["torch", "pip install 'kvtrie[cli,transformers]'"]),
+        (("transformers",), ["transformers", "pip install 'kvtrie[cli,transformers]'"]),
+        (("kvtrie_demo_models",), ["pip install kvtrie-demo-models"]),
     ],
 )
 def test_missing_extra_is_one_sentence(modules: tuple[str, ...], named: list[str]) -> None:

@@ -31,6 +31,20 @@ def test_package_needs_numpy_alone() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", WITHOUT_EXTRAS], check=True)
 
 
+def test_what_needs_torch_says_which_extra_has_it() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import kvtrie
+try:
+    kvtrie.KVPool
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "kvtrie.KVPool needs torch: pip install 'kvtrie[torch]'\n"
+
+
 def test_import_leaves_torch_alone() -> None:
     code = "import sys, kvtrie.tags; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("transformers", reason="templates are rendered by transformers")
+
 from tests.tags.templates import QWEN3, tokenizer_of
 
 import kvtrie

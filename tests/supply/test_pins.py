@@ -123,7 +123,13 @@ RECIPES = [
         env=".venv-vllm-scheduler",
         includes=True,
     ),
-    Recipe("target/tools/audit/.packages", "constraints/audit.txt", env="target/tools/audit"),
+    *(
+        Recipe(
+            f"target/tools/{name}/.packages", f"constraints/{name}.txt", env=f"target/tools/{name}"
+        )
+        for name in ("audit", "dist", "workflows")
+    ),
+    Recipe("target/test-floors/.packages", "constraints/floors.txt", env="target/test-floors"),
 ]
 recipes = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.path)
 # uv's recipes share one command; the first one makes a whole environment, which takes a while.

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 import kvtrie
 from kvtrie import COMPUTED, RadixIndex, TokenSequence
@@ -75,7 +74,7 @@ def test_removed_is_made_by_the_index_alone() -> None:
         lambda pairs: np.array(pairs, dtype=">i4"),
         lambda pairs: np.array(pairs, dtype=np.uint64)[::1],
         lambda pairs: np.array([(*pair, 7) for pair in pairs])[:, :2],
-        torch.tensor,
+        lambda pairs: pytest.importorskip("torch").tensor(pairs),
     ],
     ids=["list", "tuple", "lists", "numpy ints", "u1", ">i4", "u8", "strided", "tensor"],
 )

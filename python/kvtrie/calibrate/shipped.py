@@ -1,17 +1,20 @@
-"""The directories of the shipped small models, trained on the recall task."""
+"""The directories of the small models that are trained on the recall task."""
 
 from __future__ import annotations
 
-from importlib.resources import files
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+from kvtrie import demo
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 KINDS: Final = ("gqa", "partial", "mla")
-"""Kinds of attention with a shipped model."""
+"""Kinds of attention with a small model."""
 
 
 def model_path(kind: str) -> Path:
-    """The directory of a shipped model, for transformers.
+    """The directory of a small model, for transformers.
 
     Args:
         kind: One of ``KINDS``.
@@ -21,6 +24,7 @@ def model_path(kind: str) -> Path:
 
     Raises:
         ValueError: There is no such model.
+        FileNotFoundError: The package ``kvtrie-demo-models`` is not installed.
 
     Example:
         >>> from kvtrie.calibrate import shipped
@@ -30,4 +34,4 @@ def model_path(kind: str) -> Path:
     if kind not in KINDS:
         msg = f"model_path: no model is shipped for {kind!r}, only for {', '.join(KINDS)}"
         raise ValueError(msg)
-    return Path(str(files("kvtrie.calibrate").joinpath("models", kind)))
+    return demo.model_path(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import NoReturn
 
 import typer
@@ -23,3 +24,18 @@ def fail(reason: object, code: int = BAD_INPUT) -> NoReturn:
     lines = str(reason).strip().splitlines() or [repr(reason)]
     typer.echo(f"kvtrie: {lines[0][:_LONGEST]}", err=True)
     raise typer.Exit(code)
+
+
+def need(what: str, *modules: str) -> None:
+    """End the command if a module of the extra ``transformers`` is missing.
+
+    Args:
+        what: What needs the modules, for the message.
+        modules: Names of modules; none is imported.
+
+    Raises:
+        typer.Exit: A module is missing.
+    """
+    for name in modules:
+        if find_spec(name) is None:
+            fail(f"{what} needs {name}: pip install 'kvtrie[cli,transformers]'")

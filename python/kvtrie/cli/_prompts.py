@@ -6,10 +6,9 @@ import json
 import re
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kvtrie.cli._failure import fail
+from kvtrie.cli._failure import fail, need
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,8 +52,7 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
     path = directory / "tokenizer.json"
     if not path.is_file():
         fail(f"{directory}: it has no tokenizer.json (tokenizers are not downloaded)")
-    if find_spec("tokenizers") is None:
-        fail("--tokenizer needs tokenizers: pip install 'kvtrie[cli]'")
+    need("--tokenizer", "tokenizers")
     import tokenizers  # noqa: PLC0415 - only where a tokenizer is asked for
 
     try:

@@ -6,7 +6,6 @@ import os
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -17,7 +16,7 @@ from kvtrie.calibrate import policies as named
 from kvtrie.calibrate import shipped
 from kvtrie.calibrate._partial import Partial, PartialError, PartialWriteError
 from kvtrie.cli import _process
-from kvtrie.cli._failure import fail
+from kvtrie.cli._failure import fail, need
 from kvtrie.demo import load_conversations
 from kvtrie.models.directory import checked_model_dir
 
@@ -100,9 +99,9 @@ def calibrate(
     that it was interrupted (Ctrl-C).
     """
     is_shipped = str(model) in shipped.KINDS and not model.is_dir()
-    directory = shipped.model_path(str(model)) if is_shipped else model
     talks = None if conversations is None else _conversations(conversations)
     try:
+        directory = shipped.model_path(str(model)) if is_shipped else model
         checked_model_dir(directory)
         chosen = _chosen(policies, min_run)
         thresholds = gates.Thresholds(max_loss, max_kl, max_kl_p99, min_top1)
@@ -112,9 +111,7 @@ def calibrate(
         partial = None if out is None else stack.enter_context(_opened(out, chosen))
         kept = _Kept(partial)
         stack.enter_context(_process.last_words(kept.last_words))
-        for name in ("torch", "transformers", "jinja2", "rich"):
-            if find_spec(name) is None:
-                fail(f"calibrate needs {name}: pip install 'kvtrie[cli]'")
+        need("calibrate", "torch", "transformers", "jinja2")
         from kvtrie.cli import _progress  # noqa: PLC0415 - with rich
 
         with _progress.ticks(sys.stderr) as tick:

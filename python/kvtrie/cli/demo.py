@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtrie.cli._failure import fail
-from kvtrie.demo import load_conversations
+from kvtrie.cli._failure import fail, need
+from kvtrie.demo import load_conversations, model_path
 from kvtrie.models.directory import checked_model_dir
 
 if TYPE_CHECKING:
@@ -64,14 +63,11 @@ def demo(
     (Ctrl-C).
     """
     conversations = _conversations(chat)
-    if model is not None:
-        try:
-            checked_model_dir(model)
-        except FileNotFoundError as error:
-            fail(error)
-    for name in ("torch", "transformers", "jinja2", "rich"):
-        if find_spec(name) is None:
-            fail(f"the demo needs {name}: pip install 'kvtrie[cli]'")
+    try:
+        checked_model_dir(model or model_path())
+    except FileNotFoundError as error:
+        fail(error)
+    need("the demo", "torch", "transformers", "jinja2")
     # Torch takes seconds to import: bad input is reported before, and --help does not need it.
     from kvtrie.cli import _progress, _replay, _report  # noqa: PLC0415 - slow: torch
 

@@ -1,21 +1,40 @@
-"""The paths of the shipped demo files."""
+"""The paths of the demo conversation and of the small models, which are a package of their own."""
 
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
+_MODELS = "kvtrie_demo_models"
 
-def model_path() -> Path:
-    """The directory of the demo model, for transformers.
+
+def model_path(name: str = "demo") -> Path:
+    """The directory of a small model, for transformers.
+
+    Args:
+        name: ``"demo"``, or a kind of attention: ``"gqa"``, ``"partial"`` or ``"mla"``.
 
     Returns:
         A directory with config, weights, tokenizer and chat template.
+
+    Raises:
+        FileNotFoundError: ``kvtrie-demo-models`` is not installed, or has no such model.
 
     Example:
         >>> from kvtrie.demo import model_path
         >>> (model_path() / "config.json").is_file()
         True
     """
-    return _shipped("model")
+    if find_spec(_MODELS) is None:
+        msg = (
+            f"the model {name!r} is in a package of its own: pip install kvtrie-demo-models, "
+            "or give the directory of another model"
+        )
+        raise FileNotFoundError(msg)
+    path = Path(str(files(_MODELS).joinpath(name)))
+    if not path.is_dir():
+        msg = f"kvtrie-demo-models has no model {name!r}"
+        raise FileNotFoundError(msg)
+    return path
 
 
 def conversation_path() -> Path:
@@ -29,8 +48,4 @@ def conversation_path() -> Path:
         >>> conversation_path().name
         'conversation.jsonl'
     """
-    return _shipped("conversation.jsonl")
-
-
-def _shipped(name: str) -> Path:
-    return Path(str(files("kvtrie.demo").joinpath(name)))
+    return Path(str(files("kvtrie.demo").joinpath("conversation.jsonl")))

@@ -1,0 +1,125 @@
+"""Tests the wheel that `make dist` built, as a user gets it.
+
+    python tools/test_wheel.py --dist FOLDER --work FOLDER [--index] VERSION...
+
+For each version of Python that is found there is a new environment. With numpy alone, kvtrie is
+imported with warnings as errors; with the tests' own packages, the index is tested; with the extras
+`cli` and `transformers`, and the small models, the engine and the commands. ``--index``
+stops before that. Every package has the hash that constraints/dev.txt names. No test imports the
+package from this checkout.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+UV = Path(sys.executable).parent / "uv"
+
+INDEX = ("property", "regressions", "router", "threads", "ledger", "transfer", "unit")
+ENGINE = ("engines", "kernels", "calibrate", "cli")
+
+IMPORT = """
+import sys
+from pathlib import Path
+import kvtrie, kvtrie.demo, kvtrie.testing.model
+assert Path(kvtrie.__file__).is_relative_to(sys.prefix), kvtrie.__file__
+space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+index = kvtrie.RadixIndex(num_blocks=4, block_size=2)
+seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+index.insert(seq, [3, 0], num_computed=4, source=kvtrie.COMPUTED)
+assert index.lookup(seq).blocks.tolist() == [3, 0]
+assert kvtrie.demo.conversation_path().is_file()
+for call, sentence in (
+    (lambda: kvtrie.KVPool, "pip install 'kvtrie[torch]'"),
+    (kvtrie.demo.model_path, "pip install kvtrie-demo-models"),
+):
+    try:
+        call()
+    except (ImportError, FileNotFoundError) as error:
+        assert sentence in str(error), error
+    else:
+        raise AssertionError(sentence)
+"""
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version on this machine."""
+    done = subprocess.run(  # noqa: S603 - a command of our own
+        [str(UV), "python", "find", "--system", "--no-python-downloads", version],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        return done.stdout.strip()
+    # pyenv shows one version at a time; the others are in its folder.
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = sorted(root.glob(f"versions/{version}.*/bin/python"))
+    return str(found[-1]) if found else None
+
+
+def run(*command: object, cwd: Path = ROOT) -> None:
+    """Runs a command; ends this one if it fails."""
+    done = subprocess.run(list(map(str, command)), cwd=cwd, check=False)  # noqa: S603
+    if done.returncode:
+        msg = f"kvtrie: {' '.join(map(str, command[:4]))} failed"
+        raise SystemExit(msg)
+
+
+def test(python: str, dist: Path, env: Path, *, index_only: bool) -> None:
+    """Tests the wheel with one Python."""
+    install: list[object] = [UV, "pip", "install", "--quiet", "--python", env / "bin" / "python"]
+    pinned = [*install, "--require-hashes", "--no-build", "--requirements", "pyproject.toml"]
+    pinned += ["--constraints", "constraints/dev.txt"]
+
+    run(UV, "venv", "--quiet", "--clear", "--python", python, env)
+    run(*pinned)
+    # Nothing is fetched: what the wheel needs is there, and uv takes the file for this machine.
+    run(*install, "--no-index", "--find-links", dist, "kvtrie")
+    with tempfile.TemporaryDirectory() as folder:
+        run(env / "bin" / "python", "-W", "error", "-c", IMPORT, cwd=Path(folder))
+    run(*pinned, "--extra", "test")
+    tests(env, *INDEX)
+    if index_only:
+        return
+    run(*pinned, "--extra", "test", "--extra", "cli", "--extra", "transformers")
+    run(*install, "--no-index", "--find-links", dist, "kvtrie-demo-models")
+    tests(env, *ENGINE)
+
+
+def tests(env: Path, *folders: str) -> None:
+    """Runs folders of the suite; the package is in none of them."""
+    command = [env / "bin" / "python", "-m", "pytest", "--quiet", "-p", "no:cacheprovider"]
+    run(*command, *(f"tests/{folder}" for folder in folders))
+
+
+def main() -> int:
+    """Tests with every version that is found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dist", required=True, type=Path)
+    parser.add_argument("--work", required=True, type=Path)
+    parser.add_argument("--index", action="store_true", help="leave out what needs torch")
+    parser.add_argument("versions", nargs="+")
+    options = parser.parse_args()
+    tested = []
+    for version in options.versions:
+        python = interpreter(version)
+        if python is None:
+            print(f"test-wheel: Python {version}: not found, not tested", flush=True)
+            continue
+        print(f"test-wheel: Python {version}: {python}", flush=True)
+        env = options.work.absolute() / version
+        test(python, options.dist.absolute(), env, index_only=options.index)
+        shutil.rmtree(env)
+        tested.append(version)
+    print(f"test-wheel: passed with Python {', '.join(tested) or 'none'}")
+    return 0 if tested else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
