@@ -48,7 +48,7 @@ pub fn run(data: &[u8]) -> Outcome {
     let local = [LocalGroup {
         group: 0,
         block_size: Some(3),
-        blocks: &table,
+        blocks: Some(&table),
     }];
     let policy = ReusePolicy {
         approximate: true,

@@ -3023,11 +3023,11 @@ class TransferPlan:
     def pairs(self, /) -> npt.NDArray[np.void]:
         """
         What to load, a structured array by group and position: `group`, `remote` and `local` (block
-        ids, int32), `start` and `end` (positions in the local sequence, int64), `delta` (position
+        ids, int32; `local` is -1 if the plan was made without `local_blocks`), `start` and `end` (positions in the local sequence, int64), `delta` (position
         here minus position there, int64: by how many positions K is rotated), `class` (0 exact, 1
         approximate, uint8), `hops` (as the KV will have them, uint16). Each pair is inside one
-        remote and one local block; the first of its tokens is at `(start - delta) %
-        remote_block_size` in the former.
+        remote and one local block, number `start // block_size` of the local table; the first of its
+        tokens is at `(start - delta) % remote_block_size` in the remote one.
         """
     @property
     def source(self, /) -> Imported | ComputedSource:
@@ -3068,7 +3068,7 @@ class WouldSave:
 def plan_transfer(
     manifest: TransferManifest,
     local_seq: TokenSequence,
-    local_blocks: _Integers | Mapping[int, _Integers],
+    local_blocks: _Integers | Mapping[int, _Integers] | None = None,
     cached: tuple[SupportsIndex, SupportsIndex] = ...,
     *,
     key: bytes,
@@ -3103,7 +3103,7 @@ def plan_transfer(
         local_seq: The prompt here.
         local_blocks: Its block table from position 0: ids (group 0), or a dict from a group's
             number to its ids. It must have blocks for the whole sequence; more are fine and not
-            looked at.
+            looked at. None: no block is allocated yet, and the pairs name none.
         cached: Half-open range of positions whose KV is present here already, and exact. It is
             not loaded.
         key: The deployment's key, 16 to 64 bytes.

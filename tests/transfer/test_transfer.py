@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -267,6 +268,38 @@ def test_a_refusal_keeps_its_reason_when_it_is_pickled() -> None:
         kvtrie.TransferManifest.from_bytes(b"")
     again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own bytes
     assert (again.reason, str(again)) == ("malformed", str(caught.value))
+
+
+@pytest.mark.parametrize("block_size", [None, 8, {0: 8}])
+def test_a_plan_without_a_table_is_that_with_one_but_for_the_local_blocks(block_size: Any) -> None:
+    seq = cases.sequence(naive.Prompt((*range(16), *range(32, 64))))
+    manifest = _manifest(64)
+    options: Any = {
+        "key": KEY,
+        "policy": kvtrie.ReusePolicy(approximate=True),
+        "keep_last": 1,
+        "block_size": block_size,
+    }
+    table = [40, 30, 20, 10, 50, 60]
+    known = kvtrie.plan_transfer(manifest, seq, table, **options)
+    early = kvtrie.plan_transfer(manifest, seq, **options)
+    assert set(early.pairs["local"].tolist()) == {-1}
+    local = np.array(table)[early.pairs["start"] // (16 if block_size is None else 8)]
+    assert local.tolist() == known.pairs["local"].tolist()
+    rest = ["group", "remote", "start", "end", "delta", "class", "hops"]
+    assert early.pairs[rest].tolist() == known.pairs[rest].tolist()
+    assert early.compute.tolist() == known.compute.tolist()
+    assert (early.source, early.num_exact) == (known.source, known.num_exact)
+
+
+def test_a_plan_without_a_table_refuses_other_groups_and_sizes() -> None:
+    seq = cases.sequence(naive.Prompt(tuple(range(40))))
+    with pytest.raises(
+        kvtrie.TransferRefused, match=r"has the groups \[0\], the receiver has \[0, 1\]"
+    ):
+        kvtrie.plan_transfer(_manifest(), seq, key=KEY, block_size={0: 16, 1: 16})
+    with pytest.raises(ValueError, match=r"block_size is 0; it must be in \[1, "):
+        kvtrie.plan_transfer(_manifest(), seq, key=KEY, block_size=0)
 
 
 def test_source_is_computed_while_all_is_exact() -> None:

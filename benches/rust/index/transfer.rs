@@ -54,7 +54,7 @@ impl Pair {
         let local = LocalGroup {
             group: 0,
             block_size: None,
-            blocks: &Ids::default().take(mine.len().div_ceil(BLOCK_SIZE)),
+            blocks: Some(&Ids::default().take(mine.len().div_ceil(BLOCK_SIZE))),
         };
         let options = TransferOptions {
             policy,

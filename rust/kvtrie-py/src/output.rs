@@ -132,7 +132,7 @@ pub(crate) fn pairs<'py>(py: Python<'py>, pairs: &[BlockPair]) -> PyResult<Recor
         for number in [
             pair.group.cast_signed(),
             raw(pair.remote),
-            raw(pair.local),
+            pair.local.map_or(-1, raw),
             0,
         ] {
             bytes.extend(number.to_ne_bytes());

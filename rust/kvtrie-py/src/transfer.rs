@@ -338,7 +338,8 @@ impl PyTransferManifest {
         let num_lookahead = arg("num_lookahead").count(num_lookahead)?;
         let labels = labels(source, num_computed, arg("source"))?;
         let tables = tables(blocks, arg("blocks"))?;
-        let sizes = block_sizes(Some(block_size), &tables, arg("blocks"))?;
+        let groups: Vec<u32> = tables.iter().map(|table| table.0).collect();
+        let sizes = block_sizes(Some(block_size), &groups, arg("blocks"))?;
         let tokens = num_computed.saturating_mul(tables.len());
         let seq = seq.get();
         let core = py.enter(hashing(tokens), move |keys| {
@@ -682,7 +683,7 @@ pub(crate) fn tables(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<(u32, V
 /// The block size of each group, or none for all if there is no value.
 pub(crate) fn block_sizes(
     value: Option<&Bound<'_, PyAny>>,
-    tables: &[(u32, Vec<BlockId>)],
+    groups: &[u32],
     blocks: Arg,
 ) -> PyResult<Vec<Option<usize>>> {
     let Arg { call, name } = blocks;
@@ -692,29 +693,39 @@ pub(crate) fn block_sizes(
         Ok(arg.within(read, 1, u32::MAX)? as usize)
     };
     let Some(value) = value.filter(|value| !value.is_none()) else {
-        return Ok(vec![None; tables.len()]);
+        return Ok(vec![None; groups.len()]);
     };
-    let Ok(groups) = value.cast::<PyDict>() else {
-        return Ok(vec![Some(size(value)?); tables.len()]);
+    let Ok(by_group) = value.cast::<PyDict>() else {
+        return Ok(vec![Some(size(value)?); groups.len()]);
     };
-    let mut sizes = Vec::with_capacity(groups.len());
-    for (group, value) in groups {
+    let mut sizes = Vec::with_capacity(by_group.len());
+    for (group, value) in by_group {
         sizes.push((group_number(&group, call)?, size(&value)?));
     }
     sizes.sort_unstable();
-    let groups = |numbers: Vec<u32>| format!("{numbers:?}");
-    let (mine, theirs): (Vec<u32>, Vec<u32>) = (
-        sizes.iter().map(|size| size.0).collect(),
-        tables.iter().map(|table| table.0).collect(),
-    );
-    if mine != theirs {
+    let sized: Vec<u32> = sizes.iter().map(|size| size.0).collect();
+    if sized != groups {
         return Err(PyValueError::new_err(format!(
-            "{call}: block_size is of the groups {}, {name} of {}",
-            groups(mine),
-            groups(theirs)
+            "{call}: block_size is of the groups {sized:?}, {name} of {groups:?}"
         )));
     }
     Ok(sizes.into_iter().map(|size| Some(size.1)).collect())
+}
+
+/// The groups of a dict of block sizes; `None` for a value for all groups.
+pub(crate) fn groups_of(
+    value: Option<&Bound<'_, PyAny>>,
+    call: &'static str,
+) -> PyResult<Option<Vec<u32>>> {
+    let Some(by_group) = value.and_then(|value| value.cast::<PyDict>().ok()) else {
+        return Ok(None);
+    };
+    let mut groups = Vec::with_capacity(by_group.len());
+    for group in by_group.keys() {
+        groups.push(group_number(&group, call)?);
+    }
+    groups.sort_unstable();
+    Ok(Some(groups))
 }
 
 fn group_number(value: &Bound<'_, PyAny>, call: &'static str) -> PyResult<u32> {

@@ -1,5 +1,6 @@
 //! `plan_transfer` and `TransferPlan`.
 
+use kvtrie_core::BlockId;
 use kvtrie_transfer::{LocalGroup, TransferOptions, TransferPlan};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -13,7 +14,7 @@ use crate::output;
 use crate::policy::{EXACT_ONLY, PyReusePolicy};
 use crate::sequence::{PyTokenSequence, SEQUENCE};
 use crate::source::{PyImported, computed};
-use crate::transfer::{PyTransferManifest, block_sizes, hashing, tables, transfer_key};
+use crate::transfer::{PyTransferManifest, block_sizes, groups_of, hashing, tables, transfer_key};
 
 /// What to load of a manifest, and what to compute. `plan_transfer` makes it; it holds no
 /// blocks and needs no release.
@@ -39,11 +40,11 @@ pub(crate) struct PyTransferPlan {
 #[pymethods]
 impl PyTransferPlan {
     /// What to load, a structured array by group and position: `group`, `remote` and `local` (block
-    /// ids, int32), `start` and `end` (positions in the local sequence, int64), `delta` (position
+    /// ids, int32; `local` is -1 if the plan was made without `local_blocks`), `start` and `end` (positions in the local sequence, int64), `delta` (position
     /// here minus position there, int64: by how many positions K is rotated), `class` (0 exact, 1
     /// approximate, uint8), `hops` (as the KV will have them, uint16). Each pair is inside one
-    /// remote and one local block; the first of its tokens is at `(start - delta) %
-    /// remote_block_size` in the former.
+    /// remote and one local block, number `start // block_size` of the local table; the first of its
+    /// tokens is at `(start - delta) % remote_block_size` in the remote one.
     #[getter]
     fn pairs<'py>(&self, py: Python<'py>) -> PyResult<Records<'py>> {
         output::pairs(py, self.core.pairs())
@@ -143,7 +144,7 @@ impl PyTransferPlan {
 ///     local_seq: The prompt here.
 ///     local_blocks: Its block table from position 0: ids (group 0), or a dict from a group's
 ///         number to its ids. It must have blocks for the whole sequence; more are fine and not
-///         looked at.
+///         looked at. None: no block is allocated yet, and the pairs name none.
 ///     cached: Half-open range of positions whose KV is present here already, and exact. It is
 ///         not loaded.
 ///     key: The deployment's key, 16 to 64 bytes.
@@ -184,11 +185,11 @@ impl PyTransferPlan {
 ///     Imported(exact_until=16, hops=1)
 #[pyfunction]
 #[pyo3(signature = (
-    manifest: "TransferManifest", local_seq: "TokenSequence", local_blocks: "_Integers | Mapping[int, _Integers]",
+    manifest: "TransferManifest", local_seq: "TokenSequence", local_blocks: "_Integers | Mapping[int, _Integers] | None" = None,
     cached: "tuple[SupportsIndex, SupportsIndex]" = nothing(), *, key: "bytes", policy: "ReusePolicy | None" = None,
     block_size: "SupportsIndex | Mapping[int, SupportsIndex] | None" = None, keep_last: "SupportsIndex" = 0,
     context: "bytes" = no_bytes()
-), text_signature = "(manifest, local_seq, local_blocks, cached=(0, 0), *, key, policy=None, block_size=None, keep_last=0, context=b'')")]
+), text_signature = "(manifest, local_seq, local_blocks=None, cached=(0, 0), *, key, policy=None, block_size=None, keep_last=0, context=b'')")]
 #[expect(clippy::too_many_arguments, reason = "most are keywords")]
 pub(crate) fn plan_transfer(
     py: Python<'_>,
@@ -196,7 +197,7 @@ pub(crate) fn plan_transfer(
     manifest: &Bound<'_, PyTransferManifest>,
     #[pyo3(from_py_with = of::<call::PlanTransfer, arg::LocalSeq, PyTokenSequence>)]
     local_seq: &Bound<'_, PyTokenSequence>,
-    local_blocks: &Bound<'_, PyAny>,
+    local_blocks: Option<&Bound<'_, PyAny>>,
     cached: Option<&Bound<'_, PyAny>>,
     #[pyo3(from_py_with = of::<call::PlanTransfer, arg::Key, PyBytes>)] key: &Bound<'_, PyBytes>,
     #[pyo3(from_py_with = optional_of::<call::PlanTransfer, arg::Policy, PyReusePolicy>)]
@@ -216,11 +217,29 @@ pub(crate) fn plan_transfer(
         Some(cached) => range(cached, Arg::new(CALL, "cached"))?,
     };
     let blocks = Arg::new(CALL, "local_blocks");
-    let tables = tables(local_blocks, blocks)?;
-    let sizes = block_sizes(block_size, &tables, blocks)?;
+    let local_blocks = local_blocks.filter(|value| !value.is_none());
+    let (groups, ids): (Vec<u32>, Vec<Option<Vec<BlockId>>>) = match local_blocks {
+        Some(local_blocks) => tables(local_blocks, blocks)?
+            .into_iter()
+            .map(|(group, ids)| (group, Some(ids)))
+            .unzip(),
+        None => groups_of(block_size, CALL)?
+            .unwrap_or_else(|| {
+                manifest
+                    .get()
+                    .core()
+                    .groups()
+                    .map(|group| group.0)
+                    .collect()
+            })
+            .into_iter()
+            .map(|group| (group, None))
+            .unzip(),
+    };
+    let sizes = block_sizes(block_size, &groups, blocks)?;
     let policy = policy.map_or(&EXACT_ONLY, |policy| policy.get()).core();
     let (manifest, seq) = (manifest.get().core(), local_seq.get());
-    let mut tokens = seq.len(py)?.saturating_mul(tables.len());
+    let mut tokens = seq.len(py)?.saturating_mul(groups.len());
     if policy.approximate {
         // A window of one block is hashed for each token.
         let largest = manifest.groups().map(|(_, block_size)| block_size).max();
@@ -229,13 +248,14 @@ pub(crate) fn plan_transfer(
     // All of the manifest is hashed, however short the prompt is.
     tokens = tokens.saturating_add(manifest.to_bytes().len() / size_of::<u32>());
     let core = py.enter(hashing(tokens), move |keys| {
-        let local: Vec<LocalGroup<'_>> = tables
+        let local: Vec<LocalGroup<'_>> = groups
             .iter()
+            .zip(&ids)
             .zip(sizes)
-            .map(|((group, blocks), block_size)| LocalGroup {
-                group: *group,
+            .map(|((&group, blocks), block_size)| LocalGroup {
+                group,
                 block_size,
-                blocks,
+                blocks: blocks.as_deref(),
             })
             .collect();
         let options = TransferOptions {

@@ -207,7 +207,7 @@ impl World {
             .map(|(&(group, _), blocks)| LocalGroup {
                 group,
                 block_size: Some(5),
-                blocks,
+                blocks: Some(blocks),
             });
         (self.tokens.clone(), local.collect())
     }

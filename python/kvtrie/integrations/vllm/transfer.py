@@ -152,15 +152,9 @@ class CheckedTransfer:
                 self._tell(request, "no manifest", "its sender runs without kvtrie")
                 return [], start
             seq = TokenSequence(list(ids), self._namespace(request))
-            # The local ids do not matter yet: positions identify the blocks.
-            table = list(range(-(-len(ids) // self._size)))
+            # No block is allocated yet: positions identify the local ones.
             plan = plan_transfer(
-                manifest,
-                seq,
-                table,
-                cached=(0, start),
-                key=self._key,
-                block_size=self._size,
+                manifest, seq, cached=(0, start), key=self._key, block_size=self._size
             )
         except TransferRefused as error:
             self._tell(request, error.reason, str(error))

@@ -13,8 +13,8 @@ pub struct BlockPair {
     pub group: u32,
     /// The sender's block.
     pub remote: BlockId,
-    /// The receiver's block.
-    pub local: BlockId,
+    /// The receiver's block, if its table was given: block `start / block_size` of that.
+    pub local: Option<BlockId>,
     /// First position in the prompt; the sender has it at `start - delta`.
     pub start: usize,
     /// One past the last position.
@@ -93,7 +93,7 @@ pub(super) fn pair_up(
     pieces: &[Piece],
     runs: &[BlockRun<'_>],
     block_size: usize,
-    blocks: &[BlockId],
+    blocks: Option<&[BlockId]>,
     out: &mut Vec<BlockPair>,
 ) {
     for piece in pieces {
@@ -108,7 +108,7 @@ pub(super) fn pair_up(
             out.push(BlockPair {
                 group: run.group(),
                 remote: run.block((source - run.start()) / theirs),
-                local: blocks[at / block_size],
+                local: blocks.map(|blocks| blocks[at / block_size]),
                 start: at,
                 end,
                 delta,

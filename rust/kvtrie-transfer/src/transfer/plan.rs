@@ -11,21 +11,21 @@ use crate::transfer::manifest::{BlockRun, TransferManifest};
 use crate::transfer::moved::MoveSearch;
 use crate::transfer::own;
 use crate::transfer::pairs::{BlockPair, Piece, cut, gaps, pair_up};
-use crate::transfer::writer::check_table;
+use crate::transfer::writer::{check_block_size, check_table};
 
 const CALL: &str = "TransferPlan::new";
 /// The shortest run that a policy may ask for.
 const LEAST_RUN: usize = 8;
 
-/// The blocks of one group that a receiver has for a prompt.
+/// A receiver's group of blocks for a prompt.
 #[derive(Clone, Copy, Debug)]
 pub struct LocalGroup<'a> {
     /// The number of the group.
     pub group: u32,
     /// Tokens per block. `None`: as in the manifest.
     pub block_size: Option<usize>,
-    /// The block table, from position 0.
-    pub blocks: &'a [BlockId],
+    /// The block table, from position 0. `None`: there is none yet, and the plan's pairs name no local block.
+    pub blocks: Option<&'a [BlockId]>,
 }
 
 /// How to plan a transfer.
@@ -65,7 +65,7 @@ impl Default for TransferOptions<'_> {
 /// let manifest = TransferManifest::new(&theirs, &table, &[label], 5, &key)?;
 ///
 /// let mine = TokenSequence::new(ns, vec![1, 2, 3, 9, 5], vec![])?;
-/// let table = [LocalGroup { group: 0, block_size: Some(4), blocks: &[BlockId(0), BlockId(1)] }];
+/// let table = [LocalGroup { group: 0, block_size: Some(4), blocks: Some(&[BlockId(0), BlockId(1)]) }];
 /// let plan = TransferPlan::new(&manifest, &mine, &table, &key, &TransferOptions::default())?;
 /// assert_eq!((plan.pairs()[0].remote, plan.pairs()[0].end), (BlockId(8), 2));
 /// assert_eq!(plan.compute(), [(2, 5)]);
@@ -140,7 +140,10 @@ impl TransferPlan {
         let mut tables = Vec::with_capacity(local.len());
         for (group, (_, theirs)) in local.iter().zip(manifest.groups()) {
             let block_size = group.block_size.unwrap_or(theirs);
-            check_table(CALL, group.group, block_size, group.blocks, len)?;
+            match group.blocks {
+                Some(blocks) => check_table(CALL, group.group, block_size, blocks, len)?,
+                None => check_block_size(CALL, group.group, block_size)?,
+            }
             tables.push((block_size, group.blocks));
         }
         let until = len.saturating_sub(options.keep_last);
@@ -320,7 +323,7 @@ fn check_groups(
     }
     Err(refused(
         Refusal::Groups,
-        format!("{CALL}: the manifest has the groups {theirs:?}, the tables are of {mine:?}"),
+        format!("{CALL}: the manifest has the groups {theirs:?}, the receiver has {mine:?}"),
     ))
 }
 

@@ -168,7 +168,7 @@ proptest! {
         prop_assert_eq!(&again, &manifest);
         let (from, until) = (from.min(until).min(mine.len()), from.max(until).min(mine.len()));
         let table = ids(mine.len().div_ceil(my_size) + 1, 11);
-        let local = [LocalGroup { group: 0, block_size: Some(my_size), blocks: &table }];
+        let local = [LocalGroup { group: 0, block_size: Some(my_size), blocks: Some(&table) }];
         let options = TransferOptions { cached: from..until, keep_last, policy: &policy };
         let plan = TransferPlan::new(&again, &sequence(&mine), &local, &key(), &options).unwrap();
 
@@ -188,7 +188,7 @@ proptest! {
                 prop_assert!(at < kept && !(from..until).contains(&at));
                 let source = usize::try_from(i64::try_from(at).unwrap() - pair.delta).unwrap();
                 prop_assert_eq!(pair.remote, blocks[source / block_size]);
-                prop_assert_eq!(pair.local, table[at / my_size]);
+                prop_assert_eq!(pair.local, Some(table[at / my_size]));
                 prop_assert_eq!(mine[at], sender.tokens[source]);
                 let (class, hops) = sender.label(source).unwrap();
                 let in_place = pair.delta == 0 && mine[..at] == sender.tokens[..at];
@@ -224,7 +224,7 @@ fn a_changed_byte_is_refused_at_any_place() {
     let local = [LocalGroup {
         group: 0,
         block_size: None,
-        blocks: &table,
+        blocks: Some(&table),
     }];
     let plan = |raw: &[u8]| {
         let manifest = TransferManifest::from_bytes(raw, &TransferLimits::default())?;
@@ -309,7 +309,7 @@ fn a_crowded_search_tries_the_nearest_places() {
     let local = [LocalGroup {
         group: 0,
         block_size: None,
-        blocks: &table,
+        blocks: Some(&table),
     }];
     let policy = ReusePolicy {
         approximate: true,
@@ -342,7 +342,7 @@ fn forbidden_kinds_leave_nothing_approximate() {
     let local = [LocalGroup {
         group: 0,
         block_size: None,
-        blocks: &table,
+        blocks: Some(&table),
     }];
     let manifest = sender.manifest().unwrap();
     let plan = |forbid_kinds| {
@@ -482,7 +482,7 @@ fn a_pair_is_as_long_as_both_blocks_allow() {
     let local = [0, 1].map(|group| LocalGroup {
         group,
         block_size: None,
-        blocks: &table,
+        blocks: Some(&table),
     });
     let policy = ReusePolicy {
         approximate: true,

@@ -167,12 +167,7 @@ pub(super) fn check_table(
     blocks: &[BlockId],
     num_tokens: usize,
 ) -> Result<()> {
-    if block_size == 0 || block_size > u32::MAX as usize {
-        return Err(invalid(format!(
-            "{call}: the block size of group {group} is {block_size}; it must be in [1, {}]",
-            u32::MAX
-        )));
-    }
+    check_block_size(call, group, block_size)?;
     let needed = num_tokens.div_ceil(block_size);
     let Some(used) = blocks.get(..needed) else {
         return Err(invalid(format!(
@@ -195,6 +190,16 @@ pub(super) fn check_table(
         ))),
         None => Ok(()),
     }
+}
+
+pub(super) fn check_block_size(call: &str, group: u32, block_size: usize) -> Result<()> {
+    if block_size == 0 || block_size > u32::MAX as usize {
+        return Err(invalid(format!(
+            "{call}: the block size of group {group} is {block_size}; it must be in [1, {}]",
+            u32::MAX
+        )));
+    }
+    Ok(())
 }
 
 /// The runs for blocks of one size and labels that end at `end`.

@@ -138,7 +138,7 @@ fn the_digest_before_an_item_does_not_depend_on_it() {
     let local = [LocalGroup {
         group: 0,
         block_size: None,
-        blocks: &table,
+        blocks: Some(&table),
     }];
     let options = TransferOptions::default();
     for (mine, computed) in [

@@ -241,10 +241,17 @@ proptest! {
             my_sizes.iter().map(|&size| ids(mine.len().div_ceil(size) + 1, 11)).collect();
         let local: Vec<LocalGroup<'_>> = (0..)
             .zip(&mine_tables)
-            .map(|(group, blocks)| LocalGroup { group: 3 * group, block_size: my_size, blocks })
+            .map(|(group, blocks)| LocalGroup { group: 3 * group, block_size: my_size, blocks: Some(blocks) })
             .collect();
         let options = TransferOptions { cached: from..until, keep_last, policy: &policy };
         let plan = TransferPlan::new(&manifest, &sequence(&mine), &local, &key(), &options).unwrap();
+        let before: Vec<LocalGroup<'_>> =
+            local.iter().map(|&group| LocalGroup { blocks: None, ..group }).collect();
+        let without = TransferPlan::new(&manifest, &sequence(&mine), &before, &key(), &options).unwrap();
+        let unnamed: Vec<BlockPair> =
+            plan.pairs().iter().map(|&pair| BlockPair { local: None, ..pair }).collect();
+        prop_assert_eq!(without.pairs(), unnamed);
+        prop_assert_eq!(without.compute(), plan.compute());
 
         let kept = mine.len().saturating_sub(keep_last);
         let wanted: Vec<bool> = (0..mine.len()).map(|at| at < kept && !(from..until).contains(&at)).collect();
@@ -283,7 +290,7 @@ proptest! {
             for at in pair.start..pair.end {
                 let source = usize::try_from(i64::try_from(at).unwrap() - pair.delta).unwrap();
                 prop_assert_eq!(pair.remote, tables[group][source / size]);
-                prop_assert_eq!(pair.local, mine_tables[group][at / my_size]);
+                prop_assert_eq!(pair.local, Some(mine_tables[group][at / my_size]));
                 prop_assert!(found[group][at].is_none());
                 found[group][at] = Some((pair.class, source, pair.hops));
             }

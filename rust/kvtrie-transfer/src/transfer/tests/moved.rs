@@ -53,7 +53,7 @@ fn sources(manifest: &TransferManifest, mine: &[u32], asked: &Asked) -> Vec<Opti
     let local = [LocalGroup {
         group: 0,
         block_size: Some(16),
-        blocks: &table,
+        blocks: Some(&table),
     }];
     let plan = TransferPlan::new(manifest, &sequence(mine), &local, &key(), &options).unwrap();
     let mut sources = vec![None; mine.len()];

@@ -424,7 +424,7 @@ fn manifests_of_other_namespaces_are_refused_by_the_field() {
         let local = [LocalGroup {
             group: 0,
             block_size: None,
-            blocks: &[BlockId(3)],
+            blocks: Some(&[BlockId(3)]),
         }];
         let options = TransferOptions::default();
         TransferPlan::new(&manifest_of(theirs), &seq, &local, &key(), &options)
@@ -501,7 +501,7 @@ fn what_a_plan_is_asked_wrongly() {
     let group = |group| LocalGroup {
         group,
         block_size: None,
-        blocks: &table,
+        blocks: Some(&table),
     };
     let seq = sequence(&sender.tokens);
     let plan = |local: &[LocalGroup<'_>], cached: Range<usize>, policy: &ReusePolicy| {
