@@ -7,7 +7,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvtrie_core::{BlockId, Class, Config, ErrorKind, Imported, InsertOptions, Inserted, Item, LookupOptions, Namespace, PlanOptions, RadixIndex, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence};
+use kvtrie_core::{
+    BlockId, Class, Config, ErrorKind, Imported, InsertOptions, Inserted, Item, LookupOptions,
+    Namespace, PlanOptions, RadixIndex, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+};
 
 use crate::bytes::Bytes;
 

@@ -6,7 +6,10 @@
 use std::sync::Arc;
 
 use kvtrie_core::{BlockId, Class, Namespace, ReusePolicy, Salt, TokenSequence};
-use kvtrie_transfer::{LabelRun, LocalGroup, SentGroup, TransferError, TransferKey, TransferLimits, TransferManifest, TransferOptions, TransferPlan};
+use kvtrie_transfer::{
+    LabelRun, LocalGroup, SentGroup, TransferError, TransferKey, TransferLimits, TransferManifest,
+    TransferOptions, TransferPlan,
+};
 
 use crate::bytes::Bytes;
 

@@ -3023,11 +3023,12 @@ class TransferPlan:
     def pairs(self, /) -> npt.NDArray[np.void]:
         """
         What to load, a structured array by group and position: `group`, `remote` and `local` (block
-        ids, int32; `local` is -1 if the plan was made without `local_blocks`), `start` and `end` (positions in the local sequence, int64), `delta` (position
-        here minus position there, int64: by how many positions K is rotated), `class` (0 exact, 1
-        approximate, uint8), `hops` (as the KV will have them, uint16). Each pair is inside one
-        remote and one local block, number `start // block_size` of the local table; the first of its
-        tokens is at `(start - delta) % remote_block_size` in the remote one.
+        ids, int32; `local` is -1 if the plan was made without `local_blocks`), `start` and `end`
+        (positions in the local sequence, int64), `delta` (position here minus position there, int64:
+        by how many positions K is rotated), `class` (0 exact, 1 approximate, uint8), `hops` (as the
+        KV will have them, uint16). Each pair is inside one remote and one local block, number
+        `start // block_size` of the local table; the first of its tokens is at
+        `(start - delta) % remote_block_size` in the remote one.
         """
     @property
     def source(self, /) -> Imported | ComputedSource:
