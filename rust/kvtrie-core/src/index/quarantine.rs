@@ -15,9 +15,6 @@ impl RadixIndex {
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool; nothing is changed then.
     ///
-    /// # Complexity
-    /// As [`discard`](Self::discard), plus O(waiting blocks) if one of the ids waits.
-    ///
     /// # Examples
     /// ```
     /// # use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Checks of every invariant of the index, for tests, fuzzers and engines.
+//! Checks of every invariant, for tests, fuzzers and engines.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,35 +25,31 @@ fn must(condition: bool, what: impl FnOnce() -> String) -> Result<()> {
     }
 }
 
-/// The pins of all leases by node: ends of paths and runs of sources, ascending, with their counts.
+/// By node: ends of paths and runs of sources, with their counts.
 #[derive(Default)]
 struct Pinned {
     ends: BTreeMap<NodeIndex, BTreeMap<Depth, u32>>,
     runs: BTreeMap<NodeIndex, BTreeMap<(Depth, Depth), u32>>,
 }
 
-/// Counters recomputed from the trees.
 #[derive(Default)]
 struct Totals {
     nodes: usize,
-    /// Edges with a sibling.
     hashed: usize,
     indexed: u64,
     holes: u64,
     approximate: u64,
     protected: u64,
     dead: u64,
-    /// Queued dead blocks: (mark, depth) to node.
+    /// By (mark, depth).
     queued: BTreeMap<(u64, Depth), NodeIndex>,
-    /// Dead blocks that may be evicted.
+    /// Dead blocks that may be evicted, and of those the protected ones.
     free: u64,
-    /// Those of them that are protected.
     loose: u64,
 }
 
 impl RadixIndex {
-    /// Checks every invariant: links, depths, block ownership, counters, order of eviction, pins and anchors, tags,
-    /// siblings.
+    /// Checks every invariant of the index.
     ///
     /// # Errors
     /// [`BrokenInvariant`](crate::ErrorKind::BrokenInvariant) with the first broken invariant: a bug in this crate.
@@ -71,7 +67,6 @@ impl RadixIndex {
     }
 }
 
-/// The parts of an index that are checked against each other.
 struct Checker<'a> {
     index: &'a RadixIndex,
     forest: &'a Forest,
@@ -160,7 +155,6 @@ impl Checker<'_> {
         self.check_order()
     }
 
-    /// Checks the order of eviction by last use.
     fn check_order(&self) -> Result<()> {
         let leaves = self.eviction.leaves();
         for (at, (time, node)) in leaves.entries().enumerate() {
@@ -182,7 +176,6 @@ impl Checker<'_> {
         )
     }
 
-    /// Checks the pins of leases and the condemned blocks.
     fn check_leases(&self) -> Result<Pinned> {
         let mut pins = Pinned::default();
         let mut kept: BTreeMap<u32, u32> = BTreeMap::new();
@@ -256,8 +249,7 @@ impl Checker<'_> {
         Ok(pins)
     }
 
-    /// Checks the blocks that are not indexed against `kept`, the blocks that leases keep, and `counts`, the pins of
-    /// each block.
+    /// `kept` are the blocks that leases keep, `counts` the pins of each block.
     fn check_places(&self, kept: &BTreeMap<u32, u32>, counts: &BTreeMap<u32, u32>) -> Result<()> {
         let (mut condemned, mut quarantined, mut waiting) = (0, 0, BTreeSet::new());
         for (id, place) in self.forest.blocks().known() {
@@ -473,7 +465,6 @@ impl Checker<'_> {
         Ok(())
     }
 
-    /// Checks the marks of an edge, and that exactly the dead blocks that may be evicted are queued.
     fn check_dead(&self, at: NodeIndex, node: &Node, totals: &mut Totals) -> Result<()> {
         let Some(dead) = node.extras().and_then(|extras| extras.dead.as_ref()) else {
             return Ok(());

@@ -17,7 +17,6 @@ use crate::storage::payload::{Label, Payload};
 use crate::tokens::{Item, TokenSequence};
 use crate::{ErrorKind, storage::blocks::BlockState};
 
-/// The pool that `Config::seeded` names, still there.
 const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
 
 fn sequence(salt: &str, tokens: &[u32], items: Vec<Item>) -> TokenSequence {
@@ -68,8 +67,7 @@ fn full() -> RadixIndex {
     let mut lost = sequence("z", &[1, 2], Vec::new());
     add(&mut index, &mut lost, &[50], computed);
     index.discard(&[BlockId(50), BlockId(63)]).unwrap();
-    // Kinds, a use that ends inside an edge, a source, a hole, dead blocks, and condemned blocks, which wait once
-    // restored.
+    // Condemned blocks wait once restored.
     let spans = ["reasoning", "mine"].map(|kind| Span {
         start: 1,
         end: 7,
@@ -102,7 +100,6 @@ fn full() -> RadixIndex {
     index
 }
 
-/// The error for bytes that must not be restored.
 fn refused(bytes: &[u8]) -> String {
     let error = RadixIndex::restore(bytes, POOL).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Snapshot, "{error}");
@@ -119,7 +116,7 @@ fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// Bytes of another writer are refused, or restore a valid index whose snapshot restores the same.
+/// A snapshot of another writer is refused, or its index restores the same.
 fn check_foreign(bytes: &[u8]) -> bool {
     match RadixIndex::restore(bytes, POOL) {
         Err(error) => {
@@ -322,7 +319,6 @@ fn a_restored_index_has_secrets_of_its_own() {
     }
 }
 
-/// The refusal of a snapshot of an index that `spoil` changed.
 fn spoilt(spoil: impl FnOnce(&mut RadixIndex)) -> String {
     let mut index = full();
     spoil(&mut index);
@@ -547,14 +543,12 @@ fn a_lost_pool_gives_the_empty_index_of_the_configuration() {
     let fresh = RadixIndex::new(config).unwrap();
     assert_eq!(empty.digest(), fresh.digest());
     assert_eq!(empty.snapshot(), fresh.snapshot());
-    // Its bytes are checked nevertheless.
     let mut damaged = index.snapshot();
     *damaged.last_mut().unwrap() ^= 1;
     let error = RadixIndex::restore(&damaged, RestoredPool::Lost(b"new")).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Snapshot);
 }
 
-/// The snapshot of an index with other content in one section.
 fn with_section(index: &RadixIndex, name: &str, other: &Writer) -> Vec<u8> {
     let mut out = Writer::default();
     out.raw(&index.snapshot()[..HEADER]);
@@ -572,7 +566,7 @@ fn with_section(index: &RadixIndex, name: &str, other: &Writer) -> Vec<u8> {
     sealed(out.into_bytes())
 }
 
-/// Restores bytes that must equal the snapshot of their index.
+/// The bytes must equal the snapshot of their index.
 fn read_back(bytes: &[u8]) -> RadixIndex {
     let index = RadixIndex::restore(bytes, POOL).unwrap();
     assert_eq!(index.snapshot(), bytes);

@@ -4,7 +4,6 @@ use super::*;
 use crate::moved::Moved;
 use crate::storage::extras::InnerUses;
 
-/// The parts that an edge claims to have.
 const LABELS: u8 = 1;
 const ITEMS: u8 = 1 << 1;
 const TAGS: u8 = 1 << 2;
@@ -12,7 +11,7 @@ const USES: u8 = 1 << 3;
 const SOURCES: u8 = 1 << 4;
 const DEAD: u8 = 1 << 5;
 
-/// An edge as it is encoded, valid or not: the parts that it claims, and the bytes after its ids.
+/// Valid or not.
 #[derive(Default)]
 struct Edge {
     has: u8,
@@ -26,7 +25,6 @@ impl Edge {
         Self { has, extras }
     }
 
-    /// Items of one digest.
     fn items(items: &[(usize, usize)]) -> Self {
         Self::with(ITEMS, |out| {
             out.len(items.len());
@@ -39,7 +37,6 @@ impl Edge {
         })
     }
 
-    /// Tags of the first kind.
     fn tags(tags: &[(usize, usize)]) -> Self {
         Self::with(TAGS, |out| {
             out.len(tags.len());
@@ -62,13 +59,12 @@ impl Edge {
     }
 }
 
-/// The tokens of [`two_edges`].
 fn tokens() -> Vec<u32> {
     (100..120).collect()
 }
 
-/// The snapshot of an index in which a path of blocks of four tokens has two edges, over the depths [0, 2) and [2, 5).
-/// Both were last used as a whole at tick 3, and the clock is at 9. The middle block of the lower edge may be a hole.
+/// A path of blocks of four tokens with edges over the depths [0, 2) and [2, 5), both last used at 3; the clock is at
+/// 9.
 fn two_edges(middle: u32, above: &Edge, below: &Edge) -> Vec<u8> {
     let mut index = RadixIndex::new(Config {
         num_blocks: 8,
@@ -109,12 +105,10 @@ fn two_edges(middle: u32, above: &Edge, below: &Edge) -> Vec<u8> {
     with_section(&index, "TREE", &out)
 }
 
-/// The index of a path with this lower edge, without holes.
 fn read_below(edge: &Edge) -> RadixIndex {
     read_back(&two_edges(3, &Edge::default(), edge))
 }
 
-/// The refusal of a path with this lower edge.
 fn refused_below(edge: &Edge) -> String {
     refused(&two_edges(3, &Edge::default(), edge))
 }
@@ -188,7 +182,6 @@ fn tags_lie_in_the_edge_and_in_no_hole() {
         let what = format!("tags 0x1 on the tokens [{start}, {end}) of an edge over [8, 20)");
         told(&what, &refused_below(&Edge::tags(&[(start, end)])));
     }
-    // The block of the tokens [12, 16) is a hole.
     let holed = |tags: &[(usize, usize)]| two_edges(ABSENT, &Edge::default(), &Edge::tags(tags));
     read_back(&holed(&[(8, 12), (16, 20)]));
     for tags in [(11, 13), (15, 17)] {
@@ -242,7 +235,7 @@ fn labels_of_blocks_that_left_are_not_written() {
 fn an_edge_ends_above_the_greatest_number_of_a_depth() {
     let bytes = two_edges(3, &Edge::default(), &Edge::default());
     let tree = bytes.windows(4).position(|name| name == b"TREE").unwrap();
-    // After the name and the length of the section: two counts, the namespace, the number of edges.
+    // Two counts, the namespace, the number of edges.
     let first = tree + 12 + 16 + (9 + 16 + 15) + 2 * 10 + 8;
     // Each edge has 17 bytes, plus 20 per block.
     let second = first + 17 + 2 * 20;
@@ -258,7 +251,7 @@ fn an_edge_ends_above_the_greatest_number_of_a_depth() {
             let what = format!("an edge of {blocks} blocks at depth {depth}");
             told(&what, &with(edge, blocks));
         }
-        // One block fewer is a valid edge, but its tokens are missing.
+        // One block fewer is a valid edge without its tokens.
         let most = u32::MAX - depth - 1;
         let what = format!("{} bytes announced", u64::from(most) * 16);
         told(&what, &with(edge, most));
@@ -395,7 +388,7 @@ fn contradictions_of_one_edge_are_refused() {
         "an item over the tokens [3, 6) of an edge over [6, 22)",
         &spoilt(|index| {
             let edge = edge_with_extras(index);
-            // The edge above ends with this item, so nothing else is wrong with it.
+            // Nothing else is wrong with it.
             let item = Item::new(3, 6, b"cat").unwrap();
             index.node_mut(edge).extras_mut().items = vec![item];
         }),
@@ -429,7 +422,7 @@ fn contradictions_of_one_edge_are_refused() {
 fn counts_are_checked_against_the_bytes_that_are_left() {
     let bytes = full().snapshot();
     let name = bytes.windows(4).position(|name| name == b"TREE").unwrap();
-    // After the name and the length: number of tree indices, number of vacant ones, and these.
+    // Tree indices, vacant ones.
     let trees = name + 4 + 8;
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     let number = |at: usize| usize::try_from(word(at)).unwrap();
@@ -440,7 +433,7 @@ fn counts_are_checked_against_the_bytes_that_are_left() {
         other[at..at + len].copy_from_slice(&(number as u64).to_le_bytes()[..len]);
         refused(&sealed(other))
     };
-    // A tree takes at least 37 bytes: three names of a letter, two flags, and its number of edges.
+    // Three names of a letter, two flags, and the number of edges.
     let most = left / 37 + 1;
     let announced = format!("{} trees announced, 1 of them vacant", most + 1);
     told(&announced, &with(trees, most + 1, 8));
@@ -448,7 +441,7 @@ fn counts_are_checked_against_the_bytes_that_are_left() {
     assert!(!message.contains("trees announced"), "{message}");
     let few = with(trees, 0, 8);
     told("0 trees announced, 1 of them vacant", &few);
-    // The first tree: names of 1, 8 and 7 letters, an adapter of one, and a salt of one.
+    // Names of 1, 8 and 7 letters, an adapter of one, and a salt of one.
     let edges = trees + 20 + (8 + 1) + (8 + 8) + (8 + 7) + (1 + 8 + 1) + (1 + 8 + 1);
     let left = trees + number(trees - 8) - edges - 8;
     let most = left / (17 + 4 * 3);

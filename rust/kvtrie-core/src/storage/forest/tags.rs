@@ -5,7 +5,6 @@ use crate::span::TagRun;
 use crate::storage::forest::{Forest, Position};
 
 impl Forest {
-    /// All kinds of the tokens `start..end` on the path to `at`.
     pub(crate) fn kinds_on_path(&self, at: Position, start: usize, end: usize) -> u64 {
         let (mut mask, mut node) = (0, at.node);
         loop {
@@ -44,7 +43,7 @@ impl Forest {
         }
     }
 
-    /// Adds tags to an edge: ascending, disjoint runs inside its present blocks.
+    /// Ascending, disjoint runs inside the present blocks.
     pub(crate) fn merge_tags(&mut self, node: NodeIndex, tags: &[TagRun]) {
         self.nodes[node].extras_mut().tags.merge(tags);
     }
