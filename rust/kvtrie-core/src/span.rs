@@ -107,6 +107,23 @@ pub(crate) struct TagRun {
     pub(crate) mask: u64,
 }
 
+impl TagRun {
+    /// Ascending runs, clipped to `start..end`.
+    pub(crate) fn within(
+        runs: &[Self],
+        start: usize,
+        end: usize,
+    ) -> impl DoubleEndedIterator<Item = Self> {
+        let first = runs.partition_point(|run| run.end <= start);
+        let last = first + runs[first..].partition_point(|run| run.start < end);
+        runs[first..last].iter().map(move |run| Self {
+            start: run.start.max(start),
+            end: run.end.min(end),
+            mask: run.mask,
+        })
+    }
+}
+
 /// Ascending, disjoint runs with non-empty masks, in absolute positions.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tags(Vec<TagRun>);
@@ -171,11 +188,7 @@ impl Tags {
     }
 
     pub(crate) fn union(&self, start: usize, end: usize) -> u64 {
-        let first = self.0.partition_point(|run| run.end <= start);
-        self.0[first..]
-            .iter()
-            .take_while(|run| run.start < end)
-            .fold(0, |mask, run| mask | run.mask)
+        TagRun::within(&self.0, start, end).fold(0, |mask, run| mask | run.mask)
     }
 
     /// Ascending, clipped to `start..end`.
@@ -185,12 +198,9 @@ impl Tags {
         end: usize,
         mask: u64,
     ) -> impl DoubleEndedIterator<Item = (usize, usize)> {
-        let first = self.0.partition_point(|run| run.end <= start);
-        let last = first + self.0[first..].partition_point(|run| run.start < end);
-        self.0[first..last]
-            .iter()
+        TagRun::within(&self.0, start, end)
             .filter(move |run| run.mask & mask != 0)
-            .map(move |run| (run.start.max(start), run.end.min(end)))
+            .map(|run| (run.start, run.end))
     }
 
     pub(crate) fn split_front(&mut self, at: usize) -> Self {

@@ -74,13 +74,7 @@ impl Tagging {
             while at < to {
                 let until = edge.present_until(at, to, block_size);
                 let (start, end) = (at as usize * block_size, until as usize * block_size);
-                let first = tags.partition_point(|run| run.end <= start);
-                let inside = tags[first..].iter().take_while(|run| run.start < end);
-                own.extend(inside.map(|run| TagRun {
-                    start: run.start.max(start),
-                    end: run.end.min(end),
-                    mask: run.mask,
-                }));
+                own.extend(TagRun::within(&tags, start, end));
                 at = edge.absent_until(until, to, block_size);
             }
             if !own.is_empty() {

@@ -44,7 +44,7 @@ impl DeadBlocks {
     /// [`Self::requeue`] follows.
     pub(crate) fn restore(&mut self, forest: &mut Forest, tree: u32, marks: u64) {
         self.num_blocks += marks;
-        *forest.trees_mut().get_mut(tree).num_dead_mut() += marks;
+        *forest.trees_mut().num_dead_mut(tree) += marks;
     }
 
     /// Marks parts of edges that are not extended; returns how many blocks are new. A call that marks nothing does not
@@ -65,7 +65,7 @@ impl DeadBlocks {
             let new = forest.mark(*node, parts, mark);
             if new > 0 {
                 let tree = forest.node(*node).tree;
-                *forest.trees_mut().get_mut(tree).num_dead_mut() += new;
+                *forest.trees_mut().num_dead_mut(tree) += new;
                 marked += new;
                 crate::failpoints::within("mark_dead: marks that are not counted");
                 self.requeue(forest, *node);
@@ -82,7 +82,7 @@ impl DeadBlocks {
     pub(crate) fn revive_path(&mut self, forest: &mut Forest, at: Position) {
         let tree = forest.node(at.node).tree;
         let (mut node, mut end) = (at.node, at.depth);
-        while node != NO_NODE && forest.trees()[tree].num_dead() > 0 {
+        while node != NO_NODE && forest.trees()[tree].num_dead > 0 {
             let start = forest.node(node).depth;
             self.unmark(forest, node, start, end);
             end = start;
@@ -109,7 +109,7 @@ impl DeadBlocks {
         dead.loose -= loose;
         self.num_loose -= u64::from(loose);
         self.num_blocks -= gone;
-        *forest.trees_mut().get_mut(tree).num_dead_mut() -= gone;
+        *forest.trees_mut().num_dead_mut(tree) -= gone;
         forest.drop_marks(node);
     }
 
@@ -184,7 +184,7 @@ fn free_runs(forest: &Forest, node: NodeIndex) -> Vec<DeadRun> {
 /// One step per edge and per dead run down to `at`.
 #[cold]
 pub(crate) fn count_revival(forest: &Forest, at: Position, steps: &mut Steps) -> Option<()> {
-    if forest.trees()[forest.node(at.node).tree].num_dead() == 0 {
+    if forest.trees()[forest.node(at.node).tree].num_dead == 0 {
         return Some(());
     }
     let mut node = at.node;

@@ -66,7 +66,7 @@ impl RadixIndex {
         });
         self.gone.add(Note::new(before, gone.depth, digest));
         let latest = gone.latest_use();
-        if latest > 0 && parent.parent != NO_NODE {
+        if parent.parent != NO_NODE {
             self.forest.add_use(gone.parent, latest);
         }
     }

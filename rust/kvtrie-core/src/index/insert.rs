@@ -177,7 +177,7 @@ impl RadixIndex {
             .as_ref()
             .is_some_and(|path| path.present as usize >= first)
             || first == 0;
-        let over = lease.is_some_and(|lease| self.pins.leases()[lease].is_over());
+        let over = lease.is_some_and(|lease| self.pins.leases()[lease].over);
         let mut done = Inserted::default();
         let mut taken = 0;
         let exact_before = path.as_ref().map_or(0, |path| path.exact);
@@ -491,9 +491,6 @@ impl RadixIndex {
     fn fill(&mut self, node: u32, place: Depth, new: Payload) {
         self.forest.fill(node, place, new);
         self.moved.add(&mut self.forest, node, place, new.id);
-        if place + 1 == self.forest.node(node).end() {
-            self.eviction.requeue(&mut self.forest, node);
-        }
     }
 
     /// Pins the inserted path under the plan's lease.
@@ -577,7 +574,7 @@ impl<'a> Labels<'a> {
             Source::Computed => usize::MAX,
             Source::Imported(imported) => imported.exact_until,
             Source::Plan(_) => {
-                let first = lease.and_then(|lease| index.pins.leases()[lease].first_approximate());
+                let first = lease.and_then(|lease| index.pins.leases()[lease].first_approximate);
                 first.unwrap_or(usize::MAX)
             }
         };

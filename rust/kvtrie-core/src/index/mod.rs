@@ -174,19 +174,13 @@ impl RadixIndex {
     /// O(namespaces · log namespaces).
     #[must_use]
     pub fn namespaces(&self) -> Vec<Arc<Namespace>> {
-        let all = self.forest.trees().iter();
-        let mut all: Vec<Arc<Namespace>> =
-            all.map(|(_, tree)| Arc::clone(tree.namespace())).collect();
-        let key = |namespace: &Namespace| {
-            let salt = match namespace.salt() {
-                Salt::Shared => None,
-                Salt::Tenant(salt) => Some(salt.clone()),
-            };
+        fn key(namespace: &Namespace) -> ([&str; 3], Option<&str>, &Salt) {
             let named = [namespace.model(), namespace.kv_dtype(), namespace.rope()];
-            let named = named.map(String::from);
-            (named, namespace.adapter().map(String::from), salt)
-        };
-        all.sort_by_cached_key(|namespace| key(namespace));
+            (named, namespace.adapter(), namespace.salt())
+        }
+        let all = self.forest.trees().iter();
+        let mut all: Vec<_> = all.map(|(_, tree)| Arc::clone(&tree.namespace)).collect();
+        all.sort_by(|a, b| key(a).cmp(&key(b)));
         all
     }
 

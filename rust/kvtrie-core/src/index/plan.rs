@@ -267,7 +267,7 @@ impl RadixIndex {
     pub fn validate(&self, plan: &ReusePlan) -> Result<Vec<bool>> {
         plan.check_index(self, "ReusePlan.validate")?;
         let lease = self.pins.leases().get(plan.lease());
-        let lease = lease.filter(|lease| lease.is_pinned());
+        let lease = lease.filter(|lease| lease.pinned);
         let blocks = self.forest.blocks();
         Ok(plan.validity(lease, |id, plan| blocks.stayed(id.0, plan)))
     }
@@ -317,7 +317,7 @@ impl RadixIndex {
             path,
         };
         let draft = Draft::new(&cached, seq, policy, len, (end, &ids), effort);
-        self.work.search_looks += draft.as_ref().map_or(0, Draft::looks);
+        self.work.search_looks += draft.as_ref().map_or(0, |draft| draft.looks);
         draft
     }
 }

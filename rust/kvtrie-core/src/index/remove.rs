@@ -217,7 +217,7 @@ impl RadixIndex {
     /// Removes a namespace: returns its unpinned blocks, ascending, and condemns the pinned ones. Plans made before
     /// insert nothing.
     pub fn drop_namespace(&mut self, namespace: &Arc<Namespace>) -> Vec<BlockId> {
-        self.pins.finish(|lease| lease.namespace() == namespace);
+        self.pins.finish(|lease| lease.namespace == *namespace);
         let mut freed = Vec::new();
         if let Some(tree) = self.forest.trees().of(namespace) {
             self.clear_tree(tree, &mut freed);
@@ -240,7 +240,7 @@ impl RadixIndex {
 
     fn clear_tree(&mut self, tree: u32, freed: &mut Vec<BlockId>) {
         self.pins.keep_all_of(&self.forest, tree);
-        let root = self.forest.trees()[tree].root();
+        let root = self.forest.trees()[tree].root;
         let mut all = vec![root];
         let mut next = 0;
         while let Some(&at) = all.get(next) {

@@ -89,7 +89,7 @@ impl RadixIndex {
         if let Some(last) = gone.last() {
             let edge = self.forest.node(last.0);
             let at_end = !edge.has_children() && last.1[last.1.len() - 1].1 == edge.end();
-            if !at_end || gone.len() > 1 || last.1.len() > 1 {
+            if !at_end || gone.len() > 1 {
                 self.forest.renew_version(last.0);
             }
             self.cut_out(cuts);

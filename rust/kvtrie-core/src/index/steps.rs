@@ -32,7 +32,7 @@ impl RadixIndex {
         let tree = trees
             .of(seq.namespace())
             .filter(|_| self.eviction.any_dead());
-        let dead = tree.map_or(0, |tree| trees[tree].num_dead());
+        let dead = tree.map_or(0, |tree| trees[tree].num_dead);
         // An offered block takes a fraction of a step.
         self.unknown_steps(seq) + ids / 4 + replaced * self.pins.leases().len() as u64 + dead
     }

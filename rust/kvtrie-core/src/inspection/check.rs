@@ -11,7 +11,7 @@ use crate::ids::{ABSENT, Depth, NodeIndex};
 use crate::index::RadixIndex;
 use crate::pins::Pins;
 use crate::storage::blocks::BlockState;
-use crate::storage::forest::{Forest, Sources};
+use crate::storage::forest::Forest;
 use crate::storage::node::{Guard, Node};
 
 fn must(condition: bool, what: impl FnOnce() -> String) -> Result<()> {
@@ -84,18 +84,18 @@ impl Checker<'_> {
         }
         let (forest, trees) = (self.forest, self.forest.trees());
         for (tree, state) in trees.iter() {
-            must(trees.of(state.namespace()) == Some(tree), || {
+            must(trees.of(&state.namespace) == Some(tree), || {
                 format!("tree {tree} is not its namespace's")
             })?;
-            must(forest.node(state.root()).is_root(), || {
+            must(forest.node(state.root).is_root(), || {
                 format!("the root of tree {tree} has a parent")
             })?;
-            must(forest.node(state.root()).has_children(), || {
+            must(forest.node(state.root).has_children(), || {
                 format!("tree {tree} is empty")
             })?;
             let before = totals.dead;
-            self.check_tree(tree, state.root(), &pins, &mut totals)?;
-            must(totals.dead - before == state.num_dead(), || {
+            self.check_tree(tree, state.root, &pins, &mut totals)?;
+            must(totals.dead - before == state.num_dead, || {
                 format!("tree {tree} has {} dead blocks", totals.dead - before)
             })?;
         }
@@ -181,17 +181,17 @@ impl Checker<'_> {
         let mut kept: BTreeMap<u32, u32> = BTreeMap::new();
         for (lease, held) in self.pins.leases().iter() {
             must(
-                held.is_pinned()
-                    || held.paths().is_empty()
-                        && held.sources().is_empty()
+                held.pinned
+                    || held.paths.is_empty()
+                        && held.sources.is_empty()
                         && held.kept().next().is_none(),
                 || format!("lease {lease} pins though it must not"),
             )?;
-            let distinct: BTreeSet<u32> = held.paths().iter().map(|path| path.last).collect();
-            must(distinct.len() == held.paths().len(), || {
-                format!("lease {lease} pins paths to one block: {:?}", held.paths())
+            let distinct: BTreeSet<u32> = held.paths.iter().map(|path| path.last).collect();
+            must(distinct.len() == held.paths.len(), || {
+                format!("lease {lease} pins paths to one block: {:?}", held.paths)
             })?;
-            for stretch in held.paths().iter().chain(held.sources()) {
+            for stretch in held.paths.iter().chain(&held.sources) {
                 let place = self.forest.place_of(stretch.last);
                 must(
                     place.is_some_and(|(_, depth)| stretch.from <= depth),
@@ -203,7 +203,7 @@ impl Checker<'_> {
                 })?;
             }
             for (node, depth) in held
-                .paths()
+                .paths
                 .iter()
                 .filter_map(|path| self.forest.place_of(path.last))
             {
@@ -211,7 +211,7 @@ impl Checker<'_> {
                 *ends.entry(depth + 1).or_default() += 1;
             }
             for part in held
-                .sources()
+                .sources
                 .iter()
                 .flat_map(|&source| self.forest.parts(source.last, source.from))
             {
@@ -353,7 +353,7 @@ impl Checker<'_> {
                 || format!("edge {at} has {paths} children on pinned paths"),
             )?;
             let known = self.forest.sources_of(at);
-            must(sources == known.map_or(0, Sources::children), || {
+            must(sources == known.map_or(0, |known| known.children), || {
                 format!("edge {at} has {sources} children with sources")
             })?;
             let runs: Vec<(Depth, Depth, u32)> = pins.runs.get(&at).map_or(Vec::new(), |runs| {
@@ -361,7 +361,7 @@ impl Checker<'_> {
                     .map(|(&(to, from), &count)| (to, from, count))
                     .collect()
             });
-            must(known.map_or(&[][..], Sources::runs) == runs, || {
+            must(known.map_or(&[][..], |known| &known.runs) == runs, || {
                 format!("edge {at} has the sources {known:?}, not {runs:?}")
             })?;
             let has_sources = sources > 0 || !runs.is_empty();
@@ -473,7 +473,10 @@ impl Checker<'_> {
             format!("edge {at} knows of no dead blocks")
         })?;
         let (path_end, protected_end) = (self.forest.path_end(at), self.forest.protected_end(at));
-        let runs = self.forest.sources_of(at).map_or(&[][..], Sources::runs);
+        let runs = self
+            .forest
+            .sources_of(at)
+            .map_or(&[][..], |known| &known.runs);
         let mut loose = 0;
         for range in dead.marks.as_slice() {
             must(range.value <= self.eviction.dead().last_mark(), || {

@@ -34,8 +34,8 @@ impl RadixIndex {
         let marks = self.eviction().dead().mark_ranks(forest);
         let entries = forest.trees().iter().fold(0u64, |sum, (_, tree)| {
             let mut namespace = DefaultHasher::new();
-            tree.namespace().digest().hash(&mut namespace);
-            sum.wrapping_add(digest_tree(forest, tree.root(), namespace.finish(), &marks))
+            tree.namespace.digest().hash(&mut namespace);
+            sum.wrapping_add(digest_tree(forest, tree.root, namespace.finish(), &marks))
         });
         entries.hash(&mut all);
         all.finish()

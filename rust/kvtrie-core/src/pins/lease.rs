@@ -25,18 +25,18 @@ struct Kept {
 /// block that leaves is cut out of its entry and kept by its id.
 #[derive(Debug)]
 pub(crate) struct Lease {
-    pub(super) namespace: Arc<Namespace>,
+    pub(crate) namespace: Arc<Namespace>,
     /// Whether the lease may pin.
-    pub(super) pinned: bool,
+    pub(crate) pinned: bool,
     /// The namespace was dropped or the index reset: inserts take nothing.
-    pub(super) over: bool,
+    pub(crate) over: bool,
     /// Usually one whole path; several after a fork, or if blocks have left.
-    pub(super) paths: SmallVec<[Stretch; 2]>,
-    pub(super) sources: SmallVec<[Stretch; 2]>,
+    pub(crate) paths: SmallVec<[Stretch; 2]>,
+    pub(crate) sources: SmallVec<[Stretch; 2]>,
     /// Pinned blocks that have left; rare.
     kept: Option<Box<Kept>>,
     /// The plan's first approximate token.
-    pub(super) first_approximate: Option<usize>,
+    pub(crate) first_approximate: Option<usize>,
 }
 
 impl Lease {
@@ -50,30 +50,6 @@ impl Lease {
             kept: None,
             first_approximate: None,
         }
-    }
-
-    pub(crate) fn is_pinned(&self) -> bool {
-        self.pinned
-    }
-
-    pub(crate) fn is_over(&self) -> bool {
-        self.over
-    }
-
-    pub(crate) fn namespace(&self) -> &Arc<Namespace> {
-        &self.namespace
-    }
-
-    pub(crate) fn first_approximate(&self) -> Option<usize> {
-        self.first_approximate
-    }
-
-    pub(crate) fn paths(&self) -> &[Stretch] {
-        &self.paths
-    }
-
-    pub(crate) fn sources(&self) -> &[Stretch] {
-        &self.sources
     }
 
     pub(crate) fn pins_sources(&self) -> bool {

@@ -238,7 +238,7 @@ impl Bench {
 
     fn is_over(&self, live: &Live) -> bool {
         let lease = live.plan.lease_index(&self.index, "").unwrap();
-        self.index.pins().leases()[lease].is_over()
+        self.index.pins().leases()[lease].over
     }
 
     fn pins(&self, id: u32) -> u32 {

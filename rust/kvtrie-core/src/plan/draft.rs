@@ -41,7 +41,7 @@ pub(crate) struct Draft {
     pub(crate) source_ids: Vec<BlockId>,
     pub(crate) sources: Vec<SourceRun>,
     pub(crate) candidates_dropped: u64,
-    looks: u64,
+    pub(crate) looks: u64,
 }
 
 pub(crate) fn num_tokens(segments: &[Segment], class: Class) -> usize {
@@ -68,7 +68,16 @@ impl Draft {
         effort: Effort,
     ) -> Option<Self> {
         let usable = Usable::new(cached, policy);
-        let draft = Drafting::new(cached, seq, policy, usable, len).draft(end, ids, effort);
+        let drafting = |usable| Drafting {
+            cached,
+            forest: cached.forest,
+            seq,
+            policy,
+            usable,
+            len,
+            draft: Self::default(),
+        };
+        let draft = drafting(usable).draft(end, ids, effort);
         let approximate = draft
             .as_ref()
             .map_or(0, |draft| num_tokens(&draft.segments, Class::Approximate));
@@ -81,18 +90,13 @@ impl Draft {
             return draft;
         }
         let draft = draft?;
-        let usable = usable.exact_only();
-        let exact = Drafting::new(cached, seq, policy, usable, len).draft(end, ids, effort)?;
+        let exact = drafting(usable.exact_only()).draft(end, ids, effort)?;
         Some(Self {
             // With all places tried, the share might be another.
             candidates_dropped: draft.candidates_dropped.max(exact.candidates_dropped),
             looks: draft.looks,
             ..exact
         })
-    }
-
-    pub(crate) fn looks(&self) -> u64 {
-        self.looks
     }
 }
 
@@ -106,25 +110,7 @@ struct Drafting<'a> {
     draft: Draft,
 }
 
-impl<'a> Drafting<'a> {
-    fn new(
-        cached: &'a Cached<'a>,
-        seq: &'a TokenSequence,
-        policy: &'a ReusePolicy,
-        usable: Usable,
-        len: usize,
-    ) -> Self {
-        Self {
-            cached,
-            forest: cached.forest,
-            seq,
-            policy,
-            usable,
-            len,
-            draft: Draft::default(),
-        }
-    }
-
+impl Drafting<'_> {
     fn draft(
         mut self,
         exact: Position,

@@ -49,7 +49,7 @@ fn nodes_of(index: &RadixIndex, root: NodeIndex) -> Vec<NodeIndex> {
 pub(super) fn numbers(index: &RadixIndex) -> Vec<u32> {
     let mut numbers = Vec::new();
     let all = index.forest().trees().iter();
-    let all = all.flat_map(|(_, tree)| nodes_of(index, tree.root()));
+    let all = all.flat_map(|(_, tree)| nodes_of(index, tree.root));
     for (number, node) in (0..).zip(all) {
         let node = node as usize;
         if numbers.len() <= node {
@@ -67,8 +67,8 @@ pub(super) fn write(index: &RadixIndex, out: &mut Writer) {
     out.u32s(vacant);
     let mut numbers = Vec::new();
     for (_, tree) in index.forest().trees().iter() {
-        write_namespace(tree.namespace(), out);
-        let nodes = nodes_of(index, tree.root());
+        write_namespace(&tree.namespace, out);
+        let nodes = nodes_of(index, tree.root);
         for (number, &node) in (0_u32..).zip(&nodes) {
             let node = node as usize;
             if numbers.len() <= node {

@@ -10,35 +10,13 @@ use crate::storage::slab::Slab;
 
 #[derive(Debug)]
 pub(crate) struct Tree {
-    namespace: Arc<Namespace>,
-    root: NodeIndex,
-    version: u64,
-    num_dead: u64,
-}
-
-impl Tree {
-    pub(crate) fn namespace(&self) -> &Arc<Namespace> {
-        &self.namespace
-    }
-
-    pub(crate) fn root(&self) -> NodeIndex {
-        self.root
-    }
-
+    pub(crate) namespace: Arc<Namespace>,
+    pub(crate) root: NodeIndex,
     /// Renewed when a block in the middle of a path leaves or is replaced, which makes older cursors stale. Unique
     /// within an index.
-    pub(crate) fn version(&self) -> u64 {
-        self.version
-    }
-
+    pub(crate) version: u64,
     /// Counted by `eviction`.
-    pub(crate) fn num_dead(&self) -> u64 {
-        self.num_dead
-    }
-
-    pub(crate) fn num_dead_mut(&mut self) -> &mut u64 {
-        &mut self.num_dead
-    }
+    pub(crate) num_dead: u64,
 }
 
 #[derive(Debug)]
@@ -106,8 +84,8 @@ impl Trees {
         self.all.len()
     }
 
-    pub(crate) fn get_mut(&mut self, tree: u32) -> &mut Tree {
-        &mut self.all[tree]
+    pub(crate) fn num_dead_mut(&mut self, tree: u32) -> &mut u64 {
+        &mut self.all[tree].num_dead
     }
 
     pub(crate) fn near<'a>(

@@ -133,7 +133,7 @@ impl Forest {
     pub(crate) fn root(&self, namespace: &Arc<Namespace>) -> Option<Position> {
         let tree = self.trees.of(namespace)?;
         Some(Position {
-            node: self.trees[tree].root(),
+            node: self.trees[tree].root,
             depth: 0,
         })
     }
@@ -175,7 +175,7 @@ impl Forest {
         if depth > 0 {
             0
         } else {
-            self.trees[tree].namespace().digest()
+            self.trees[tree].namespace.digest()
         }
     }
 

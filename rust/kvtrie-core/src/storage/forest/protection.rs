@@ -56,20 +56,12 @@ pub(crate) struct Change {
 /// Pins of sources that protect blocks of a node.
 #[derive(Debug, Default)]
 pub(crate) struct Sources {
-    children: u32,
+    pub(crate) children: u32,
     /// (end, first, number of pins), ascending.
-    runs: SmallVec<[(Depth, Depth, u32); 1]>,
+    pub(crate) runs: SmallVec<[(Depth, Depth, u32); 1]>,
 }
 
 impl Sources {
-    pub(crate) fn children(&self) -> u32 {
-        self.children
-    }
-
-    pub(crate) fn runs(&self) -> &[(Depth, Depth, u32)] {
-        &self.runs
-    }
-
     fn add(&mut self, from: Depth, to: Depth, count: u32) {
         match self.find(from, to) {
             Ok(known) => self.runs[known].2 += count,

@@ -21,17 +21,7 @@ impl Forest {
 
     pub(crate) fn tags_of_block(&self, node: NodeIndex, place: Depth) -> Vec<TagRun> {
         let (start, end) = self.tokens_of(place);
-        let tags = self.nodes[node].tags();
-        let first = tags.partition_point(|run| run.end <= start);
-        let last = first + tags[first..].partition_point(|run| run.start < end);
-        tags[first..last]
-            .iter()
-            .map(|run| TagRun {
-                start: run.start.max(start),
-                end: run.end.min(end),
-                mask: run.mask,
-            })
-            .collect()
+        TagRun::within(self.nodes[node].tags(), start, end).collect()
     }
 
     pub(crate) fn restore_tags(&mut self, node: NodeIndex, tags: Vec<TagRun>) {

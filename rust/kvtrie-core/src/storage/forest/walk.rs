@@ -28,7 +28,7 @@ impl Forest {
             return None;
         }
         let tree = self.nodes[cursor.node.index].tree;
-        if self.trees[tree].version() != cursor.version {
+        if self.trees[tree].version != cursor.version {
             return None;
         }
         Some((
@@ -58,7 +58,7 @@ impl Forest {
         seq.cursor = (at.depth > 0).then(|| Cursor {
             index: self.uid,
             node: self.nodes.handle(at.node),
-            version: self.trees[node.tree].version(),
+            version: self.trees[node.tree].version,
             present: at.depth,
             exact,
             block_size: self.block_size,
