@@ -21,13 +21,6 @@ pub enum ErrorKind {
 }
 
 /// An error with its kind and one sentence that names the call, the value and the limit.
-///
-/// # Examples
-/// ```
-/// use kvtrie_core::{Config, ErrorKind, RadixIndex};
-/// let error = RadixIndex::new(Config { num_blocks: 0, ..Config::seeded(0) }).unwrap_err();
-/// assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
     kind: ErrorKind,

@@ -79,10 +79,8 @@
 //!
 //! # Structure
 //!
-//! Each folder owns its fields and counters: `storage` (edges, entries, protected blocks, block ids, recent
-//! departures), `pins` (what live plans pin, and blocks that left while pinned), `eviction` (its order, and dead
-//! blocks), `moved` (windows), `tagging` (kinds). `index` has the calls, one algorithm a file; `plan` works out how a
-//! prompt's KV can be built; `inspection` and `snapshot` read an index.
+//! Each folder owns its fields and counters: `storage`, `pins`, `eviction`, `moved` and `tagging` are the components of an
+//! index; `index` has the calls, one algorithm a file; `plan`, `inspection` and `snapshot` read.
 //!
 //! # Hashes
 //!

@@ -117,8 +117,8 @@ impl Ranges {
 
     pub(crate) fn split_front(&mut self, at: Depth) -> Self {
         let first = self.0.partition_point(|range| range.to <= at);
-        let behind = self.0.split_off(first);
-        let mut front = Self(std::mem::replace(&mut self.0, behind));
+        let after = self.0.split_off(first);
+        let mut front = Self(std::mem::replace(&mut self.0, after));
         if let Some(cut) = self.0.first_mut()
             && cut.from < at
         {
@@ -132,7 +132,7 @@ impl Ranges {
         let first = self.0.partition_point(|range| range.to < from);
         let last = first + self.0[first..].partition_point(|range| range.from <= to);
         let (mut had, mut middle) = (0, Range { from, to, value: 0 });
-        let (mut before, mut behind) = (None, None);
+        let (mut before, mut after) = (None, None);
         // Touching ranges are included, and become one range if their numbers are equal.
         for &range in &self.0[first..last] {
             had += range.to.min(to).saturating_sub(range.from.max(from));
@@ -150,12 +150,12 @@ impl Ranges {
                     middle.to = range.to;
                 } else {
                     let from = range.from.max(to);
-                    behind = Some(Range { from, ..range });
+                    after = Some(Range { from, ..range });
                 }
             }
         }
         let middle = value.map(|value| Range { value, ..middle });
-        let new = before.into_iter().chain(middle).chain(behind);
+        let new = before.into_iter().chain(middle).chain(after);
         self.0.splice(first..last, new);
         had
     }

@@ -161,13 +161,13 @@ impl Tags {
             // The next start or end of a run, and the kinds until there.
             let (mut end, mut mask) = (usize::MAX, 0);
             for runs in [&mut own, &mut new] {
-                while let Some((run, behind)) = runs.split_first() {
+                while let Some((run, rest)) = runs.split_first() {
                     if run.end > at {
                         end = end.min(if run.start > at { run.start } else { run.end });
                         mask |= if run.start > at { 0 } else { run.mask };
                         break;
                     }
-                    *runs = behind;
+                    *runs = rest;
                 }
             }
             if end == usize::MAX {

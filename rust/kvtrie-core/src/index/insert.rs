@@ -87,10 +87,7 @@ impl Path {
         let (from, exact_before) = match forest.at_cursor(seq) {
             Some((at, exact)) if at.depth <= limit => (at, exact),
             Some((at, exact)) => {
-                let at = forest.normal(Position {
-                    node: at.node,
-                    depth: limit,
-                });
+                let at = forest.normal(Position::at(at.node, limit));
                 let path = Self {
                     at,
                     present: limit,
@@ -186,12 +183,7 @@ impl RadixIndex {
             let (end, exact) = if need == 0 {
                 let end = depth(first).min(full);
                 (
-                    path.map(|path| {
-                        self.forest.normal(Position {
-                            node: path.at.node,
-                            depth: end,
-                        })
-                    }),
+                    path.map(|path| self.forest.normal(Position::at(path.at.node, end))),
                     exact_before.min(end),
                 )
             } else {
@@ -353,10 +345,7 @@ impl RadixIndex {
         let mut after_approximate = exact < from;
         let settled = ids.len().min(offers.on_path);
         if let Some(path) = &path {
-            let until = Position {
-                node: path.at.node,
-                depth: depth(first + settled),
-            };
+            let until = Position::at(path.at.node, depth(first + settled));
             let edges = self.forest.edges_to(self.forest.normal(until), from);
             if self.forest.num_approximate() > 0 && self.pins.leases().len() > 0 {
                 let leaving = self.replaced(&edges, &ids[offers.same..], labels, after_approximate);
@@ -376,12 +365,7 @@ impl RadixIndex {
             }
         }
         let reached = depth(first + done.blocks.len());
-        let at = path.map(|path| {
-            self.forest.normal(Position {
-                node: path.at.node,
-                depth: reached,
-            })
-        });
+        let at = path.map(|path| self.forest.normal(Position::at(path.at.node, reached)));
         if done.blocks.len() < settled {
             return (at, exact);
         }
@@ -446,7 +430,7 @@ impl RadixIndex {
             if replaces && self.forest.may_be_pinned(node, place) {
                 leaving.add(self.forest.node(node).tree, node, place, place + 1);
             }
-            let Some(now) = outcome.stands() else {
+            let Some(now) = outcome.afterwards() else {
                 break;
             };
             after_approximate |= !now.label.is_exact();
@@ -474,7 +458,7 @@ impl RadixIndex {
                 done.duplicates.push(offer);
                 return Some(now);
             }
-            Outcome::Stays(_) | Outcome::Refused => return outcome.stands(),
+            Outcome::Stays(_) | Outcome::Refused => return outcome.afterwards(),
         };
         let tags = self.forest.tags_of_block(node, place);
         let (old, condemned) = self.remove_entry(node, place);
@@ -541,8 +525,7 @@ impl Outcome {
         }
     }
 
-    /// The block at the place afterwards.
-    fn stands(self) -> Option<Payload> {
+    fn afterwards(self) -> Option<Payload> {
         match self {
             Self::Stays(now) | Self::Duplicate(now) => Some(now),
             Self::Fills(new) | Self::Replaces(new) => Some(new),

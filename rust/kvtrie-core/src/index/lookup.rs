@@ -123,10 +123,7 @@ impl RadixIndex {
         keep_last: usize,
         effort: Effort,
     ) -> Option<Position> {
-        const NOWHERE: Position = Position {
-            node: NO_NODE,
-            depth: 0,
-        };
+        const NOWHERE: Position = Position::at(NO_NODE, 0);
         let limit = depth(seq.len().saturating_sub(keep_last) / self.block_size());
         let (mut at, exact) = match self.forest.at_cursor(seq) {
             Some(known) => known,

@@ -89,22 +89,6 @@ impl RadixIndex {
     ///
     /// # Complexity
     /// As [`plan`](Self::plan), and a lookup of `path`.
-    ///
-    /// # Examples
-    /// ```
-    /// # use std::sync::Arc;
-    /// # use kvtrie_core::*;
-    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
-    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
-    /// let mut one = TokenSequence::new(ns.clone(), vec![1, 2, 3, 4], vec![])?;
-    /// let mut two = TokenSequence::new(ns.clone(), vec![1, 2, 5, 6], vec![])?;
-    /// index.insert(&mut one, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
-    /// index.insert(&mut two, &[BlockId(7), BlockId(1)], InsertOptions::new(4, Source::Computed))?;
-    /// let mut prompt = TokenSequence::new(ns, vec![1, 2, 3, 4, 9], vec![])?;
-    /// let plan = index.plan_from(&mut prompt, &two, &ReusePolicy::EXACT_ONLY, PlanOptions::default())?;
-    /// assert_eq!(plan.blocks(), [BlockId(6)]);
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn plan_from(
         &mut self,
         seq: &mut TokenSequence,

@@ -312,18 +312,18 @@ impl RadixIndex {
         dead.unmark(&mut self.forest, node, from, to);
     }
 
-    /// Makes holes of blocks, unmarked and cut out of their pins; the caller settles the edge. Calls `tell` with each
+    /// Makes holes of blocks, unmarked and cut out of their pins; the caller settles the edge. Calls `report` with each
     /// id and whether it is condemned.
     pub(super) fn vacate(
         &mut self,
         node: NodeIndex,
         from: Depth,
         to: Depth,
-        tell: impl FnMut(u32, bool),
+        report: impl FnMut(u32, bool),
     ) {
         self.moved.remove(&mut self.forest, node, from, to);
         let is_pinned = |id| self.pins.keeps(id);
-        self.forest.vacate(node, from, to, is_pinned, tell);
+        self.forest.vacate(node, from, to, is_pinned, report);
     }
 
     /// Drops trailing holes, empty edges and an empty tree. Returns the remaining edge.

@@ -138,8 +138,8 @@ struct Neighbour {
 }
 
 impl RadixIndex {
-    /// Returns why the exact match of `seq` ends where it does, and what a plan would find. Nothing is touched or
-    /// pinned, and the clock does not advance.
+    /// Why the exact match of `seq` ends where it does, and what a plan would find. Nothing is touched or pinned, and
+    /// the clock does not advance.
     ///
     /// [`Reason::Evicted`] is known of holes, and of the latest 4,096 departures while the prefix before them is
     /// cached. It is wrong only if 64-bit digests collide. What is forgotten, or was dropped with its namespace, is
@@ -149,7 +149,7 @@ impl RadixIndex {
     /// As [`plan`](Self::plan).
     ///
     /// # Complexity
-    /// As [listed](crate#calls-and-costs). The namespaces searched are the nearest ones in the order of their fields,
+    /// A plan without pins, and lookups in at most 64 namespaces of the salt: the nearest in the order of their fields,
     /// half of them before the prompt's own.
     ///
     /// # Examples
@@ -204,10 +204,9 @@ impl RadixIndex {
         let position = num_exact + shared.map_or(0, |neighbour| neighbour.shared);
         let kinds = |token: usize| {
             let end = match (at, neighbour) {
-                (_, Some(Neighbour { node, .. })) => Position {
-                    node,
-                    depth: self.forest().node(node).end(),
-                },
+                (_, Some(Neighbour { node, .. })) => {
+                    Position::at(node, self.forest().node(node).end())
+                }
                 (Some(at), None) => at,
                 (None, None) => return Vec::new(),
             };
@@ -411,7 +410,7 @@ impl fmt::Display for Explanation {
             Reason::Complete => write!(f, "Every whole block is cached.")?,
             Reason::Diverged => write!(
                 f,
-                "At position {position} other tokens are cached: {:?} where the prompt has {:?}, both behind {:?}.",
+                "At position {position} other tokens are cached: {:?} where the prompt has {:?}, both after {:?}.",
                 &self.context.theirs[split..],
                 &self.context.ours[split..],
                 &self.context.ours[..split]
@@ -423,7 +422,7 @@ impl fmt::Display for Explanation {
             )?,
             Reason::NotCached => write!(
                 f,
-                "The cache ends at position {position}, behind {:?}; the prompt goes on with {:?}.",
+                "The cache ends at position {position}, after {:?}; the prompt goes on with {:?}.",
                 &self.context.ours[..split],
                 &self.context.ours[split..]
             )?,

@@ -147,10 +147,7 @@ impl Pins {
             }
             end = run.from;
             last = (run.from > whole.from).then(|| {
-                let above = forest.normal(Position {
-                    node: run.node,
-                    depth: run.from,
-                });
+                let above = forest.normal(Position::at(run.node, run.from));
                 forest.node(above.node).id(above.depth - 1, block_size)
             });
         }

@@ -1,15 +1,10 @@
-//! Bounds the search for moved runs by the prompt and by what is found, whatever is cached.
+//! Bounds the search for moved runs (rule P16 in `docs/design.md`).
 //!
 //! Work is counted in *looks*: a place looked up or tried, a child compared, or [`TOKENS_PER_LOOK`] tokens compared as
 //! memory. A look waits for a few cache lines, 0.03 to 0.1 µs. Looks are counted, not timed, so the same calls on two
-//! indexes of the same seed make the same plans.
-//!
-//! With 64 [candidates](crate::Config::max_candidates), a search of `n` tokens takes at most min(256 + `n` / 8, 512)
-//! looks, plus 1 per 10 tokens, 1 per covered token, and 32 per covered token up to 16,384 in all; plus those of the
-//! window and the place tried last. Fewer candidates change nothing; with more, all but the 1 per covered token grows
-//! in proportion. What is left untried counts as [dropped](crate::ReusePlan::candidates_dropped). Runs that are found
-//! pay for the search: `benches/python/reuse.py` prints what prompts drop, `benches/python/fan.py` the cost of windows
-//! that lead to no run.
+//! indexes of the same seed make the same plans. Those of the window and the place tried last may come on top. Runs
+//! that are found pay for the search: `benches/python/reuse.py` prints what prompts drop, `benches/python/fan.py` the
+//! cost of windows that lead to no run.
 
 /// A cache line.
 pub(super) const TOKENS_PER_LOOK: usize = 16;

@@ -479,10 +479,10 @@ impl<'a> Cover<'a> {
         let prompt = self.follower.prompt.tokens;
         self.first_later().is_none_or(|first| {
             let token = first.start.checked_sub(1).map(|before| prompt[before]);
-            let begins_behind = last.checked_sub(first.start);
-            let begins_behind =
-                begins_behind.is_some_and(|back| place.begins_within(back + 1, token));
-            !begins_behind || self.may_be_better(first, place, last, None)
+            let begins_within = last.checked_sub(first.start);
+            let begins_within =
+                begins_within.is_some_and(|back| place.begins_within(back + 1, token));
+            !begins_within || self.may_be_better(first, place, last, None)
         })
     }
 

@@ -195,7 +195,7 @@ impl Drafting<'_> {
         for (node, from, to) in self.forest.edges_to(own_end, exact.depth) {
             let edge = self.forest.node(node);
             if let Some(depth) = (from..to).find(|&depth| !self.usable.in_place(edge, depth)) {
-                return self.forest.normal(Position { node, depth });
+                return self.forest.normal(Position::at(node, depth));
             }
         }
         own_end
@@ -382,7 +382,6 @@ impl Drafting<'_> {
     }
 }
 
-/// Tokens that are in no segment yet.
 fn compute_until(segments: &mut Vec<Segment>, end: usize) {
     let start = segments.last().map_or(0, |segment| segment.end);
     if start < end {

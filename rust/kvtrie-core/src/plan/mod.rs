@@ -1,16 +1,7 @@
 //! Plans: how to build the KV of a prompt, and the lease that keeps a plan valid (D7, D13, D19).
 //!
-//! A plan is made in one pass from left to right, as a function of the prompt, the policy and the cache:
-//!
-//! 1. In place: whole blocks of the exact prefix, then, if the policy allows it, approximate entries of the same whole
-//!    prefix.
-//! 2. Copied: the exact tokens of the block in which that path leaves the prompt, from the sibling that shares most of
-//!    them.
-//! 3. A cover of the rest by *runs*: maximal common runs with anything cached, of at least `min_run` tokens. At the
-//!    first token that is not covered, the run that contains it and reaches furthest is taken up to its end. So the
-//!    fewest runs cover every token that any run contains.
-//!
-//! A run under the prompt's own whole prefix, after a hole, stays exact if it is; any other run is approximate.
+//! A plan is made in one pass from left to right, as a function of the prompt, the policy and the cache: blocks in
+//! place, the partial block after them, and a cover of the rest by *runs* (rules P1 to P16 in `docs/design.md`).
 //!
 //! `draft` assembles the parts, `cover` covers one token at a time, `search` looks up windows, `reach` follows the
 //! prompt along a source by comparing memory, and `usable` says what a policy allows. A run that contains a token has a

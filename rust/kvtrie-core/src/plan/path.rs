@@ -64,10 +64,7 @@ impl CachedPath {
                 at.depth = at.depth.min(end);
                 return at;
             }
-            at = Position {
-                node: node.parent,
-                depth: node.depth,
-            };
+            at = Position::at(node.parent, node.depth);
         }
     }
 }

@@ -169,7 +169,6 @@ impl<'a> Search<'a> {
         self.windows.stride()
     }
 
-    /// The shortest run found wherever it is cached.
     pub(super) fn min_run(&self) -> usize {
         self.stride() + (WINDOW - 1)
     }

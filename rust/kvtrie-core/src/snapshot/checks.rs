@@ -22,10 +22,7 @@ pub(super) fn new_id(index: &RadixIndex, from: &Reader<'_>, id: u32) -> Result<(
 pub(super) fn read_time(index: &RadixIndex, from: &mut Reader<'_>) -> Result<u64> {
     let time = from.u64()?;
     from.must(time <= index.clock(), || {
-        format!(
-            "a use at time {time}; the clock stands at {}",
-            index.clock()
-        )
+        format!("a use at time {time}; the clock is at {}", index.clock())
     })?;
     Ok(time)
 }

@@ -1,6 +1,6 @@
-//! An index as bytes, and back: versioned, bounded, checked.
+//! An index as bytes, and back: versioned, bounded, checked. `docs/snapshots.md` has the sizes.
 //!
-//! A snapshot has everything except plans. Pins are dropped; condemned blocks wait after those that waited already,
+//! A snapshot has everything except plans: pins are dropped, and condemned blocks wait after those that waited already,
 //! ascending. The restored index gives the same results for all later calls, and has the digest of an index whose plans
 //! were all released at that moment. Only values that depend on the memory layout may differ: `bytes`, `nodes` and
 //! `nodes_visited` in [`Stats`](crate::Stats), and the [`Effort`](crate::Effort) after which a call stops. Plans of the
@@ -26,11 +26,6 @@
 //! | `GONE` | recent departures, oldest first |
 //!
 //! A reader refuses unknown sections, so a writer that adds anything must increase the version.
-//!
-//! An edge takes 17 bytes, plus 4 · (`block_size` + 1) per block or hole. Where present: labels take 2 bytes per block,
-//! a run of tags 24, an item 17 plus its digest, a last use that ends inside the edge 12, a range of sources or dead
-//! blocks 16. A window that looks like another takes 4 bytes, a waiting or quarantined block 4, a departure 16 (at most
-//! 4,096 of them). A namespace takes 34 to 50 bytes plus its fields.
 //!
 //! # Hostile bytes
 //!
@@ -90,8 +85,7 @@ impl RadixIndex {
     /// The index as bytes, for [`restore`](Self::restore): everything except plans. Blocks that they condemned wait for
     /// [`take_freed`](Self::take_freed).
     ///
-    /// The bytes contain the prompts and salts of all tenants and the seed: keep them as secret as these. They take 4 ·
-    /// (`block_size` + 1) bytes per block, 17 per edge, and little else.
+    /// The bytes contain the prompts and salts of all tenants and the seed: keep them as secret as these.
     ///
     /// # Examples
     /// ```

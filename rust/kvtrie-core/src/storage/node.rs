@@ -547,10 +547,10 @@ mod tests {
             }
             let (cut, end) = (node.end() / 2, node.end());
             if cut > 0 {
-                let latest_behind = (cut..end).map(|depth| node.last_use(depth)).max().unwrap_or(0);
+                let latest_after = (cut..end).map(|depth| node.last_use(depth)).max().unwrap_or(0);
                 let front = node.split_front(cut, BLOCK_SIZE);
                 for depth in 0..cut {
-                    prop_assert_eq!(front.last_use(depth).max(latest_behind), times[depth as usize]);
+                    prop_assert_eq!(front.last_use(depth).max(latest_after), times[depth as usize]);
                 }
                 for depth in cut..end {
                     prop_assert_eq!(node.last_use(depth), times[depth as usize]);

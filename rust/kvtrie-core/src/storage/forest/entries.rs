@@ -88,7 +88,7 @@ impl Forest {
         self.blocks.enter(new.id, node, place);
     }
 
-    /// Makes holes of blocks, unmarked and cut out of their pins. Calls `tell` with each id and whether it is
+    /// Makes holes of blocks, unmarked and cut out of their pins. Calls `report` with each id and whether it is
     /// condemned: whether `is_pinned`.
     pub(crate) fn vacate(
         &mut self,
@@ -96,14 +96,14 @@ impl Forest {
         from: Depth,
         to: Depth,
         is_pinned: impl Fn(u32) -> bool,
-        mut tell: impl FnMut(u32, bool),
+        mut report: impl FnMut(u32, bool),
     ) {
         let block_size = self.block_size;
         for depth in from..to {
             let id = self.nodes[node].id(depth, block_size);
             let condemned = is_pinned(id);
             self.blocks.depart(id, condemned);
-            tell(id, condemned);
+            report(id, condemned);
         }
         crate::failpoints::within("blocks that left and have no hole");
         let protected = self.protected_end(node).min(to).saturating_sub(from);
@@ -125,13 +125,13 @@ impl Forest {
     }
 
     /// Unpinned blocks leave the end of an edge that has nothing else; [`Self::truncate`] or [`Self::remove_leaf`]
-    /// follows. Calls `tell` from the end.
-    pub(crate) fn vacate_end(&mut self, node: NodeIndex, end: Depth, mut tell: impl FnMut(u32)) {
+    /// follows. Calls `report` from the end.
+    pub(crate) fn vacate_end(&mut self, node: NodeIndex, end: Depth, mut report: impl FnMut(u32)) {
         let edge = &self.nodes[node];
         let from = (end - edge.depth) as usize;
         for &id in edge.blocks.ids(self.block_size)[from..].iter().rev() {
             self.blocks.depart(id, false);
-            tell(id);
+            report(id);
         }
     }
 
@@ -142,19 +142,19 @@ impl Forest {
         self.counts.holes -= u64::from(holes);
     }
 
-    /// Removes an edge with its tree. Calls `tell` as [`Self::vacate`].
+    /// Removes an edge with its tree. Calls `report` as [`Self::vacate`].
     pub(crate) fn drop_node(
         &mut self,
         at: NodeIndex,
         is_pinned: impl Fn(u32) -> bool,
-        mut tell: impl FnMut(u32, bool),
+        mut report: impl FnMut(u32, bool),
     ) {
         let node = self.remove_node(at);
         let ids = node.blocks.ids(self.block_size).iter();
         for &id in ids.filter(|&&id| id != ABSENT) {
             let condemned = is_pinned(id);
             self.blocks.depart(id, condemned);
-            tell(id, condemned);
+            report(id, condemned);
         }
     }
 

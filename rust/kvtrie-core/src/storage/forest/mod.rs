@@ -38,6 +38,12 @@ pub(crate) struct Position {
     pub(crate) depth: Depth,
 }
 
+impl Position {
+    pub(crate) const fn at(node: NodeIndex, depth: Depth) -> Self {
+        Self { node, depth }
+    }
+}
+
 /// Present blocks of one edge: a copy source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SourceRun {
@@ -132,10 +138,7 @@ impl Forest {
 
     pub(crate) fn root(&self, namespace: &Arc<Namespace>) -> Option<Position> {
         let tree = self.trees.of(namespace)?;
-        Some(Position {
-            node: self.trees[tree].root,
-            depth: 0,
-        })
+        Some(Position::at(self.trees[tree].root, 0))
     }
 
     pub(crate) fn root_or_new(&mut self, namespace: &Arc<Namespace>) -> Position {
@@ -146,10 +149,7 @@ impl Forest {
         crate::failpoints::within("a tree without a root");
         let root = self.nodes.insert(Node::new(tree, NO_NODE, 0));
         self.trees.name(tree, root);
-        Position {
-            node: root,
-            depth: 0,
-        }
+        Position::at(root, 0)
     }
 
     /// Returns the root, and whether the namespace is new.

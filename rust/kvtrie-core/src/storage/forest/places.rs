@@ -14,7 +14,6 @@ use crate::tokens::TokenSequence;
 pub(crate) struct PathPart {
     pub(crate) from: Depth,
     pub(crate) to: Depth,
-    /// A present block below them is not on the path.
     pub(crate) is_extended: bool,
 }
 
@@ -56,10 +55,7 @@ impl Forest {
     pub(crate) fn path_through(&self, id: u32, from: Depth) -> Vec<BlockId> {
         let mut ids = Vec::new();
         if let Some((node, depth)) = self.place_of(id) {
-            let end = Position {
-                node,
-                depth: depth + 1,
-            };
+            let end = Position::at(node, depth + 1);
             self.path_ids(end, from, &mut ids);
         }
         ids

@@ -32,10 +32,7 @@ impl Forest {
             return None;
         }
         Some((
-            self.normal(Position {
-                node: cursor.node.index,
-                depth: cursor.present,
-            }),
+            self.normal(Position::at(cursor.node.index, cursor.present)),
             cursor.exact,
         ))
     }
