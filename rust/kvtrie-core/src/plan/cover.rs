@@ -385,9 +385,7 @@ impl<'a> Cover<'a> {
         let least = || {
             // A run of min_run tokens starts here at the earliest ...
             let first = (last + 1).saturating_sub(min_run);
-            let up = Kinship::Moved;
-            let (node, from) = (place.node, place.last);
-            let start = follower.up(up, node, from, last, first, &mut Pieces::new());
+            let start = follower.up(place.node, place.last, last, first, &mut Pieces::new());
             // ... and reaches further than the best known run.
             covered.max(start + min_run)
         };
@@ -406,14 +404,8 @@ impl<'a> Cover<'a> {
             return;
         }
         let enough = self.floor.min(end.saturating_sub(self.min_run));
-        let start = self.follower.up(
-            Kinship::Moved,
-            place.node,
-            place.last,
-            last,
-            enough,
-            &mut path,
-        );
+        let follower = &self.follower;
+        let start = follower.up(place.node, place.last, last, enough, &mut path);
         if end - start >= self.min_run {
             self.add(start, Kinship::Moved, path, at);
         } else if end - start >= search.min_run() {
@@ -653,7 +645,7 @@ impl<'a> Cover<'a> {
             .down(Kinship::Own, node, from, from, || 0, &mut path);
         self.skipped += done.skipped;
         let end = done.end;
-        if end > at && end > from && end - start >= self.min_run {
+        if end > at && end - start >= self.min_run {
             self.add(from, Kinship::Own, path, at);
         }
         end

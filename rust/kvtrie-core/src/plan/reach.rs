@@ -174,7 +174,6 @@ impl Follower<'_> {
     /// Returns where the common tokens begin.
     pub(super) fn up(
         &self,
-        kinship: Kinship,
         mut node: NodeIndex,
         mut from: usize,
         mut at: usize,
@@ -195,7 +194,7 @@ impl Follower<'_> {
                 continue;
             }
             let limit = start.max(from.saturating_sub(at - enough));
-            let usable = self.usable.start(kinship, edge, from, limit);
+            let usable = self.usable.start(edge, from, limit);
             let known = edge.view(block_size).slice(usable, from);
             let same = known.common_end(self.prompt.slice(enough, at));
             if same > 0 {

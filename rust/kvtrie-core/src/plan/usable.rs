@@ -80,7 +80,7 @@ impl Usable {
 
     /// The first position in `at..limit` whose token may not be used.
     pub(super) fn end(&self, kinship: Kinship, node: &Node, at: usize, limit: usize) -> usize {
-        if !self.asks_blocks(kinship, node) {
+        if !has_other_blocks(node) {
             // Exact KV of the own path may be used whatever its kinds.
             let first = (kinship == Kinship::Moved).then(|| self.tagged(node, at, limit).next());
             return first.flatten().map_or(limit, |(start, _)| start);
@@ -104,12 +104,11 @@ impl Usable {
         limit
     }
 
-    /// The first position from `limit` on from which every token before `at` may be used.
-    pub(super) fn start(&self, kinship: Kinship, node: &Node, at: usize, limit: usize) -> usize {
-        if !self.asks_blocks(kinship, node) {
-            let last =
-                (kinship == Kinship::Moved).then(|| self.tagged(node, limit, at).next_back());
-            return last.flatten().map_or(limit, |(_, end)| end);
+    /// The first position from `limit` on from which every token before `at` may be moved.
+    pub(super) fn start(&self, node: &Node, at: usize, limit: usize) -> usize {
+        if !has_other_blocks(node) {
+            let last = self.tagged(node, limit, at).next_back();
+            return last.map_or(limit, |(_, end)| end);
         }
         let block_size = self.block_size;
         let mut to = at;
@@ -117,12 +116,10 @@ impl Usable {
             let depth = (to - 1) / block_size;
             let from = limit.max(depth * block_size);
             let payload = node.payload(crate::ids::depth(depth), block_size);
-            if !self.block(kinship, payload) {
+            if !self.block(Kinship::Moved, payload) {
                 return to;
             }
-            if !(kinship == Kinship::Own && payload.is_exact())
-                && let Some((_, end)) = self.tagged(node, from, to).next_back()
-            {
+            if let Some((_, end)) = self.tagged(node, from, to).next_back() {
                 return end;
             }
             to = from;
@@ -143,12 +140,6 @@ impl Usable {
         }
     }
 
-    /// Not all are exact, or none may be used.
-    fn asks_blocks(&self, kinship: Kinship, node: &Node) -> bool {
-        let nothing_moves = kinship == Kinship::Moved && !self.moves();
-        node.num_holes() > 0 || node.num_approximate() > 0 || nothing_moves
-    }
-
     fn tagged(
         &self,
         node: &Node,
@@ -159,4 +150,9 @@ impl Usable {
         tags.into_iter()
             .flat_map(move |extras| extras.tags.with(start, end, self.forbidden))
     }
+}
+
+/// Whether some are holes or approximate: they are checked one by one.
+fn has_other_blocks(node: &Node) -> bool {
+    node.num_holes() > 0 || node.num_approximate() > 0
 }
