@@ -427,7 +427,7 @@ pins: $(VENV)/.python ## write the lists of pinned packages with their hashes (P
 PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rust/kvtrie-py rust/kvtrie-transfer $(shell find python/kvtrie -name '*.py')
 
 # Inputs of fuzzers and chat templates, which are part of a model, are not read; neither are, for now, the files of FOLLOWS.
-PLAIN += rust/kvtrie-core/tests tests benches tools fuzz locks
+PLAIN += rust/kvtrie-core tests benches tools fuzz locks
 FOLLOWS = tests/pd/*,tests/ledger/test_ledger.py,tests/transfer/test_transfer.py,benches/report.py,fuzz/Cargo.toml
 
 .PHONY: lint

@@ -55,7 +55,7 @@ def test_fields(index: kvtrie.RadixIndex) -> None:
     assert str(why) == (
         "8 of 20 tokens match exactly (2 whole blocks of 4). At position 9 other tokens are "
         "cached: [19, 20] where the prompt has [99, 20], "
-        "both behind [17, 18]. "  # codespell:ignore behind: the core's
+        "both after [17, 18]. "
         "The token before is "
         "tagged reasoning. A plan would take 9 tokens exactly and 0 approximately, and leave 11 to "
         "compute."

@@ -21,9 +21,8 @@ use crate::index::RadixIndex;
 #[derive(Debug)]
 pub struct BlockAllocator {
     num_blocks: u64,
-    /// Freed ids; last in, first out.
     freed: Vec<u32>,
-    /// All ids below `fresh` were allocated before; a bit is set while the id is held.
+    /// Ids below `fresh` were allocated before; a bit is set while the id is held.
     held: Vec<u64>,
     fresh: u32,
 }
@@ -63,10 +62,10 @@ impl BlockAllocator {
     /// Allocates `n` blocks, or none: free ones first, then blocks evicted from the index.
     ///
     /// # Errors
-    /// - [`OutOfBlocks`](crate::ErrorKind::OutOfBlocks) if free, waiting and evictable blocks together are fewer than
-    ///   `n`; nothing is evicted then.
-    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the index was made for a pool of another size, or
-    ///   evicts a block that was not allocated here.
+    /// - [`OutOfBlocks`](crate::ErrorKind::OutOfBlocks) if too few blocks are free, waiting or evictable; nothing is
+    ///   evicted then.
+    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the index has a pool of another size, or evicts a
+    ///   block that was not allocated here.
     pub fn allocate(
         &mut self,
         n: usize,
@@ -91,8 +90,7 @@ impl BlockAllocator {
             )));
         }
         crate::failpoints::before("BlockAllocator.allocate")?;
-        // Evicted ids are checked before a fresh id is taken: an id inserted without allocation could be returned
-        // twice.
+        // Evicted ids are checked before a fresh id is taken, which could otherwise be one of them.
         let missing = n.saturating_sub(usize::try_from(self.num_free()).unwrap_or(usize::MAX));
         let evicted = match evict_from {
             Some(index) if missing > 0 => index.evict(missing),
@@ -223,7 +221,6 @@ mod tests {
             .unwrap();
         let error = pool.allocate(4, Some(&mut index)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-        // All three left the index and are free; 2 is held.
         assert_eq!(
             (pool.num_free() + index.stats().indexed, index.stats().holes),
             (3, 0)

@@ -1,4 +1,4 @@
-//! What an index is made for.
+//! The configuration of an index.
 
 use std::fmt;
 
@@ -6,29 +6,29 @@ use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::moved::Windows;
 
-/// What an index is made for. [`Config::seeded`] has the defaults.
+/// The configuration of an index. [`Config::seeded`] has the defaults.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Config {
     /// Blocks in the engine's pool, 1 to 2³¹; ids are in `0..num_blocks`.
     pub num_blocks: u64,
     /// Token slots in a block, 1 to 4,096.
     pub block_size: usize,
-    /// Seeds every internal hash. Must be secret where prompts come from untrusted people, and the same on all replicas
+    /// Seeds every internal hash. It must be secret where prompts come from untrusted people, and equal on replicas
     /// that must agree.
     pub seed: u64,
     /// Bits kept of every internal hash, 0 to 64. For tests: results do not depend on it.
     pub hash_bits: u32,
-    /// Whether the windows of all cached tokens are kept; moved runs are found by them.
+    /// Whether windows of the cached tokens are kept, by which moved runs are found.
     pub moved_runs: bool,
     /// Tokens in the shortest moved run, at least 8.
     pub min_run: usize,
-    /// Places at which a window of a prompt is tried, at least 1: the most recent ones.
+    /// Most recent places at which a window of a prompt is tried, at least 1.
     pub max_candidates: usize,
     /// Name of the engine's pool, 1 to 64 bytes: a snapshot is restored only with the pool of the same name.
     pub pool_id: Vec<u8>,
 }
 
-/// Without the seed, which is a secret.
+/// Does not show the seed.
 impl fmt::Debug for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Config")
@@ -44,8 +44,8 @@ impl fmt::Debug for Config {
 }
 
 impl Config {
-    /// 65,536 blocks of 16 tokens without moved runs, for a pool named by 16 zeros. There is no default seed: the core
-    /// draws no random numbers, and a publicly known seed protects nobody.
+    /// 65,536 blocks of 16 tokens without moved runs, for a pool named by 16 zeros. The seed has no default, because a
+    /// public seed protects nobody.
     #[must_use]
     pub fn seeded(seed: u64) -> Self {
         Self {
@@ -67,7 +67,6 @@ impl Config {
     /// The lower limit of `min_run`, in tokens.
     pub const MIN_RUN: usize = Windows::MIN_RUN;
 
-    /// Refuses fields outside their limits.
     pub(crate) fn check(&self) -> Result<()> {
         if self.num_blocks == 0 || self.num_blocks > BlockId::MAX_BLOCKS {
             return Err(Error::invalid(format!(

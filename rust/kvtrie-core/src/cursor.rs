@@ -1,27 +1,25 @@
-//! What a sequence remembers of the index that it was last used with.
+//! What a sequence remembers of the index that last used it.
 
 use std::sync::Arc;
 
 use crate::ids::{BlockId, Depth, NodeHandle, depth};
 
-/// The last known path of a sequence: its first `present` blocks are a path that ends in `node` or above.
+/// The last known path of a sequence: `present` blocks, of which the first `exact` are exact, to `node` or above.
 #[derive(Clone, Debug)]
 pub(crate) struct Cursor {
     pub(crate) index: u64,
     pub(crate) node: NodeHandle,
     pub(crate) version: u64,
     pub(crate) present: Depth,
-    /// Exact blocks from the root; at most `present`.
     pub(crate) exact: Depth,
     pub(crate) block_size: usize,
-    /// Number of edges walked, including those of a truncated end.
+    /// Edges walked, including those of a truncated end.
     pub(crate) edges: u64,
-    /// Ids of the first blocks, as read by the last plan; at most `present`.
+    /// Ids of the first blocks, as the last plan read them.
     pub(crate) ids: Option<Arc<Vec<BlockId>>>,
 }
 
 impl Cursor {
-    /// The sequence now ends at `len` tokens.
     pub(crate) fn truncate(&mut self, len: usize) {
         self.present = self.present.min(depth(len / self.block_size));
         self.exact = self.exact.min(self.present);

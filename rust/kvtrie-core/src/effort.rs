@@ -1,6 +1,6 @@
-//! What a call may cost, and what it cost.
+//! Limits and counts of work.
 
-/// Cost limit of a call. A call always advances by at least one block and one edge.
+/// Cost limit of a call, which always advances by at least one block and one edge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Effort {
     /// Edges visited.
@@ -10,7 +10,7 @@ pub struct Effort {
 }
 
 impl Effort {
-    /// No limit: a call with it never gives up.
+    /// No limit.
     pub const ANY: Self = Self {
         nodes: u64::MAX,
         bytes: u64::MAX,
@@ -22,29 +22,25 @@ impl Effort {
     }
 }
 
-/// Steps that a call has left.
 #[derive(Debug)]
 pub(crate) struct Steps(u64);
 
 impl Steps {
-    /// Uses up `count` steps; `None` if fewer are left.
+    /// `None` if fewer are left.
     pub(crate) fn take(&mut self, count: u64) -> Option<()> {
         self.0 = self.0.checked_sub(count)?;
         Some(())
     }
 }
 
-/// The cost of walks and searches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Work {
     pub(crate) nodes_visited: u64,
     pub(crate) bytes_compared: u64,
-    /// Steps of the searches for moved runs.
     pub(crate) search_looks: u64,
 }
 
 impl Work {
-    /// Adds the cost of a walk.
     pub(crate) fn add_walk(&mut self, walk: Self) {
         self.nodes_visited += walk.nodes_visited;
         self.bytes_compared += walk.bytes_compared;

@@ -1,40 +1,33 @@
-//! The error type of the crate and its kinds.
+//! The error type.
 
 use std::fmt;
 
-/// What went wrong, for callers that act on it.
+/// What went wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// An argument is outside its limits. The message names the value and the limit.
+    /// An argument is outside its limits.
     InvalidArgument,
-    /// A block id was given for a place while it backs another one, or twice in one call.
+    /// A block id backs another place already, or was given twice in one call.
     BlockInUse,
     /// Fewer blocks can be freed than requested.
     OutOfBlocks,
-    /// A released plan was used again, or a request that has ended.
+    /// A released plan, or a request that has ended, was used again.
     StaleHandle,
     /// The bytes are not a snapshot, are damaged, or exceed a limit.
     Snapshot,
-    /// An invariant of the index is broken: a bug in this crate, never in the caller.
+    /// An invariant of the index is broken: a bug in this crate.
     BrokenInvariant,
 }
 
 /// An error with its kind and one sentence that names the call, the value and the limit.
-///
-/// # Examples
-/// ```
-/// use kvtrie_core::{Config, ErrorKind, RadixIndex};
-/// let error = RadixIndex::new(Config { num_blocks: 0, ..Config::seeded(0) }).unwrap_err();
-/// assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
     kind: ErrorKind,
     message: String,
 }
 
-/// `Result` with this crate's [`Error`].
+/// A result with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
@@ -74,7 +67,7 @@ impl Error {
         }
     }
 
-    /// The kind, for callers that act on it.
+    /// What went wrong.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.kind

@@ -1,12 +1,10 @@
 //! Failures on demand, for tests. Without the feature `failpoints` they compile to nothing.
 //!
-//! A *point* is a place in a call. At a point before the first change, the call can fail with an error or panic, and
-//! leaves everything as it was. Between two changes it can only panic: what it changes is then inconsistent and must
-//! not be used again, which a poisoned lock ensures. A point between two changes that returned an error would be a
-//! bug.
+//! A *point* is a place in a call. Before the first change, a call can fail there with an error or panic, and leaves
+//! everything as it was. Between two changes it can only panic: what it changes is then inconsistent, and a poisoned
+//! lock keeps it from being used again.
 //!
-//! Each thread arms one failure at a time, for itself only. The module is public for `kvtrie-transfer`, whose calls have
-//! points too.
+//! Each thread arms one failure at a time, for itself. The module is public for `kvtrie-transfer`.
 
 use crate::error::Result;
 
@@ -16,7 +14,7 @@ use crate::error::Result;
 pub enum Failure {
     /// The call fails with [`BrokenInvariant`](crate::ErrorKind::BrokenInvariant). Only at points before the first change.
     Error,
-    /// The call panics. At any point.
+    /// The call panics, at any point.
     Panic,
 }
 
@@ -26,7 +24,7 @@ pub enum Failure {
 pub struct Fired {
     /// Its name.
     pub place: &'static str,
-    /// Whether the call had changed anything, or might have.
+    /// Whether the call might have changed something.
     pub within: bool,
 }
 
@@ -42,14 +40,14 @@ mod armed {
         static FIRED: Cell<Option<Fired>> = const { Cell::new(None) };
     }
 
-    /// Makes the `nth` point (counted from 1) that this thread reaches fail, once. Points that cannot fail in this way
-    /// do not count.
+    /// Makes the `nth` point (from 1) that this thread reaches fail, once. Points that cannot fail in this way do not
+    /// count.
     pub fn arm(failure: Failure, nth: u64) {
         FIRED.set(None);
         ARMED.set(Some((failure, nth.max(1))));
     }
 
-    /// Disarms all points. Returns the one that failed.
+    /// Disarms all points; returns the one that failed.
     pub fn disarm() -> Option<Fired> {
         ARMED.set(None);
         FIRED.take()
@@ -80,10 +78,10 @@ pub use armed::{arm, disarm};
 /// A point before the first change of a call.
 ///
 /// # Errors
-/// [`BrokenInvariant`](crate::ErrorKind::BrokenInvariant) where this thread armed this point with an error.
+/// [`BrokenInvariant`](crate::ErrorKind::BrokenInvariant) where this thread armed an error.
 ///
 /// # Panics
-/// Where this thread armed this point with a panic.
+/// Where this thread armed a panic.
 #[cfg_attr(
     not(feature = "failpoints"),
     expect(clippy::inline_always, reason = "it is nothing")
@@ -100,7 +98,7 @@ pub fn before(place: &'static str) -> Result<()> {
 /// A point between two changes of a call.
 ///
 /// # Panics
-/// Where this thread armed this point with a panic.
+/// Where this thread armed a panic.
 #[cfg_attr(
     not(feature = "failpoints"),
     expect(clippy::inline_always, reason = "it is nothing")

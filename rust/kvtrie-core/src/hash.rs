@@ -1,10 +1,8 @@
 //! The keyed hash that nominates children.
 //!
-//! A tenant chooses what is hashed: tokens, and digests of items. foldhash XORs words of the input into secret words
-//! and multiplies the results. Whoever knows the secret words can choose inputs that multiply by zero, which all have
-//! one hash whatever else they contain. It has two secrets: a seed per hasher, and six *shared* words that are
-//! constants of the process by default. Here both come from the index's seed. Without it, a zero is a guess of 61 bits.
-//! With it, floods can be made, as for any hash of 64 bits, so untrusted authors of prompts must not know the seed.
+//! foldhash XORs words of the input into secret words and multiplies. Whoever knows the secret words can choose tokens
+//! or digests that multiply by zero, which all have one hash. By default six of these words are constants of the
+//! process; here all come from the index's seed. Without the seed, a zero is a guess of 61 bits.
 
 use std::fmt;
 use std::hash::Hasher;
@@ -14,10 +12,9 @@ use foldhash::quality::FoldHasher;
 
 use crate::tokens::View;
 
-/// Makes the seed of the hasher differ from that of the shared words.
+/// Separates the hasher's seed from that of the shared words.
 const APART: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Hashes the first block of an edge together with its parent.
 #[derive(Clone)]
 pub(crate) struct EdgeHasher {
     seed: u64,
@@ -25,7 +22,7 @@ pub(crate) struct EdgeHasher {
     mask: u64,
 }
 
-/// Does not show the seed, which is a secret.
+/// Does not show the seed.
 impl fmt::Debug for EdgeHasher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("EdgeHasher").finish_non_exhaustive()
@@ -33,7 +30,7 @@ impl fmt::Debug for EdgeHasher {
 }
 
 impl EdgeHasher {
-    /// Cuts every hash to `bits` bits (0 to 64), so that tests can force collisions.
+    /// Keeps `bits` bits (0 to 64) of each hash, so that tests can force collisions.
     pub(crate) fn new(seed: u64, bits: u32) -> Self {
         let mask = if bits >= 64 {
             u64::MAX
@@ -47,7 +44,6 @@ impl EdgeHasher {
         }
     }
 
-    /// Hash of the block `first` as an edge below the node `parent`.
     pub(crate) fn edge(&self, parent: u32, first: View<'_>) -> u64 {
         let mut hasher = FoldHasher::with_seed(self.seed, &self.words);
         hasher.write_u32(parent);
@@ -72,7 +68,6 @@ mod tests {
     use crate::namespace::{Namespace, Salt};
     use crate::tokens::{Item, TokenSequence};
 
-    /// Siblings of one flood.
     const SIBLINGS: u32 = 32_000;
     const BLOCK: usize = 16;
 
@@ -82,7 +77,6 @@ mod tests {
         (product >> 64) as u64 ^ product as u64
     }
 
-    /// The constants that `foldhash` XORs into its input, for a known shared seed.
     fn constants(shared: u64) -> [u64; 6] {
         let mut last = shared;
         std::array::from_fn(|_| {
@@ -91,11 +85,11 @@ mod tests {
         })
     }
 
-    /// Shared seeds that an attacker without the index's seed may try: constants, and the seed 0.
+    /// Shared seeds that an attacker may try: constants, and the seed 0.
     const GUESSES: [u64; 2] = [0x6b76_7472_6965_0001, 0];
 
-    /// Blocks whose words 2 and 3 equal the constant that a hash of folded products XORs into them. Both of its lanes
-    /// end in a product with 0, whatever the other words and the key.
+    /// Blocks whose words 2 and 3 equal the constant of the XOR: both lanes end in a product with 0, whatever the
+    /// key.
     fn zeroing(shared: u64) -> impl Iterator<Item = Vec<u32>> {
         let [word, ..] = constants(shared);
         let halves = [word, word >> 32].map(|half| (half & 0xffff_ffff) as u32);
@@ -107,7 +101,7 @@ mod tests {
         })
     }
 
-    /// Digests of an item that end in the constant for short strings: what was hashed before is multiplied by 0.
+    /// Digests that end in the constant for short strings: what was hashed before is multiplied by 0.
     fn zeroing_digests(shared: u64) -> impl Iterator<Item = [u8; 16]> {
         let [_, word, ..] = constants(shared);
         (0..u64::from(SIBLINGS)).map(move |n| {
@@ -120,7 +114,6 @@ mod tests {
 
     const SEEDS: [u64; 5] = [0, 1, u64::MAX, 0x6a09_e667_f3bc_c908, 0x2545_f491_4f6c_dd1d];
 
-    /// Each guess against each seed.
     fn attacks() -> impl Iterator<Item = (u64, u64)> {
         SEEDS
             .into_iter()
@@ -191,7 +184,7 @@ mod tests {
         assert_ne!(hasher.edge(3, view(&two)), hasher.edge(3, view(&one)));
     }
 
-    /// How many nodes are compared when each first block below a root is looked up once.
+    /// Nodes compared when each first block below a root is looked up once.
     fn comparisons(seed: u64, blocks: impl Iterator<Item = Vec<u32>>) -> usize {
         let config = Config {
             num_blocks: SIBLINGS.into(),

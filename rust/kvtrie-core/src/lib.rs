@@ -1,8 +1,7 @@
-//! An index of an engine's KV pool: which KV of a prompt is cached, where is it stored, how exact is it, and what must
-//! be computed?
+//! An index of an engine's KV pool: which KV of a prompt is cached, where, how exact is it, and what must be computed?
 //!
-//! The index is a forest of radix trees that map token ids to block ids. Pure Rust, without Python, I/O, unsafe code of
-//! its own or access to KV bytes.
+//! A forest of radix trees maps token ids to block ids. Pure Rust, without Python, I/O, unsafe code of its own or
+//! access to KV bytes.
 //!
 //! # The model
 //!
@@ -25,7 +24,8 @@
 //! *n* is the number of given tokens that the sequence was not known to share at its last use with this index: a grown
 //! sequence costs only its new tokens. That knowledge lasts until something in the middle of a path of its namespace
 //! leaves or is replaced, or something is evicted from the edge in which it ends. Costs do not depend on what else is
-//! cached, except where the table says so.
+//! cached, except where the table says so. *Cuts* are O(live plans · edges of their paths and sources in the same
+//! namespaces), once if some of the blocks are pinned. A *pass* over the leaves is made above the bound on holes.
 //!
 //! | call | cost |
 //! |---|---|
@@ -34,22 +34,22 @@
 //! | `plan` with [`approximate`](ReusePolicy::approximate) | + O(tokens of the rest): a bounded number of looks per token and per covered token, whatever is cached (rule P16 in `docs/design.md`); tokens of a run are compared as memory |
 //! | [`insert`](RadixIndex::insert) | O(*n* + ids given); where an edge is cut, its shorter part is copied once |
 //! | [`release`](RadixIndex::release) | O(edges no longer pinned + log leaves), and O(runs of sources + edges above them no longer pinned) |
-//! | [`evict`](RadixIndex::evict) | O(log leaves) per leaf or run of dead blocks, and O(1) per block; above the bound on holes, one pass over the leaves |
-//! | [`discard`](RadixIndex::discard) | O(log leaves) per block; if some are pinned, once O(live plans · edges of their paths and sources in the same namespaces); above the bound on holes, one pass over the leaves |
+//! | [`evict`](RadixIndex::evict) | O(log leaves) per leaf or run of dead blocks, and O(1) per block; a pass |
+//! | [`discard`](RadixIndex::discard) | O(log leaves) per block; cuts; a pass |
 //! | [`quarantine`](RadixIndex::quarantine) | as `discard`, and O(waiting blocks) if one of the blocks is waiting |
 //! | [`mark_dead`](RadixIndex::mark_dead) | O(*n* + edges of the path) and O(log dead runs) per run of blocks; afterwards, each use in a namespace with dead blocks costs O(edges of its path) |
-//! | [`remove_spans`](RadixIndex::remove_spans) | O(*n* + edges of the path + blocks removed), and O(log leaves) per edge; if some are pinned, once O(live plans · edges of their paths and sources in the same namespace); above the bound on holes, one pass over the leaves |
+//! | [`remove_spans`](RadixIndex::remove_spans) | O(*n* + edges of the path + blocks removed), and O(log leaves) per edge; cuts; a pass |
 //! | [`tag`](RadixIndex::tag), [`tags`](RadixIndex::tags) | O(*n* + edges and tags of the path + spans · log spans), and O(blocks) in its edges with holes |
 //! | [`num_evictable`](RadixIndex::num_evictable) | O(1) |
 //! | [`drop_namespace`](RadixIndex::drop_namespace), [`reset`](RadixIndex::reset) | O(blocks dropped + blocks that live plans pin there) |
-//! | [`explain`](RadixIndex::explain) | a plan without pins + O(log namespaces) + a lookup in each of at most 64 namespaces of the same salt; the latest 4,096 departures are known, at 20 bytes each |
-//! | [`snapshot`](RadixIndex::snapshot), [`restore`](RadixIndex::restore) | O(tokens held + windows), O(bytes · log bytes); 4 · (`block_size` + 1) bytes per block and 17 per edge |
+//! | [`explain`](RadixIndex::explain) | a plan without pins + O(log namespaces) + a lookup in each of at most 64 namespaces of the same salt |
+//! | [`snapshot`](RadixIndex::snapshot), [`restore`](RadixIndex::restore) | O(tokens held + windows), O(bytes · log bytes) |
 //! | [`stats`](RadixIndex::stats) | O(edges) |
 //! | [`digest`](RadixIndex::digest), [`check`](RadixIndex::check) | O(tokens held + pinned blocks, counted once per plan) |
 //!
 //! No call recurses: a chain of 10⁶ edges is walked with any stack size. No table is moved as a whole: `cargo run
 //! --release -p kvtrie-benches --bin pauses` prints the longest of 10⁵ single inserts and evictions.
-//! `docs/benchmarks.md` has the times of all calls, compared with other indexes and with the limits of the machine.
+//! `docs/benchmarks.md` has the times of all calls.
 //!
 //! # Memory
 //!
@@ -62,11 +62,11 @@
 //! eviction.
 //!
 //! With [`moved_runs`](Config::moved_runs), one window is kept for every `min_run − 7` tokens, at about 10 bytes each
-//! in a table sized for the pool: 1.1 bytes per token at a `min_run` of 16. On long edges with blocks of 16 the sum is
-//! 4 + (4 + 11¼) / 16 + 10 / 9 = 6.1 bytes per token. The latest 4,096 departures, which
+//! in a table sized for the pool: 1.1 bytes per token at a `min_run` of 16. The latest 4,096 departures, which
 //! [`explain`](RadixIndex::explain) reads, take 80 KiB after the first departure.
 //!
-//! Measured at 16 tokens per block, without windows unless the row says so:
+//! `cargo run --release -p kvtrie-benches --bin memory` measures, at 16 tokens per block, bytes requested from the
+//! allocator and resident pages, which include the allocator's overhead:
 //!
 //! | shape | bytes per token | per block | per edge, without its blocks | resident, per token |
 //! |---|---|---|---|---|
@@ -77,36 +77,22 @@
 //! | grown by one block to 8,192 | 5.08 | 81.3 | – | 5.26 |
 //! | leaves of one block below one node | 11.1 | 178 | 98.9 | 12.0 |
 //!
-//! `cargo run --release -p kvtrie-benches --bin memory` prints these rows: bytes requested from the allocator, and
-//! resident pages, which include the allocator's overhead.
-//!
 //! # Structure
 //!
-//! Each folder owns its fields and its counters. Its module says why it is as it is; `make bench` measures that again.
-//!
-//! - `storage`: the forest of edges, the entries, the blocks that pins protect, the table of block ids, and recent
-//!   departures
-//! - `pins`: what live plans pin, and the blocks that left while pinned
-//! - `eviction`: the order of eviction by last use, and dead blocks
-//! - `moved`: the windows by which moved runs are found
-//! - `tagging`: the kinds of tokens
-//! - `index`: the calls of a [`RadixIndex`], one algorithm a file
-//! - `plan`: how the KV of a prompt can be built
-//! - `inspection`: explanations, counters, the digest, checks
-//! - `snapshot`: an index as bytes
-//! - `ledger`, `transfer`: lengths of live requests; KV between engines
+//! Each folder owns its fields and counters: `storage`, `pins`, `eviction`, `moved` and `tagging` are the components of an
+//! index; `index` has the calls, one algorithm a file; `plan`, `inspection` and `snapshot` read.
 //!
 //! # Hashes
 //!
 //! A seeded hash of (parent, first block) nominates a child where there are several; a hash of eight tokens nominates
-//! places of a run. Token ids are compared before anything counts as found, so a collision costs time and never returns
-//! wrong KV. It can cost a place that a plan would have tried, which the plan counts
-//! ([`ReusePlan::candidates_dropped`]). With several tenants the seed is a secret.
+//! places of a run. Token ids are compared before anything counts as found, so a collision costs time, or a place that
+//! a plan would have tried ([`ReusePlan::candidates_dropped`]), and never returns wrong KV. With several tenants the
+//! seed is a secret.
 //!
 //! # Threads
 //!
-//! Calls take `&mut RadixIndex` and `&mut TokenSequence`: a caller with threads puts a lock around each (order: sequence,
-//! then index).
+//! Calls take `&mut RadixIndex` and `&mut TokenSequence`: a caller with threads puts a lock around each (order:
+//! sequence, then index).
 //!
 //! # What it does not decide
 //!

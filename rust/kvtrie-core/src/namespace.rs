@@ -6,13 +6,13 @@ use std::sync::LazyLock;
 
 use crate::error::{Error, Result};
 
-/// The key of [`Namespace::hash`].
+/// Of [`Namespace::hash`].
 static KEY: LazyLock<RandomState> = LazyLock::new(RandomState::new);
 
-/// Who may share KV: one tenant, or everybody. A tenant's salt is a secret: `Debug` does not show it.
+/// Who may share KV. A tenant's salt is a secret: `Debug` does not show it.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Salt {
-    /// Everybody who also chooses `Shared`: sharing is explicit.
+    /// Everybody who also chooses `Shared`.
     Shared,
     /// One tenant; the salt is never empty.
     Tenant(String),
@@ -27,10 +27,8 @@ impl fmt::Debug for Salt {
     }
 }
 
-/// Everything besides tokens that KV depends on, compared by value.
-///
-/// No query returns KV of another namespace. `Debug` shows neither a tenant's salt nor a hash of it, from which the
-/// salt could be guessed.
+/// Everything besides tokens that KV depends on, compared by value. `Debug` shows neither a tenant's salt nor a hash of
+/// it, from which the salt could be guessed.
 ///
 /// # Examples
 /// ```
@@ -42,10 +40,10 @@ impl fmt::Debug for Salt {
 /// ```
 #[derive(Clone, PartialEq, Eq)]
 pub struct Namespace {
-    /// Hash of all fields below, under a key drawn once per process, because clients choose adapters and, in some
-    /// engines, salts. A lookup with the same `Arc` that was used for the insert reads no field.
+    /// Under a key drawn once per process, because clients choose adapters and, in some engines, salts. A lookup with
+    /// the `Arc` of the insert reads no field.
     hash: u64,
-    /// The same without a key, so that ranks and snapshots agree on it.
+    /// Without a key, so that ranks and snapshots agree on it.
     digest: u64,
     model: String,
     kv_dtype: String,
@@ -55,11 +53,10 @@ pub struct Namespace {
 }
 
 impl Namespace {
-    /// Builds a namespace.
+    /// A namespace of these fields.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the model, the dtype, the rope, the adapter or the
-    /// tenant's salt is an empty string.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if one of the strings is empty.
     pub fn new(
         model: impl Into<String>,
         kv_dtype: impl Into<String>,

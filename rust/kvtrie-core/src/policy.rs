@@ -3,21 +3,13 @@
 use crate::error::{Error, Result};
 use crate::storage::payload::Label;
 
-/// What a plan may reuse.
-///
-/// Exact KV may always be reused. The other fields limit approximate reuse: KV of another context or position, in place
-/// or copied. What they forbid is treated as not cached.
-///
-/// # Examples
-/// ```
-/// use kvtrie_core::ReusePolicy;
-/// assert!(!ReusePolicy::EXACT_ONLY.approximate);
-/// ```
+/// What a plan may reuse. Exact KV may always be reused; what the fields forbid of approximate KV is treated as not
+/// cached.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReusePolicy {
     /// Whether KV of another context or position may be used at all.
     pub approximate: bool,
-    /// Shortest run to look for, in tokens, not below the index's `min_run`; `None` means the index's.
+    /// Shortest run to look for, in tokens; `None`: the index's `min_run`, which is the least.
     pub min_run: Option<usize>,
     /// Most hops of approximate KV in the prompt: a moved run has one more than its source. At most
     /// [`ReusePolicy::MAX_HOPS`].
@@ -26,7 +18,7 @@ pub struct ReusePolicy {
     pub max_approximate_share: f64,
     /// Tokens at the start of every moved run that are computed anyway.
     pub recompute_first: usize,
-    /// Tokens at the end of every moved run that are computed anyway.
+    /// Tokens at its end that are computed anyway.
     pub recompute_last: usize,
     /// Kinds of spans that are not reused approximately.
     pub forbid_kinds: Vec<String>,
@@ -51,8 +43,7 @@ impl ReusePolicy {
         partial_blocks: true,
     };
 
-    /// Checks the fields against their limits, and [`min_run`](Self::min_run) against the shortest run that can be
-    /// found.
+    /// Checks the fields, and [`min_run`](Self::min_run) against the shortest run that can be found.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument), with a message that begins with `call`.

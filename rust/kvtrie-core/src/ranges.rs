@@ -18,7 +18,6 @@ impl Ranges {
         self.0.is_empty()
     }
 
-    /// The ranges of a list, if they have this form.
     pub(crate) fn from_vec(ranges: Vec<Range>) -> Option<Self> {
         let each = ranges.iter().all(|range| range.from < range.to);
         let all = ranges.windows(2).all(|pair| {
@@ -42,7 +41,6 @@ impl Ranges {
         (range.from <= depth).then_some(range.value)
     }
 
-    /// Sets the number of the depths `from..to`.
     pub(crate) fn set(&mut self, from: Depth, to: Depth, value: u64) {
         match self.0.last() {
             Some(last) if last.to >= from => {
@@ -52,8 +50,7 @@ impl Ranges {
         }
     }
 
-    /// Sets the number of those depths of ascending, disjoint ranges that have none; returns how many. One pass over
-    /// both lists if there are many.
+    /// Sets the number of depths that have none, in ascending, disjoint ranges; returns how many. One pass if there are many.
     pub(crate) fn fill(
         &mut self,
         ranges: impl IntoIterator<Item = (Depth, Depth)>,
@@ -83,7 +80,7 @@ impl Ranges {
         count
     }
 
-    /// Removes the numbers of the depths `from..to`; returns how many had one.
+    /// Returns how many had one.
     pub(crate) fn clear(&mut self, from: Depth, to: Depth) -> u32 {
         if self.0.is_empty() || from >= to {
             return 0;
@@ -91,7 +88,6 @@ impl Ranges {
         self.replace(from, to, None)
     }
 
-    /// The depths of `from..to` without a number, as ranges.
     pub(crate) fn gaps(&self, from: Depth, to: Depth) -> Vec<(Depth, Depth)> {
         let first = self.0.partition_point(|range| range.to <= from);
         let (mut found, mut at) = (Vec::new(), from);
@@ -107,7 +103,6 @@ impl Ranges {
         found
     }
 
-    /// The ranges of the depths `from..to`.
     pub(crate) fn within(&self, from: Depth, to: Depth) -> impl Iterator<Item = Range> {
         let first = self.0.partition_point(|range| range.to <= from);
         let inside = self.0[first..]
@@ -122,8 +117,8 @@ impl Ranges {
 
     pub(crate) fn split_front(&mut self, at: Depth) -> Self {
         let first = self.0.partition_point(|range| range.to <= at);
-        let behind = self.0.split_off(first);
-        let mut front = Self(std::mem::replace(&mut self.0, behind));
+        let after = self.0.split_off(first);
+        let mut front = Self(std::mem::replace(&mut self.0, after));
         if let Some(cut) = self.0.first_mut()
             && cut.from < at
         {
@@ -137,8 +132,8 @@ impl Ranges {
         let first = self.0.partition_point(|range| range.to < from);
         let last = first + self.0[first..].partition_point(|range| range.from <= to);
         let (mut had, mut middle) = (0, Range { from, to, value: 0 });
-        let (mut before, mut behind) = (None, None);
-        // Touching ranges are included: if their numbers are equal, they become one range.
+        let (mut before, mut after) = (None, None);
+        // Touching ranges are included, and become one range if their numbers are equal.
         for &range in &self.0[first..last] {
             had += range.to.min(to).saturating_sub(range.from.max(from));
             let joins = Some(range.value) == value;
@@ -155,12 +150,12 @@ impl Ranges {
                     middle.to = range.to;
                 } else {
                     let from = range.from.max(to);
-                    behind = Some(Range { from, ..range });
+                    after = Some(Range { from, ..range });
                 }
             }
         }
         let middle = value.map(|value| Range { value, ..middle });
-        let new = before.into_iter().chain(middle).chain(behind);
+        let new = before.into_iter().chain(middle).chain(after);
         self.0.splice(first..last, new);
         had
     }

@@ -3,13 +3,6 @@
 use crate::error::{Error, Result};
 
 /// A half-open token range with the name of its kind.
-///
-/// # Examples
-/// ```
-/// use kvtrie_core::Span;
-/// let span = Span { start: 120, end: 1620, kind: "reasoning".into() };
-/// assert_eq!(span.end - span.start, 1500);
-/// ```
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Span {
     /// First token.
@@ -48,7 +41,7 @@ impl Kinds {
         &self.0
     }
 
-    /// Returns the kinds with these names, if an index can have them.
+    /// Unless an index cannot have these names.
     pub(crate) fn from_names(names: Vec<String>) -> Option<Self> {
         let mut sorted: Vec<&String> = names.iter().collect();
         sorted.sort_unstable();
@@ -88,7 +81,7 @@ impl Kinds {
         Ok(())
     }
 
-    /// The mask of a kind. A new kind takes the next bit; [`Self::check`] must have accepted it.
+    /// [`Self::check`] must have accepted it. A new kind takes the next bit.
     pub(crate) fn intern(&mut self, kind: &str) -> u64 {
         let bit = self.bit(kind).unwrap_or_else(|| {
             self.0.push(kind.to_owned());
@@ -97,7 +90,6 @@ impl Kinds {
         1 << bit
     }
 
-    /// The mask of the known ones of these kinds.
     pub(crate) fn mask<'a>(&self, kinds: impl IntoIterator<Item = &'a String>) -> u64 {
         let bits = kinds.into_iter().filter_map(|kind| self.bit(kind));
         bits.fold(0, |mask, bit| mask | 1 << bit)
@@ -115,7 +107,24 @@ pub(crate) struct TagRun {
     pub(crate) mask: u64,
 }
 
-/// The tags of an edge: ascending, disjoint runs with non-empty masks, in absolute positions.
+impl TagRun {
+    /// Ascending runs, clipped to `start..end`.
+    pub(crate) fn within(
+        runs: &[Self],
+        start: usize,
+        end: usize,
+    ) -> impl DoubleEndedIterator<Item = Self> {
+        let first = runs.partition_point(|run| run.end <= start);
+        let last = first + runs[first..].partition_point(|run| run.start < end);
+        runs[first..last].iter().map(move |run| Self {
+            start: run.start.max(start),
+            end: run.end.min(end),
+            mask: run.mask,
+        })
+    }
+}
+
+/// Ascending, disjoint runs with non-empty masks, in absolute positions.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tags(Vec<TagRun>);
 
@@ -124,7 +133,7 @@ impl Tags {
         &self.0
     }
 
-    /// Returns the tags of these runs, if they ascend, are disjoint, have kinds, and no two of them could be one run.
+    /// Unless the runs break that form, or two of them could be one.
     pub(crate) fn from_runs(runs: Vec<TagRun>) -> Option<Self> {
         let each = runs.iter().all(|run| run.start < run.end && run.mask != 0);
         let all = runs.windows(2).all(|pair| {
@@ -138,7 +147,7 @@ impl Tags {
         self.rewrite(start, end, |old| old | mask);
     }
 
-    /// Adds the kinds of ascending, disjoint runs with non-empty masks. O(runs of both), or O(log) for few.
+    /// The runs have that form. O(runs of both), or O(log) for few.
     pub(crate) fn merge(&mut self, more: &[TagRun]) {
         if more.len() < 8 {
             for run in more {
@@ -152,13 +161,13 @@ impl Tags {
             // The next start or end of a run, and the kinds until there.
             let (mut end, mut mask) = (usize::MAX, 0);
             for runs in [&mut own, &mut new] {
-                while let Some((run, behind)) = runs.split_first() {
+                while let Some((run, rest)) = runs.split_first() {
                     if run.end > at {
                         end = end.min(if run.start > at { run.start } else { run.end });
                         mask |= if run.start > at { 0 } else { run.mask };
                         break;
                     }
-                    *runs = behind;
+                    *runs = rest;
                 }
             }
             if end == usize::MAX {
@@ -174,35 +183,26 @@ impl Tags {
         self.0 = out;
     }
 
-    /// Removes the kinds of the tokens `start..end`.
     pub(crate) fn clear(&mut self, start: usize, end: usize) {
         self.rewrite(start, end, |_| 0);
     }
 
     pub(crate) fn union(&self, start: usize, end: usize) -> u64 {
-        let first = self.0.partition_point(|run| run.end <= start);
-        self.0[first..]
-            .iter()
-            .take_while(|run| run.start < end)
-            .fold(0, |mask, run| mask | run.mask)
+        TagRun::within(&self.0, start, end).fold(0, |mask, run| mask | run.mask)
     }
 
-    /// The runs of tokens in `start..end` that have any of these kinds, ascending.
+    /// Ascending, clipped to `start..end`.
     pub(crate) fn with(
         &self,
         start: usize,
         end: usize,
         mask: u64,
     ) -> impl DoubleEndedIterator<Item = (usize, usize)> {
-        let first = self.0.partition_point(|run| run.end <= start);
-        let last = first + self.0[first..].partition_point(|run| run.start < end);
-        self.0[first..last]
-            .iter()
+        TagRun::within(&self.0, start, end)
             .filter(move |run| run.mask & mask != 0)
-            .map(move |run| (run.start.max(start), run.end.min(end)))
+            .map(|run| (run.start, run.end))
     }
 
-    /// Splits off the tags of the tokens before `at`.
     pub(crate) fn split_front(&mut self, at: usize) -> Self {
         let mut front = self.clone();
         front.clear(at, usize::MAX);
@@ -216,7 +216,7 @@ impl Tags {
         }
         let first = self.0.partition_point(|run| run.end <= start);
         let last = first + self.0[first..].partition_point(|run| run.start < end);
-        // One neighbour on each side is included, so that adjacent equal masks become one run.
+        // With a neighbour on each side, so that adjacent equal masks become one run.
         let (from, to) = (first.saturating_sub(1), (last + 1).min(self.0.len()));
         let mut out: Vec<TagRun> = Vec::with_capacity(to - from + 2);
         let mut push = |start: usize, end: usize, mask: u64| {

@@ -5,7 +5,7 @@ use crate::span::{Kinds, Span, TagRun};
 use crate::storage::forest::{Forest, Position};
 use crate::tokens::TokenSequence;
 
-/// The kinds of an index. The tags themselves are stored by edge.
+/// The kinds of an index; tags are stored by edge.
 #[derive(Debug, Default)]
 pub(crate) struct Tagging {
     kinds: Kinds,
@@ -22,7 +22,6 @@ impl Tagging {
         self.kinds = kinds;
     }
 
-    /// An edge of a snapshot has tags.
     pub(crate) fn restore_tags(&mut self) {
         self.is_tagged = true;
     }
@@ -32,7 +31,6 @@ impl Tagging {
         self.is_tagged
     }
 
-    /// All kinds of the tokens `start..end` on the path to `at`.
     pub(crate) fn on_path(&self, forest: &Forest, at: Position, start: usize, end: usize) -> u64 {
         if self.is_tagged {
             forest.kinds_on_path(at, start, end)
@@ -41,8 +39,7 @@ impl Tagging {
         }
     }
 
-    /// Tags the tokens of checked spans in the present blocks of the path of `seq`; `None`, and nothing is tagged, if
-    /// that takes more than `effort`.
+    /// `None`, and nothing is tagged, if that takes more than `effort`.
     pub(crate) fn add(
         &mut self,
         forest: &mut Forest,
@@ -56,7 +53,6 @@ impl Tagging {
             return Some(());
         }
         let Some(end) = forest.whole_path(seq, effort)? else {
-            // Registers the kinds.
             self.flattened(spans);
             return Some(());
         };
@@ -64,7 +60,7 @@ impl Tagging {
         for &(node, from, to) in &edges {
             steps.take(forest.node(node).tags().len() as u64)?;
             if forest.node(node).num_holes() > 0 {
-                // Its blocks are checked one by one.
+                // Blocks are checked one by one.
                 steps.take(u64::from(to - from))?;
             }
         }
@@ -78,13 +74,7 @@ impl Tagging {
             while at < to {
                 let until = edge.present_until(at, to, block_size);
                 let (start, end) = (at as usize * block_size, until as usize * block_size);
-                let first = tags.partition_point(|run| run.end <= start);
-                let inside = tags[first..].iter().take_while(|run| run.start < end);
-                own.extend(inside.map(|run| TagRun {
-                    start: run.start.max(start),
-                    end: run.end.min(end),
-                    mask: run.mask,
-                }));
+                own.extend(TagRun::within(&tags, start, end));
                 at = edge.absent_until(until, to, block_size);
             }
             if !own.is_empty() {
@@ -94,7 +84,7 @@ impl Tagging {
         Some(())
     }
 
-    /// The spans as ascending, disjoint runs with all their kinds. Registers the kinds.
+    /// Ascending, disjoint runs with all their kinds, which are registered.
     fn flattened(&mut self, spans: &[Span]) -> Vec<TagRun> {
         let mut turns: Vec<(usize, bool, u32)> = Vec::with_capacity(2 * spans.len());
         for span in spans.iter().filter(|span| span.start < span.end) {
@@ -116,7 +106,7 @@ impl Tagging {
         found
     }
 
-    /// The tags of the path of `seq`, ascending; `None` if this takes more than `effort`.
+    /// Ascending; `None` if this takes more than `effort`.
     pub(crate) fn runs(
         &self,
         forest: &Forest,

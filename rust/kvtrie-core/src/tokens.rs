@@ -1,7 +1,7 @@
 //! Token sequences, and the comparison of tokens.
 //!
 //! A token is compared by its id and, if it is in an item, by the item's digest and its offset from the item's start.
-//! [`View`] is a borrowed run of such tokens. Every match is confirmed through it.
+//! Every match is confirmed through a [`View`], a borrowed run of such tokens.
 
 use std::cmp::Ordering;
 use std::sync::atomic::{self, AtomicU64};
@@ -60,8 +60,7 @@ impl Item {
         self.end
     }
 
-    /// The items that overlap `start..end`, cut at `end`. Their starts stay, because a token is compared by its offset
-    /// from the start.
+    /// The items that overlap `start..end`, cut at `end`. Their starts stay, because offsets count from there.
     pub(crate) fn within(items: &[Self], start: usize, end: usize) -> impl Iterator<Item = Self> {
         let first = items.partition_point(|item| item.end <= start);
         items[first..]
@@ -74,7 +73,6 @@ impl Item {
             })
     }
 
-    /// Removes and cuts items at `end`.
     pub(crate) fn cut(items: &mut Vec<Self>, end: usize) {
         while items.last().is_some_and(|item| item.start >= end) {
             items.pop();
@@ -91,10 +89,8 @@ impl Item {
     }
 }
 
-/// Token ids from position 0, in a namespace.
-///
-/// A sequence remembers how far it was matched by the index that it was last used with, so a grown sequence costs only
-/// its new tokens.
+/// Token ids from position 0, in a namespace. A sequence remembers how far it was matched by the index that last used
+/// it.
 ///
 /// # Examples
 /// ```
@@ -113,7 +109,7 @@ pub struct TokenSequence {
     /// Shared with the plans of this sequence; copied when one of them changes.
     tokens: Arc<Vec<u32>>,
     items: Vec<Item>,
-    /// Renewed when one of the first `held_len` tokens is cut. An equal lineage proves that those tokens did not
+    /// Renewed when one of the first `held_len` tokens is cut: an equal lineage proves that those tokens did not
     /// change.
     lineage: u64,
     held_len: usize,
@@ -122,12 +118,10 @@ pub struct TokenSequence {
     pub(crate) cursor: Option<Cursor>,
 }
 
-/// The right to change a sequence that nobody else may change, from [`TokenSequence::own`] on until this is dropped. A
-/// request of a ledger has one.
+/// The right to change a sequence that nobody else may change, from [`TokenSequence::own`] on until this is dropped.
 #[derive(Debug)]
 pub struct SequenceOwner(Arc<()>);
 
-/// The tokens of a sequence at one moment, kept by a plan.
 #[derive(Clone, Debug)]
 pub(crate) struct Snapshot {
     pub(crate) namespace: Arc<Namespace>,
@@ -143,7 +137,6 @@ impl Clone for TokenSequence {
             namespace: Arc::clone(&self.namespace),
             tokens: Arc::clone(&self.tokens),
             items: self.items.clone(),
-            // The two may continue differently.
             lineage: next_lineage(),
             held_len: 0,
             owner: Weak::new(),
@@ -193,7 +186,7 @@ impl TokenSequence {
     /// Appends tokens without items, for the owner.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if somebody else owns the sequence, or nobody does.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `owner` does not own the sequence.
     pub fn extend_as(&mut self, owner: &SequenceOwner, tokens: &[u32]) -> Result<()> {
         self.check_owner(owner, "TokenSequence.extend_as")?;
         self.push(tokens);
@@ -222,11 +215,11 @@ impl TokenSequence {
         self.cut(len, CALL)
     }
 
-    /// Like [`truncate`](Self::truncate), for the owner.
+    /// As [`truncate`](Self::truncate), for the owner.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `len` is larger than the sequence, or somebody else
-    /// owns the sequence, or nobody does.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `len` is larger than the sequence, or `owner` does not
+    /// own it.
     pub fn truncate_as(&mut self, owner: &SequenceOwner, len: usize) -> Result<()> {
         const CALL: &str = "TokenSequence.truncate_as";
         self.check_owner(owner, CALL)?;
@@ -267,7 +260,7 @@ impl TokenSequence {
         Some(owner)
     }
 
-    /// Whether the sequence has an owner. [`extend`](Self::extend) and [`truncate`](Self::truncate) are refused then.
+    /// Whether the sequence has an owner.
     #[must_use]
     pub fn is_owned(&self) -> bool {
         self.owner.strong_count() > 0
@@ -342,7 +335,6 @@ impl TokenSequence {
         self.held_len = self.held_len.max(len);
     }
 
-    /// The tokens at this moment.
     pub(crate) fn snapshot(&mut self) -> Snapshot {
         self.hold(self.tokens.len());
         Snapshot {
@@ -353,7 +345,7 @@ impl TokenSequence {
         }
     }
 
-    /// Whether this sequence begins with the snapshotted tokens, in the same namespace.
+    /// In the same namespace.
     pub(crate) fn starts_with(&self, snapshot: &Snapshot) -> bool {
         if self.lineage == snapshot.lineage {
             return true;
@@ -381,12 +373,12 @@ fn check_items(items: &[Item], from: usize, len: usize, call: &str) -> Result<()
     Ok(())
 }
 
-/// A borrowed run of tokens that starts at position `base`, with the items that may reach into it.
+/// A run of tokens from position `base` on, with the items that may reach into it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View<'a> {
     pub(crate) tokens: &'a [u32],
     pub(crate) base: usize,
-    /// Ascending, in absolute positions; may extend beyond the run on both sides.
+    /// Absolute positions, ascending; may extend beyond the run.
     pub(crate) items: &'a [Item],
 }
 
@@ -441,8 +433,8 @@ impl<'a> View<'a> {
         }
     }
 
-    /// For every item that overlaps the run: one number for its tokens (where in the run, where in the item, how many),
-    /// and its digest. Blocks of equal ids have equal lists if and only if they are equal.
+    /// Per item that overlaps the run: one number for its tokens (where in the run, where in the item, how many), and
+    /// its digest. Blocks of equal ids have equal lists if and only if they are equal.
     pub(crate) fn items_inside(self) -> impl Iterator<Item = (u64, &'a [u8])> {
         let end = self.base + self.tokens.len();
         let first = self.items.partition_point(|item| item.end <= self.base);
@@ -458,8 +450,7 @@ impl<'a> View<'a> {
             })
     }
 
-    /// The digest of the item at an offset from the start, with the token's offset in that item; and the offset up to
-    /// which the same item, or no item, continues.
+    /// The item's digest and the token's offset in that item, and the offset up to which this continues.
     fn item_at(self, offset: usize) -> (Option<(&'a [u8], usize)>, usize) {
         let at = self.base + offset;
         let index = self.items.partition_point(|item| item.end <= at);
@@ -473,7 +464,7 @@ impl<'a> View<'a> {
     }
 }
 
-/// Length of the common prefix of two lists of ids. Whole chunks are compared as memory.
+/// Whole chunks are compared as memory.
 fn common_ids(a: &[u32], b: &[u32]) -> usize {
     const CHUNK: usize = 256;
     let len = a.len().min(b.len());
@@ -494,7 +485,7 @@ fn common_ids(a: &[u32], b: &[u32]) -> usize {
     len
 }
 
-/// Length of the common suffix of two lists of ids. Whole chunks are compared as memory.
+/// As [`common_ids`].
 fn common_end_ids(a: &[u32], b: &[u32]) -> usize {
     const CHUNK: usize = 64;
     let len = a.len().min(b.len());

@@ -126,7 +126,7 @@ fn diverged_is_exact_to_the_token_in_and_after_an_edge() {
     assert_eq!((why.reason, why.position), (Reason::Diverged, 11));
     assert_eq!(why.context.theirs[8..], [5]);
     assert!(why.to_string().contains(
-        "At position 11 other tokens are cached: [5] where the prompt has [6], both behind [13, 14, 15, 16, 17, 18, 19, 5]." // codespell:ignore behind: the core's
+        "At position 11 other tokens are cached: [5] where the prompt has [6], both after [13, 14, 15, 16, 17, 18, 19, 5]."
     ));
 }
 
@@ -164,7 +164,7 @@ fn not_cached_where_the_cache_ends_or_knows_nothing() {
     assert_eq!(why.context.ours, tokens);
     assert!(
         why.to_string()
-            .contains("The cache ends at position 8, behind [10, 11") // codespell:ignore behind: the core's
+            .contains("The cache ends at position 8, after [10, 11")
     );
     // A dropped namespace is forgotten.
     index.drop_namespace(seq.namespace());

@@ -1,8 +1,7 @@
 //! Dead blocks: marks, skipped while pinned, removed by a use (D8, D11).
 //!
-//! An edge stores the marks of its own blocks. Those that may be evicted are also in [`DeadOrder`]; an edge updates its
-//! runs there after its pins or blocks change, so an eviction visits no pinned block. A use removes the marks of its
-//! path, edge by edge.
+//! An edge stores the marks of its own blocks. Those that may be evicted are also in [`DeadOrder`], and an edge updates
+//! its runs there when its pins or blocks change. So an eviction visits no pinned block.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,10 +11,8 @@ use crate::ids::{Depth, NO_NODE, NodeIndex};
 use crate::storage::forest::{Forest, PathPart, Position, Sources};
 use crate::storage::node::Node;
 
-/// The dead blocks of an index.
 #[derive(Debug, Default)]
 pub(crate) struct DeadBlocks {
-    /// Those that may be evicted.
     order: DeadOrder,
     num_blocks: u64,
     num_loose: u64,
@@ -27,7 +24,6 @@ impl DeadBlocks {
         &self.order
     }
 
-    /// Indexed blocks that are marked dead.
     pub(crate) fn num_blocks(&self) -> u64 {
         self.num_blocks
     }
@@ -45,14 +41,14 @@ impl DeadBlocks {
         self.last_mark = mark;
     }
 
-    /// Counts the marks of an edge of a snapshot. [`Self::requeue`] follows.
+    /// [`Self::requeue`] follows.
     pub(crate) fn restore(&mut self, forest: &mut Forest, tree: u32, marks: u64) {
         self.num_blocks += marks;
-        *forest.trees_mut().get_mut(tree).num_dead_mut() += marks;
+        *forest.trees_mut().num_dead_mut(tree) += marks;
     }
 
-    /// Marks parts of edges that are not extended; returns the number of newly marked blocks. A call that marks nothing
-    /// does not count as a mark.
+    /// Marks parts of edges that are not extended; returns how many blocks are new. A call that marks nothing does not
+    /// count as a mark.
     pub(crate) fn mark(
         &mut self,
         forest: &mut Forest,
@@ -69,7 +65,7 @@ impl DeadBlocks {
             let new = forest.mark(*node, parts, mark);
             if new > 0 {
                 let tree = forest.node(*node).tree;
-                *forest.trees_mut().get_mut(tree).num_dead_mut() += new;
+                *forest.trees_mut().num_dead_mut(tree) += new;
                 marked += new;
                 crate::failpoints::within("mark_dead: marks that are not counted");
                 self.requeue(forest, *node);
@@ -86,7 +82,7 @@ impl DeadBlocks {
     pub(crate) fn revive_path(&mut self, forest: &mut Forest, at: Position) {
         let tree = forest.node(at.node).tree;
         let (mut node, mut end) = (at.node, at.depth);
-        while node != NO_NODE && forest.trees()[tree].num_dead() > 0 {
+        while node != NO_NODE && forest.trees()[tree].num_dead > 0 {
             let start = forest.node(node).depth;
             self.unmark(forest, node, start, end);
             end = start;
@@ -94,7 +90,6 @@ impl DeadBlocks {
         }
     }
 
-    /// Removes the marks of blocks of an edge.
     #[inline]
     pub(crate) fn unmark(&mut self, forest: &mut Forest, node: NodeIndex, from: Depth, to: Depth) {
         if self.num_blocks == 0 || !forest.node(node).has_dead() || from >= to {
@@ -114,11 +109,10 @@ impl DeadBlocks {
         dead.loose -= loose;
         self.num_loose -= u64::from(loose);
         self.num_blocks -= gone;
-        *forest.trees_mut().get_mut(tree).num_dead_mut() -= gone;
+        *forest.trees_mut().num_dead_mut(tree) -= gone;
         forest.drop_marks(node);
     }
 
-    /// Removes the dead blocks of a node from their order of eviction.
     pub(crate) fn unqueue(&mut self, forest: &mut Forest, node: NodeIndex) {
         let Some(dead) = forest.dead_mut(node) else {
             return;
@@ -130,7 +124,6 @@ impl DeadBlocks {
         dead.loose = 0;
     }
 
-    /// Updates the dead blocks of a node in their order of eviction, after a change of what may be evicted.
     pub(crate) fn requeue(&mut self, forest: &mut Forest, node: NodeIndex) {
         self.unqueue(forest, node);
         let protected = forest.protected_end(node);
@@ -157,7 +150,7 @@ impl DeadBlocks {
     }
 }
 
-/// The dead blocks of a node that may be evicted: unpinned, and above nothing pinned except sources.
+/// Dead blocks that may be evicted: unpinned, and above nothing pinned except sources.
 fn free_runs(forest: &Forest, node: NodeIndex) -> Vec<DeadRun> {
     let (mut free, edge) = (Vec::new(), forest.node(node));
     let Some(dead) = edge.extras().and_then(|extras| extras.dead.as_ref()) else {
@@ -188,10 +181,10 @@ fn free_runs(forest: &Forest, node: NodeIndex) -> Vec<DeadRun> {
     free
 }
 
-/// Counts the steps to revive the blocks down to `at`: one per edge and per dead run. `None` if fewer are left.
+/// One step per edge and per dead run down to `at`.
 #[cold]
 pub(crate) fn count_revival(forest: &Forest, at: Position, steps: &mut Steps) -> Option<()> {
-    if forest.trees()[forest.node(at.node).tree].num_dead() == 0 {
+    if forest.trees()[forest.node(at.node).tree].num_dead == 0 {
         return Some(());
     }
     let mut node = at.node;

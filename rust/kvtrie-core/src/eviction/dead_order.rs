@@ -7,7 +7,6 @@ use smallvec::SmallVec;
 
 use crate::ids::{Depth, NodeIndex};
 
-/// Consecutive dead blocks of one mark and one edge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DeadRun {
     pub(crate) mark: u64,
@@ -16,21 +15,18 @@ pub(crate) struct DeadRun {
     pub(crate) to: Depth,
 }
 
-/// The dead blocks that may be evicted: the oldest mark first, then the deepest block.
-///
-/// The blocks of a mark are on one path, so a mark and a depth identify one block.
+/// The dead blocks that may be evicted: the oldest mark first, then the deepest block. The blocks of a mark are on one
+/// path, so a mark and a depth identify one block.
 #[derive(Debug, Default)]
 pub(crate) struct DeadOrder {
     runs: BTreeMap<(u64, Reverse<Depth>), (NodeIndex, Depth)>,
 }
 
 impl DeadOrder {
-    /// The run whose last block is evicted first.
     pub(crate) fn first(&self) -> Option<DeadRun> {
         self.runs().next()
     }
 
-    /// All runs in order of eviction.
     pub(crate) fn runs(&self) -> impl Iterator<Item = DeadRun> {
         self.runs
             .iter()

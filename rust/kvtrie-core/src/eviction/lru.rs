@@ -1,21 +1,21 @@
-//! The order of eviction: an addressable heap of the leaves that may be evicted.
+//! The order of eviction by last use: an addressable heap of the leaves that may be evicted.
 //!
-//! The key of a leaf is the last use of its last block, which is unpinned; ties are resolved by the deepest block, then
-//! the lowest id, and are rare. An entry is 12 bytes, without the tie, so that many fit into a cache line. Each
-//! operation costs O(log leaves in the heap). A list would make a touch cheaper, but a node that becomes a leaf, or a
-//! pin that ends, can have a last use of any age.
+//! The key of a leaf is the last use of its last block, which is unpinned. Ties are rare; the deepest block, then the
+//! lowest id goes first. An entry is 12 bytes, without the tie, so that many fit into a cache line. Each operation
+//! costs O(log leaves). A list would make a touch cheaper, but a new leaf or a released one can have a last use of any
+//! age.
 
 use std::cmp::{Ordering, Reverse};
 
 use crate::ids::{Depth, NodeIndex};
 use crate::storage::paged::Paged;
 
-/// Children of a heap entry. Four fit into one or two cache lines.
+/// Children of a heap entry: four fit into one or two cache lines.
 pub(crate) const ARITY: usize = 4;
 
 #[derive(Clone, Copy, Debug)]
 struct Entry {
-    /// High and low half, so that an entry needs no padding.
+    /// In two halves, so that an entry needs no padding.
     time: [u32; 2],
     node: NodeIndex,
 }
@@ -34,9 +34,8 @@ impl Entry {
     }
 }
 
-/// The heap's access to the leaves.
 pub(crate) trait Leaves {
-    /// Among leaves with the same last use, the smallest is first.
+    /// Among equal last uses, the smallest is first.
     fn tie(&self, node: NodeIndex) -> (Reverse<Depth>, u32);
     /// The leaf's entry is now at `position`, or removed.
     fn moved(&mut self, node: NodeIndex, position: Option<u32>);
@@ -52,13 +51,11 @@ impl EvictionOrder {
         (self.heap.len() > 0).then(|| self.heap[0].node)
     }
 
-    /// The earliest last use of all leaves except the first.
     pub(crate) fn second_time(&self) -> Option<u64> {
         let children = 1..self.heap.len().min(1 + ARITY);
         children.map(|at| self.heap[at].time()).min()
     }
 
-    /// All leaves with their last uses, in no particular order.
     pub(crate) fn entries(&self) -> impl ExactSizeIterator<Item = (u64, NodeIndex)> {
         self.heap.iter().map(|entry| (entry.time(), entry.node))
     }
@@ -68,7 +65,6 @@ impl EvictionOrder {
         self.rise(self.heap.len() - 1, leaves);
     }
 
-    /// Updates a leaf whose last use, depth or id changed.
     pub(crate) fn update(&mut self, position: u32, time: u64, leaves: &mut impl Leaves) {
         let at = position as usize;
         self.heap[at] = Entry::new(time, self.heap[at].node);
@@ -139,7 +135,6 @@ mod tests {
 
     use super::*;
 
-    /// Leaves whose depth and id follow from the node.
     #[derive(Default)]
     struct Model {
         positions: BTreeMap<NodeIndex, u32>,
@@ -167,7 +162,6 @@ mod tests {
             let mut leaves = Model::default();
             let mut times: BTreeMap<u32, u64> = BTreeMap::new();
             for (step, time, node) in steps {
-                // Stamps that differ in both halves.
                 let time = time << 30;
                 match leaves.positions.get(&node).copied() {
                     None if step > 0 => {

@@ -1,4 +1,4 @@
-//! What is evicted, and in which order (D6, D8): dead blocks, then leaves by last use.
+//! What is evicted (D6, D8): dead blocks, then leaves by last use.
 
 mod dead;
 mod dead_order;
@@ -16,11 +16,9 @@ pub(crate) use dead::count_revival;
 pub(crate) use dead_order::DeadRun;
 pub(crate) use lru::ARITY;
 
-/// A leaf's key in the order of eviction.
 pub(crate) type Key = (u64, (Reverse<Depth>, u32));
 
 impl Leaves for Forest {
-    /// Of two leaves with the same last use, the deeper is evicted first, then the lower id.
     fn tie(&self, node: NodeIndex) -> (Reverse<Depth>, u32) {
         let leaf = self.node(node);
         let last = leaf.end() - 1;
@@ -32,7 +30,6 @@ impl Leaves for Forest {
     }
 }
 
-/// The blocks that may be evicted.
 #[derive(Debug, Default)]
 pub(crate) struct Eviction {
     leaves: EvictionOrder,
@@ -56,12 +53,11 @@ impl Eviction {
         self.dead.num_blocks() > 0
     }
 
-    /// Blocks that could be evicted.
     pub(crate) fn num_evictable(&self, forest: &Forest) -> u64 {
         forest.num_indexed() - forest.num_protected() + self.dead.num_loose()
     }
 
-    /// Touches every block above `at`: none of them is dead then. `time` is the newest.
+    /// Touches and revives the path to `at`. `time` is the newest.
     #[inline]
     pub(crate) fn touch(&mut self, forest: &mut Forest, at: Position, time: u64) {
         if at.depth == 0 {
@@ -76,8 +72,7 @@ impl Eviction {
         }
     }
 
-    /// Touches only the blocks of copy sources: none of them is dead then. `time` is the newest. O(log uses as a
-    /// source in the node) per run, and nothing per block.
+    /// Touches and revives source blocks, not those above: O(log uses as a source in the node) per run.
     pub(crate) fn touch_sources(&mut self, forest: &mut Forest, runs: &[SourceRun], time: u64) {
         for run in runs.iter().filter(|run| run.from < run.to) {
             self.dead.unmark(forest, run.node, run.from, run.to);
@@ -88,7 +83,6 @@ impl Eviction {
         }
     }
 
-    /// Updates a node in the order of eviction, after any change that its place there depends on.
     pub(crate) fn requeue(&mut self, forest: &mut Forest, node: NodeIndex) {
         let due = last_use_of_leaf(forest, node);
         match (forest.node(node).queued(), due) {
@@ -110,7 +104,7 @@ impl Eviction {
     }
 }
 
-/// Last use of a leaf's last block, if that may be evicted. A leaf's last block is protected iff it is pinned.
+/// Last use of the last block of an evictable leaf: it is protected iff it is pinned.
 pub(crate) fn last_use_of_leaf(forest: &Forest, node: NodeIndex) -> Option<u64> {
     let leaf = forest.node(node);
     let end = leaf.end();
@@ -120,7 +114,6 @@ pub(crate) fn last_use_of_leaf(forest: &Forest, node: NodeIndex) -> Option<u64> 
     Some(leaf.last_use(end - 1))
 }
 
-/// The key of an evictable leaf in the order of eviction.
 pub(crate) fn eviction_key(forest: &Forest, node: NodeIndex) -> Option<Key> {
     let time = last_use_of_leaf(forest, node)?;
     Some((time, forest.tie(node)))

@@ -10,20 +10,18 @@ use crate::storage::forest::PathPart;
 use crate::tokens::TokenSequence;
 
 impl RadixIndex {
-    /// Marks the blocks wholly inside `ranges` as dead and returns the number of newly marked blocks. Dead blocks are
-    /// evicted before all other indexed blocks: the oldest mark first, then the deepest block. A use of a block removes
-    /// its mark.
+    /// Marks the blocks wholly inside `ranges` as dead and returns how many are newly marked. Dead blocks are evicted
+    /// before all others: the oldest mark first, then the deepest block. A use of a block removes its mark.
     ///
-    /// Ranges are those of [`remove_spans`](Self::remove_spans), and a block that stays there without `force` is
-    /// skipped. Pinned blocks are marked, but leave only after their pins have ended. A call that marks nothing does
-    /// not count as a mark.
+    /// Ranges are those of [`remove_spans`](Self::remove_spans); a block that stays there without `force` is skipped.
+    /// Pinned blocks are marked, but leave only after their pins have ended. A call that marks nothing does not count
+    /// as a mark.
     ///
     /// # Errors
     /// As [`remove_spans`](Self::remove_spans); nothing is marked then.
     ///
     /// # Complexity
-    /// O(edges of the path + tokens not known to be shared), and O(log dead runs) per run of blocks; in an edge with
-    /// holes, O(its blocks inside the ranges).
+    /// As [listed](crate#calls-and-costs); in an edge with holes, also O(its blocks inside the ranges).
     ///
     /// # Examples
     /// ```
@@ -44,12 +42,10 @@ impl RadixIndex {
     }
 
     /// As [`mark_dead`](Self::mark_dead); `None`, and nothing is marked, if that takes more than `effort`.
+    /// O(effort + ranges).
     ///
     /// # Errors
     /// As [`mark_dead`](Self::mark_dead).
-    ///
-    /// # Complexity
-    /// O(effort + ranges).
     pub fn mark_dead_within(
         &mut self,
         seq: &TokenSequence,
@@ -65,7 +61,6 @@ impl RadixIndex {
         Ok(Some(marked))
     }
 
-    /// The blocks of the path of `seq` to mark; `None` if finding or marking them takes more than `effort`.
     fn parts_to_mark(
         &self,
         seq: &TokenSequence,
@@ -75,14 +70,13 @@ impl RadixIndex {
         let found = self.forest.parts_inside(seq, ranges, false, effort)?;
         let mut steps = effort.steps();
         for (node, parts) in &found {
-            // All dead runs of the edge are put into the order again.
+            // All dead runs of the edge are queued again.
             let known = self.forest.node(*node).dead_marks().len() + parts.len();
             steps.take(known as u64)?;
         }
         Some(found)
     }
 
-    /// Evicts dead blocks from the end of the first run, until `out` has `n` or the run is empty.
     pub(super) fn evict_dead(&mut self, run: DeadRun, n: usize, out: &mut Vec<BlockId>) {
         let count = (run.to - run.from).min(crate::ids::depth(n - out.len()));
         let from = run.to - count;

@@ -7,7 +7,6 @@ use crate::storage::gone::Note;
 use crate::tokens::View;
 
 impl RadixIndex {
-    /// Adds a new edge below `parent`, with the tokens of `tokens` from block `from` on.
     pub(super) fn attach(
         &mut self,
         parent: NodeIndex,
@@ -24,7 +23,6 @@ impl RadixIndex {
         child
     }
 
-    /// Appends blocks to an edge without children.
     pub(super) fn append(&mut self, node: NodeIndex, tokens: View<'_>, new: NewBlocks<'_>) {
         let edge = self.forest.node(node);
         let (tree, from) = (edge.tree, edge.end());
@@ -34,7 +32,6 @@ impl RadixIndex {
             .add_run(&mut self.forest, tree, tokens, from, new.ids);
     }
 
-    /// Splits an edge at depth `at`, inside it.
     pub(super) fn split(&mut self, tail: NodeIndex, at: Depth) -> NodeIndex {
         self.eviction.dead_mut().unqueue(&mut self.forest, tail);
         let front = self.forest.split(tail, at);
@@ -45,7 +42,7 @@ impl RadixIndex {
         front
     }
 
-    /// Drops what an edge has from `end` on, which is inside it: holes, and blocks that have left.
+    /// The blocks from `end` on have left.
     pub(super) fn cut_end(&mut self, node: NodeIndex, end: Depth) {
         let block_size = self.block_size();
         let edge = self.forest.node(node);
@@ -55,7 +52,7 @@ impl RadixIndex {
         self.gone.add(Note::new(before, end, digest));
     }
 
-    /// Removes an edge without children, after its blocks have left. Its parent takes over its latest use.
+    /// The blocks of the leaf have left. Its parent takes over its latest use.
     pub(super) fn detach(&mut self, node: NodeIndex) {
         self.eviction.unqueue(&mut self.forest, node);
         let gone = self.forest.remove_leaf(node);
@@ -69,7 +66,7 @@ impl RadixIndex {
         });
         self.gone.add(Note::new(before, gone.depth, digest));
         let latest = gone.latest_use();
-        if latest > 0 && parent.parent != NO_NODE {
+        if parent.parent != NO_NODE {
             self.forest.add_use(gone.parent, latest);
         }
     }

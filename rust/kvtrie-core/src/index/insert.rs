@@ -1,4 +1,4 @@
-//! Adds computed blocks to the tree (D1, D2, D3, D12, D14).
+//! Adds computed blocks (D1, D2, D3, D12, D14).
 
 use crate::effort::{Effort, Work};
 use crate::error::{Error, Result};
@@ -36,7 +36,7 @@ pub enum Source<'a> {
 /// Options of an insert.
 #[derive(Clone, Copy, Debug)]
 pub struct InsertOptions<'a> {
-    /// Number of computed tokens; only blocks that end at or before this position are taken.
+    /// Computed tokens; only blocks that end at or before this position are taken.
     pub num_computed: usize,
     /// Position of the first id, a multiple of the block size.
     pub start: usize,
@@ -64,7 +64,7 @@ impl<'a> InsertOptions<'a> {
 pub struct Inserted {
     /// Ids that back the sequence from `start` on.
     pub blocks: Vec<BlockId>,
-    /// Position up to which the blocks that back the sequence are exact.
+    /// Position up to which these blocks are exact.
     pub num_exact: usize,
     /// Held ids that were not taken: other blocks have their places.
     pub duplicates: Vec<BlockId>,
@@ -74,25 +74,20 @@ pub struct Inserted {
     pub freed: Vec<BlockId>,
 }
 
-/// The path of a sequence, as far as an insert needs it.
 struct Path {
     at: Position,
-    /// End of the present blocks.
+    /// Ends of the present blocks, and of the exact ones among them.
     present: Depth,
-    /// End of the exact blocks among them.
     exact: Depth,
 }
 
 impl Path {
-    /// The path of `seq` with holes and approximate blocks, at most `limit` blocks.
+    /// The path of `seq` through holes and approximate blocks, at most `limit` blocks.
     fn of(forest: &Forest, seq: &TokenSequence, limit: Depth) -> (Option<Self>, Work) {
         let (from, exact_before) = match forest.at_cursor(seq) {
             Some((at, exact)) if at.depth <= limit => (at, exact),
             Some((at, exact)) => {
-                let at = forest.normal(Position {
-                    node: at.node,
-                    depth: limit,
-                });
+                let at = forest.normal(Position::at(at.node, limit));
                 let path = Self {
                     at,
                     present: limit,
@@ -141,8 +136,8 @@ impl RadixIndex {
     /// - [`StaleHandle`](crate::ErrorKind::StaleHandle): the plan was released.
     ///
     /// # Complexity
-    /// O(tokens not known to be shared + ids offered); where an edge is split, also expected O(log siblings)
-    /// comparisons of one block.
+    /// As [listed](crate#calls-and-costs); where an edge is split, also expected O(log siblings) comparisons of one
+    /// block.
     pub fn insert(
         &mut self,
         seq: &mut TokenSequence,
@@ -163,7 +158,7 @@ impl RadixIndex {
         if let Some(path) = &path {
             self.forest.path_ids(path.at, depth(first), &mut existing);
         }
-        // Most tables begin with ids that are at their places already. These need no further check.
+        // The usual start of a table: ids that are at their places already need no check.
         let same = ids[..need.min(existing.len())]
             .iter()
             .zip(&existing)
@@ -179,7 +174,7 @@ impl RadixIndex {
             .as_ref()
             .is_some_and(|path| path.present as usize >= first)
             || first == 0;
-        let over = lease.is_some_and(|lease| self.pins.leases()[lease].is_over());
+        let over = lease.is_some_and(|lease| self.pins.leases()[lease].over);
         let mut done = Inserted::default();
         let mut taken = 0;
         let exact_before = path.as_ref().map_or(0, |path| path.exact);
@@ -188,12 +183,7 @@ impl RadixIndex {
             let (end, exact) = if need == 0 {
                 let end = depth(first).min(full);
                 (
-                    path.map(|path| {
-                        self.forest.normal(Position {
-                            node: path.at.node,
-                            depth: end,
-                        })
-                    }),
+                    path.map(|path| self.forest.normal(Position::at(path.at.node, end))),
                     exact_before.min(end),
                 )
             } else {
@@ -290,7 +280,7 @@ impl RadixIndex {
     }
 
     /// D3: refuses ids that occur twice or back a place other than theirs on the path (`existing`). Marks unknown ids
-    /// as offered. Returns the number of ids up to the last known one.
+    /// as offered; returns the number of ids up to the last known one.
     fn check_offers(
         &mut self,
         ids: &[BlockId],
@@ -337,8 +327,8 @@ impl RadixIndex {
         }
     }
 
-    /// Takes offers from depth `first` on; everything before is present. Returns the ends of the blocks that back the
-    /// sequence and of the exact ones.
+    /// Takes offers from depth `first` on, before which all is present. Returns the ends of the present and the exact
+    /// blocks.
     fn take(
         &mut self,
         seq: &TokenSequence,
@@ -355,10 +345,7 @@ impl RadixIndex {
         let mut after_approximate = exact < from;
         let settled = ids.len().min(offers.on_path);
         if let Some(path) = &path {
-            let until = Position {
-                node: path.at.node,
-                depth: depth(first + settled),
-            };
+            let until = Position::at(path.at.node, depth(first + settled));
             let edges = self.forest.edges_to(self.forest.normal(until), from);
             if self.forest.num_approximate() > 0 && self.pins.leases().len() > 0 {
                 let leaving = self.replaced(&edges, &ids[offers.same..], labels, after_approximate);
@@ -378,12 +365,7 @@ impl RadixIndex {
             }
         }
         let reached = depth(first + done.blocks.len());
-        let at = path.map(|path| {
-            self.forest.normal(Position {
-                node: path.at.node,
-                depth: reached,
-            })
-        });
+        let at = path.map(|path| self.forest.normal(Position::at(path.at.node, reached)));
         if done.blocks.len() < settled {
             return (at, exact);
         }
@@ -424,7 +406,7 @@ impl RadixIndex {
         (Some(at), exact)
     }
 
-    /// The possibly pinned blocks that offers will replace: one search finds the pins of all.
+    /// The possibly pinned blocks that offers will replace.
     fn replaced(
         &self,
         edges: &[(NodeIndex, Depth, Depth)],
@@ -448,7 +430,7 @@ impl RadixIndex {
             if replaces && self.forest.may_be_pinned(node, place) {
                 leaving.add(self.forest.node(node).tree, node, place, place + 1);
             }
-            let Some(now) = outcome.stands() else {
+            let Some(now) = outcome.afterwards() else {
                 break;
             };
             after_approximate |= !now.label.is_exact();
@@ -456,8 +438,7 @@ impl RadixIndex {
         leaving
     }
 
-    /// Carries out the outcome of an offer; a block that it replaces was already cut out of its pins. Returns the block
-    /// at the place afterwards; `None` if there is none.
+    /// Returns the block at the place afterwards. A replaced block was already cut out of its pins.
     fn settle_offer(
         &mut self,
         node: u32,
@@ -477,7 +458,7 @@ impl RadixIndex {
                 done.duplicates.push(offer);
                 return Some(now);
             }
-            Outcome::Stays(_) | Outcome::Refused => return outcome.stands(),
+            Outcome::Stays(_) | Outcome::Refused => return outcome.afterwards(),
         };
         let tags = self.forest.tags_of_block(node, place);
         let (old, condemned) = self.remove_entry(node, place);
@@ -494,12 +475,9 @@ impl RadixIndex {
     fn fill(&mut self, node: u32, place: Depth, new: Payload) {
         self.forest.fill(node, place, new);
         self.moved.add(&mut self.forest, node, place, new.id);
-        if place + 1 == self.forest.node(node).end() {
-            self.eviction.requeue(&mut self.forest, node);
-        }
     }
 
-    /// Pins the inserted path under its plan's lease, and updates the plan's first approximate token.
+    /// Pins the inserted path under the plan's lease.
     fn credit(&mut self, lease: u32, end: Position, exact: Depth) {
         if exact < end.depth {
             let at = exact as usize * self.block_size();
@@ -512,9 +490,9 @@ impl RadixIndex {
 
 #[derive(Clone, Copy)]
 enum Outcome {
-    /// The entry stays. The offer is not returned: the caller does not hold it.
+    /// The entry stays; the caller does not hold the offer.
     Stays(Payload),
-    /// The entry stays, and the offer is returned.
+    /// The entry stays; the offer is returned.
     Duplicate(Payload),
     /// The offer fills an empty place.
     Fills(Payload),
@@ -525,7 +503,6 @@ enum Outcome {
 }
 
 impl Outcome {
-    /// The outcome of an offer at one place of the path (D2, D12).
     fn of(forest: &Forest, node: NodeIndex, place: Depth, offer: BlockId, label: Label) -> Self {
         let now = forest.node(node).payload(place, forest.block_size());
         let held = || forest.blocks().state(offer.0) == BlockState::Unknown;
@@ -548,8 +525,7 @@ impl Outcome {
         }
     }
 
-    /// The block at the place afterwards.
-    fn stands(self) -> Option<Payload> {
+    fn afterwards(self) -> Option<Payload> {
         match self {
             Self::Stays(now) | Self::Duplicate(now) => Some(now),
             Self::Fills(new) | Self::Replaces(new) => Some(new),
@@ -558,12 +534,11 @@ impl Outcome {
     }
 }
 
-/// The ids that an insert offers.
 struct Offers<'a> {
     ids: &'a [BlockId],
-    /// Number of ids with a place on the path.
+    /// Ids with a place on the path.
     on_path: usize,
-    /// Number of ids at the start that are at their places already.
+    /// Ids that are at their places already.
     same: usize,
     /// Ids from here on are unknown.
     known_until: usize,
@@ -582,7 +557,7 @@ impl<'a> Labels<'a> {
             Source::Computed => usize::MAX,
             Source::Imported(imported) => imported.exact_until,
             Source::Plan(_) => {
-                let first = lease.and_then(|lease| index.pins.leases()[lease].first_approximate());
+                let first = lease.and_then(|lease| index.pins.leases()[lease].first_approximate);
                 first.unwrap_or(usize::MAX)
             }
         };
@@ -601,7 +576,7 @@ impl<'a> Labels<'a> {
         }
     }
 
-    /// The label of a block. `after_approximate`: an approximate block is above it.
+    /// The label of a block; `after_approximate`: below an approximate block.
     fn label(&self, place: Depth, after_approximate: bool) -> Label {
         if (place as usize + 1) * self.block_size > self.exact_until {
             Label::approximate(self.hops(place))
@@ -612,7 +587,6 @@ impl<'a> Labels<'a> {
         }
     }
 
-    /// The labels of new blocks; empty if all are exact. `after_approximate`: an approximate block is above them.
     fn of_new(&self, from: Depth, to: Depth, mut after_approximate: bool) -> Vec<Label> {
         if !after_approximate && to as usize * self.block_size <= self.exact_until {
             return Vec::new();

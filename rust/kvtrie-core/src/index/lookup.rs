@@ -45,9 +45,8 @@ impl RadixIndex {
     /// the block size.
     ///
     /// # Complexity
-    /// O(prompt), whatever else is cached; O(new tokens) for a sequence that has grown since its last lookup or insert
-    /// here; plus the ids written. Allocates only room in `out`; with `touch`, a use that ends inside an edge may also
-    /// lengthen the edge's list of such uses.
+    /// As [listed](crate#calls-and-costs). Allocates only room in `out`; with `touch`, a use that ends inside an edge
+    /// may also lengthen the edge's list of such uses.
     ///
     /// # Examples
     /// ```
@@ -73,30 +72,12 @@ impl RadixIndex {
     }
 
     /// As [`lookup`](Self::lookup), for callers that hold a lock. `None`, without a touch, if that takes more than
-    /// `effort`; the next call continues where this one ended. Reviving the dead blocks of the path counts too: if that
-    /// alone exceeds `effort`, every call returns `None`.
+    /// `effort`; the next call continues where this one ended. If reviving the dead blocks of the path alone exceeds
+    /// `effort`, every call returns `None`.
+    /// O(effort + ids written).
     ///
     /// # Errors
     /// As [`lookup`](Self::lookup).
-    ///
-    /// # Complexity
-    /// O(effort + ids written).
-    ///
-    /// # Examples
-    /// ```
-    /// # use std::sync::Arc;
-    /// # use kvtrie_core::*;
-    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
-    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
-    /// let mut seq = TokenSequence::new(Arc::clone(&ns), vec![1, 2, 3, 4], vec![])?;
-    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
-    /// let mut same = TokenSequence::new(ns, vec![1, 2, 3, 4], vec![])?;
-    /// let (all, effort) = (LookupOptions::default(), Effort { nodes: 9, bytes: 8 });
-    /// assert_eq!(index.lookup_within(&mut same, all, effort, &mut Vec::new())?, None);
-    /// let found = index.lookup_within(&mut same, all, effort, &mut Vec::new())?;
-    /// assert_eq!(found.map(|found| found.num_tokens), Some(4));
-    /// # Ok::<(), kvtrie_core::Error>(())
-    /// ```
     pub fn lookup_within(
         &mut self,
         seq: &mut TokenSequence,
@@ -109,7 +90,7 @@ impl RadixIndex {
         let Some(found) = self.exact_prefix(seq, options.keep_last, effort) else {
             return Ok(None);
         };
-        // Reading the ids of an edge takes a fraction of a step.
+        // Reading an id takes a fraction of a step.
         let is_deep = u64::from(found.depth) / 4 > effort.nodes;
         if is_deep && self.known_edges(seq) / 4 > effort.nodes {
             return Ok(None);
@@ -135,18 +116,14 @@ impl RadixIndex {
         }))
     }
 
-    /// The end of the exact prefix of `seq` without its last `keep_last` tokens; depth 0 and no node if the namespace
-    /// has no tree. `None` if this takes more than `effort`.
+    /// The end of the exact prefix of `seq` without its last `keep_last` tokens; depth 0 and no node without a tree.
     pub(crate) fn exact_prefix(
         &mut self,
         seq: &mut TokenSequence,
         keep_last: usize,
         effort: Effort,
     ) -> Option<Position> {
-        const NOWHERE: Position = Position {
-            node: NO_NODE,
-            depth: 0,
-        };
+        const NOWHERE: Position = Position::at(NO_NODE, 0);
         let limit = depth(seq.len().saturating_sub(keep_last) / self.block_size());
         let (mut at, exact) = match self.forest.at_cursor(seq) {
             Some(known) => known,
@@ -157,7 +134,7 @@ impl RadixIndex {
         };
         let known: Depth = exact.min(limit);
         if at.depth > known {
-            // The result is on the known path: an approximate block or the limit follows.
+            // On the known path an approximate block or the limit follows.
             at.depth = known;
             return Some(self.forest.normal(at));
         }

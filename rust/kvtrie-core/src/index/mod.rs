@@ -1,4 +1,4 @@
-//! The radix forest: what an index consists of.
+//! The index: its components, and its calls, one algorithm a file.
 
 mod dead;
 mod edges;
@@ -32,27 +32,20 @@ pub use spans::Removed;
 
 /// A forest of radix trees, one per namespace, that maps tokens to block ids.
 ///
-/// See the [crate's documentation](crate) for what it promises and what its calls cost.
+/// The [crate's documentation](crate) has the model and the cost of every call.
 pub struct RadixIndex {
     config: Config,
-    /// What is cached, and where.
     forest: Forest,
-    /// What live plans pin, and the blocks that left while pinned.
     pins: Pins,
-    /// What is evicted, and in which order.
     eviction: Eviction,
-    /// Where moved runs are found.
     moved: Moved,
-    /// The kinds of tokens.
     tagging: Tagging,
-    /// Recent departures, for [`explain`](Self::explain).
     gone: Gone,
     clock: u64,
     work: Work,
     unknown_discards: u64,
 }
 
-/// The parts of an index that a snapshot fills.
 pub(crate) struct PartsMut<'a> {
     #[cfg(test)]
     pub(crate) config: &'a mut Config,
@@ -67,7 +60,7 @@ pub(crate) struct PartsMut<'a> {
     pub(crate) unknown_discards: &'a mut u64,
 }
 
-/// Without the prompts and the seed.
+/// Does not show the prompts and the seed.
 impl fmt::Debug for RadixIndex {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RadixIndex")
@@ -102,7 +95,6 @@ impl RadixIndex {
         })
     }
 
-    /// The parts of an empty index, to be filled with those of a snapshot.
     pub(crate) fn parts_mut(&mut self) -> PartsMut<'_> {
         PartsMut {
             #[cfg(test)]
@@ -163,14 +155,14 @@ impl RadixIndex {
         self.unknown_discards
     }
 
-    /// The configuration that the index was made with.
+    /// The configuration of the index.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Blocks that [`evict`](Self::evict) could take: those that are neither pinned nor above a pinned block, and dead
-    /// blocks above no pinned block except copy sources. O(1).
+    /// Blocks that [`evict`](Self::evict) could take: those neither pinned nor above a pinned block, and dead blocks
+    /// above no pinned block except copy sources. O(1).
     #[must_use]
     pub fn num_evictable(&self) -> u64 {
         self.eviction.num_evictable(&self.forest)
@@ -182,19 +174,13 @@ impl RadixIndex {
     /// O(namespaces · log namespaces).
     #[must_use]
     pub fn namespaces(&self) -> Vec<Arc<Namespace>> {
-        let all = self.forest.trees().iter();
-        let mut all: Vec<Arc<Namespace>> =
-            all.map(|(_, tree)| Arc::clone(tree.namespace())).collect();
-        let key = |namespace: &Namespace| {
-            let salt = match namespace.salt() {
-                Salt::Shared => None,
-                Salt::Tenant(salt) => Some(salt.clone()),
-            };
+        fn key(namespace: &Namespace) -> ([&str; 3], Option<&str>, &Salt) {
             let named = [namespace.model(), namespace.kv_dtype(), namespace.rope()];
-            let named = named.map(String::from);
-            (named, namespace.adapter().map(String::from), salt)
-        };
-        all.sort_by_cached_key(|namespace| key(namespace));
+            (named, namespace.adapter(), namespace.salt())
+        }
+        let all = self.forest.trees().iter();
+        let mut all: Vec<_> = all.map(|(_, tree)| Arc::clone(&tree.namespace)).collect();
+        all.sort_by(|a, b| key(a).cmp(&key(b)));
         all
     }
 

@@ -19,11 +19,6 @@ impl RadixIndex {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a field of the policy is beyond its limits, or the
     /// policy asks for runs shorter than the index's [`min_run`](crate::Config::min_run).
     ///
-    /// # Complexity
-    /// That of [`lookup`](Self::lookup), plus expected O(log siblings) comparisons of one block. If the policy allows
-    /// approximate reuse, plus O(tokens of the rest): a search takes a bounded number of steps per token of the prompt
-    /// and per token that it covers, whatever is cached (rule P16).
-    ///
     /// # Examples
     /// ```
     /// # use std::sync::Arc;
@@ -56,7 +51,7 @@ impl RadixIndex {
     /// for no moved run, and cannot fail.
     ///
     /// # Complexity
-    /// That of [`plan`](Self::plan) without a search.
+    /// As [`plan`](Self::plan) without a search.
     pub fn pin_in_place(&mut self, seq: &mut TokenSequence, approximate: bool) -> ReusePlan {
         let policy = ReusePolicy {
             approximate,
@@ -80,13 +75,12 @@ impl RadixIndex {
         options: PlanOptions,
     ) -> ReusePlan {
         let draft = self.draft(seq, None, policy, options, Effort::ANY);
-        // `Effort::ANY` is never exceeded.
         self.settle_on(seq, options, draft.unwrap_or_default())
     }
 
-    /// Like [`plan`](Self::plan), as if nothing were cached but the cached path of the sequence `path`: what one sequence could give to
-    /// another. Ties of runs at the same distance go to the earlier position. Places of a window on other paths are
-    /// passed over, a look each, and at most 16 per [candidate](crate::Config::max_candidates); those not looked at
+    /// As [`plan`](Self::plan), as if nothing were cached but the path of the sequence `path`: what one sequence could
+    /// give to another. Ties of runs at the same distance go to the earlier position. Places of a window on other paths
+    /// are passed over, a look each, and at most 16 per [candidate](crate::Config::max_candidates); those not looked at
     /// count as [dropped](ReusePlan::candidates_dropped).
     ///
     /// # Errors
@@ -95,22 +89,6 @@ impl RadixIndex {
     ///
     /// # Complexity
     /// As [`plan`](Self::plan), and a lookup of `path`.
-    ///
-    /// # Examples
-    /// ```
-    /// # use std::sync::Arc;
-    /// # use kvtrie_core::*;
-    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
-    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
-    /// let mut one = TokenSequence::new(ns.clone(), vec![1, 2, 3, 4], vec![])?;
-    /// let mut two = TokenSequence::new(ns.clone(), vec![1, 2, 5, 6], vec![])?;
-    /// index.insert(&mut one, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
-    /// index.insert(&mut two, &[BlockId(7), BlockId(1)], InsertOptions::new(4, Source::Computed))?;
-    /// let mut prompt = TokenSequence::new(ns, vec![1, 2, 3, 4, 9], vec![])?;
-    /// let plan = index.plan_from(&mut prompt, &two, &ReusePolicy::EXACT_ONLY, PlanOptions::default())?;
-    /// assert_eq!(plan.blocks(), [BlockId(6)]);
-    /// # Ok::<(), Error>(())
-    /// ```
     pub fn plan_from(
         &mut self,
         seq: &mut TokenSequence,
@@ -127,19 +105,15 @@ impl RadixIndex {
         crate::failpoints::before("RadixIndex.plan")?;
         let path = CachedPath::of(&self.forest, path);
         let draft = self.draft(seq, Some(&path), policy, options, Effort::ANY);
-        // `Effort::ANY` is never exceeded.
         Ok(self.settle_on(seq, options, draft.unwrap_or_default()))
     }
 
-    /// Like [`plan`](Self::plan), but returns `None` and touches nothing if following the prompt's own path (the exact
-    /// prefix or what is after holes) or searching for moved runs takes more than `effort`. The sequence remembers how
-    /// far it was matched, so the next call continues from there; a search starts again.
+    /// As [`plan`](Self::plan); `None`, and nothing is touched, if following the prompt's own path or searching for
+    /// moved runs takes more than `effort`. The next call continues where the match ended; a search starts again.
+    /// O(effort), plus one step for each of [`known_edges`](Self::known_edges).
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
-    ///
-    /// # Complexity
-    /// O(effort), plus one step for each of [`known_edges`](Self::known_edges).
     pub fn plan_within(
         &mut self,
         seq: &mut TokenSequence,
@@ -156,8 +130,8 @@ impl RadixIndex {
         Ok(draft.map(|draft| self.settle_on(seq, options, draft)))
     }
 
-    /// Whether the prompt's own path takes more than `effort`: after the exact prefix it continues through holes and
-    /// approximate blocks, each of which a plan looks at by itself, or it has many dead runs, which a plan revives.
+    /// Whether the prompt's own path takes more than `effort`: a plan checks its holes and approximate blocks one by
+    /// one, and revives its dead runs.
     fn is_broken_path(
         &mut self,
         seq: &mut TokenSequence,
@@ -192,7 +166,6 @@ impl RadixIndex {
         walked.gave_up || is_long
     }
 
-    /// Makes a plan of a draft: touches and pins what it uses.
     fn settle_on(
         &mut self,
         seq: &mut TokenSequence,
@@ -235,8 +208,7 @@ impl RadixIndex {
         Ok(())
     }
 
-    /// Like [`release`](Self::release), but a plan that was released before, or belongs to another index, is left as it
-    /// is: it cannot fail.
+    /// As [`release`](Self::release), but ignores a plan that was released before or is of another index.
     pub fn release_if_live(&mut self, plan: &ReusePlan) {
         if let Ok(lease) = plan.lease_index(self, "ReusePlan.release") {
             self.end_lease(lease);
@@ -252,12 +224,12 @@ impl RadixIndex {
         crate::failpoints::before("ReusePlan.release_sources")?;
         self.pins
             .unpin_sources(&mut self.forest, &mut self.eviction, lease);
-        // The released blocks may have kept the holes beyond their bound.
+        // The released blocks may have kept the holes above their bound.
         self.bound_holes();
         Ok(())
     }
 
-    /// How many steps it takes to end the plan, each about as long as a look at an edge. O(1).
+    /// Steps to end the plan, each about as long as a look at an edge. O(1).
     #[must_use]
     pub fn release_steps(&self, plan: &ReusePlan) -> u64 {
         let lease = self.pins.leases().get(plan.lease());
@@ -272,14 +244,14 @@ impl RadixIndex {
         plan.lease_index(self, "").is_err()
     }
 
-    /// Returns for each segment whether its blocks are still there as planned: pinned, or not gone since.
+    /// Whether the blocks of each segment are still there as planned: pinned, or not gone since.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a plan of another index.
     pub fn validate(&self, plan: &ReusePlan) -> Result<Vec<bool>> {
         plan.check_index(self, "ReusePlan.validate")?;
         let lease = self.pins.leases().get(plan.lease());
-        let lease = lease.filter(|lease| lease.is_pinned());
+        let lease = lease.filter(|lease| lease.pinned);
         let blocks = self.forest.blocks();
         Ok(plan.validity(lease, |id, plan| blocks.stayed(id.0, plan)))
     }
@@ -299,12 +271,10 @@ impl RadixIndex {
     fn end_lease(&mut self, lease: u32) {
         self.pins
             .end_lease(&mut self.forest, &mut self.eviction, lease);
-        // The released blocks may have kept the holes beyond their bound.
         self.bound_holes();
     }
 
-    /// Works out how to build the KV of a prompt, from `path` alone if there is one. Returns `None` if finding the exact
-    /// prefix, or searching for moved runs, takes more than `effort`.
+    /// The draft of a plan, from `path` alone if there is one; `None` if this takes more than `effort`.
     pub(crate) fn draft(
         &mut self,
         seq: &mut TokenSequence,
@@ -331,7 +301,7 @@ impl RadixIndex {
             path,
         };
         let draft = Draft::new(&cached, seq, policy, len, (end, &ids), effort);
-        self.work.search_looks += draft.as_ref().map_or(0, Draft::looks);
+        self.work.search_looks += draft.as_ref().map_or(0, |draft| draft.looks);
         draft
     }
 }
@@ -343,7 +313,6 @@ impl ReusePlan {
         self.index() == index.forest.uid()
     }
 
-    /// The plan's lease, if this is its index and it was not released.
     pub(crate) fn lease_index(&self, index: &RadixIndex, call: &str) -> Result<u32> {
         self.check_index(index, call)?;
         match index.pins.leases().get(self.lease()) {

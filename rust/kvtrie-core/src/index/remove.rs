@@ -22,22 +22,16 @@ impl RadixIndex {
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool; nothing is discarded then.
-    ///
-    /// # Complexity
-    /// O(log leaves) per block; if some are pinned, once O(live plans · edges of their paths and sources in the same
-    /// namespaces); above the limit on holes, one pass over the nodes.
     pub fn discard(&mut self, ids: &[BlockId]) -> Result<Vec<BlockId>> {
         let freed = self.discard_within(ids, Effort::ANY)?;
         Ok(freed.unwrap_or_default())
     }
 
     /// As [`discard`](Self::discard); `None`, and nothing is discarded or counted, if that takes more than `effort`.
+    /// O(effort + ids).
     ///
     /// # Errors
     /// As [`discard`](Self::discard).
-    ///
-    /// # Complexity
-    /// O(effort + ids).
     pub fn discard_within(
         &mut self,
         ids: &[BlockId],
@@ -80,7 +74,6 @@ impl RadixIndex {
         Ok(Some(freed))
     }
 
-    /// The possibly pinned blocks among these ids.
     pub(super) fn pinned_of(&self, ids: &[BlockId]) -> Leaving {
         let place = |id: &BlockId| match self.forest.blocks().state(id.0) {
             BlockState::Indexed { node, depth } if self.forest.may_be_pinned(node, depth) => {
@@ -98,13 +91,13 @@ impl RadixIndex {
         leaving
     }
 
-    /// Counts the steps of a removal, one per block and [`Self::bound_steps`]; `None` if fewer are left.
+    /// One step per block, and [`Self::bound_steps`].
     pub(super) fn count_removal(&self, blocks: u64, steps: &mut Steps) -> Option<()> {
         steps.take(blocks)?;
         steps.take(self.bound_steps(blocks))
     }
 
-    /// Most steps of [`Self::bound_holes`] after so many more: one per leaf, if the bound may be exceeded.
+    /// Most steps of [`Self::bound_holes`] after so many more.
     pub(crate) fn bound_steps(&self, holes: u64) -> u64 {
         if self.forest.num_holes() + holes > self.config.num_blocks {
             self.eviction.leaves().entries().len() as u64
@@ -113,7 +106,7 @@ impl RadixIndex {
         }
     }
 
-    /// Removes a block that was cut out of its pins; returns whether it is condemned.
+    /// The block was cut out of its pins; returns whether it is condemned.
     pub(super) fn remove_block(&mut self, node: NodeIndex, depth: Depth) -> bool {
         let edge = self.forest.node(node);
         if edge.has_children() || depth + 1 < edge.end() {
@@ -128,23 +121,6 @@ impl RadixIndex {
     /// Removes and returns at most `n` blocks: waiting ones ([`take_freed`](Self::take_freed)), then dead ones
     /// ([`mark_dead`](Self::mark_dead)), then unpinned blocks without a present block below, by (last use, deepest
     /// first, lowest id).
-    ///
-    /// # Complexity
-    /// O(log leaves) per leaf or run of dead blocks, and O(1) per block; above the limit on holes, one pass over the
-    /// nodes.
-    ///
-    /// # Examples
-    /// ```
-    /// # use std::sync::Arc;
-    /// # use kvtrie_core::*;
-    /// let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
-    /// let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
-    /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4], vec![])?;
-    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
-    /// assert_eq!(index.evict(1), [BlockId(0)]);
-    /// assert_eq!(index.evict(9), [BlockId(6)]);
-    /// # Ok::<(), kvtrie_core::Error>(())
-    /// ```
     pub fn evict(&mut self, n: usize) -> Vec<BlockId> {
         let evicted = self.evict_within(n, Effort::ANY);
         evicted.unwrap_or_default()
@@ -193,7 +169,7 @@ impl RadixIndex {
         Some(out)
     }
 
-    /// Evicts blocks from the end of the first leaf, while it is the first, until `out` has `n`.
+    /// Until `out` has `n` or another leaf is first.
     fn evict_from(&mut self, leaf: NodeIndex, n: usize, out: &mut Vec<BlockId>) {
         let edge = self.forest.node(leaf);
         if !edge.is_plain() {
@@ -202,7 +178,7 @@ impl RadixIndex {
             self.settle(leaf);
             return;
         }
-        // All its blocks have one last use: it stays first unless another leaf has the same.
+        // With one last use for all its blocks, it stays first unless another leaf has the same.
         let alone = self
             .eviction
             .leaves()
@@ -240,11 +216,8 @@ impl RadixIndex {
 
     /// Removes a namespace: returns its unpinned blocks, ascending, and condemns the pinned ones. Plans made before
     /// insert nothing.
-    ///
-    /// # Complexity
-    /// O(blocks and live plans).
     pub fn drop_namespace(&mut self, namespace: &Arc<Namespace>) -> Vec<BlockId> {
-        self.pins.finish(|lease| lease.namespace() == namespace);
+        self.pins.finish(|lease| lease.namespace == *namespace);
         let mut freed = Vec::new();
         if let Some(tree) = self.forest.trees().of(namespace) {
             self.clear_tree(tree, &mut freed);
@@ -254,9 +227,6 @@ impl RadixIndex {
     }
 
     /// Removes all namespaces, as [`drop_namespace`](Self::drop_namespace) does one.
-    ///
-    /// # Complexity
-    /// O(blocks and live plans).
     pub fn reset(&mut self) -> Vec<BlockId> {
         self.pins.finish(|_| true);
         let trees: Vec<u32> = self.forest.trees().iter().map(|(tree, _)| tree).collect();
@@ -270,7 +240,7 @@ impl RadixIndex {
 
     fn clear_tree(&mut self, tree: u32, freed: &mut Vec<BlockId>) {
         self.pins.keep_all_of(&self.forest, tree);
-        let root = self.forest.trees()[tree].root();
+        let root = self.forest.trees()[tree].root;
         let mut all = vec![root];
         let mut next = 0;
         while let Some(&at) = all.get(next) {
@@ -301,20 +271,17 @@ impl RadixIndex {
         self.forest.remove_tree(tree);
     }
 
-    /// Before blocks leave: leases that pin them keep them by id.
     pub(super) fn cut_out(&mut self, cuts: Cuts) {
         self.pins
             .cut_out(&mut self.forest, &mut self.eviction, cuts);
     }
 
-    /// As [`Self::cut_out`], for the pins of these blocks.
     pub(super) fn cut_out_all(&mut self, leaving: &Leaving) {
         let mut steps = Effort::ANY.steps();
         let cuts = self.pins.find_cuts(&self.forest, leaving, &mut steps);
         self.cut_out(cuts.unwrap_or_default());
     }
 
-    /// As [`Self::cut_out`], for one block.
     fn unpin(&mut self, node: NodeIndex, place: Depth) {
         if self.forest.may_be_pinned(node, place) {
             let mut leaving = Leaving::default();
@@ -323,13 +290,13 @@ impl RadixIndex {
         }
     }
 
-    /// Turns the place of a block into a hole; the caller settles the edge. Returns the id.
+    /// Makes a hole; the caller settles the edge. Returns the id.
     fn leave(&mut self, node: NodeIndex, place: Depth) -> u32 {
         self.unpin(node, place);
         self.remove_entry(node, place).0
     }
 
-    /// As [`Self::leave`], for a block that was cut out of its pins. Returns also whether the block is condemned.
+    /// As [`Self::leave`], after the block was cut out of its pins.
     pub(super) fn remove_entry(&mut self, node: NodeIndex, place: Depth) -> (u32, bool) {
         let id = self.forest.node(node).id(place, self.block_size());
         self.unmark(node, place, place + 1);
@@ -345,18 +312,18 @@ impl RadixIndex {
         dead.unmark(&mut self.forest, node, from, to);
     }
 
-    /// Turns present blocks, unmarked and cut out of their pins, into holes; the caller settles the edge. Calls `tell`
-    /// with each id and whether it is condemned.
+    /// Makes holes of blocks, unmarked and cut out of their pins; the caller settles the edge. Calls `report` with each
+    /// id and whether it is condemned.
     pub(super) fn vacate(
         &mut self,
         node: NodeIndex,
         from: Depth,
         to: Depth,
-        tell: impl FnMut(u32, bool),
+        report: impl FnMut(u32, bool),
     ) {
         self.moved.remove(&mut self.forest, node, from, to);
         let is_pinned = |id| self.pins.keeps(id);
-        self.forest.vacate(node, from, to, is_pinned, tell);
+        self.forest.vacate(node, from, to, is_pinned, report);
     }
 
     /// Drops trailing holes, empty edges and an empty tree. Returns the remaining edge.
@@ -379,13 +346,13 @@ impl RadixIndex {
                 self.eviction.requeue(&mut self.forest, at);
                 return Some(at);
             }
-            // The tokens of an edge without blocks are needed until here: they find the edge.
+            // Until here, the tokens of an edge without blocks find it.
             self.detach(at);
             at = parent;
         }
     }
 
-    /// D10: at most `num_blocks` holes. Above that, unpinned blocks after holes leave in eviction order and wait.
+    /// D10: above the bound on holes, unpinned blocks after holes leave in eviction order and wait.
     #[inline]
     pub(super) fn bound_holes(&mut self) {
         if self.forest.num_holes() > self.config.num_blocks {
@@ -411,7 +378,6 @@ impl RadixIndex {
             let id = self.leave(node, self.forest.node(node).end() - 1);
             crate::failpoints::within("too many holes");
             freed.push(id);
-            // The remaining edge may end in the next candidate.
             if let Some(next) = self.settle(node)
                 && let Some(key) = eviction_key(&self.forest, next)
                 && self

@@ -1,4 +1,4 @@
-//! Removal of parts of a sequence, and the search for their blocks (D10, D11).
+//! Removal of parts of a sequence (D10, D11).
 
 use crate::effort::Effort;
 use crate::error::{Error, Result};
@@ -18,14 +18,11 @@ pub struct Removed {
     pub condemned: Vec<BlockId>,
 }
 
-/// The planned work of `remove_spans`.
 #[derive(Default)]
 struct Removal {
-    /// The blocks that leave: (node, parts), both ascending.
+    /// By node, both ascending.
     gone: Vec<(NodeIndex, Vec<(Depth, Depth)>)>,
-    /// Their pins.
     cuts: Cuts,
-    /// The result so far: the kept blocks.
     removed: Removed,
 }
 
@@ -41,11 +38,6 @@ impl RadixIndex {
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a range is reversed, overlaps the one before, or ends
     /// beyond the sequence; nothing is removed then.
-    ///
-    /// # Complexity
-    /// O(edges of the path + tokens not known to be shared + blocks removed), and O(log leaves) per edge; if some are
-    /// pinned, once O(live plans · edges of their paths and sources in the same namespace); above the limit on holes,
-    /// one pass over the nodes.
     ///
     /// # Examples
     /// ```
@@ -73,12 +65,10 @@ impl RadixIndex {
     }
 
     /// As [`remove_spans`](Self::remove_spans); `None`, and nothing is removed, if that takes more than `effort`.
+    /// O(effort + ranges).
     ///
     /// # Errors
     /// As [`remove_spans`](Self::remove_spans).
-    ///
-    /// # Complexity
-    /// O(effort + ranges).
     pub fn remove_spans_within(
         &mut self,
         seq: &TokenSequence,
@@ -99,7 +89,7 @@ impl RadixIndex {
         if let Some(last) = gone.last() {
             let edge = self.forest.node(last.0);
             let at_end = !edge.has_children() && last.1[last.1.len() - 1].1 == edge.end();
-            if !at_end || gone.len() > 1 || last.1.len() > 1 {
+            if !at_end || gone.len() > 1 {
                 self.forest.renew_version(last.0);
             }
             self.cut_out(cuts);
@@ -110,7 +100,6 @@ impl RadixIndex {
         Ok(Some(removed))
     }
 
-    /// The removal of ranges of blocks; `None` if finding or removing them takes more than `effort`.
     fn removal(
         &self,
         seq: &TokenSequence,
@@ -148,7 +137,7 @@ impl RadixIndex {
         Some(removal)
     }
 
-    /// Removes present blocks of one path that were cut out of their pins.
+    /// The blocks, of one path, were cut out of their pins.
     fn remove_parts(&mut self, gone: &[(NodeIndex, Vec<(Depth, Depth)>)], removed: &mut Removed) {
         let block_size = self.block_size();
         for (node, parts) in gone {
@@ -162,7 +151,7 @@ impl RadixIndex {
                 }
             }
         }
-        // The deepest edge first: an empty edge is removed with the remaining holes above it.
+        // The deepest edge first: an empty edge is removed with the holes above it.
         for (node, parts) in gone.iter().rev() {
             for &(from, to) in parts.iter().rev() {
                 self.unmark(*node, from, to);
@@ -173,7 +162,7 @@ impl RadixIndex {
     }
 }
 
-/// The ranges of whole blocks inside token ranges; touching ranges are merged first.
+/// Touching ranges are merged first.
 pub(super) fn block_ranges(
     seq: &TokenSequence,
     ranges: &[(usize, usize)],

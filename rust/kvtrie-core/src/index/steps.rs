@@ -3,12 +3,11 @@
 use crate::index::RadixIndex;
 use crate::tokens::TokenSequence;
 
-/// Tokens compared in the time of a visit to an edge outside the CPU's cache.
+/// Tokens compared in the time of a step.
 const TOKENS_A_STEP: usize = 256;
 
 impl RadixIndex {
-    /// Most steps to walk the sequence, each about as long as a visit of an edge: for the blocks not known to be
-    /// shared, or for comparing their tokens. O(1).
+    /// Most steps to walk the sequence, each about as long as a visit of an edge. O(1).
     #[must_use]
     pub fn unknown_steps(&self, seq: &TokenSequence) -> u64 {
         let known = self
@@ -33,7 +32,7 @@ impl RadixIndex {
         let tree = trees
             .of(seq.namespace())
             .filter(|_| self.eviction.any_dead());
-        let dead = tree.map_or(0, |tree| trees[tree].num_dead());
+        let dead = tree.map_or(0, |tree| trees[tree].num_dead);
         // An offered block takes a fraction of a step.
         self.unknown_steps(seq) + ids / 4 + replaced * self.pins.leases().len() as u64 + dead
     }
@@ -44,7 +43,7 @@ impl RadixIndex {
         self.forest.has_broken_paths()
     }
 
-    /// Edges walked to the sequence's cursor; planning it again visits them.
+    /// Edges walked to the sequence's cursor, which a plan visits again.
     #[must_use]
     pub fn known_edges(&self, seq: &TokenSequence) -> u64 {
         let is_known = self.forest.at_cursor(seq).is_some();

@@ -14,21 +14,15 @@ impl RadixIndex {
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a span is reversed, ends beyond the sequence, has an
     /// empty kind, or would be a 65th kind; nothing is tagged then.
-    ///
-    /// # Complexity
-    /// O(edges of the path + tokens not known to be shared + spans · log spans), plus, per edge, its tags and, with
-    /// holes, its blocks.
     pub fn tag(&mut self, seq: &TokenSequence, spans: &[Span]) -> Result<()> {
         self.tag_within(seq, spans, Effort::ANY).map(|_| ())
     }
 
     /// As [`tag`](Self::tag); `None`, and nothing is tagged, if that takes more than `effort`.
+    /// O(effort + spans).
     ///
     /// # Errors
     /// As [`tag`](Self::tag).
-    ///
-    /// # Complexity
-    /// O(effort + spans).
     pub fn tag_within(
         &mut self,
         seq: &TokenSequence,

@@ -1,4 +1,4 @@
-//! Checks of every invariant of the index, for tests, fuzzers and engines.
+//! Checks of every invariant, for tests, fuzzers and engines.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ use crate::ids::{ABSENT, Depth, NodeIndex};
 use crate::index::RadixIndex;
 use crate::pins::Pins;
 use crate::storage::blocks::BlockState;
-use crate::storage::forest::{Forest, Sources};
+use crate::storage::forest::Forest;
 use crate::storage::node::{Guard, Node};
 
 fn must(condition: bool, what: impl FnOnce() -> String) -> Result<()> {
@@ -25,35 +25,31 @@ fn must(condition: bool, what: impl FnOnce() -> String) -> Result<()> {
     }
 }
 
-/// The pins of all leases by node: ends of paths and runs of sources, ascending, with their counts.
+/// By node: ends of paths and runs of sources, with their counts.
 #[derive(Default)]
 struct Pinned {
     ends: BTreeMap<NodeIndex, BTreeMap<Depth, u32>>,
     runs: BTreeMap<NodeIndex, BTreeMap<(Depth, Depth), u32>>,
 }
 
-/// Counters recomputed from the trees.
 #[derive(Default)]
 struct Totals {
     nodes: usize,
-    /// Edges with a sibling.
     hashed: usize,
     indexed: u64,
     holes: u64,
     approximate: u64,
     protected: u64,
     dead: u64,
-    /// Queued dead blocks: (mark, depth) to node.
+    /// By (mark, depth).
     queued: BTreeMap<(u64, Depth), NodeIndex>,
-    /// Dead blocks that may be evicted.
+    /// Dead blocks that may be evicted, and of those the protected ones.
     free: u64,
-    /// Those of them that are protected.
     loose: u64,
 }
 
 impl RadixIndex {
-    /// Checks every invariant: links, depths, block ownership, counters, order of eviction, pins and anchors, tags,
-    /// siblings.
+    /// Checks every invariant of the index.
     ///
     /// # Errors
     /// [`BrokenInvariant`](crate::ErrorKind::BrokenInvariant) with the first broken invariant: a bug in this crate.
@@ -71,7 +67,6 @@ impl RadixIndex {
     }
 }
 
-/// The parts of an index that are checked against each other.
 struct Checker<'a> {
     index: &'a RadixIndex,
     forest: &'a Forest,
@@ -89,18 +84,18 @@ impl Checker<'_> {
         }
         let (forest, trees) = (self.forest, self.forest.trees());
         for (tree, state) in trees.iter() {
-            must(trees.of(state.namespace()) == Some(tree), || {
+            must(trees.of(&state.namespace) == Some(tree), || {
                 format!("tree {tree} is not its namespace's")
             })?;
-            must(forest.node(state.root()).is_root(), || {
+            must(forest.node(state.root).is_root(), || {
                 format!("the root of tree {tree} has a parent")
             })?;
-            must(forest.node(state.root()).has_children(), || {
+            must(forest.node(state.root).has_children(), || {
                 format!("tree {tree} is empty")
             })?;
             let before = totals.dead;
-            self.check_tree(tree, state.root(), &pins, &mut totals)?;
-            must(totals.dead - before == state.num_dead(), || {
+            self.check_tree(tree, state.root, &pins, &mut totals)?;
+            must(totals.dead - before == state.num_dead, || {
                 format!("tree {tree} has {} dead blocks", totals.dead - before)
             })?;
         }
@@ -160,7 +155,6 @@ impl Checker<'_> {
         self.check_order()
     }
 
-    /// Checks the order of eviction by last use.
     fn check_order(&self) -> Result<()> {
         let leaves = self.eviction.leaves();
         for (at, (time, node)) in leaves.entries().enumerate() {
@@ -182,23 +176,22 @@ impl Checker<'_> {
         )
     }
 
-    /// Checks the pins of leases and the condemned blocks.
     fn check_leases(&self) -> Result<Pinned> {
         let mut pins = Pinned::default();
         let mut kept: BTreeMap<u32, u32> = BTreeMap::new();
         for (lease, held) in self.pins.leases().iter() {
             must(
-                held.is_pinned()
-                    || held.paths().is_empty()
-                        && held.sources().is_empty()
+                held.pinned
+                    || held.paths.is_empty()
+                        && held.sources.is_empty()
                         && held.kept().next().is_none(),
                 || format!("lease {lease} pins though it must not"),
             )?;
-            let distinct: BTreeSet<u32> = held.paths().iter().map(|path| path.last).collect();
-            must(distinct.len() == held.paths().len(), || {
-                format!("lease {lease} pins paths to one block: {:?}", held.paths())
+            let distinct: BTreeSet<u32> = held.paths.iter().map(|path| path.last).collect();
+            must(distinct.len() == held.paths.len(), || {
+                format!("lease {lease} pins paths to one block: {:?}", held.paths)
             })?;
-            for stretch in held.paths().iter().chain(held.sources()) {
+            for stretch in held.paths.iter().chain(&held.sources) {
                 let place = self.forest.place_of(stretch.last);
                 must(
                     place.is_some_and(|(_, depth)| stretch.from <= depth),
@@ -210,7 +203,7 @@ impl Checker<'_> {
                 })?;
             }
             for (node, depth) in held
-                .paths()
+                .paths
                 .iter()
                 .filter_map(|path| self.forest.place_of(path.last))
             {
@@ -218,7 +211,7 @@ impl Checker<'_> {
                 *ends.entry(depth + 1).or_default() += 1;
             }
             for part in held
-                .sources()
+                .sources
                 .iter()
                 .flat_map(|&source| self.forest.parts(source.last, source.from))
             {
@@ -256,8 +249,7 @@ impl Checker<'_> {
         Ok(pins)
     }
 
-    /// Checks the blocks that are not indexed against `kept`, the blocks that leases keep, and `counts`, the pins of
-    /// each block.
+    /// `kept` are the blocks that leases keep, `counts` the pins of each block.
     fn check_places(&self, kept: &BTreeMap<u32, u32>, counts: &BTreeMap<u32, u32>) -> Result<()> {
         let (mut condemned, mut quarantined, mut waiting) = (0, 0, BTreeSet::new());
         for (id, place) in self.forest.blocks().known() {
@@ -361,7 +353,7 @@ impl Checker<'_> {
                 || format!("edge {at} has {paths} children on pinned paths"),
             )?;
             let known = self.forest.sources_of(at);
-            must(sources == known.map_or(0, Sources::children), || {
+            must(sources == known.map_or(0, |known| known.children), || {
                 format!("edge {at} has {sources} children with sources")
             })?;
             let runs: Vec<(Depth, Depth, u32)> = pins.runs.get(&at).map_or(Vec::new(), |runs| {
@@ -369,7 +361,7 @@ impl Checker<'_> {
                     .map(|(&(to, from), &count)| (to, from, count))
                     .collect()
             });
-            must(known.map_or(&[][..], Sources::runs) == runs, || {
+            must(known.map_or(&[][..], |known| &known.runs) == runs, || {
                 format!("edge {at} has the sources {known:?}, not {runs:?}")
             })?;
             let has_sources = sources > 0 || !runs.is_empty();
@@ -473,7 +465,6 @@ impl Checker<'_> {
         Ok(())
     }
 
-    /// Checks the marks of an edge, and that exactly the dead blocks that may be evicted are queued.
     fn check_dead(&self, at: NodeIndex, node: &Node, totals: &mut Totals) -> Result<()> {
         let Some(dead) = node.extras().and_then(|extras| extras.dead.as_ref()) else {
             return Ok(());
@@ -482,7 +473,10 @@ impl Checker<'_> {
             format!("edge {at} knows of no dead blocks")
         })?;
         let (path_end, protected_end) = (self.forest.path_end(at), self.forest.protected_end(at));
-        let runs = self.forest.sources_of(at).map_or(&[][..], Sources::runs);
+        let runs = self
+            .forest
+            .sources_of(at)
+            .map_or(&[][..], |known| &known.runs);
         let mut loose = 0;
         for range in dead.marks.as_slice() {
             must(range.value <= self.eviction.dead().last_mark(), || {

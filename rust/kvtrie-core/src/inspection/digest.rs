@@ -11,9 +11,6 @@ impl RadixIndex {
     /// A digest of the logical state: every entry with its tokens, block, label, tags, mark and last use; pins;
     /// condemned and waiting blocks (these in order); the clock and the kinds. It does not depend on seeds or on the
     /// order of splits.
-    ///
-    /// # Complexity
-    /// O(tokens held + blocks pinned, once per plan).
     #[must_use]
     pub fn digest(&self) -> u64 {
         let forest = self.forest();
@@ -33,12 +30,12 @@ impl RadixIndex {
                 (id, std::mem::discriminant(&place), pins).hash(&mut all);
             }
         }
-        // Entries are summed: siblings have no order in the logical state.
+        // A sum, because siblings have no order in the logical state.
         let marks = self.eviction().dead().mark_ranks(forest);
         let entries = forest.trees().iter().fold(0u64, |sum, (_, tree)| {
             let mut namespace = DefaultHasher::new();
-            tree.namespace().digest().hash(&mut namespace);
-            sum.wrapping_add(digest_tree(forest, tree.root(), namespace.finish(), &marks))
+            tree.namespace.digest().hash(&mut namespace);
+            sum.wrapping_add(digest_tree(forest, tree.root, namespace.finish(), &marks))
         });
         entries.hash(&mut all);
         all.finish()
@@ -59,7 +56,7 @@ fn digest_tree(forest: &Forest, root: u32, namespace: u64, marks: &BTreeMap<u64,
         order.extend(children.into_iter().map(|child| (child, path, at)));
         at += 1;
     }
-    // Children first, so that the latest use below a block is known.
+    // Children first: the latest use below a block is known.
     let mut latest_below = vec![0; order.len()];
     let mut sum = 0u64;
     for (at, &(node, above, parent)) in order.iter().enumerate().rev() {
@@ -97,7 +94,6 @@ fn digest_tree(forest: &Forest, root: u32, namespace: u64, marks: &BTreeMap<u64,
     sum
 }
 
-/// The digest of a path extended by one block.
 fn path_digest(forest: &Forest, above: u64, node: u32, depth: u32) -> u64 {
     let (start, end) = forest.tokens_of(depth);
     let block = forest

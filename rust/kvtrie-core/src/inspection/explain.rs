@@ -15,7 +15,7 @@ use crate::storage::gone::Note;
 use crate::storage::node::Node;
 use crate::tokens::TokenSequence;
 
-/// The most other namespaces of the prompt's salt that are searched.
+/// Most other namespaces that are searched.
 const MOST_OTHERS: usize = 64;
 
 /// Why an exact match ended.
@@ -25,7 +25,7 @@ pub enum Reason {
     Complete,
     /// Other tokens are cached there.
     Diverged,
-    /// The tokens of the prompt were cached there, after this same prefix, and left: by eviction, discard or removal.
+    /// The tokens of the prompt were cached there, after the same prefix, and left.
     Evicted,
     /// Nothing is known about the tokens of the prompt there.
     NotCached,
@@ -36,7 +36,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// The name of the reason for programs.
+    /// The reason for programs, in snake case.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -57,7 +57,7 @@ pub struct ExplainOptions {
     pub policy: ReusePolicy,
     /// Tokens shown before and after the position.
     pub context: usize,
-    /// Tokens at the end of the prompt that the plan always computes.
+    /// Tokens at the end that the plan always computes.
     pub keep_last: usize,
 }
 
@@ -74,7 +74,7 @@ impl Default for ExplainOptions {
     }
 }
 
-/// Token ids around the position at which a match ended, in the prompt and in the cache.
+/// Token ids around the position, in the prompt and in the cache.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Context {
     /// Position of the first id of both lists.
@@ -85,12 +85,12 @@ pub struct Context {
     pub theirs: Vec<u32>,
 }
 
-/// Another namespace of the same salt in which more of the prompt is cached.
+/// Another namespace of the same salt with more of the prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamespaceDifference {
     /// Names of the fields that differ.
     pub fields: Vec<&'static str>,
-    /// Tokens of the prompt that match exactly in that namespace.
+    /// Tokens of the prompt that match exactly there.
     pub num_tokens: usize,
 }
 
@@ -105,10 +105,10 @@ pub struct WouldSave {
     pub compute: usize,
 }
 
-/// Why an exact match ended where it did. `to_string` gives the explanation in English.
+/// Why an exact match ended where it did; `to_string` says it in English.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
-    /// Why the match ended.
+    /// The reason.
     pub reason: Reason,
     /// The first token of the prompt that does not match. Without other tokens there, the first token of its block.
     pub position: usize,
@@ -124,14 +124,13 @@ pub struct Explanation {
     pub kinds: Vec<String>,
     /// Kinds of the cached token before it.
     pub kinds_before: Vec<String>,
-    /// A namespace of the same salt in which more of the prompt is cached.
+    /// Another namespace with more of the prompt.
     pub other_namespace: Option<NamespaceDifference>,
     /// What a plan would find.
     pub would_save: WouldSave,
 }
 
-/// The edge with the cached block at the place of the prompt's first block without a match, and how many tokens the two
-/// share.
+/// The cached block in place of the prompt's first unmatched block, and how many tokens the two share.
 #[derive(Clone, Copy)]
 struct Neighbour {
     node: NodeIndex,
@@ -139,20 +138,19 @@ struct Neighbour {
 }
 
 impl RadixIndex {
-    /// Returns why the exact match of `seq` ends where it does, and what a plan would find. This is not a use: nothing
-    /// is touched or pinned, and the clock does not advance.
+    /// Why the exact match of `seq` ends where it does, and what a plan would find. Nothing is touched or pinned, and
+    /// the clock does not advance.
     ///
-    /// [`Reason::Evicted`] is known of holes, and of the latest 4,096 departures while the prefix that they followed is
+    /// [`Reason::Evicted`] is known of holes, and of the latest 4,096 departures while the prefix before them is
     /// cached. It is wrong only if 64-bit digests collide. What is forgotten, or was dropped with its namespace, is
     /// [`Reason::NotCached`], or [`Reason::Diverged`] if other tokens are there.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the policy exceeds its limits, as for
-    /// [`plan`](Self::plan).
+    /// As [`plan`](Self::plan).
     ///
     /// # Complexity
-    /// That of a plan without its pins, plus a lookup in each of at most 64 namespaces of the same salt: the nearest
-    /// ones in the order of their fields, half of them before the prompt's own. O(log namespaces) for all others.
+    /// A plan without pins, and lookups in at most 64 namespaces of the salt: the nearest in the order of their fields,
+    /// half of them before the prompt's own.
     ///
     /// # Examples
     /// ```
@@ -206,10 +204,9 @@ impl RadixIndex {
         let position = num_exact + shared.map_or(0, |neighbour| neighbour.shared);
         let kinds = |token: usize| {
             let end = match (at, neighbour) {
-                (_, Some(Neighbour { node, .. })) => Position {
-                    node,
-                    depth: self.forest().node(node).end(),
-                },
+                (_, Some(Neighbour { node, .. })) => {
+                    Position::at(node, self.forest().node(node).end())
+                }
                 (Some(at), None) => at,
                 (None, None) => return Vec::new(),
             };
@@ -247,8 +244,7 @@ impl RadixIndex {
         }
     }
 
-    /// The cached block at the place of the first block of `seq` after its exact path. Of several: the one that shares
-    /// most tokens; then exact before approximate; then first in token order.
+    /// Of several: the one that shares most tokens; then exact before approximate; then first in token order.
     fn neighbour(&self, seq: &TokenSequence, at: Position) -> Option<Neighbour> {
         let block_size = self.forest().block_size();
         let start = at.depth as usize * block_size;
@@ -280,7 +276,6 @@ impl RadixIndex {
         })
     }
 
-    /// The reason, if the index knows the very block that is missing.
     fn known_reason(
         &self,
         seq: &TokenSequence,
@@ -312,8 +307,8 @@ impl RadixIndex {
         self.gone().contains(note).then_some(Reason::Evicted)
     }
 
-    /// The namespace of the same salt in which most of `seq` is cached exactly, if that is more than `reached` blocks.
-    /// Ties: fewest differing fields, then first by fields. Of very many, only the neighbours of its own are searched.
+    /// The namespace of the same salt with most of `seq` as exact, if more than `reached` blocks. Ties: fewest
+    /// differing fields, then first by fields.
     fn other_namespace(&self, seq: &TokenSequence, reached: Depth) -> Option<NamespaceDifference> {
         let own = seq.namespace();
         let block_size = self.forest().block_size();
@@ -338,7 +333,6 @@ impl RadixIndex {
         })
     }
 
-    /// `size` token ids before and after a position up to which the cache agrees with the prompt.
     fn context(
         &self,
         seq: &TokenSequence,
@@ -378,7 +372,6 @@ impl RadixIndex {
     }
 }
 
-/// The fields in which two namespaces of one salt differ.
 fn differing(a: &Namespace, b: &Namespace) -> Vec<&'static str> {
     let fields = [
         ("model", a.model() != b.model()),
@@ -390,7 +383,7 @@ fn differing(a: &Namespace, b: &Namespace) -> Vec<&'static str> {
     differ.map(|(name, _)| name).collect()
 }
 
-/// A list of names: "a", "a and b", "a, b and c".
+/// "a", "a and b", "a, b and c".
 fn listed(names: &[impl AsRef<str>]) -> String {
     let mut text = String::new();
     for (at, name) in names.iter().enumerate() {
@@ -417,7 +410,7 @@ impl fmt::Display for Explanation {
             Reason::Complete => write!(f, "Every whole block is cached.")?,
             Reason::Diverged => write!(
                 f,
-                "At position {position} other tokens are cached: {:?} where the prompt has {:?}, both behind {:?}.",
+                "At position {position} other tokens are cached: {:?} where the prompt has {:?}, both after {:?}.",
                 &self.context.theirs[split..],
                 &self.context.ours[split..],
                 &self.context.ours[..split]
@@ -429,7 +422,7 @@ impl fmt::Display for Explanation {
             )?,
             Reason::NotCached => write!(
                 f,
-                "The cache ends at position {position}, behind {:?}; the prompt goes on with {:?}.",
+                "The cache ends at position {position}, after {:?}; the prompt goes on with {:?}.",
                 &self.context.ours[..split],
                 &self.context.ours[split..]
             )?,

@@ -10,14 +10,13 @@ pub struct Stats {
     pub indexed: u64,
     /// Blocks that left the index while pinned, and are still pinned or wait to be taken.
     pub condemned: u64,
-    /// Condemned blocks that are no longer pinned and wait to be taken.
+    /// Condemned blocks that wait to be taken.
     pub waiting: u64,
-    /// Blocks that are out of use permanently. Those still pinned are counted as condemned.
+    /// Blocks out of use permanently; those still pinned count as condemned.
     pub quarantined: u64,
     /// Pinned blocks, indexed or condemned.
     pub pinned: u64,
-    /// Indexed blocks that could be evicted: neither pinned nor above a pinned one. A dead block may be above pinned
-    /// source blocks.
+    /// Blocks that [`evict`](RadixIndex::evict) could take, as [`num_evictable`](RadixIndex::num_evictable).
     pub evictable: u64,
     /// Indexed blocks that are marked dead.
     pub dead: u64,
@@ -27,7 +26,7 @@ pub struct Stats {
     pub holes: u64,
     /// Edges of all trees.
     pub nodes: u64,
-    /// Windows of eight tokens that are kept to find moved runs.
+    /// Windows of eight tokens, by which moved runs are found.
     pub windows: u64,
     /// Namespaces that hold a block.
     pub namespaces: u64,
@@ -37,20 +36,17 @@ pub struct Stats {
     pub clock: u64,
     /// Ids given to `discard` or `quarantine` that were not in the index.
     pub unknown_discards: u64,
-    /// Edges that lookups, plans and inserts looked at since the index was made.
+    /// Edges that lookups, plans and inserts visited since the index was made.
     pub nodes_visited: u64,
     /// Bytes of token ids that they compared.
     pub bytes_compared: u64,
-    /// Steps of the search for moved runs since the index was made or restored: places tried, children compared and
-    /// cache lines of tokens compared. Rule P16 bounds them per plan.
+    /// Looks of the searches for moved runs since the index was made or restored; rule P16 bounds them per plan.
     pub search_looks: u64,
     /// Heap bytes, by capacity, without the allocator's overhead.
     pub bytes: u64,
 }
 
 impl RadixIndex {
-    /// Returns the counters.
-    ///
     /// # Complexity
     /// O(edges) for `bytes`, and O(edges with a pin) for `pinned`; everything else is a counter.
     #[must_use]

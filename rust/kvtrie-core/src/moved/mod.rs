@@ -1,4 +1,4 @@
-//! Where moved runs are found: the windows of cached tokens, kept up to date as blocks enter and leave.
+//! Where moved runs are found: the windows of cached tokens.
 
 mod fingerprints;
 mod windows;
@@ -12,7 +12,6 @@ pub(crate) use fingerprints::WINDOW;
 pub(crate) use fingerprints::WindowHasher;
 pub(crate) use windows::Windows;
 
-/// All windows of an index; none if moved runs are off.
 #[derive(Debug)]
 pub(crate) struct Moved {
     windows: Option<Windows>,
@@ -53,7 +52,6 @@ impl Moved {
         }
     }
 
-    /// A block filled a hole.
     pub(crate) fn add(&mut self, forest: &mut Forest, node: NodeIndex, place: Depth, id: u32) {
         let Some(windows) = &mut self.windows else {
             return;
@@ -68,7 +66,7 @@ impl Moved {
         }
     }
 
-    /// The blocks `from..to` of a node are about to leave. Their tokens are still needed here.
+    /// Blocks are about to leave; their tokens are still needed here.
     pub(crate) fn remove(&mut self, forest: &mut Forest, node: NodeIndex, from: Depth, to: Depth) {
         let Some(windows) = &mut self.windows else {
             return;
@@ -91,14 +89,12 @@ impl Moved {
         }
     }
 
-    /// Applies the windows that wait.
     pub(crate) fn apply(&mut self, forest: &mut Forest) {
         if let Some(windows) = self.windows.as_mut().filter(|windows| windows.is_waiting()) {
             apply(windows, forest);
         }
     }
 
-    /// Fills empty tables with the windows of all cached blocks, those named in `order` last and in that order.
     pub(crate) fn restore(&mut self, forest: &Forest, order: &[Vec<u32>]) -> Result<(), String> {
         let Some(windows) = &mut self.windows else {
             return Ok(());
@@ -111,7 +107,6 @@ impl Moved {
         windows.fill(blocks, |node, end| forest.last_tokens(node, end), order)
     }
 
-    /// Verifies that exactly the windows of all cached blocks are kept.
     pub(crate) fn check(&self, forest: &Forest) -> Result<(), String> {
         let Some(windows) = &self.windows else {
             return Ok(());

@@ -2,36 +2,32 @@
 //!
 //! A window is eight consecutive tokens. One is kept per `min_run − 7` positions, counted from the start of the
 //! sequence, so each cached run of `min_run` tokens contains a whole one. It is named by the block of its last token,
-//! because a block has one place and keeps its name when edges are cut, and because a parent is unique and a child is
-//! not: a run is verified backwards and followed forwards.
+//! because a block keeps its name when edges are cut, and because a parent is unique and a child is not: a run is
+//! verified backwards and followed forwards.
 //!
-//! Windows are queued when blocks are added and removed, and applied to the table in batches: a place in a large table
-//! is rarely in the CPU cache, and a batch waits for many at once. The block that fills the queue to [`QUEUE`] windows
-//! empties it.
+//! Windows are queued when blocks come and go, and applied in batches: a place in a large table is rarely in the CPU
+//! cache, and a batch waits for many at once. The block that fills the queue to [`QUEUE`] windows empties it.
 
 mod order;
 
 use crate::moved::fingerprints::{Entry, Fingerprints, WINDOW, WindowHasher};
 
-/// Windows that wait before they are applied: enough to overlap their cache misses, few enough for one call to pay.
+/// Enough to overlap cache misses, few enough for one call to pay.
 const QUEUE: usize = 512;
 
-/// The largest capacity of one table. A larger pool makes it grow beyond that, in larger steps.
+/// Of a table; it grows beyond that in larger steps.
 const MOST: u64 = 1 << 24;
 
-/// Names per table.
 const NAMES: u64 = u32::MAX as u64;
 
-/// One table of places, and the windows that wait to be applied to it.
 #[derive(Debug, Default)]
 struct Shelf {
-    /// Made when the first windows are applied.
     table: Option<Fingerprints>,
     adds: Vec<Entry>,
     removes: Vec<Entry>,
 }
 
-/// The windows of an index. One table holds them all, unless the pool has more than 2³² − 1 windows.
+/// One table, unless the pool has more than 2³² − 1 windows.
 #[derive(Debug)]
 pub(crate) struct Windows {
     shelves: Vec<Shelf>,
@@ -45,7 +41,6 @@ pub(crate) struct Windows {
 }
 
 impl Windows {
-    /// The least `min_run`: one window.
     pub(crate) const MIN_RUN: usize = WINDOW;
 
     pub(crate) fn new(
@@ -70,7 +65,7 @@ impl Windows {
         }
     }
 
-    /// Positions of the last tokens of the windows that end in the block at `depth`.
+    /// Last tokens of the windows that end in the block at `depth`.
     pub(crate) fn ends(&self, depth: u32) -> impl Iterator<Item = usize> + use<> {
         let (block_size, stride) = (self.block_size, self.stride);
         let from = depth as usize * block_size;
@@ -78,7 +73,7 @@ impl Windows {
         (first..from + block_size).step_by(stride)
     }
 
-    /// Table and entry of a window of a block. `which` counts the windows of the block.
+    /// `which` counts the windows of the block.
     fn place(&self, tree: u32, window: &[u32; WINDOW], id: u32, which: usize) -> (usize, Entry) {
         let name = u64::from(id) * self.per_block + which as u64;
         let local = u32::try_from(name % NAMES).unwrap_or_default();
@@ -91,14 +86,13 @@ impl Windows {
         (shelf, entry)
     }
 
-    /// Queues a window of a block that was added.
     pub(crate) fn add(&mut self, tree: u32, window: &[u32; WINDOW], id: u32, which: usize) {
         let (shelf, place) = self.place(tree, window, id, which);
         self.shelves[shelf].adds.push(place);
         self.waiting += 1;
     }
 
-    /// Queues the removal of a window of a block. No window of that block waits to be added.
+    /// No window of that block waits to be added.
     pub(crate) fn remove(&mut self, tree: u32, window: &[u32; WINDOW], id: u32, which: usize) {
         let (shelf, place) = self.place(tree, window, id, which);
         self.shelves[shelf].removes.push(place);
@@ -109,7 +103,7 @@ impl Windows {
         self.stride
     }
 
-    /// Position of the last token of one window of the block at `depth`.
+    /// The last token of one window of a block.
     pub(crate) fn end(&self, depth: u32, which: u64) -> usize {
         let first = self.ends(depth).next().unwrap_or_default();
         first + usize::try_from(which).unwrap_or_default() * self.stride
@@ -120,7 +114,6 @@ impl Windows {
         self.hasher.hash_all(u64::from(tree), tokens, hashes);
     }
 
-    /// Appends the positions in `hashes` of those that may be cached, ascending. Nothing waits to be applied.
     pub(crate) fn screen(&self, hashes: &[u64], found: &mut Vec<u32>) {
         let first = found.len();
         let mut tables = 0;
@@ -146,15 +139,14 @@ impl Windows {
         numbered.filter_map(|(number, shelf)| Some((number, shelf.table.as_ref()?)))
     }
 
-    /// The block that a name in a table refers to, and the number of the window in it.
+    /// The block, and the number of the window in it.
     fn block(&self, table: u64, name: u32) -> (u32, u64) {
         let name = table * NAMES + u64::from(name);
         let id = u32::try_from(name / self.per_block).unwrap_or_default();
         (id, name % self.per_block)
     }
 
-    /// How many places windows of this hash have in a tree; `is_of_tree` says whether a block is in it. Exact if there
-    /// are more than `enough`, otherwise possibly too high.
+    /// Exact above `enough`, otherwise possibly too high.
     pub(crate) fn num_places(
         &self,
         hash: u64,
@@ -179,8 +171,8 @@ impl Windows {
         count - of_others.sum::<usize>()
     }
 
-    /// The blocks in which windows of this hash end, with the number of the window in the block; within a table, most
-    /// recently added first. A few may be of other trees.
+    /// Blocks in which windows of this hash end, with the number of the window; in a table, most recently added first.
+    /// A few may be of other trees.
     pub(crate) fn places(&self, hash: u64, tree: u32) -> impl Iterator<Item = (u32, u64)> {
         self.tables().flat_map(move |(number, table)| {
             let names = table.candidates(hash, tree);
@@ -196,8 +188,7 @@ impl Windows {
         self.waiting >= QUEUE
     }
 
-    /// Applies all waiting windows, and returns the blocks with added ones. Removals go first: a block that came back
-    /// adds its windows again.
+    /// Returns the blocks with added windows. Removals go first: a block that came back adds its windows again.
     pub(crate) fn apply(&mut self) -> Vec<u32> {
         let mut blocks = Vec::new();
         for (number, shelf) in (0..).zip(&mut self.shelves) {
@@ -220,7 +211,7 @@ impl Windows {
         blocks
     }
 
-    /// Windows that wait count as applied.
+    /// Waiting windows count as applied.
     pub(crate) fn len(&self) -> usize {
         let sum = |count: fn(&Shelf) -> usize| self.shelves.iter().map(count).sum::<usize>();
         let tables = sum(|shelf| shelf.table.as_ref().map_or(0, Fingerprints::len));
@@ -236,7 +227,6 @@ impl Windows {
         self.shelves.capacity() * size_of::<Shelf>() + self.shelves.iter().map(bytes).sum::<usize>()
     }
 
-    /// Verifies that exactly the windows of `live` (tree, window, block, which) are kept or wait.
     pub(crate) fn check(
         &self,
         live: impl IntoIterator<Item = (u32, [u32; WINDOW], u32, usize)>,

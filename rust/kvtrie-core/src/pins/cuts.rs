@@ -13,12 +13,11 @@ use crate::pins::guards::{anchor, pin_stretch, unanchor, unpin_stretches};
 use crate::pins::lease::Stretch;
 use crate::storage::forest::{Forest, Position, SourceRun};
 
-/// Present blocks that are about to leave their places.
 #[derive(Debug, Default)]
 pub(crate) struct Leaving {
-    /// By node, as ascending, disjoint ranges.
+    /// By node, ascending and disjoint.
     parts: HashMap<NodeIndex, Vec<(Depth, Depth)>, FixedState>,
-    /// By tree: the range of depths that contains them.
+    /// By tree: depths that contain them.
     within: HashMap<u32, (Depth, Depth), FixedState>,
 }
 
@@ -27,7 +26,6 @@ impl Leaving {
         self.parts.is_empty()
     }
 
-    /// Adds blocks of a node, after those added before.
     pub(crate) fn add(&mut self, tree: u32, node: NodeIndex, from: Depth, to: Depth) {
         let within = self.within.entry(tree).or_insert((from, to));
         *within = (within.0.min(from), within.1.max(to));
@@ -39,7 +37,6 @@ impl Leaving {
     }
 }
 
-/// A pinned stretch, and the parts of it that leave, last first.
 #[derive(Debug)]
 pub(crate) struct Cut {
     whole: Stretch,
@@ -47,14 +44,11 @@ pub(crate) struct Cut {
     parts: Vec<SourceRun>,
 }
 
-/// Cuts, by lease.
 pub(crate) type Cuts = Vec<(u32, Vec<Cut>)>;
 
 impl Pins {
-    /// The pinned stretches that contain leaving blocks; `None` if this takes more steps than are left.
-    ///
-    /// One step per pinned stretch. In the trees of those blocks also one per edge of a stretch, from its end up to the
-    /// first of them, and one per block found.
+    /// The pinned stretches that contain leaving blocks; `None` if too few steps are left. One step per stretch; in the
+    /// trees of those blocks also one per edge of a stretch, up to the first of them, and one per block found.
     pub(crate) fn find_cuts(
         &self,
         forest: &Forest,
@@ -107,7 +101,7 @@ impl Pins {
         Some(cuts)
     }
 
-    /// Before blocks leave: leases keep those that they pin by id, and still pin the rest.
+    /// Leases keep the blocks by id before they leave, and still pin the rest.
     pub(crate) fn cut_out(&mut self, forest: &mut Forest, eviction: &mut Eviction, cuts: Cuts) {
         for (lease, cuts) in cuts {
             let key = |is_source, stretch: &Stretch| (is_source, stretch.last, stretch.from);
@@ -130,7 +124,6 @@ impl Pins {
         }
     }
 
-    /// Cuts blocks out of a pinned stretch.
     fn cut_stretch(
         &mut self,
         (forest, eviction): (&mut Forest, &mut Eviction),
@@ -154,10 +147,7 @@ impl Pins {
             }
             end = run.from;
             last = (run.from > whole.from).then(|| {
-                let above = forest.normal(Position {
-                    node: run.node,
-                    depth: run.from,
-                });
+                let above = forest.normal(Position::at(run.node, run.from));
                 forest.node(above.node).id(above.depth - 1, block_size)
             });
         }
@@ -165,7 +155,7 @@ impl Pins {
             let from = whole.from;
             rest.push(Stretch { last, from });
         }
-        // The rest is pinned before the whole is unpinned: nothing is unprotected in between.
+        // Pinned before the whole is unpinned: nothing is unprotected in between.
         if cut.is_source {
             self.leases[lease].sources.extend(rest.iter().copied());
             for &part in &rest {
@@ -196,7 +186,7 @@ impl Pins {
         }
     }
 
-    /// Before a tree is removed: converts its pins to ids, which protect nothing.
+    /// Before a tree is removed, ids replace its pins, which protect nothing.
     pub(crate) fn keep_all_of(&mut self, forest: &Forest, tree: u32) {
         let is_there = |stretch: &Stretch| {
             let place = forest.place_of(stretch.last);

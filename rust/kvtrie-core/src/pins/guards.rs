@@ -1,4 +1,4 @@
-//! What a change of pins protects: updates the counts above, and the orders of eviction.
+//! Changes of pins: updates the counts above, and the orders of eviction.
 
 use smallvec::SmallVec;
 
@@ -36,7 +36,6 @@ pub(super) fn settle(forest: &mut Forest, eviction: &mut Eviction, change: Optio
     }
 }
 
-/// Adds a pinned path that ends in an indexed block.
 pub(super) fn anchor(forest: &mut Forest, eviction: &mut Eviction, id: u32) {
     if let Some((node, depth)) = forest.place_of(id) {
         let change = forest.anchor(node, depth + 1);
@@ -51,7 +50,7 @@ pub(super) fn unanchor(forest: &mut Forest, eviction: &mut Eviction, id: u32) {
     }
 }
 
-/// Pins sources; adjacent runs of one node are handled together.
+/// Adjacent runs of one node are handled together.
 pub(super) fn add_sources(forest: &mut Forest, eviction: &mut Eviction, runs: &[SourceRun]) {
     for own in runs.chunk_by(|a, b| a.node == b.node) {
         let change = forest.add_sources(own);
@@ -71,10 +70,8 @@ pub(super) fn pin_stretch(forest: &mut Forest, eviction: &mut Eviction, stretch:
     add_sources(forest, eviction, &parts);
 }
 
-/// Removes one pin per stretch of sources, in reverse order of insertion, so that runs are removed from the end of
-/// a node's list.
+/// Unpins in reverse order of insertion, so that runs are removed from the end of a node's list.
 pub(super) fn unpin_stretches(forest: &mut Forest, eviction: &mut Eviction, stretches: &[Stretch]) {
-    // The usual case.
     if stretches.is_empty() {
         return;
     }

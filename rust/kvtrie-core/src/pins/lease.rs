@@ -11,38 +11,32 @@ use crate::namespace::Namespace;
 /// Consecutive present blocks of one path, identified by the last: a split of their edge changes nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stretch {
-    /// An indexed block.
     pub(crate) last: u32,
-    /// Depth of the first block.
     pub(crate) from: Depth,
 }
 
-/// Condemned blocks that a lease pins.
 #[derive(Debug, Default)]
 struct Kept {
     paths: BTreeSet<u32>,
     sources: BTreeSet<u32>,
 }
 
-/// The pins of a plan. The index owns it until the plan is released.
-///
-/// A pin is one entry for any number of consecutive blocks. A pinned block that leaves is cut out of its entry and kept
-/// by its id.
+/// The pins of a plan, owned by the index until the release. A pin is one entry for any number of consecutive blocks; a
+/// block that leaves is cut out of its entry and kept by its id.
 #[derive(Debug)]
 pub(crate) struct Lease {
-    pub(super) namespace: Arc<Namespace>,
-    /// Whether the lease pins blocks at all.
-    pub(super) pinned: bool,
+    pub(crate) namespace: Arc<Namespace>,
+    /// Whether the lease may pin.
+    pub(crate) pinned: bool,
     /// The namespace was dropped or the index reset: inserts take nothing.
-    pub(super) over: bool,
-    /// Blocks that back sequences: usually one whole path; several after a fork, or if blocks have left.
-    pub(super) paths: SmallVec<[Stretch; 2]>,
-    /// Copy sources.
-    pub(super) sources: SmallVec<[Stretch; 2]>,
+    pub(crate) over: bool,
+    /// Usually one whole path; several after a fork, or if blocks have left.
+    pub(crate) paths: SmallVec<[Stretch; 2]>,
+    pub(crate) sources: SmallVec<[Stretch; 2]>,
     /// Pinned blocks that have left; rare.
     kept: Option<Box<Kept>>,
     /// The plan's first approximate token.
-    pub(super) first_approximate: Option<usize>,
+    pub(crate) first_approximate: Option<usize>,
 }
 
 impl Lease {
@@ -58,41 +52,12 @@ impl Lease {
         }
     }
 
-    /// Whether the lease pins blocks at all.
-    pub(crate) fn is_pinned(&self) -> bool {
-        self.pinned
-    }
-
-    /// Whether inserts take nothing: the namespace was dropped or the index reset.
-    pub(crate) fn is_over(&self) -> bool {
-        self.over
-    }
-
-    pub(crate) fn namespace(&self) -> &Arc<Namespace> {
-        &self.namespace
-    }
-
-    /// The plan's first approximate token.
-    pub(crate) fn first_approximate(&self) -> Option<usize> {
-        self.first_approximate
-    }
-
-    /// The stretches that back sequences.
-    pub(crate) fn paths(&self) -> &[Stretch] {
-        &self.paths
-    }
-
-    /// The stretches that are copied from.
-    pub(crate) fn sources(&self) -> &[Stretch] {
-        &self.sources
-    }
-
     pub(crate) fn pins_sources(&self) -> bool {
         let kept = self.kept.as_ref();
         !self.sources.is_empty() || kept.is_some_and(|kept| !kept.sources.is_empty())
     }
 
-    /// Keeps a block that left a pinned stretch; returns whether it is new in its set.
+    /// Returns whether the block is new in its set.
     pub(crate) fn keep(&mut self, id: u32, is_source: bool) -> bool {
         let kept = self.kept.get_or_insert_default();
         let own = if is_source {
@@ -103,7 +68,7 @@ impl Lease {
         own.insert(id)
     }
 
-    /// Condemned blocks that it pins; twice if they are kept in both sets.
+    /// Twice if a block is kept in both sets.
     pub(crate) fn kept(&self) -> impl Iterator<Item = u32> {
         let kept = self.kept.iter();
         kept.flat_map(|kept| kept.paths.iter().chain(&kept.sources).copied())

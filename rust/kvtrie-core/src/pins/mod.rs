@@ -1,14 +1,12 @@
 //! Leases: what a live plan pins, and what that protects from eviction.
 //!
 //! A lease pins stretches: whole paths that back sequences, and the source blocks of copies, without the blocks above.
-//! A stretch is named by its last block. A pin *protects* its stretch and everything above, which is stored per node.
-//! So `num_evictable` is a counter, a leaf knows by itself whether it may be evicted, and a pin costs one step per
-//! newly protected node and nothing per block.
+//! A pin *protects* its stretch and everything above, which is stored per node. So `num_evictable` is a counter, a leaf
+//! knows by itself whether it may be evicted, and a pin costs one step per newly protected node and nothing per block.
 //!
 //! A dead block may be evicted from above a source, but not from above a block that backs a sequence. So the
 //! [`Guard`](crate::storage::node::Guard) of a node is the stronger kind pinned at or below it, and its parent counts
-//! its children by guard. The counts and runs of sources are in a separate table
-//! ([`Sources`](crate::storage::forest::Sources)).
+//! its children by guard. [`Sources`](crate::storage::forest::Sources) are in a separate table.
 
 mod cuts;
 mod guards;
@@ -35,13 +33,12 @@ use lease::Stretch;
 pub(crate) use cuts::{Cuts, Leaving};
 pub(crate) use lease::Lease;
 
-/// The leases of an index, and the blocks that left while pinned.
 #[derive(Debug)]
 pub(crate) struct Pins {
     leases: Slab<Lease>,
-    /// Condemned blocks, with their number of pins.
+    /// Condemned blocks, with their numbers of pins.
     kept: HashMap<u32, u32, FixedState>,
-    /// Blocks that wait to be taken, oldest release first.
+    /// Blocks to be taken, oldest release first.
     waiting: VecDeque<u32>,
 }
 
@@ -58,7 +55,6 @@ impl Pins {
         &self.leases
     }
 
-    /// Adds a lease without pins.
     #[inline]
     pub(crate) fn open(&mut self, namespace: &Arc<Namespace>, pinned: bool) -> Handle {
         let lease = Lease::new(Arc::clone(namespace), pinned);
@@ -66,36 +62,34 @@ impl Pins {
         self.leases.handle(lease)
     }
 
-    /// Sets the first approximate token of a lease's plan, or lowers it.
+    /// Unless it is lower already.
     pub(crate) fn lower_first_approximate(&mut self, lease: u32, at: usize) {
         let known = &mut self.leases[lease].first_approximate;
         *known = Some(known.map_or(at, |known| known.min(at)));
     }
 
-    /// The inserts of these leases take nothing from now on.
+    /// Their inserts take nothing from now on.
     pub(crate) fn finish(&mut self, which: impl Fn(&Lease) -> bool) {
         for (_, lease) in self.leases.iter_mut() {
             lease.over |= which(lease);
         }
     }
 
-    /// Condemned blocks, with their number of pins.
     pub(crate) fn kept(&self) -> &HashMap<u32, u32, FixedState> {
         &self.kept
     }
 
-    /// Whether a lease keeps the block by id: it is condemned, or will be once it leaves.
+    /// Whether a lease keeps the block by id.
     #[inline]
     pub(crate) fn keeps(&self, id: u32) -> bool {
         self.kept.contains_key(&id)
     }
 
-    /// Blocks that wait to be taken, oldest release first.
     pub(crate) fn waiting(&self) -> &VecDeque<u32> {
         &self.waiting
     }
 
-    /// Blocks without pins wait, after those that wait already.
+    /// After those that wait already.
     pub(crate) fn wait(&mut self, forest: &mut Forest, ids: &[u32]) {
         for &id in ids {
             forest.blocks_mut().wait(id);
@@ -103,17 +97,15 @@ impl Pins {
         self.waiting.extend(ids);
     }
 
-    /// The next waiting block; the caller tells the forest.
     pub(crate) fn pop_waiting(&mut self) -> Option<u32> {
         self.waiting.pop_front()
     }
 
-    /// Drops the blocks that no longer wait.
     pub(crate) fn retain_waiting(&mut self, waits: impl Fn(u32) -> bool) {
         self.waiting.retain(|&id| waits(id));
     }
 
-    /// Pins the blocks that back a sequence up to `end`. The same call has touched them.
+    /// The same call has touched the path to `end`.
     pub(crate) fn pin_path(
         &mut self,
         forest: &mut Forest,
@@ -127,7 +119,6 @@ impl Pins {
         let at = (end.node, end.depth - 1);
         let id = forest.node(end.node).id(at.1, forest.block_size());
         let mut covered = SmallVec::<[u32; 2]>::new();
-        // The pinned stretch that continues the new path.
         let mut joined = None;
         for &Stretch { last, from } in &self.leases[lease].paths {
             let Some(known) = forest.place_of(last) else {
@@ -160,11 +151,9 @@ impl Pins {
         }
     }
 
-    /// Pins copy sources until [`Self::unpin_sources`] or [`Self::end_lease`]. The blocks above are protected unless
-    /// they are dead. The same call has touched the sources ([`Eviction::touch_sources`]).
-    ///
-    /// Runs may have any order, and may overlap. To pin or unpin one costs O(log pins in its node), plus one step per
-    /// edge above that nothing else protects, and nothing per block.
+    /// Pins copy sources, which the same call has touched. The blocks above are protected unless they are dead. Runs
+    /// may have any order, and may overlap. A run costs O(log pins in its node), plus one step per edge above that
+    /// nothing else protects, and nothing per block.
     pub(crate) fn pin_sources(
         &mut self,
         forest: &mut Forest,
@@ -212,8 +201,7 @@ impl Pins {
         self.unkeep(forest, ended.kept());
     }
 
-    /// Removes one pin per condemned block. Blocks without pins wait, ascending, for `take_freed` and `evict`, or go to
-    /// quarantine.
+    /// Removes one pin each. Blocks without pins wait, ascending, or go to quarantine.
     fn unkeep(&mut self, forest: &mut Forest, kept: impl IntoIterator<Item = u32>) {
         let mut released = Vec::new();
         for id in kept {
@@ -233,7 +221,6 @@ impl Pins {
         }
     }
 
-    /// Pinned blocks, indexed or condemned.
     pub(crate) fn num_pinned(&self, forest: &Forest) -> u64 {
         let is_whole = |lease: &Lease| lease.paths.iter().all(|path| path.from == 0);
         if !forest.has_sources() && self.leases.iter().all(|(_, lease)| is_whole(lease)) {
@@ -241,7 +228,6 @@ impl Pins {
             return forest.num_protected() + forest.blocks().num_condemned();
         }
         let block_size = forest.block_size();
-        // By node: end of the paths that are pinned from the root on.
         let mut ends = HashMap::<NodeIndex, Depth, FixedState>::default();
         let mut pinned = forest.blocks().num_condemned();
         let mut parts = Vec::new();
@@ -292,7 +278,7 @@ impl Pins {
         pinned
     }
 
-    /// The number of plans that pin each block.
+    /// By block, the number of plans.
     pub(crate) fn pin_counts(&self, forest: &Forest) -> BTreeMap<u32, u32> {
         let mut counts = BTreeMap::new();
         for (_, lease) in self.leases.iter() {

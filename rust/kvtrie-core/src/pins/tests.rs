@@ -9,7 +9,6 @@ use crate::index::{InsertOptions, RadixIndex};
 use crate::storage::blocks::BlockState;
 use crate::{Config, Namespace, PlanOptions, ReusePlan, ReusePolicy, Salt, Source, TokenSequence};
 
-/// The pins of one plan, by id.
 struct Live {
     plan: ReusePlan,
     paths: BTreeSet<u32>,
@@ -80,7 +79,6 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A range of at most 12 tokens.
 fn range() -> impl Strategy<Value = (usize, usize)> {
     (0usize..12, 0usize..13).prop_map(|(a, b)| (a.min(b), a.max(b)))
 }
@@ -217,14 +215,12 @@ impl Bench {
         }
     }
 
-    /// Every node with a block.
     fn nodes(&self) -> Vec<NodeIndex> {
         let places = (0..BLOCKS).filter_map(|id| self.index.forest().place_of(id));
         let nodes: BTreeSet<NodeIndex> = places.map(|(node, _)| node).collect();
         nodes.into_iter().collect()
     }
 
-    /// The tokens of a path to a leaf, if there is one.
     fn path_like(&self, like: usize) -> Vec<u32> {
         let mut leaves = self.nodes();
         leaves.retain(|&node| !self.index.forest().node(node).has_children());
@@ -242,7 +238,7 @@ impl Bench {
 
     fn is_over(&self, live: &Live) -> bool {
         let lease = live.plan.lease_index(&self.index, "").unwrap();
-        self.index.pins().leases()[lease].is_over()
+        self.index.pins().leases()[lease].over
     }
 
     fn pins(&self, id: u32) -> u32 {
@@ -282,7 +278,7 @@ impl Bench {
     }
 }
 
-/// Touches and pins sources as a plan does; returns the time.
+/// As a plan does; returns the time.
 fn use_sources(index: &mut RadixIndex, lease: u32, runs: &[SourceRun]) -> u64 {
     let parts = index.parts_mut();
     *parts.clock += 1;
@@ -296,14 +292,12 @@ fn use_sources(index: &mut RadixIndex, lease: u32, runs: &[SourceRun]) -> u64 {
 }
 
 impl RadixIndex {
-    /// Ids that an insert may offer.
     fn free_ids(&self) -> Vec<BlockId> {
         let free =
             (0..BLOCKS).filter(|&id| self.forest().blocks().state(id) == BlockState::Unknown);
         free.map(BlockId).collect()
     }
 
-    /// The ids of the present beginning of a path.
     fn ids_of(&mut self, seq: &mut TokenSequence) -> Vec<BlockId> {
         let mut ids = Vec::new();
         self.lookup(seq, crate::LookupOptions::default(), &mut ids)

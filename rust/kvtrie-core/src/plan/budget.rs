@@ -1,67 +1,52 @@
-//! Bounds the search for moved runs by the prompt and by what is found, whatever is cached.
+//! Bounds the search for moved runs (rule P16 in `docs/design.md`).
 //!
 //! Work is counted in *looks*: a place looked up or tried, a child compared, or [`TOKENS_PER_LOOK`] tokens compared as
 //! memory. A look waits for a few cache lines, 0.03 to 0.1 µs. Looks are counted, not timed, so the same calls on two
-//! indexes of the same seed make the same plans.
-//!
-//! # Promises
-//!
-//! - With 64 [candidates](crate::Config::max_candidates), a search of `n` tokens takes at most min(256 + `n` / 8, 512)
-//!   looks, plus 1 per 10 tokens, 1 per covered token, and 32 per covered token up to 16,384 in all; plus those of the
-//!   window and the place tried last. Fewer candidates change nothing. With more, all numbers but the 1 per covered
-//!   token grow in proportion.
-//! - What is left untried when the budget is used up is counted in
-//!   [`candidates_dropped`](crate::ReusePlan::candidates_dropped).
-//! - Runs that are found pay for the search. `benches/python/reuse.py` prints what prompts drop: those of unrelated
-//!   texts drop nothing; those that share boilerplate drop some, as where a window has too many places.
-//!   `benches/python/fan.py` measures the cost of a prompt whose windows lead to no run.
+//! indexes of the same seed make the same plans. Those of the window and the place tried last may come on top. Runs
+//! that are found pay for the search: `benches/python/reuse.py` prints what prompts drop, `benches/python/fan.py` the
+//! cost of windows that lead to no run.
 
-/// Tokens compared as memory in about the time of a look: a cache line.
+/// A cache line.
 pub(super) const TOKENS_PER_LOOK: usize = 16;
 
-/// Looks needed to find where the prompt sorts among the children of an edge.
+/// Looks to find where the prompt sorts among the children of an edge.
 pub(super) const CHOICE: u64 = 24;
 
-/// A budget allows for at least this many candidates.
+/// A budget allows for at least this many.
 const LEAST_CANDIDATES: u64 = 64;
 
-/// Looks per candidate of a window before anything is found.
+/// Looks per candidate before anything is found.
 const FIRST: u64 = 4;
 
-/// Each so many tokens to be searched add one look per candidate to [`FIRST`], ...
+/// So many tokens to be searched add one look per candidate to [`FIRST`], ...
 const TOKENS_PER_FIRST: u64 = 512;
 
-/// ... up to this total per candidate. A short prompt that finds nothing must not cost a large multiple of its other
-/// costs.
+/// ... up to this total: a short prompt that finds nothing must not cost a large multiple of its other costs.
 const MOST_FIRST: u64 = 8;
 
-/// Each so many tokens of the prompt earn one look per candidate.
+/// So many tokens of the prompt earn one look per candidate.
 const TOKENS_PER_CANDIDATE: u64 = 640;
 
-/// Each so many covered tokens earn one look per candidate, in addition to one look per token.
+/// So many covered tokens earn one look per candidate, besides one look per token, ...
 const COVERED_PER_CANDIDATE: u64 = 2;
 
-/// The most looks per candidate that covered tokens earn in addition: 16,384 with 64 candidates.
+/// ... up to this per candidate: 16,384 with 64 candidates.
 const MOST: u64 = 256;
 
-/// Looks that are saved up before a search continues, while nothing is looked up.
+/// Looks saved up before a search continues.
 const SAVED: u64 = 2;
 
-/// The looks that a search took, and those that it may take.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Budget {
-    /// Position at which the search began.
     from: usize,
-    /// The most places tried per window, but at least [`LEAST_CANDIDATES`].
+    /// At least [`LEAST_CANDIDATES`].
     candidates: u64,
-    /// Looks allowed before anything is found.
     first: u64,
     looks: u64,
     covered: u64,
 }
 
 impl Budget {
-    /// The budget of a search from position `from` to the end of a prompt of `len` tokens.
     pub(super) fn new(from: usize, len: usize, max_candidates: usize) -> Self {
         let candidates = (max_candidates as u64).max(LEAST_CANDIDATES);
         let each = |looks: u64| looks.saturating_mul(candidates);
@@ -89,8 +74,7 @@ impl Budget {
         self.looks
     }
 
-    /// How many looks were taken above what is allowed at position `at` of the prompt, if a run of `found` tokens from
-    /// there is known; `None` if some are left.
+    /// Looks above what is allowed at `at`, if a run of `found` tokens from there is known.
     fn debt(&self, at: usize, found: usize) -> Option<u64> {
         let each = |looks: u64| looks.saturating_mul(self.candidates);
         let tokens = at.saturating_sub(self.from) as u64;
@@ -101,12 +85,11 @@ impl Budget {
         self.looks.checked_sub(allowed)
     }
 
-    /// Whether [`debt`](Self::debt) has a value: no look is left.
     pub(super) fn is_spent(&self, at: usize, found: usize) -> bool {
         self.debt(at, found).is_some()
     }
 
-    /// Where to continue if no look is left at position `at` (see [`debt`](Self::debt)).
+    /// Where to continue if no look is left.
     pub(super) fn resumes(&self, at: usize, found: usize) -> Option<usize> {
         let debt = self.debt(at, found)?;
         let tokens = (debt + SAVED).saturating_mul(TOKENS_PER_CANDIDATE) / self.candidates;

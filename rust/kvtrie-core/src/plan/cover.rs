@@ -18,25 +18,22 @@ use crate::plan::usable::{Kinship, Usable};
 use crate::storage::forest::Position;
 use crate::storage::payload::Label;
 
-/// Looks of a search that take about as long as walking to a node that is in no CPU cache.
+/// Looks in about the time of a walk to a node in no CPU cache.
 const LOOKS_PER_NODE: u64 = 4;
 
 /// Bytes compared in about the time of one window lookup.
 const BYTES_PER_TOKEN: u64 = 64;
 
-/// Consecutive tokens of the prompt and where they are cached.
 #[derive(Clone, Debug)]
 pub(super) struct Run {
     pub(super) start: usize,
     pub(super) end: usize,
     pub(super) kinship: Kinship,
     pub(super) path: Pieces,
-    /// The most hops of any of its tokens after the copy.
     hops: u16,
 }
 
 impl Run {
-    /// Position of a token of the run in its source.
     pub(super) fn source(&self, at: usize) -> usize {
         let first = self.path.first().map_or(0, |piece| piece.start);
         first + at - self.start
@@ -46,7 +43,7 @@ impl Run {
         self.start.abs_diff(self.source(self.start))
     }
 
-    /// Whether the run contains a place: the token `at` of the prompt is at that place.
+    /// Whether the run has the token `at` of the prompt at this place.
     fn meets(&self, at: usize, place: &Candidate<'_>) -> bool {
         let inside = |piece: &Piece| {
             piece.node == place.node && (piece.start..piece.end).contains(&place.last)
@@ -56,7 +53,6 @@ impl Run {
             && self.path.iter().any(inside)
     }
 
-    /// A run over tokens on the prompt's own path.
     pub(super) fn own(start: usize, path: Pieces) -> Self {
         let len: usize = path.iter().map(|piece| piece.end - piece.start).sum();
         Self {
@@ -68,14 +64,13 @@ impl Run {
         }
     }
 
-    /// Whether this run makes another one useless, whichever token is to be covered.
+    /// Whichever token is to be covered.
     fn outdoes(&self, other: &Self) -> bool {
         let is_nearer =
             self.hops <= 1 && other.kinship == Kinship::Moved && self.distance() < other.distance();
         self.start <= other.start && (self.end > other.end || self.end == other.end && is_nearer)
     }
 
-    /// The part that starts at position `from` of the prompt.
     fn tail(mut self, from: usize) -> Self {
         let source = self.source(from);
         self.path.retain(|piece| piece.end > source);
@@ -90,36 +85,31 @@ impl Run {
 /// The path of the prompt's own whole prefix, through holes and blocks that may not be used.
 #[derive(Clone, Debug)]
 pub(super) struct OwnPath {
-    /// Blocks used in place.
     pub(super) in_place: Position,
     /// Where the prompt's whole blocks leave the path.
     pub(super) end: Position,
 }
 
-/// What covers a prompt, as far as it is known.
 pub(super) struct Cover<'a> {
     pub(super) follower: Follower<'a>,
     pub(super) own: OwnPath,
-    /// The edges of that path, computed on first use: (node, first depth, end).
+    /// (node, first depth, end), computed on first use.
     own_edges: OnceCell<Vec<(NodeIndex, Depth, Depth)>>,
     pub(super) search: Option<Search<'a>>,
     pub(super) min_run: usize,
-    /// The best known run that contains the first token not covered.
+    /// The best known run with the first token not covered.
     best: Option<Run>,
-    /// Known runs that start after that token.
     later: Vec<Run>,
-    /// The same for the prompt's own path: ascending and disjoint, as many as the path has holes.
+    /// On the prompt's own path: ascending and disjoint, as many as it has holes.
     own_later: VecDeque<Run>,
-    /// Common runs that are shorter than the policy's `min_run`. Key: edge, and position there of the prompt's first
-    /// token. Value: the tokens of the prompt.
+    /// Runs shorter than the policy's `min_run`, by edge and position there of the prompt's first token.
     short: HashMap<(NodeIndex, usize), Range<usize>, FixedState>,
     hits: Vec<Hit>,
     trying: Vec<(usize, Range<usize>)>,
-    /// Windows that begin before this position were tried, or need not be.
+    /// Windows that begin before this position need not be tried.
     tried: usize,
-    /// Tokens before this position are covered, or are before the search.
+    /// Tokens before this position are covered, or before the search.
     floor: usize,
-    /// What the search for moved runs took, and what it may take.
     pub(super) budget: Budget,
     skipped: u64,
 }
@@ -155,8 +145,7 @@ impl<'a> Cover<'a> {
         self.skipped + self.search.as_ref().map_or(0, Search::dropped)
     }
 
-    /// Covers the prompt from `from`: runs in order, with gaps where nothing is found. Returns `None` if the search
-    /// takes more than `effort`.
+    /// Runs in order, with gaps where nothing is found. `None` if the search takes more than `effort`.
     pub(super) fn runs(&mut self, from: usize, effort: Effort) -> Option<Vec<Run>> {
         let most_looks = effort.nodes.saturating_mul(LOOKS_PER_NODE);
         let most_tokens = effort.bytes / BYTES_PER_TOKEN;
@@ -194,7 +183,7 @@ impl<'a> Cover<'a> {
         Some(runs)
     }
 
-    /// Sets the best of the known runs that contain the token `at`, and forgets those that end before it.
+    /// Finds the best known run that contains the token `at`, and forgets those that end before it.
     fn settle(&mut self, at: usize) {
         for run in std::mem::take(&mut self.later) {
             if run.start > at {
@@ -211,7 +200,6 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// The run contains the token `at`.
     fn improve(&mut self, run: Run, at: usize) {
         if self
             .best
@@ -222,7 +210,6 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// The first of the known runs that start after the token to be covered.
     fn first_later(&self) -> Option<&Run> {
         let runs = self.later.iter().chain(self.own_later.front());
         runs.min_by_key(|run| run.start)
@@ -235,7 +222,7 @@ impl<'a> Cover<'a> {
         let Some(search) = &mut self.search else {
             return known;
         };
-        // The first window in a run starts less than a stride after the start of the run.
+        // A run has its first window less than a stride after its start.
         let window = search.first_hit(self.tried).unwrap_or(len);
         known.min((window + 1).saturating_sub(search.stride()).max(at + 1))
     }
@@ -247,11 +234,11 @@ impl<'a> Cover<'a> {
             self.pass_over(at, resumes, stride);
             return;
         }
-        // A run of min_run tokens has a whole window in any stride of its tokens. If it continues for a stride, that
-        // window is here ...
+        // A run of min_run tokens has a whole window in any stride of its tokens: here, if it continues for a stride,
+        // ...
         let until = at.saturating_add(stride);
         self.try_windows(search, at.max(self.tried)..until, at);
-        // ... otherwise it is before `at`; but such a run does not reach further than one that continues.
+        // ... otherwise before `at`; but then it does not reach further than one that continues.
         let min_run = search.min_run();
         if self
             .best
@@ -264,13 +251,11 @@ impl<'a> Cover<'a> {
         self.tried = self.tried.max(until);
     }
 
-    /// Number of tokens from `at` that the best known run covers.
     fn found(&self, at: usize) -> usize {
         self.best.as_ref().map_or(0, |best| best.end - at)
     }
 
-    /// Skips the windows before `resumes`, for which no look is left in the budget; if a run is known, only those of
-    /// one stride.
+    /// For lack of looks; if a run is known, only the windows of one stride.
     fn pass_over(&mut self, at: usize, resumes: usize, stride: usize) {
         let until = if self.best.is_some() {
             at.saturating_add(stride)
@@ -295,8 +280,7 @@ impl<'a> Cover<'a> {
             is_crowded
         });
         self.try_places(search, &mut tried, at);
-        // If all windows have too many places, one that leads to a run is enough. No window is tried twice before a run
-        // is found.
+        // If all windows have too many places, one run is enough. No window is tried twice before a run is found.
         let mut is_enough = false;
         for &hit in &hits {
             if !is_enough && search.is_new(hit) {
@@ -309,7 +293,7 @@ impl<'a> Cover<'a> {
         self.trying = tried;
     }
 
-    /// The places of a window, by its last token, if the budget is not spent.
+    /// By the window's last token, if the budget is not spent.
     fn places(
         &mut self,
         search: &mut Search<'a>,
@@ -332,7 +316,7 @@ impl<'a> Cover<'a> {
         tried: &mut Vec<(usize, Range<usize>)>,
         at: usize,
     ) {
-        // After the most promising place is followed, most others need not be.
+        // Once the most promising place is followed, most others need not be.
         let first = self.most_promising(search, tried);
         if let Some((last, place)) = first {
             self.try_place(search, search.place(place), last, at);
@@ -342,7 +326,7 @@ impl<'a> Cover<'a> {
                 let place = search.place(place);
                 let end = self.best.as_ref().map_or(at + 1, |best| best.end);
                 if place.room() < end.saturating_sub(last) {
-                    // The rest has no room to reach as far either.
+                    // The rest has no room to reach as far.
                     break;
                 }
                 if self.budget.is_spent(at, self.found(at)) {
@@ -380,8 +364,7 @@ impl<'a> Cover<'a> {
         found
     }
 
-    /// Follows the prompt from a place where its token `last` may be cached, if that may help the token `at` or a later
-    /// one.
+    /// Follows a place that may have the prompt's token `last`, if that may help the token `at` or a later one.
     fn try_place(&mut self, search: &Search<'a>, place: Candidate<'_>, last: usize, at: usize) {
         let prompt = self.follower.prompt.tokens;
         self.budget.spend(1);
@@ -402,9 +385,7 @@ impl<'a> Cover<'a> {
         let least = || {
             // A run of min_run tokens starts here at the earliest ...
             let first = (last + 1).saturating_sub(min_run);
-            let up = Kinship::Moved;
-            let (node, from) = (place.node, place.last);
-            let start = follower.up(up, node, from, last, first, &mut Pieces::new());
+            let start = follower.up(place.node, place.last, last, first, &mut Pieces::new());
             // ... and reaches further than the best known run.
             covered.max(start + min_run)
         };
@@ -423,14 +404,8 @@ impl<'a> Cover<'a> {
             return;
         }
         let enough = self.floor.min(end.saturating_sub(self.min_run));
-        let start = self.follower.up(
-            Kinship::Moved,
-            place.node,
-            place.last,
-            last,
-            enough,
-            &mut path,
-        );
+        let follower = &self.follower;
+        let start = follower.up(place.node, place.last, last, enough, &mut path);
         if end - start >= self.min_run {
             self.add(start, Kinship::Moved, path, at);
         } else if end - start >= search.min_run() {
@@ -438,14 +413,14 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Whether the run through a place is known to be shorter than the policy's `min_run`.
+    /// Whether the run is known to be shorter than the policy's `min_run`.
     fn is_too_short(&self, place: &Candidate<'_>, last: usize) -> bool {
         let diagonal = place.last.wrapping_sub(last);
         let known = self.short.get(&(place.node, diagonal));
         known.is_some_and(|tokens| tokens.contains(&last))
     }
 
-    /// Remembers a run shorter than the policy's `min_run`: it has many windows, and is followed once.
+    /// Such a run has many windows, and is followed once.
     fn remember_short(&mut self, start: usize, path: &Pieces) {
         let Some(first) = path.first() else {
             return;
@@ -478,7 +453,7 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Whether a known run makes a run useless that starts after the token to be covered.
+    /// Whether a known run makes a later run useless.
     fn is_outdone(&self, run: &Run) -> bool {
         let before = self
             .own_later
@@ -488,7 +463,7 @@ impl<'a> Cover<'a> {
         known.any(|known| known.outdoes(run))
     }
 
-    /// Whether a run through `place`, where the token `last` of the prompt may be cached, may improve on known ones.
+    /// Whether a run through `place` and the prompt's token `last` may improve on known ones.
     fn may_be_of_use(&self, place: &Candidate<'_>, last: usize, at: usize) -> bool {
         if let Some(best) = &self.best {
             return self.may_be_better(best, place, last, Some(at));
@@ -496,15 +471,15 @@ impl<'a> Cover<'a> {
         let prompt = self.follower.prompt.tokens;
         self.first_later().is_none_or(|first| {
             let token = first.start.checked_sub(1).map(|before| prompt[before]);
-            let begins_behind = last.checked_sub(first.start);
-            let begins_behind =
-                begins_behind.is_some_and(|back| place.begins_within(back + 1, token));
-            !begins_behind || self.may_be_better(first, place, last, None)
+            let begins_within = last.checked_sub(first.start);
+            let begins_within =
+                begins_within.is_some_and(|back| place.begins_within(back + 1, token));
+            !begins_within || self.may_be_better(first, place, last, None)
         })
     }
 
-    /// Whether a run through `place`, where the token `last` of the prompt may be cached, may be better than a known
-    /// one: for the token `at`, which both contain, or for any that both may contain. Only one edge is looked at.
+    /// Whether it may be better than a known one for the token `at`, which both contain, or for any. Only one edge is
+    /// looked at.
     fn may_be_better(
         &self,
         known: &Run,
@@ -534,7 +509,6 @@ impl<'a> Cover<'a> {
         goes_on || self.may_win_a_tie(known, place, last, at)
     }
 
-    /// Whether a run through `place` that reaches as far as a known one may be better.
     fn may_win_a_tie(
         &self,
         known: &Run,
@@ -576,7 +550,7 @@ impl<'a> Cover<'a> {
         piece.map_or(0, |piece| self.slot(piece.node, source))
     }
 
-    /// The most hops of the run's tokens from `from` on, after the copy.
+    /// The most hops from `from` on, after the copy.
     fn hops(&self, run: &Run, from: usize) -> u16 {
         let forest = self.follower.forest;
         let block_size = forest.block_size();
@@ -598,9 +572,9 @@ impl<'a> Cover<'a> {
         edges.max().unwrap_or(base)
     }
 
-    /// Whether the first of two runs that contain the token `at` is better. Criteria in order: it reaches further;
-    /// fewer hops from `at` on; smaller distance; lower source slot of `at`. Runs that share that slot end equally far
-    /// in siblings: the sibling with fewer hops wins, then the one with the lower slot.
+    /// Whether the first of two runs that contain the token `at` is better: it reaches further; fewer hops from `at`
+    /// on; smaller distance; lower source slot of `at`. Runs that share that slot end equally far in siblings: the
+    /// sibling with fewer hops wins, then the one with the lower slot.
     fn is_better(&self, first: &Run, second: &Run, at: usize) -> bool {
         let order = second
             .end
@@ -612,7 +586,6 @@ impl<'a> Cover<'a> {
         order.is_lt()
     }
 
-    /// Hops and source slot of the last token of a run.
     fn last(&self, run: &Run) -> Option<(u16, u64)> {
         run.path.last().map(|piece| {
             let (node, at) = (piece.node, piece.end - 1);
@@ -624,8 +597,7 @@ impl<'a> Cover<'a> {
         })
     }
 
-    /// Whether a place at the same position as in the prompt is on the prompt's own path: such runs are found without a
-    /// search.
+    /// The prompt's own path is found without a search.
     fn is_own(&self, place: &Candidate<'_>) -> bool {
         let (forest, end) = (self.follower.forest, self.own.end);
         let depth = place.last / forest.block_size();
@@ -634,7 +606,7 @@ impl<'a> Cover<'a> {
         edges.get(at).is_some_and(|&(own, ..)| own == place.node)
     }
 
-    /// Finds the runs of the prompt's own path after the token `at`, and next to the end of the path.
+    /// Runs of the prompt's own path after the token `at`, and next to its end.
     fn find_own(&mut self, at: usize) {
         let block_size = self.follower.forest.block_size();
         let (in_place, end) = (self.own.in_place, self.own.end);
@@ -647,7 +619,6 @@ impl<'a> Cover<'a> {
                 let mut reached = self.add_own(node, from, from, at);
                 if reached == from && first > in_place.depth && from == first as usize * block_size
                 {
-                    // A hole of the path may have siblings.
                     reached = self.add_own(parent, from, from, at);
                 }
                 from = if reached > from {
@@ -665,9 +636,8 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Adds the run of the prompt's own path that continues from position `from` of an edge, if it reaches beyond the
-    /// token `at`. Its tokens begin at `start`; those before `from` count for its length but are not copied. Returns
-    /// where it ends.
+    /// Adds the run of the own path from position `from` of an edge, if it reaches beyond the token `at`. Its tokens
+    /// begin at `start`; those before `from` count for its length but are not copied. Returns where it ends.
     fn add_own(&mut self, node: NodeIndex, from: usize, start: usize, at: usize) -> usize {
         let mut path = Pieces::new();
         let done = self
@@ -675,7 +645,7 @@ impl<'a> Cover<'a> {
             .down(Kinship::Own, node, from, from, || 0, &mut path);
         self.skipped += done.skipped;
         let end = done.end;
-        if end > at && end > from && end - start >= self.min_run {
+        if end > at && end - start >= self.min_run {
             self.add(from, Kinship::Own, path, at);
         }
         end

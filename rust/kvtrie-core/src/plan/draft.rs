@@ -19,7 +19,6 @@ use crate::storage::payload::Label;
 use crate::tagging::Tagging;
 use crate::tokens::TokenSequence;
 
-/// What plans are made from.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cached<'a> {
     pub(crate) forest: &'a Forest,
@@ -27,25 +26,22 @@ pub(crate) struct Cached<'a> {
     pub(crate) windows: Option<&'a Windows>,
     pub(crate) tagging: &'a Tagging,
     pub(crate) config: &'a Config,
-    /// The only path that may be used; `None`: all.
+    /// The only path that may be used.
     pub(crate) path: Option<&'a CachedPath>,
 }
 
-/// How the KV of a prompt can be built.
 #[derive(Debug, Default)]
 pub(crate) struct Draft {
-    /// End of the path of blocks used in place.
+    /// End of the blocks used in place.
     pub(crate) in_place: Option<Position>,
     /// Its ids, possibly followed by more.
     pub(crate) ids: Arc<Vec<BlockId>>,
     pub(crate) segments: Vec<Segment>,
-    /// What is copied, in the order of the segments.
     pub(crate) copies: Vec<Copied>,
-    /// Source blocks of the copies, concatenated.
     pub(crate) source_ids: Vec<BlockId>,
     pub(crate) sources: Vec<SourceRun>,
     pub(crate) candidates_dropped: u64,
-    looks: u64,
+    pub(crate) looks: u64,
 }
 
 pub(crate) fn num_tokens(segments: &[Segment], class: Class) -> usize {
@@ -54,15 +50,14 @@ pub(crate) fn num_tokens(segments: &[Segment], class: Class) -> usize {
 }
 
 impl Draft {
-    /// The draft of a prompt of which nothing is cached.
     pub(crate) fn computed(len: usize) -> Self {
         let mut draft = Self::default();
         compute_until(&mut draft.segments, len);
         draft
     }
 
-    /// Works out how to build the KV of a prompt, of which at most `len` tokens may be matched. `exact` is the end of
-    /// its exact prefix, with the ids. Returns `None` if searching for moved runs takes more than `effort`.
+    /// At most `len` tokens may be matched; `exact` is the end of the exact prefix, with the ids. `None` if searching
+    /// for moved runs takes more than `effort`.
     #[inline]
     pub(crate) fn new(
         cached: &Cached<'_>,
@@ -73,7 +68,16 @@ impl Draft {
         effort: Effort,
     ) -> Option<Self> {
         let usable = Usable::new(cached, policy);
-        let draft = Drafting::new(cached, seq, policy, usable, len).draft(end, ids, effort);
+        let drafting = |usable| Drafting {
+            cached,
+            forest: cached.forest,
+            seq,
+            policy,
+            usable,
+            len,
+            draft: Self::default(),
+        };
+        let draft = drafting(usable).draft(end, ids, effort);
         let approximate = draft
             .as_ref()
             .map_or(0, |draft| num_tokens(&draft.segments, Class::Approximate));
@@ -86,53 +90,27 @@ impl Draft {
             return draft;
         }
         let draft = draft?;
-        let usable = usable.exact_only();
-        let exact = Drafting::new(cached, seq, policy, usable, len).draft(end, ids, effort)?;
+        let exact = drafting(usable.exact_only()).draft(end, ids, effort)?;
         Some(Self {
-            // If all places had been tried, the share might be another.
+            // With all places tried, the share might be another.
             candidates_dropped: draft.candidates_dropped.max(exact.candidates_dropped),
             looks: draft.looks,
             ..exact
         })
     }
-
-    /// Looks of the search for moved runs.
-    pub(crate) fn looks(&self) -> u64 {
-        self.looks
-    }
 }
 
-/// One prompt, and the draft so far.
 struct Drafting<'a> {
     cached: &'a Cached<'a>,
     forest: &'a Forest,
     seq: &'a TokenSequence,
     policy: &'a ReusePolicy,
     usable: Usable,
-    /// Tokens that may be matched.
     len: usize,
     draft: Draft,
 }
 
-impl<'a> Drafting<'a> {
-    fn new(
-        cached: &'a Cached<'a>,
-        seq: &'a TokenSequence,
-        policy: &'a ReusePolicy,
-        usable: Usable,
-        len: usize,
-    ) -> Self {
-        Self {
-            cached,
-            forest: cached.forest,
-            seq,
-            policy,
-            usable,
-            len,
-            draft: Draft::default(),
-        }
-    }
-
+impl Drafting<'_> {
     fn draft(
         mut self,
         exact: Position,
@@ -166,7 +144,7 @@ impl<'a> Drafting<'a> {
         Some(self.draft)
     }
 
-    /// The cached exact block at the end of a path that shares most tokens with the rest of the prompt, and how many.
+    /// The exact block at the end of a path that shares most tokens with the rest of the prompt.
     fn nearest_block(&self, end: Position) -> Option<Piece> {
         let block_size = self.forest.block_size();
         let at = end.depth as usize * block_size;
@@ -194,7 +172,7 @@ impl<'a> Drafting<'a> {
         })
     }
 
-    /// Where the whole blocks of the prompt leave its path, which is known up to `exact`; holes are passed.
+    /// Where the prompt's whole blocks leave its path.
     fn own_end(&self, exact: Position) -> Position {
         if !self.forest.has_broken_paths() {
             return exact;
@@ -209,7 +187,7 @@ impl<'a> Drafting<'a> {
         path.map_or(walked.at, |path| path.common(self.forest, walked.at))
     }
 
-    /// Where in-place use of the path ends: after the exact prefix, if the policy allows approximate blocks.
+    /// After the exact prefix, if the policy allows approximate blocks.
     fn in_place(&self, exact: Position, own_end: Position) -> Position {
         if !self.usable.approximate || own_end.depth == exact.depth {
             return exact;
@@ -217,7 +195,7 @@ impl<'a> Drafting<'a> {
         for (node, from, to) in self.forest.edges_to(own_end, exact.depth) {
             let edge = self.forest.node(node);
             if let Some(depth) = (from..to).find(|&depth| !self.usable.in_place(edge, depth)) {
-                return self.forest.normal(Position { node, depth });
+                return self.forest.normal(Position::at(node, depth));
             }
         }
         own_end
@@ -274,7 +252,7 @@ impl<'a> Drafting<'a> {
         }
     }
 
-    /// Covers the prompt after `at` with runs; `None` if the search for them takes more than `effort`.
+    /// `None` if the search takes more than `effort`.
     fn cover(
         &mut self,
         in_place: Position,
@@ -309,7 +287,7 @@ impl<'a> Drafting<'a> {
         Some(())
     }
 
-    /// Adds the segments and copies of a run: one segment per piece of equal class and hops.
+    /// One segment per piece of equal class and hops.
     fn copy(&mut self, run: &Run) {
         let forest = self.forest;
         let is_plain = |piece: &Piece| forest.node(piece.node).num_approximate() == 0;
@@ -404,7 +382,6 @@ impl<'a> Drafting<'a> {
     }
 }
 
-/// Marks the tokens up to `end` that are in no segment yet as computed.
 fn compute_until(segments: &mut Vec<Segment>, end: usize) {
     let start = segments.last().map_or(0, |segment| segment.end);
     if start < end {
@@ -419,7 +396,6 @@ fn compute_until(segments: &mut Vec<Segment>, end: usize) {
     }
 }
 
-/// A part of a run, of one class and one number of hops.
 struct RunPart {
     start: usize,
     end: usize,
@@ -429,7 +405,7 @@ struct RunPart {
 }
 
 impl RunPart {
-    /// Cuts up to `count` tokens from the start; returns how many.
+    /// Returns how many were cut.
     fn cut_front(&mut self, count: usize) -> usize {
         let count = count.min(self.end - self.start);
         self.start += count;
@@ -443,7 +419,7 @@ impl RunPart {
         count
     }
 
-    /// Cuts up to `count` tokens from the end; returns how many.
+    /// Returns how many were cut.
     fn cut_end(&mut self, count: usize) -> usize {
         let count = count.min(self.end - self.start);
         self.end -= count;
@@ -462,7 +438,7 @@ impl RunPart {
     }
 }
 
-/// The parts of a piece with equal labels: (start, end, class, hops).
+/// (start, end, class, hops).
 fn equal_labels(
     node: &Node,
     piece: &Piece,

@@ -1,30 +1,13 @@
 //! Plans: how to build the KV of a prompt, and the lease that keeps a plan valid (D7, D13, D19).
 //!
-//! A plan is made in one pass from left to right, as a function of the prompt, the policy and the cache:
+//! A plan is made in one pass from left to right, as a function of the prompt, the policy and the cache: blocks in
+//! place, the partial block after them, and a cover of the rest by *runs* (rules P1 to P16 in `docs/design.md`).
 //!
-//! 1. In place: whole blocks of the exact prefix, then, if the policy allows it, approximate entries of the same whole
-//!    prefix.
-//! 2. Copied: the exact tokens of the block in which that path leaves the prompt, from the sibling that shares most of
-//!    them.
-//! 3. A cover of the rest by *runs*: maximal common runs with anything cached, of at least `min_run` tokens. At the
-//!    first token that is not covered, the run that contains it and reaches furthest is taken up to its end. So the
-//!    fewest runs cover every token that any run contains.
-//!
-//! A run under the prompt's own whole prefix, after a hole, stays exact if it is; any other run is approximate.
-//!
-//! # Structure and costs
-//!
-//! - `draft` assembles the parts. A plan is a draft whose blocks are touched and pinned.
-//! - `cover` covers one token at a time. A run that contains the token has a window of eight tokens within `2 ·
-//!   min_run` tokens around it, so some two dozen windows are looked up per run, whatever its length, and those inside
-//!   are skipped.
-//! - `search` looks windows up, in chunks that grow while nothing is found. A window with more than `max_candidates`
-//!   places is tried at the most recent ones.
-//! - `reach` follows the prompt along a source by comparing memory. Of several places, it follows only those that may
-//!   reach further than the best so far; the token after the end of the best one rules out most.
-//! - `usable` says what a policy allows of an edge.
-//!
-//! So a plan costs the lookup, one comparison of each run, a few cache misses per run, and the lookup of one window per
+//! `draft` assembles the parts, `cover` covers one token at a time, `search` looks up windows, `reach` follows the
+//! prompt along a source by comparing memory, and `usable` says what a policy allows. A run that contains a token has a
+//! window of eight tokens within `2 · min_run` tokens around it, so some two dozen windows are looked up per run,
+//! whatever its length. Of several places, only those are followed that may reach further than the best so far. So a
+//! plan costs the lookup, one comparison of each run, a few cache misses per run, and the lookup of one window per
 //! token that nothing covers.
 
 mod budget;
@@ -87,7 +70,7 @@ pub struct Segment {
     pub class: Class,
     /// Hops of the KV in the prompt: those of the source, plus one for a moved run; 0 for what is computed.
     pub hops: u16,
-    /// Kinds of spans that the source tokens are tagged with, as a bit set (see [`RadixIndex::kinds`](crate::RadixIndex::kinds)).
+    /// Kinds of spans of the source tokens, as a bit set (see [`RadixIndex::kinds`](crate::RadixIndex::kinds)).
     pub kinds: u64,
 }
 
@@ -103,13 +86,12 @@ impl Segment {
     }
 }
 
-/// The source of one segment of copied tokens.
 #[derive(Clone, Debug)]
 pub(crate) struct Copied {
     start: usize,
     end: usize,
     old_start: usize,
-    /// Its blocks among the plan's source ids. The first contains `old_start`.
+    /// Its blocks among the plan's source ids; the first contains `old_start`.
     ids: Range<usize>,
 }
 
@@ -131,7 +113,7 @@ impl Default for PlanOptions {
     }
 }
 
-/// How to build the KV of one prompt. What it pins stays until [`RadixIndex::release`](crate::RadixIndex::release).
+/// How to build the KV of one prompt. It pins until [`RadixIndex::release`](crate::RadixIndex::release).
 #[derive(Debug)]
 pub struct ReusePlan {
     index: u64,
@@ -140,7 +122,7 @@ pub struct ReusePlan {
     num_blocks: u64,
     pinned: bool,
     snapshot: Snapshot,
-    /// The number of this plan. Departures after it are detected by this number.
+    /// Departures after the plan are detected by this number.
     number: u64,
     /// The ids used in place, followed by more if the sequence knows more.
     ids: Arc<Vec<BlockId>>,
@@ -152,7 +134,6 @@ pub struct ReusePlan {
     candidates_dropped: u64,
 }
 
-/// Where a plan comes from.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Origin {
     pub(crate) index: u64,
@@ -191,13 +172,13 @@ impl ReusePlan {
         &self.ids[..self.num_blocks_in_place]
     }
 
-    /// Number of blocks that the caller must provide for the rest of the prompt.
+    /// Blocks that the caller must provide for the rest of the prompt.
     #[must_use]
     pub fn num_new_blocks(&self) -> usize {
         self.snapshot.tokens.len().div_ceil(self.block_size) - self.num_blocks_in_place
     }
 
-    /// The segments, ascending. They cover every token of the prompt once.
+    /// The segments, ascending: every token of the prompt once.
     #[must_use]
     pub fn segments(&self) -> &[Segment] {
         &self.segments
@@ -218,15 +199,15 @@ impl ReusePlan {
         ids
     }
 
-    /// Places that the search for moved runs did not try, because a window of the prompt has more than
-    /// [`max_candidates`](crate::Config::max_candidates) or because its budget of steps was used up (rule P16). While
-    /// it is 0, the plan does not depend on the seed.
+    /// Places that the search for moved runs did not try, because a window has more than
+    /// [`max_candidates`](crate::Config::max_candidates) or because its budget was used up (rule P16). While it is 0,
+    /// the plan does not depend on the seed.
     #[must_use]
     pub fn candidates_dropped(&self) -> u64 {
         self.candidates_dropped
     }
 
-    /// Edges of the path in place, as it was walked. A release takes one step per edge that nobody else pins.
+    /// Edges of the path in place. A release takes one step per edge that nobody else pins.
     #[must_use]
     pub fn num_edges(&self) -> u64 {
         self.edges
@@ -250,8 +231,8 @@ impl ReusePlan {
         self.block_size
     }
 
-    /// Whether the sequence begins with the tokens that were planned, in their namespace. O(1) if it is the sequence
-    /// that was planned.
+    /// Whether the sequence begins with the planned tokens, in their namespace. O(1) if it is the sequence that was
+    /// planned.
     #[must_use]
     pub fn is_prefix_of(&self, seq: &TokenSequence) -> bool {
         seq.starts_with(&self.snapshot)
@@ -282,7 +263,6 @@ impl ReusePlan {
         first.map(|segment| segment.start)
     }
 
-    /// The index that made the plan.
     pub(crate) fn index(&self) -> u64 {
         self.index
     }
@@ -291,8 +271,8 @@ impl ReusePlan {
         self.lease
     }
 
-    /// Whether each segment is still what the plan says. `lease` is the plan's, if it lives and pins; `stayed` says
-    /// whether a block did not leave its place since the plan of this number was made.
+    /// `lease` is the plan's, if it lives and pins; `stayed`: a block did not leave its place since the plan of this
+    /// number was made.
     pub(crate) fn validity(
         &self,
         lease: Option<&Lease>,

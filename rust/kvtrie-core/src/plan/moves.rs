@@ -18,11 +18,10 @@ pub struct Move {
 }
 
 impl ReusePlan {
-    /// The copies that fill `table` between the positions `start` and `end`, as plain data for a worker without an
-    /// index.
+    /// The copies that fill `table` between the positions `start` and `end`, for a worker without an index.
     ///
-    /// The table begins with [`blocks`](Self::blocks), as far as it goes, and has no block twice. The other blocks that
-    /// hold the range are new: the engine fills all of them, by the copies and by what it computes.
+    /// The table begins with [`blocks`](Self::blocks), as far as it goes. The other blocks that hold the range are new:
+    /// the engine fills all of them, by the copies and by what it computes.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is reversed or ends after the prompt, or if
@@ -92,7 +91,7 @@ impl ReusePlan {
             )));
         }
         let mut sorted = table.to_vec();
-        // This stable sort takes one pass over ascending runs, which most tables are.
+        // One pass over ascending runs, which most tables are.
         sorted.sort();
         let mut neighbours = sorted.iter().zip(&sorted[1.min(sorted.len())..]);
         if let Some((twice, _)) = neighbours.find(|(one, next)| one == next) {

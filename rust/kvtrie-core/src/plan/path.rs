@@ -6,15 +6,14 @@ use crate::storage::forest::{Forest, Position};
 use crate::storage::node::Node;
 use crate::tokens::TokenSequence;
 
-/// The edges of one path from the root, without gaps.
+/// (node, first depth, end) from the root.
 #[derive(Clone, Debug)]
 pub(crate) struct CachedPath {
-    /// (node, first depth, end).
     edges: Vec<(NodeIndex, Depth, Depth)>,
 }
 
 impl CachedPath {
-    /// The path of a sequence as far as whole blocks of it were cached, including holes.
+    /// Whole blocks of a sequence, including holes.
     pub(crate) fn of(forest: &Forest, seq: &TokenSequence) -> Self {
         let limit = depth(seq.len() / forest.block_size());
         let whole = |_: &Node, _, to| to;
@@ -31,19 +30,19 @@ impl CachedPath {
         }
     }
 
-    /// The edge that contains the block at a depth, and where the path ends in it.
+    /// The edge with the block at a depth, and where the path ends in it.
     pub(super) fn edge_at(&self, depth: Depth) -> Option<(NodeIndex, Depth)> {
         let at = self.edges.partition_point(|&(_, _, end)| end <= depth);
         self.edges.get(at).map(|&(node, _, end)| (node, end))
     }
 
-    /// Where the path ends in an edge that begins at depth `first`; `None` if the edge is not on the path.
+    /// Where the path ends in an edge that begins at depth `first`.
     pub(super) fn end_in(&self, node: NodeIndex, first: Depth) -> Option<Depth> {
         let (found, end) = self.edge_at(first)?;
         (found == node).then_some(end)
     }
 
-    /// Where the path ends in the edge of a block; `None` if the block is not on the path.
+    /// Where the path ends in the edge of a block.
     pub(super) fn end_after(
         &self,
         forest: &Forest,
@@ -65,10 +64,7 @@ impl CachedPath {
                 at.depth = at.depth.min(end);
                 return at;
             }
-            at = Position {
-                node: node.parent,
-                depth: node.depth,
-            };
+            at = Position::at(node.parent, node.depth);
         }
     }
 }

@@ -10,7 +10,6 @@ use crate::storage::forest::Forest;
 use crate::storage::node::Node;
 use crate::tokens::View;
 
-/// Consecutive tokens of one edge, by position on its path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) node: NodeIndex,
@@ -18,16 +17,14 @@ pub(super) struct Piece {
     pub(super) end: usize,
 }
 
-/// Pieces of one path, from top to bottom.
+/// From top to bottom.
 pub(super) type Pieces = SmallVec<[Piece; 2]>;
 
-/// Tokens that are compared at first; the number doubles while they agree.
+/// Tokens compared at first; the number doubles while they agree.
 const FEW: usize = 256;
 
-/// How far a prompt was followed, and the cost.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Followed {
-    /// End of the common tokens.
     pub(super) end: usize,
     /// Places that might have continued further and were not looked at.
     pub(super) skipped: u64,
@@ -35,29 +32,26 @@ pub(super) struct Followed {
     pub(super) looks: u64,
 }
 
-/// Follows tokens of a prompt along what is cached.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Follower<'a> {
     pub(super) forest: &'a Forest,
-    /// What may be matched: the prompt without the tokens that are always computed.
+    /// The prompt without the tokens that are always computed.
     pub(super) prompt: View<'a>,
-    /// The only path that may be followed; `None`: all.
+    /// The only path that may be followed.
     pub(super) path: Option<&'a CachedPath>,
     pub(super) usable: Usable,
-    /// The most children compared where an edge ends and none continues with a whole block.
+    /// Most children compared where none continues with a whole block.
     pub(super) max_children: usize,
 }
 
 impl Follower<'_> {
-    /// Where an edge ends for this plan.
     fn end_of(&self, node: NodeIndex, edge: &Node) -> Depth {
         let restricted = self.path.and_then(|path| path.end_in(node, edge.depth));
         restricted.unwrap_or(edge.end())
     }
 
-    /// Follows the prompt from `at` down from position `from` of an edge, and adds the common tokens to `path`. A run
-    /// that ends before `least` is of no use: a child that shares part of a block is followed only if it reaches
-    /// `least`.
+    /// Follows the prompt from `at` down from position `from` of an edge. A run that ends before `least` is of no use:
+    /// a child that shares part of a block is followed only if it reaches `least`.
     pub(super) fn down(
         &self,
         kinship: Kinship,
@@ -74,7 +68,7 @@ impl Follower<'_> {
         loop {
             let edge = self.forest.node(node);
             let (start, end) = (from, self.end_of(node, edge) as usize * block_size);
-            // Usability is checked only a little further than the tokens that agreed, because they may end anywhere.
+            // Usability is checked only a little ahead, because the agreement may end anywhere.
             let mut ahead = FEW;
             while from < end && at < len {
                 let wanted = ahead.min(end - from).min(len - at);
@@ -108,8 +102,8 @@ impl Follower<'_> {
         }
     }
 
-    /// The child of `parent` that agrees with the prompt from `at` for a whole block or the longest part of one, if
-    /// that reaches `least`. Ties: fewest hops, then lowest block id.
+    /// The child that agrees for a whole block or the longest part of one, if that reaches `least`. Ties: fewest hops,
+    /// then lowest block id.
     fn child(
         &self,
         kinship: Kinship,
@@ -155,7 +149,7 @@ impl Follower<'_> {
                     break;
                 }
                 if looked_at >= self.max_children {
-                    // If more children share as many tokens, those next to the prompt in sort order are compared.
+                    // Of more children, those next to the prompt in sort order are compared.
                     done.skipped += u64::from(best.is_none_or(|(most, ..)| shared > most));
                     break;
                 }
@@ -176,11 +170,10 @@ impl Follower<'_> {
         best.map(|(.., child)| child)
     }
 
-    /// Follows the prompt up from before `at`, along the path that ends before position `from` of an edge, until
-    /// position `enough` of the prompt, and prepends the common tokens to `path`. Returns where they begin.
+    /// Follows the prompt up from before `at` and position `from` of an edge, until position `enough` of the prompt.
+    /// Returns where the common tokens begin.
     pub(super) fn up(
         &self,
-        kinship: Kinship,
         mut node: NodeIndex,
         mut from: usize,
         mut at: usize,
@@ -188,7 +181,7 @@ impl Follower<'_> {
         path: &mut Pieces,
     ) -> usize {
         let block_size = self.forest.block_size();
-        // Pieces in other edges, the last first.
+        // The last first.
         let mut above = Pieces::new();
         while at > enough {
             let edge = self.forest.node(node);
@@ -201,7 +194,7 @@ impl Follower<'_> {
                 continue;
             }
             let limit = start.max(from.saturating_sub(at - enough));
-            let usable = self.usable.start(kinship, edge, from, limit);
+            let usable = self.usable.start(edge, from, limit);
             let known = edge.view(block_size).slice(usable, from);
             let same = known.common_end(self.prompt.slice(enough, at));
             if same > 0 {

@@ -12,30 +12,28 @@ use crate::plan::path::CachedPath;
 use crate::storage::blocks::BlockState;
 use crate::storage::forest::Forest;
 
-/// The most windows that are looked up at once. While nothing is found, each lookup takes twice as many. After a run
-/// was found only the requested ones are looked up, because the run is followed by comparison.
+/// Most windows looked up at once. While nothing is found, each lookup takes twice as many; after a run, which is
+/// followed by comparison, only those requested.
 const MOST: usize = 1024;
 
-/// Places that are remembered before all are forgotten. This bounds the memory of a search, whatever the prompt.
+/// Places remembered before all are forgotten, which bounds the memory of a search.
 const MOST_PLACES: usize = 1 << 14;
 
-/// The most tokens compared to decide whether to follow a place.
+/// Most tokens compared to decide whether to follow a place.
 const MOST_TOKENS: usize = 64;
 
-/// Places of a window on other paths that are passed over, per place that may be tried, if the plan is restricted to a
-/// path.
+/// In a plan restricted to a path, places on other paths that are passed over, per place that may be tried.
 const PASSED_OVER: usize = 16;
 
-/// Places of a window that are looked at to see whether any is on the path, before the window counts as a hit.
+/// Places of a window looked at to see whether any is on the path.
 const FEW_PLACES: usize = 4;
 
-/// A place where a window of the prompt may be cached.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate<'a> {
     pub(super) node: NodeIndex,
-    /// Position of the window's last token on the path through the node, which contains it.
+    /// The window's last token on the path through the node.
     pub(super) last: usize,
-    /// The tokens of the edge before that token, and from it on.
+    /// Tokens of the edge before that token, and from it on.
     before: &'a [u32],
     after: &'a [u32],
     /// Whether the edge is the first of its path.
@@ -45,7 +43,7 @@ pub(super) struct Candidate<'a> {
 }
 
 impl Candidate<'_> {
-    /// The most tokens of the prompt that can agree with the source from the window's last token on.
+    /// Most tokens that can agree from the window's last token on.
     pub(super) fn room(&self) -> usize {
         if self.is_last {
             self.after.len()
@@ -54,13 +52,13 @@ impl Candidate<'_> {
         }
     }
 
-    /// The token that is `ahead` tokens after the window's last token; `None` if it is in another edge.
+    /// The token `ahead` of the window's last, if in this edge.
     pub(super) fn ahead(&self, ahead: usize) -> Option<u32> {
         self.after.get(ahead).copied()
     }
 
-    /// Whether a run through this place excludes the token `back` places before the window's last token. `token` is
-    /// that token in the prompt, or `None` if the prompt has none. Only this edge is looked at.
+    /// Whether a run through this place excludes the token `back` places before the window's last, in the prompt
+    /// `token`. Only this edge is looked at.
     pub(super) fn begins_within(&self, back: usize, token: Option<u32>) -> bool {
         match self.before.len().checked_sub(back) {
             Some(at) => token != Some(self.before[at]),
@@ -97,21 +95,17 @@ impl Candidate<'_> {
     }
 }
 
-/// A window of the prompt that may be cached.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hit {
-    /// Position of its first token in the prompt.
     pub(super) start: usize,
     hash: u64,
 }
 
-/// The places of one window.
 #[derive(Clone, Debug)]
 struct Known {
     count: usize,
-    /// The places to try, after they were first requested.
+    /// Set when first requested.
     tried: Option<Range<usize>>,
-    /// The round in which they were last tried.
     round: u64,
 }
 
@@ -120,15 +114,14 @@ pub(super) struct Search<'a> {
     forest: &'a Forest,
     windows: &'a Windows,
     tree: u32,
-    /// Where places may be; `None`: anywhere in the tree.
     path: Option<&'a CachedPath>,
     tokens: &'a [u32],
     max_candidates: usize,
-    /// Windows looked up last, and those among them that may be cached.
+    /// Windows looked up last, and those of them that may be cached.
     screened: Range<usize>,
     hits: Vec<Hit>,
     chunk: usize,
-    /// Places of windows by hash, so that windows of repetitive prompts are looked up once.
+    /// By hash, so that windows of repetitive prompts are looked up once.
     known: HashMap<u64, Known, FixedState>,
     places: Vec<Candidate<'a>>,
     round: u64,
@@ -171,12 +164,11 @@ impl<'a> Search<'a> {
         (self.tokens.len() + 1).saturating_sub(WINDOW)
     }
 
-    /// Distance of the kept windows: every run contains one of as many consecutive windows.
+    /// Every run contains one of as many consecutive windows.
     pub(super) fn stride(&self) -> usize {
         self.windows.stride()
     }
 
-    /// The shortest run that is found wherever it is cached; a policy may ask for longer ones.
     pub(super) fn min_run(&self) -> usize {
         self.stride() + (WINDOW - 1)
     }
@@ -189,12 +181,12 @@ impl<'a> Search<'a> {
         self.num_places
     }
 
-    /// Number of places skipped because their window has too many.
+    /// Places skipped because their window has too many.
     pub(super) fn dropped(&self) -> u64 {
         self.dropped
     }
 
-    /// Writes the windows that begin in a range and may be cached to `hits`.
+    /// Windows that begin in a range and may be cached.
     pub(super) fn hits(&mut self, range: Range<usize>, hits: &mut Vec<Hit>) {
         hits.clear();
         if self.places.len() > MOST_PLACES || self.known.len() > MOST_PLACES {
@@ -222,7 +214,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Start of the first window from `from` on that may be cached.
+    /// Its start.
     pub(super) fn first_hit(&mut self, from: usize) -> Option<usize> {
         let mut from = from;
         loop {
@@ -237,7 +229,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Looks up at least the `count` requested windows from `from` on; returns whether there were any.
+    /// Returns whether there were any.
     fn screen_ahead(&mut self, from: usize, count: usize) -> bool {
         self.chunk = if from == self.screened.end {
             (2 * self.chunk).clamp(count, MOST.max(count))
@@ -275,7 +267,7 @@ impl<'a> Search<'a> {
         }));
     }
 
-    /// Whether a window is on a path, or has more places than are looked at here.
+    /// Whether a window is on a path, or has more places than are looked at.
     fn may_be_on(&self, path: &CachedPath, hash: u64) -> bool {
         let mut places = self.windows.places(hash, self.tree);
         let is_on = |(id, _)| match self.forest.blocks().state(id) {
@@ -287,12 +279,12 @@ impl<'a> Search<'a> {
         places.by_ref().take(FEW_PLACES).any(is_on) || places.next().is_some()
     }
 
-    /// Whether a window has more places than are tried.
+    /// Whether not all places are tried.
     pub(super) fn is_crowded(&mut self, hit: Hit) -> bool {
         self.path.is_none() && self.known(hit).count > self.max_candidates
     }
 
-    /// A window's places are counted if there are more than this. Those on a path are known only when they are tried.
+    /// Above this, places are counted. Those on a path are known only when they are tried.
     fn enough(&self) -> usize {
         self.path.map_or(self.max_candidates, |_| 0)
     }
@@ -308,18 +300,17 @@ impl<'a> Search<'a> {
         })
     }
 
-    /// Called when a run was found: windows that were tried in vain may be tried again.
+    /// A run was found: windows tried in vain may be tried again.
     pub(super) fn begin_round(&mut self) {
         self.round += 1;
     }
 
-    /// Whether a window is new in this round.
     pub(super) fn is_new(&mut self, hit: Hit) -> bool {
         let round = self.round;
         std::mem::replace(&mut self.known(hit).round, round) != round
     }
 
-    /// Places of a window, as numbers for [`Self::place`]: the most recent ones, those with the most room first.
+    /// The most recent ones, those with the most room first, as numbers for [`Self::place`].
     pub(super) fn places(&mut self, hit: Hit) -> Range<usize> {
         let known = self.known(hit);
         if let Some(tried) = &known.tried {
@@ -328,7 +319,7 @@ impl<'a> Search<'a> {
         let count = known.count;
         let first = self.places.len();
         let (forest, windows, tree) = (self.forest, self.windows, self.tree);
-        // Places of other trees are removed before the most recent ones are taken.
+        // Places of other trees do not count as recent ones.
         let places = windows
             .places(hit.hash, tree)
             .filter(|&(id, _)| forest.tree_of_block(id) == Some(tree));
@@ -344,7 +335,7 @@ impl<'a> Search<'a> {
             self.places.extend(self.candidate(id, which));
         }
         let places = first..self.places.len();
-        // A source with much room, once followed, may make others needless.
+        // Others may then be needless.
         self.places[places.clone()].sort_by_key(|place| std::cmp::Reverse(place.room()));
         self.num_places += num_looked_at as u64;
         self.dropped += count.saturating_sub(num_looked_at.max(self.enough())) as u64;
@@ -352,7 +343,7 @@ impl<'a> Search<'a> {
         places
     }
 
-    /// The place of a window of a block; `None` if the plan may not use it.
+    /// `None` if the plan may not use it.
     fn candidate(&self, id: u32, which: u64) -> Option<Candidate<'a>> {
         let (forest, windows) = (self.forest, self.windows);
         let BlockState::Indexed { node, depth } = forest.blocks().state(id) else {

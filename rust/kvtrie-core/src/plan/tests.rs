@@ -18,7 +18,6 @@ fn namespace(tenant: &str) -> Arc<Namespace> {
     Arc::new(Namespace::new("m", "bfloat16", "default", None, salt).unwrap())
 }
 
-/// An index, and the first block id not yet used.
 struct Cache {
     index: RadixIndex,
     next_id: u32,
@@ -48,7 +47,7 @@ impl Cache {
         self.index.insert(&mut seq, &blocks, options).unwrap();
     }
 
-    /// Returns the tokens that a plan moves, the places that it does not try, and the looks that it takes.
+    /// Tokens moved, places not tried, and looks.
     fn plan(&mut self, tenant: &Arc<Namespace>, text: &[u32]) -> (usize, u64, u64) {
         let policy = ReusePolicy {
             approximate: true,
@@ -73,8 +72,7 @@ impl Cache {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
-    /// A tenant who knows the seed inserts newer windows with the hashes of another tenant's, more of each than are
-    /// tried.
+    /// With the seed, windows get the hashes of another tenant's, newer and more than are tried.
     #[test]
     fn windows_of_one_tenant_that_collide_with_anothers_change_nothing_for_it(
         seed in prop_oneof![Just(0_u64), any::<u64>()],

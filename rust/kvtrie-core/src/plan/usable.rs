@@ -6,21 +6,20 @@ use crate::policy::ReusePolicy;
 use crate::storage::node::Node;
 use crate::storage::payload::{Label, Payload};
 
-/// Whether a source is under the whole prefix of the prompt's tokens, at their position, or elsewhere.
+/// Whether a source has the prompt's own whole prefix and position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kinship {
-    /// The same whole prefix: exact KV stays exact, and no hop is added.
+    /// Exact KV stays exact, and no hop is added.
     Own,
-    /// Another prefix or position: the copy is approximate and has one hop more.
+    /// The copy is approximate and has one hop more.
     Moved,
 }
 
-/// The fields of a policy that decide about blocks and tokens.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Usable {
     pub(super) approximate: bool,
     max_hops: u16,
-    /// Kinds that are not reused approximately.
+    /// Kinds not reused approximately.
     forbidden: u64,
     block_size: usize,
 }
@@ -35,7 +34,6 @@ impl Usable {
         }
     }
 
-    /// The same policy without approximate KV.
     pub(super) fn exact_only(self) -> Self {
         Self {
             approximate: false,
@@ -47,7 +45,6 @@ impl Usable {
         self.approximate && self.max_hops > 0
     }
 
-    /// Class and hops of KV of a block where the prompt uses it.
     pub(super) fn becomes(kinship: Kinship, label: Label) -> (Class, u16) {
         match kinship {
             Kinship::Own if label.is_exact() => (Class::Exact, 0),
@@ -56,7 +53,7 @@ impl Usable {
         }
     }
 
-    /// Whether a block may be used, if its kinds are.
+    /// If its kinds may be.
     fn block(&self, kinship: Kinship, payload: Payload) -> bool {
         payload.is_present()
             && match Self::becomes(kinship, payload.label) {
@@ -65,7 +62,7 @@ impl Usable {
             }
     }
 
-    /// Whether the block at `depth` of the own path may be used in place: it is exact, or all of it may be used.
+    /// It is exact, or all of it may be used.
     pub(super) fn in_place(&self, node: &Node, depth: Depth) -> bool {
         let payload = node.payload(depth, self.block_size);
         let (start, end) = (
@@ -81,9 +78,9 @@ impl Usable {
         self.block(Kinship::Own, payload) && (payload.is_exact() || !forbidden())
     }
 
-    /// The first position in `at..limit` of the edge whose token may not be used; `limit` if all may.
+    /// The first position in `at..limit` whose token may not be used.
     pub(super) fn end(&self, kinship: Kinship, node: &Node, at: usize, limit: usize) -> usize {
-        if !self.asks_blocks(kinship, node) {
+        if !has_other_blocks(node) {
             // Exact KV of the own path may be used whatever its kinds.
             let first = (kinship == Kinship::Moved).then(|| self.tagged(node, at, limit).next());
             return first.flatten().map_or(limit, |(start, _)| start);
@@ -107,13 +104,11 @@ impl Usable {
         limit
     }
 
-    /// The first position from `limit` on, in the edge, from which every token before `at` may be used; `at` if the
-    /// last may not.
-    pub(super) fn start(&self, kinship: Kinship, node: &Node, at: usize, limit: usize) -> usize {
-        if !self.asks_blocks(kinship, node) {
-            let last =
-                (kinship == Kinship::Moved).then(|| self.tagged(node, limit, at).next_back());
-            return last.flatten().map_or(limit, |(_, end)| end);
+    /// The first position from `limit` on from which every token before `at` may be moved.
+    pub(super) fn start(&self, node: &Node, at: usize, limit: usize) -> usize {
+        if !has_other_blocks(node) {
+            let last = self.tagged(node, limit, at).next_back();
+            return last.map_or(limit, |(_, end)| end);
         }
         let block_size = self.block_size;
         let mut to = at;
@@ -121,12 +116,10 @@ impl Usable {
             let depth = (to - 1) / block_size;
             let from = limit.max(depth * block_size);
             let payload = node.payload(crate::ids::depth(depth), block_size);
-            if !self.block(kinship, payload) {
+            if !self.block(Kinship::Moved, payload) {
                 return to;
             }
-            if !(kinship == Kinship::Own && payload.is_exact())
-                && let Some((_, end)) = self.tagged(node, from, to).next_back()
-            {
+            if let Some((_, end)) = self.tagged(node, from, to).next_back() {
                 return end;
             }
             to = from;
@@ -134,12 +127,12 @@ impl Usable {
         limit
     }
 
-    /// The next position after an unusable one at which usability may change.
+    /// The next position at which usability may change.
     pub(super) fn skip(&self, kinship: Kinship, node: &Node, at: usize) -> usize {
         let depth = crate::ids::depth(at / self.block_size);
         let end = (at / self.block_size + 1) * self.block_size;
         if self.block(kinship, node.payload(depth, self.block_size)) {
-            // The block may be used, so the policy forbids a kind of the token.
+            // Its block may be used, so the policy forbids a kind of the token.
             let tagged = self.tagged(node, at, end).next();
             tagged.map_or(at + 1, |(_, end)| end)
         } else {
@@ -147,13 +140,6 @@ impl Usable {
         }
     }
 
-    /// Whether the blocks of an edge must be checked one by one: they are not all exact, or none may be used.
-    fn asks_blocks(&self, kinship: Kinship, node: &Node) -> bool {
-        let nothing_moves = kinship == Kinship::Moved && !self.moves();
-        node.num_holes() > 0 || node.num_approximate() > 0 || nothing_moves
-    }
-
-    /// The tokens in `start..end` that have a forbidden kind.
     fn tagged(
         &self,
         node: &Node,
@@ -164,4 +150,9 @@ impl Usable {
         tags.into_iter()
             .flat_map(move |extras| extras.tags.with(start, end, self.forbidden))
     }
+}
+
+/// Whether some are holes or approximate: they are checked one by one.
+fn has_other_blocks(node: &Node) -> bool {
+    node.num_holes() > 0 || node.num_approximate() > 0
 }

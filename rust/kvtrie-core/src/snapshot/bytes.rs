@@ -48,7 +48,6 @@ impl Writer {
         }
     }
 
-    /// Number of bytes written.
     pub(super) fn end(&self) -> usize {
         self.bytes.len()
     }
@@ -66,12 +65,12 @@ impl Writer {
     }
 }
 
-/// Reads the output of a [`Writer`] without trusting it.
+/// Does not trust what it reads.
 #[derive(Debug)]
 pub(super) struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// Name of the section, for messages.
+    /// For messages.
     section: &'static str,
 }
 
@@ -92,7 +91,6 @@ impl<'a> Reader<'a> {
         ))
     }
 
-    /// Fails with a message unless `condition` holds.
     pub(super) fn must<D: Display>(&self, condition: bool, what: impl FnOnce() -> D) -> Result<()> {
         if condition {
             Ok(())
@@ -142,7 +140,7 @@ impl<'a> Reader<'a> {
             .map_err(|_| self.wrong(format_args!("{size} is more than an address")))
     }
 
-    /// Reads a count of entries that take at least `bytes` bytes each.
+    /// Of entries that take at least `bytes` bytes each.
     pub(super) fn count(&mut self, bytes: usize) -> Result<usize> {
         let count = self.size()?;
         self.must(count <= self.left() / bytes, || {
@@ -172,7 +170,6 @@ impl<'a> Reader<'a> {
             .collect())
     }
 
-    /// Fails unless all bytes were read.
     pub(super) fn finish(&self) -> Result<()> {
         self.must(self.left() == 0, || {
             format!("{} bytes too many", self.left())

@@ -5,7 +5,6 @@ use crate::error::Result;
 use crate::index::RadixIndex;
 use crate::storage::blocks::BlockState;
 
-/// Checks that an id is in the pool and was not read before.
 pub(super) fn new_id(index: &RadixIndex, from: &Reader<'_>, id: u32) -> Result<()> {
     from.must(u64::from(id) < index.config().num_blocks, || {
         format!(
@@ -19,14 +18,11 @@ pub(super) fn new_id(index: &RadixIndex, from: &Reader<'_>, id: u32) -> Result<(
     )
 }
 
-/// Reads a last use, which must not be after the clock.
+/// A last use must not be after the clock.
 pub(super) fn read_time(index: &RadixIndex, from: &mut Reader<'_>) -> Result<u64> {
     let time = from.u64()?;
     from.must(time <= index.clock(), || {
-        format!(
-            "a use at time {time}; the clock stands at {}",
-            index.clock()
-        )
+        format!("a use at time {time}; the clock is at {}", index.clock())
     })?;
     Ok(time)
 }

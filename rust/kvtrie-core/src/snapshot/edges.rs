@@ -17,7 +17,7 @@ use crate::storage::node::Node;
 use crate::storage::payload::Label;
 use crate::tokens::Item;
 
-/// Parts that an edge may have besides tokens, ids and a last use.
+/// Optional parts of an edge.
 const LABELS: u8 = 1;
 const ITEMS: u8 = 1 << 1;
 const TAGS: u8 = 1 << 2;
@@ -31,10 +31,10 @@ const EDGE: usize = 17;
 const TREE: usize = 3 * 9 + 2 + 8;
 /// Most edges of an index with shortened hashes: children collide, so finding one is O(edges).
 const MOST_CUT: usize = 1 << 14;
-/// Hashes of at least this many bits do not count as shortened.
+/// Hashes of fewer bits count as shortened.
 const WHOLE_HASH: u32 = 32;
 
-/// The nodes of a tree, parents first, children in the order of their records.
+/// Parents first, children in the order of their records.
 fn nodes_of(index: &RadixIndex, root: NodeIndex) -> Vec<NodeIndex> {
     let mut nodes = vec![root];
     let mut at = 0;
@@ -49,7 +49,7 @@ fn nodes_of(index: &RadixIndex, root: NodeIndex) -> Vec<NodeIndex> {
 pub(super) fn numbers(index: &RadixIndex) -> Vec<u32> {
     let mut numbers = Vec::new();
     let all = index.forest().trees().iter();
-    let all = all.flat_map(|(_, tree)| nodes_of(index, tree.root()));
+    let all = all.flat_map(|(_, tree)| nodes_of(index, tree.root));
     for (number, node) in (0..).zip(all) {
         let node = node as usize;
         if numbers.len() <= node {
@@ -67,8 +67,8 @@ pub(super) fn write(index: &RadixIndex, out: &mut Writer) {
     out.u32s(vacant);
     let mut numbers = Vec::new();
     for (_, tree) in index.forest().trees().iter() {
-        write_namespace(tree.namespace(), out);
-        let nodes = nodes_of(index, tree.root());
+        write_namespace(&tree.namespace, out);
+        let nodes = nodes_of(index, tree.root);
         for (number, &node) in (0_u32..).zip(&nodes) {
             let node = node as usize;
             if numbers.len() <= node {
@@ -337,8 +337,8 @@ fn read_labels(from: &mut Reader<'_>, ids: &[u32]) -> Result<Vec<Label>> {
     Ok(labels)
 }
 
-/// The items of an edge that ends at depth `end`. An item that starts before the edge must also be the last of its
-/// parent, up to the parent's end.
+/// For an edge that ends at depth `end`. An item that starts before the edge must also be the last of its parent, up to
+/// the parent's end.
 fn read_items(
     index: &RadixIndex,
     from: &mut Reader<'_>,
@@ -427,7 +427,7 @@ fn read_uses(
     uses.ok_or_else(|| from.wrong("uses that are out of order, or none"))
 }
 
-/// Ranges of present blocks of an edge that starts at depth `start`, with last uses or dead marks of at most `most`.
+/// Last uses or dead marks of at most `most`.
 fn read_ranges(from: &mut Reader<'_>, ids: &[u32], start: Depth, most: u64) -> Result<Ranges> {
     let count = from.count(16)?;
     let mut ranges = Vec::with_capacity(count);

@@ -1,14 +1,8 @@
-//! An index as bytes, and back: versioned, bounded, checked.
+//! An index as bytes, and back: versioned, bounded, checked. `docs/snapshots.md` has the sizes.
 //!
-//! # Contents
-//!
-//! Everything except plans: the configuration, the clock, namespaces by value, every edge with its tokens, ids, holes,
-//! labels, items, tags, last uses and dead marks, the kinds, waiting and quarantined blocks, the order of windows,
-//! recent departures, and the counters. Pins are dropped; condemned blocks wait after those that waited already,
-//! ascending.
-//!
-//! The restored index gives the same results for all later calls, and has the digest of an index whose plans were all
-//! released at that moment. Only values that depend on the memory layout may differ: `bytes`, `nodes` and
+//! A snapshot has everything except plans: pins are dropped, and condemned blocks wait after those that waited already,
+//! ascending. The restored index gives the same results for all later calls, and has the digest of an index whose plans
+//! were all released at that moment. Only values that depend on the memory layout may differ: `bytes`, `nodes` and
 //! `nodes_visited` in [`Stats`](crate::Stats), and the [`Effort`](crate::Effort) after which a call stops. Plans of the
 //! old index, and what sequences remember of it, are not valid for the new one.
 //!
@@ -25,20 +19,13 @@
 //! | `CONF` | the configuration, the name of the pool last |
 //! | `COUN` | clock, last dead mark, unknown discards, nodes visited, bytes compared |
 //! | `KIND` | names of the kinds |
-//! | `TREE` | indices of the trees; for each its namespace and its edges, parents first |
+//! | `TREE` | indices of the trees; for each its namespace and its edges with all their data, parents first |
 //! | `WAIT` | waiting blocks, oldest release first |
 //! | `QUAR` | quarantined blocks, ascending |
 //! | `WIND` | windows whose order matters, oldest first, for each table of windows |
 //! | `GONE` | recent departures, oldest first |
 //!
 //! A reader refuses unknown sections, so a writer that adds anything must increase the version.
-//!
-//! # Size
-//!
-//! An edge takes 17 bytes, plus 4 · (`block_size` + 1) per block or hole. Where present: labels take 2 bytes per block,
-//! a run of tags 24, an item 17 plus its digest, a last use that ends inside the edge 12, a range of sources or dead
-//! blocks 16. A window that looks like another takes 4 bytes, a waiting or quarantined block 4, a departure 16 (at most
-//! 4,096 of them). A namespace takes 34 to 50 bytes plus its fields.
 //!
 //! # Hostile bytes
 //!
@@ -66,7 +53,6 @@ use sections::SECTIONS;
 
 const MAGIC: [u8; 8] = *b"KVTRIE\x1a\n";
 const VERSION: u32 = 2;
-/// Offset of the checksum in the header.
 const CHECKSUM: std::ops::Range<usize> = 12..16;
 const HEADER: usize = 24;
 const WHOLE: &str = "header";
@@ -99,11 +85,7 @@ impl RadixIndex {
     /// The index as bytes, for [`restore`](Self::restore): everything except plans. Blocks that they condemned wait for
     /// [`take_freed`](Self::take_freed).
     ///
-    /// The bytes contain the prompts and salts of all tenants and the seed: keep them as secret as these. They take 4 ·
-    /// (`block_size` + 1) bytes per block, 17 per edge, and little else.
-    ///
-    /// # Complexity
-    /// O(tokens held + windows).
+    /// The bytes contain the prompts and salts of all tenants and the seed: keep them as secret as these.
     ///
     /// # Examples
     /// ```
@@ -145,27 +127,15 @@ impl RadixIndex {
     /// - [`Snapshot`](crate::ErrorKind::Snapshot) if the bytes are not a snapshot, are damaged, are of another version,
     ///   contradict themselves, exceed a limit, or name another pool than the one that is kept.
     /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the name of the pool does not have 1 to 64 bytes.
-    ///
-    /// # Complexity
-    /// O(bytes · log bytes).
-    ///
-    /// # Examples
-    /// ```
-    /// use kvtrie_core::{ErrorKind, RadixIndex, RestoredPool};
-    /// let error = RadixIndex::restore(b"something else", RestoredPool::Kept(b"pool")).unwrap_err();
-    /// assert_eq!(error.kind(), ErrorKind::Snapshot);
-    /// ```
     pub fn restore(bytes: &[u8], pool: RestoredPool<'_>) -> Result<Self> {
         Self::restore_within(bytes, pool, RestoreLimits::default())
     }
 
     /// As [`restore`](Self::restore), within these limits.
+    /// As [`restore`](Self::restore).
     ///
     /// # Errors
     /// As [`restore`](Self::restore).
-    ///
-    /// # Complexity
-    /// O(bytes · log bytes).
     pub fn restore_within(
         bytes: &[u8],
         pool: RestoredPool<'_>,
@@ -198,8 +168,7 @@ impl RadixIndex {
         }
     }
 
-    /// The name of the pool in a snapshot, for users with several pools, and for tools that inspect a snapshot without
-    /// any KV.
+    /// The name of the pool in a snapshot, without restoring it.
     ///
     /// # Errors
     /// [`Snapshot`](crate::ErrorKind::Snapshot) if the bytes are not a snapshot, are damaged, or are of another
@@ -215,7 +184,7 @@ impl RadixIndex {
     }
 }
 
-/// Returns the configuration and the contents of the sections after it.
+/// The configuration, and the sections after it.
 fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(Config, Vec<Reader<'_>>)> {
     let mut header = Reader::new(bytes, WHOLE);
     let magic = header.raw(MAGIC.len().min(bytes.len()))?;
@@ -248,7 +217,6 @@ fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(Config, Vec<Reader<'_>>)
     Ok((sections::read_config(&mut config, limits)?, contents))
 }
 
-/// Bytes as hexadecimal digits.
 struct Hex<'a>(&'a [u8]);
 
 impl fmt::Display for Hex<'_> {
@@ -257,7 +225,7 @@ impl fmt::Display for Hex<'_> {
     }
 }
 
-/// The checksum of everything except itself.
+/// Of everything except itself.
 fn checksum(bytes: &[u8]) -> u32 {
     let mut sum = crc32fast::Hasher::new();
     sum.update(&bytes[..CHECKSUM.start.min(bytes.len())]);

@@ -23,7 +23,7 @@ pub(super) struct Section {
     pub(super) read: fn(&mut RadixIndex, &mut Reader<'_>) -> Result<()>,
 }
 
-/// All sections in order. The first makes the index into which the others are read.
+/// In order. The first makes the index into which the others are read.
 pub(super) const SECTIONS: [Section; 8] = [
     Section {
         name: "CONF",
@@ -67,7 +67,7 @@ pub(super) const SECTIONS: [Section; 8] = [
     },
 ];
 
-/// The highest clock and counter that is accepted. No index reaches it, and later additions do not overflow.
+/// The highest clock and counter that is accepted: no index reaches it, and additions do not overflow.
 const MOST_TICKS: u64 = 1 << 62;
 
 fn write_config(index: &RadixIndex, out: &mut Writer) {
@@ -112,8 +112,8 @@ pub(super) fn read_config(from: &mut Reader<'_>, limits: RestoreLimits) -> Resul
 pub(super) fn begin(config: Config) -> Result<RadixIndex> {
     let hash_bits = config.hash_bits;
     let mut index = RadixIndex::new(config).map_err(Error::snapshot)?;
-    // The writer of the bytes knows the seed, and can choose tokens by it. A secret seed is used where results do not
-    // depend on it.
+    // The writer of the bytes knows the seed, and can choose tokens by it: where results do not depend on it, another
+    // is used.
     let secret = RandomState::new().build_hasher().finish();
     let block_size = index.config().block_size;
     *index.parts_mut().forest = Forest::new(block_size, secret, hash_bits);
@@ -137,7 +137,7 @@ fn write_counters(index: &RadixIndex, out: &mut Writer) {
 fn read_counters(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
     let mut counter = || {
         let count = from.u64()?;
-        // The canary of the target `restore`: it accepts a clock that overflows.
+        // The canary of the target `restore`: a clock that overflows.
         from.must(count <= MOST_TICKS || cfg!(feature = "canary"), || {
             format!("{count} is no count of anything")
         })?;
@@ -217,7 +217,7 @@ fn read_quarantined(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()>
 }
 
 fn write_windows(index: &RadixIndex, out: &mut Writer) {
-    // Every block with stored windows is cached.
+    // They are cached.
     let tree_of = |id| index.forest().tree_of_block(id).unwrap_or(u32::MAX);
     for names in index
         .moved()
@@ -242,7 +242,7 @@ fn read_windows(index: &mut RadixIndex, from: &mut Reader<'_>) -> Result<()> {
     filled.map_err(|what| from.wrong(what))
 }
 
-/// Skips departures after nodes that no longer exist: these notes have no use.
+/// Skips notes after nodes that no longer exist.
 fn write_gone(index: &RadixIndex, out: &mut Writer) {
     let numbers = edges::numbers(index);
     let mut kept: Vec<(u32, Note)> = Vec::new();

@@ -17,7 +17,6 @@ use crate::storage::payload::{Label, Payload};
 use crate::tokens::{Item, TokenSequence};
 use crate::{ErrorKind, storage::blocks::BlockState};
 
-/// The pool that `Config::seeded` names, still there.
 const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
 
 fn sequence(salt: &str, tokens: &[u32], items: Vec<Item>) -> TokenSequence {
@@ -68,8 +67,7 @@ fn full() -> RadixIndex {
     let mut lost = sequence("z", &[1, 2], Vec::new());
     add(&mut index, &mut lost, &[50], computed);
     index.discard(&[BlockId(50), BlockId(63)]).unwrap();
-    // Kinds, a use that ends inside an edge, a source, a hole, dead blocks, and condemned blocks, which wait once
-    // restored.
+    // Condemned blocks wait once restored.
     let spans = ["reasoning", "mine"].map(|kind| Span {
         start: 1,
         end: 7,
@@ -102,7 +100,6 @@ fn full() -> RadixIndex {
     index
 }
 
-/// The error for bytes that must not be restored.
 fn refused(bytes: &[u8]) -> String {
     let error = RadixIndex::restore(bytes, POOL).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Snapshot, "{error}");
@@ -110,7 +107,6 @@ fn refused(bytes: &[u8]) -> String {
     error.to_string()
 }
 
-/// Bytes with the right length and checksum.
 fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     let length = bytes.len() as u64;
     bytes[16..24].copy_from_slice(&length.to_le_bytes());
@@ -119,7 +115,7 @@ fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// Bytes of another writer are refused, or restore a valid index whose snapshot restores the same.
+/// A snapshot of another writer is refused, or its index restores the same.
 fn check_foreign(bytes: &[u8]) -> bool {
     match RadixIndex::restore(bytes, POOL) {
         Err(error) => {
@@ -289,7 +285,7 @@ proptest! {
     }
 
     #[test]
-    fn noise_behind_a_header_is_refused(noise in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn noise_after_a_header_is_refused(noise in prop::collection::vec(any::<u8>(), 0..200)) {
         let mut bytes = full().snapshot();
         bytes.truncate(HEADER);
         bytes.extend(noise);
@@ -322,11 +318,10 @@ fn a_restored_index_has_secrets_of_its_own() {
     }
 }
 
-/// The refusal of a snapshot of an index that `spoil` changed.
-fn spoilt(spoil: impl FnOnce(&mut RadixIndex)) -> String {
+fn spoilt(text: &str, spoil: impl FnOnce(&mut RadixIndex)) {
     let mut index = full();
     spoil(&mut index);
-    refused(&index.snapshot())
+    says(text, &refused(&index.snapshot()));
 }
 
 /// An edge of the full index with extras. Its blocks are no longer dead.
@@ -342,100 +337,73 @@ fn edge_with_extras(index: &mut RadixIndex) -> u32 {
     edge
 }
 
-fn told(text: &str, message: &str) {
+fn says(text: &str, message: &str) {
     assert!(message.contains(text), "{message}");
 }
 
 #[test]
 fn contradictions_are_refused() {
-    told(
-        "the clock stands at 0",
-        &spoilt(|index| *index.parts_mut().clock = 0),
-    );
-    told(
-        "no count of anything",
-        &spoilt(|index| *index.parts_mut().unknown_discards = u64::MAX),
-    );
-    told(
-        "comes twice",
-        &spoilt(|index| index.parts_mut().pins.waiting_mut().push_back(5)),
-    );
-    told(
-        "not in [0, 64)",
-        &spoilt(|index| index.parts_mut().pins.waiting_mut().push_back(64)),
-    );
-    told(
-        "not in [0, 20)",
-        &spoilt(|index| index.parts_mut().config.num_blocks = 20),
-    );
-    told(
-        "the limit of this call",
-        &spoilt(|index| index.parts_mut().config.num_blocks = 1 << 25),
-    );
-    told(
-        "pool_id",
-        &spoilt(|index| index.parts_mut().config.pool_id.clear()),
-    );
-    told(
-        "pool_id",
-        &spoilt(|index| index.parts_mut().config.pool_id = vec![0; 65]),
-    );
-    told(
-        "block 62 comes twice",
-        &spoilt(|index| index.parts_mut().pins.waiting_mut().push_back(62)),
-    );
-    told(
-        "min_run",
-        &spoilt(|index| index.parts_mut().config.min_run = 7),
-    );
-    told(
-        "hash_bits",
-        &spoilt(|index| index.parts_mut().config.hash_bits = 65),
-    );
-    told(
-        "block_size",
-        &spoilt(|index| index.parts_mut().config.block_size = 0),
-    );
-    told(
-        "begin alike",
-        &spoilt(|index| {
-            let edge = edge_with_extras(index);
-            let all = edges::numbers(index);
-            let (tokens, parent) = (
-                index.forest().node(edge).blocks.tokens(2).to_vec(),
-                index.forest().node(edge).parent,
-            );
-            let twin = (0..u32::try_from(all.len()).unwrap())
-                .find(|&node| {
-                    node != edge
-                        && all[node as usize] != NO_NODE
-                        && index.forest().node(node).parent == parent
-                })
-                .unwrap();
-            let ids = index.forest().node(twin).blocks.ids(2).to_vec();
-            let ids: Vec<u32> = ids.into_iter().take(tokens.len() / 2).collect();
-            let (tree, depth) = (
-                index.forest().node(edge).tree,
-                index.forest().node(edge).depth,
-            );
-            let extras = crate::storage::extras::Extras {
-                items: index.forest().node(edge).extras().unwrap().items.clone(),
-                ..Default::default()
-            };
-            let tokens = &tokens[..2 * ids.len()];
-            let mut new = crate::storage::node::Node::of_parts(
-                (tree, parent, depth),
-                tokens,
-                &ids,
-                0,
-                extras,
-                2,
-            );
-            let old = index.forest().node(twin);
-            (new.left, new.right, new.up) = (old.left, old.right, old.up);
-            *index.node_mut(twin) = new;
-        }),
-    );
+    spoilt("the clock is at 0", |index| {
+        *index.parts_mut().clock = 0;
+    });
+    spoilt("no count of anything", |index| {
+        *index.parts_mut().unknown_discards = u64::MAX;
+    });
+    spoilt("comes twice", |index| {
+        index.parts_mut().pins.waiting_mut().push_back(5);
+    });
+    spoilt("not in [0, 64)", |index| {
+        index.parts_mut().pins.waiting_mut().push_back(64);
+    });
+    spoilt("not in [0, 20)", |index| {
+        index.parts_mut().config.num_blocks = 20;
+    });
+    spoilt("the limit of this call", |index| {
+        index.parts_mut().config.num_blocks = 1 << 25;
+    });
+    spoilt("pool_id", |index| index.parts_mut().config.pool_id.clear());
+    spoilt("pool_id", |index| {
+        index.parts_mut().config.pool_id = vec![0; 65];
+    });
+    spoilt("block 62 comes twice", |index| {
+        index.parts_mut().pins.waiting_mut().push_back(62);
+    });
+    spoilt("min_run", |index| index.parts_mut().config.min_run = 7);
+    spoilt("hash_bits", |index| index.parts_mut().config.hash_bits = 65);
+    spoilt("block_size", |index| {
+        index.parts_mut().config.block_size = 0;
+    });
+    spoilt("begin alike", |index| {
+        let edge = edge_with_extras(index);
+        let all = edges::numbers(index);
+        let (tokens, parent) = (
+            index.forest().node(edge).blocks.tokens(2).to_vec(),
+            index.forest().node(edge).parent,
+        );
+        let twin = (0..u32::try_from(all.len()).unwrap())
+            .find(|&node| {
+                node != edge
+                    && all[node as usize] != NO_NODE
+                    && index.forest().node(node).parent == parent
+            })
+            .unwrap();
+        let ids = index.forest().node(twin).blocks.ids(2).to_vec();
+        let ids: Vec<u32> = ids.into_iter().take(tokens.len() / 2).collect();
+        let (tree, depth) = (
+            index.forest().node(edge).tree,
+            index.forest().node(edge).depth,
+        );
+        let extras = crate::storage::extras::Extras {
+            items: index.forest().node(edge).extras().unwrap().items.clone(),
+            ..Default::default()
+        };
+        let tokens = &tokens[..2 * ids.len()];
+        let mut new =
+            crate::storage::node::Node::of_parts((tree, parent, depth), tokens, &ids, 0, extras, 2);
+        let old = index.forest().node(twin);
+        (new.left, new.right, new.up) = (old.left, old.right, old.up);
+        *index.node_mut(twin) = new;
+    });
 }
 
 #[test]
@@ -523,12 +491,12 @@ fn a_snapshot_of_another_pool_is_refused_by_both_names() {
     let bytes = index.unwrap().snapshot();
     let error = RadixIndex::restore(&bytes, RestoredPool::Kept(&[0xcd])).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Snapshot);
-    told("pool ab01, not of cd", &error.to_string());
+    says("pool ab01, not of cd", &error.to_string());
     RadixIndex::restore(&bytes, RestoredPool::Kept(&[0xab, 1])).unwrap();
     for id in [&[][..], &[0; 65]] {
         let error = RadixIndex::restore(&bytes, RestoredPool::Kept(id)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-        told(
+        says(
             &format!("pool_id has {} bytes; it must have 1 to 64", id.len()),
             &error.to_string(),
         );
@@ -547,14 +515,12 @@ fn a_lost_pool_gives_the_empty_index_of_the_configuration() {
     let fresh = RadixIndex::new(config).unwrap();
     assert_eq!(empty.digest(), fresh.digest());
     assert_eq!(empty.snapshot(), fresh.snapshot());
-    // Its bytes are checked nevertheless.
     let mut damaged = index.snapshot();
     *damaged.last_mut().unwrap() ^= 1;
     let error = RadixIndex::restore(&damaged, RestoredPool::Lost(b"new")).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Snapshot);
 }
 
-/// The snapshot of an index with other content in one section.
 fn with_section(index: &RadixIndex, name: &str, other: &Writer) -> Vec<u8> {
     let mut out = Writer::default();
     out.raw(&index.snapshot()[..HEADER]);
@@ -572,7 +538,7 @@ fn with_section(index: &RadixIndex, name: &str, other: &Writer) -> Vec<u8> {
     sealed(out.into_bytes())
 }
 
-/// Restores bytes that must equal the snapshot of their index.
+/// The bytes must equal the snapshot of their index.
 fn read_back(bytes: &[u8]) -> RadixIndex {
     let index = RadixIndex::restore(bytes, POOL).unwrap();
     assert_eq!(index.snapshot(), bytes);
@@ -580,7 +546,7 @@ fn read_back(bytes: &[u8]) -> RadixIndex {
 }
 
 #[test]
-fn what_left_stood_behind_an_edge_that_there_is() {
+fn what_left_was_after_an_edge_that_there_is() {
     let mut index = RadixIndex::new(Config::seeded(0)).unwrap();
     let mut seq = sequence("x", &[1; 16], Vec::new());
     add(&mut index, &mut seq, &[5], Source::Computed);
@@ -597,7 +563,7 @@ fn what_left_stood_behind_an_edge_that_there_is() {
         read_back(&after(number));
     }
     for number in [2, NO_NODE - 1] {
-        told(
+        says(
             &format!("there is no edge {number} (section GONE"),
             &refused(&after(number)),
         );

@@ -1,13 +1,12 @@
-//! The nodes of the forest, by index, in pages. A handle becomes stale when its node is removed or cut.
-//!
-//! A page never moves, so a growing index copies no node, and the only slack is the unused part of the last page.
+//! The nodes of the forest, by index, in pages. A page never moves, so a growing index copies no node, and the only
+//! slack is the unused part of the last page.
 
 use crate::ids::{NO_NODE, NodeHandle, NodeIndex};
 use crate::storage::node::Node;
 
 const PAGE: usize = 128;
 
-/// All nodes of an index. Vacant places form a linked list.
+/// Vacant places form a linked list.
 #[derive(Debug)]
 pub(crate) struct Arena {
     pages: Vec<Box<[Node; PAGE]>>,
@@ -26,7 +25,7 @@ impl Arena {
         }
     }
 
-    /// The priority of a node in its siblings' treap, unpredictable without the seed.
+    /// In the treap of siblings; unpredictable without the seed.
     pub(crate) fn priority(&self, index: NodeIndex) -> u64 {
         let mixed = (u64::from(index) ^ self.seed).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         (mixed ^ mixed >> 29 ^ self.seed).wrapping_mul(0x94d0_49bb_1331_11eb)
@@ -48,7 +47,7 @@ impl Arena {
 
     fn add_page(&mut self) {
         let from = crate::ids::depth(self.pages.len() * PAGE);
-        // In ascending order: lower indices are used first.
+        // Lower indices are used first.
         self.pages.push(Box::new(std::array::from_fn(|at| {
             let next = crate::ids::depth(at + 1);
             Node::vacant(0, if at + 1 < PAGE { from + next } else { NO_NODE })
@@ -56,7 +55,6 @@ impl Arena {
         self.vacant = from;
     }
 
-    /// Removes the node and makes every handle to it stale.
     pub(crate) fn remove(&mut self, index: NodeIndex) -> Node {
         let next = self.vacant;
         let place = &mut self[index];
@@ -67,7 +65,6 @@ impl Arena {
         node
     }
 
-    /// Makes every handle to the node stale.
     pub(crate) fn renew(&mut self, index: NodeIndex) {
         let node = &mut self[index];
         node.generation = node.generation.wrapping_add(1);
@@ -80,13 +77,11 @@ impl Arena {
         }
     }
 
-    /// Whether the handle is not stale.
     pub(crate) fn knows(&self, handle: NodeHandle) -> bool {
         self[handle.index].generation == handle.generation
     }
 
-    /// Calls `step` with `from` and the nodes above it, until it returns false. A page is looked up once for
-    /// consecutive nodes in it.
+    /// From `from` up, until `step` returns false. A page is looked up once for consecutive nodes in it.
     pub(crate) fn climb(&mut self, from: NodeIndex, mut step: impl FnMut(&mut Node) -> bool) {
         let mut at = from;
         while at != NO_NODE {

@@ -1,9 +1,7 @@
 //! The state of each block id: its place, and when it last left one.
 //!
-//! Departures are counted in plans. An unpinned plan is validated by that, and records nothing about its blocks when it
-//! is made.
-//!
-//! Pages of 1,024 ids are allocated at first use, so a pool of 2³¹ blocks costs only what is used.
+//! Departures are counted in plans, so an unpinned plan is validated without a record of its blocks. Pages of 1,024 ids
+//! are allocated at first use, so a pool of 2³¹ blocks costs only what is used.
 
 use crate::ids::{BlockId, Depth, NO_NODE, NodeIndex};
 
@@ -17,7 +15,7 @@ pub(crate) enum BlockState {
     Indexed { node: NodeIndex, depth: Depth },
     /// Left the index while pinned.
     Condemned,
-    /// Was condemned, and its last pin has ended; waits for `take_freed` or `evict`.
+    /// Was condemned, and its last pin has ended.
     Waiting,
     /// Permanently out of use.
     Quarantined,
@@ -25,7 +23,6 @@ pub(crate) enum BlockState {
     CondemnedForGood,
 }
 
-/// Values in the place of a node, for blocks in no node.
 const UNKNOWN: NodeIndex = NO_NODE;
 const WAITING: NodeIndex = NO_NODE - 1;
 const CONDEMNED: NodeIndex = NO_NODE - 2;
@@ -37,7 +34,7 @@ const CONDEMNED_FOR_GOOD: NodeIndex = NO_NODE - 5;
 /// 11 bytes and two bits per block.
 struct Page {
     places: [(NodeIndex, Depth); PAGE],
-    /// Number of plans made when the block last left its place, minus `BlockTable::since`.
+    /// Plans made when the block last left its place, minus `BlockTable::since`.
     left: [[u8; 3]; PAGE],
     seen: [u64; PAGE / 64],
     /// Blocks with windows that wait to be added.
@@ -116,28 +113,25 @@ impl BlockTable {
         }
     }
 
-    /// Ids that back a block.
     pub(crate) fn num_indexed(&self) -> u64 {
         self.num_indexed
     }
 
-    /// Ids that left while pinned, and are still pinned.
+    /// Still pinned.
     pub(crate) fn num_condemned(&self) -> u64 {
         self.num_condemned
     }
 
-    /// Ids that are permanently out of use, without those still pinned.
+    /// Without those still pinned.
     pub(crate) fn num_quarantined(&self) -> u64 {
         self.num_quarantined
     }
 
-    /// An unknown id now backs a block.
     pub(super) fn enter(&mut self, id: u32, node: NodeIndex, depth: Depth) {
         self.page_mut(id).places[id as usize % PAGE] = (node, depth);
         self.num_indexed += 1;
     }
 
-    /// Unknown ids now back consecutive blocks.
     pub(super) fn enter_run(&mut self, ids: &[BlockId], node: NodeIndex, from: Depth) {
         let mut depth = from;
         self.each(ids, |place| {
@@ -148,8 +142,8 @@ impl BlockTable {
         self.num_indexed += ids.len() as u64;
     }
 
-    /// Calls `change` with the place of each id until it returns false; returns the number of ids before that. A page
-    /// is looked up once for consecutive ids in it.
+    /// Until `change` returns false; returns the number of ids before that. A page is looked up once for consecutive
+    /// ids in it.
     fn each(
         &mut self,
         ids: &[BlockId],
@@ -171,7 +165,6 @@ impl BlockTable {
         at
     }
 
-    /// An indexed id now backs a block of another node.
     pub(super) fn set_node(&mut self, id: u32, node: NodeIndex) {
         self.set(id, node);
     }
@@ -180,7 +173,6 @@ impl BlockTable {
         self.page_mut(id).places[id as usize % PAGE].0 = state;
     }
 
-    /// An indexed id leaves its place.
     pub(super) fn depart(&mut self, id: u32, condemned: bool) {
         let plans = self.plans - self.since;
         let [low, middle, high, ..] = plans.to_le_bytes();
@@ -191,7 +183,7 @@ impl BlockTable {
         self.num_condemned += u64::from(condemned);
     }
 
-    /// The last pin of a condemned id ended. Returns whether it waits now; otherwise it is in quarantine.
+    /// The last pin ended. Returns whether the id waits now, and is not in quarantine.
     pub(crate) fn release(&mut self, id: u32) -> bool {
         self.num_condemned -= 1;
         let waits = self.state(id) == BlockState::Condemned;
@@ -203,17 +195,15 @@ impl BlockTable {
         waits
     }
 
-    /// An unknown id waits to be taken.
     pub(crate) fn wait(&mut self, id: u32) {
         self.set(id, WAITING);
     }
 
-    /// A waiting id was taken: it is unknown now.
     pub(crate) fn take(&mut self, id: u32) {
         self.set(id, UNKNOWN);
     }
 
-    /// An id that is not indexed is permanently out of use: at once, or when its last pin ends.
+    /// At once, or when the last pin ends.
     pub(crate) fn quarantine(&mut self, id: u32) {
         if self.state(id) == BlockState::Condemned {
             self.set(id, CONDEMNED_FOR_GOOD);
@@ -227,7 +217,6 @@ impl BlockTable {
         self.num_quarantined += 1;
     }
 
-    /// Returns the number of a new plan, for [`Self::stayed`].
     pub(crate) fn count_plan(&mut self) -> u64 {
         self.plans += 1;
         if self.plans - self.since > Self::MAX_PLANS {
@@ -239,8 +228,8 @@ impl BlockTable {
         self.plans
     }
 
-    /// Whether a block that was indexed when this plan was made has not left its place since. The record starts again
-    /// after every 16 million plans; for earlier plans, the result is `false`.
+    /// Whether a block has not left its place since this plan; `false` if the record, which starts again after 16
+    /// million plans, is younger.
     pub(crate) fn stayed(&self, id: u32, plan: u64) -> bool {
         if plan <= self.since {
             return false;
@@ -253,7 +242,7 @@ impl BlockTable {
         self.since + left < plan
     }
 
-    /// Marks an id as seen in the current call; returns whether it was. Undone by [`Self::clear_seen`].
+    /// Marks an id until [`Self::clear_seen`]; returns whether it was marked.
     pub(crate) fn see(&mut self, id: u32) -> bool {
         let word = &mut self.page_mut(id).seen[id as usize % PAGE / 64];
         let bit = 1 << (id % 64);
@@ -268,7 +257,7 @@ impl BlockTable {
         }
     }
 
-    /// Marks offered ids up to the first that is not unknown or occurs again; returns their number. Undone by
+    /// Marks ids up to the first that is not unknown or occurs again; returns their number. Undone by
     /// [`Self::clear_offers`], or when another place is set.
     pub(crate) fn offer(&mut self, ids: &[BlockId]) -> usize {
         self.each(ids, |(node, _)| {
@@ -280,7 +269,7 @@ impl BlockTable {
         })
     }
 
-    /// The place of an offered id that [`Self::offer`] stopped at, and whether this is its first occurrence.
+    /// For the id at which [`Self::offer`] stopped; whether it occurs first.
     pub(crate) fn offer_known(&mut self, id: u32) -> (BlockState, bool) {
         let is_first = self.place_of(id).0 != OFFERED && !self.see(id);
         (self.state(id), is_first)
@@ -304,14 +293,13 @@ impl BlockTable {
         page.is_some_and(|page| page.bringing[id as usize % PAGE / 64] >> (id % 64) & 1 == 1)
     }
 
-    /// Clears these marks by words: no other block of the words has waiting windows either.
+    /// Clears whole words: no other block of them has waiting windows either.
     pub(crate) fn clear_bringing(&mut self, ids: Vec<u32>) {
         for id in ids {
             self.page_mut(id).bringing[id as usize % PAGE / 64] = 0;
         }
     }
 
-    /// All known ids with their places, ascending.
     pub(crate) fn known(&self) -> impl Iterator<Item = (u32, BlockState)> {
         self.pages
             .iter()

@@ -3,7 +3,6 @@
 //! Tokens are adjacent so that they compare as memory, and so are the ids after them. The front of an edge can be cut
 //! off without a move of the rest. There is no hash per block: it would be computed for every block of every prompt.
 
-/// Blocks of an edge, at positions `0..len`: `block_size` tokens and one id each.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(crate) struct EdgeBlocks {
@@ -15,14 +14,13 @@ pub(crate) struct EdgeBlocks {
 }
 
 impl EdgeBlocks {
-    /// A full edge of this length or more is not lengthened but gets a child, so that growth copies little at a time.
+    /// A full edge of this length gets a child instead of more room, so that growth copies little at a time.
     pub(crate) const LONG: usize = 256;
 
     pub(crate) fn len(&self) -> usize {
         self.len as usize
     }
 
-    /// As [`Self::len`], in the unit of depths.
     pub(crate) fn num_blocks(&self) -> u32 {
         self.len
     }
@@ -31,7 +29,7 @@ impl EdgeBlocks {
         self.data.len() / (block_size + 1)
     }
 
-    /// Whether `more` blocks can be appended without copying a long edge.
+    /// Without copying a long edge.
     pub(crate) fn can_grow(&self, more: usize, block_size: usize) -> bool {
         self.len() < Self::LONG
             || self.skipped as usize + self.len() + more <= self.capacity(block_size)
@@ -60,7 +58,7 @@ impl EdgeBlocks {
         self.data[from + at] = id;
     }
 
-    /// Appends whole blocks: a new edge gets exactly the room for them, a growing edge some more.
+    /// A new edge gets exactly the room for them, a growing edge some more.
     pub(crate) fn extend(
         &mut self,
         tokens: &[u32],
@@ -91,13 +89,11 @@ impl EdgeBlocks {
         }
     }
 
-    /// Copies the blocks to memory for `capacity` blocks.
     fn resize(&mut self, capacity: usize, block_size: usize) {
         self.data = self.copied(capacity, &[], std::iter::empty(), block_size);
         self.skipped = 0;
     }
 
-    /// A copy of the blocks and some more, with memory for `capacity` blocks.
     fn copied(
         &self,
         capacity: usize,
@@ -115,7 +111,7 @@ impl EdgeBlocks {
         data.into_boxed_slice()
     }
 
-    /// Frees the room after the last block, in place if the allocator can.
+    /// In place if the allocator can.
     fn shrink(&mut self, block_size: usize) {
         let len = self.len();
         if self.skipped > 0 {
@@ -128,7 +124,7 @@ impl EdgeBlocks {
         self.data = data.into_boxed_slice();
     }
 
-    /// Splits off the first `blocks` blocks. Copies the shorter part (amortized).
+    /// Copies the shorter part (amortized).
     pub(crate) fn split_front(&mut self, blocks: usize, block_size: usize) -> Self {
         let rest = self.len() - blocks;
         let piece = |from: usize, to: usize| {

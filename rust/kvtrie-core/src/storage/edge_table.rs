@@ -1,6 +1,5 @@
-//! A hash table of children: (parent, first block) to node.
-//!
-//! Its shards grow separately, so no insert pays for moving the whole table.
+//! A hash table of children: (parent, first block) to node. Its shards grow separately, so no insert pays for moving
+//! the whole table.
 
 use hashbrown::HashTable;
 
@@ -8,7 +7,6 @@ use crate::ids::NodeIndex;
 
 const SHARDS: usize = 256;
 
-/// The table. Hashes only suggest candidates: the caller of [`Self::find`] compares.
 #[derive(Debug)]
 pub(crate) struct EdgeTable {
     shards: Box<[HashTable<NodeIndex>; SHARDS]>,
@@ -31,7 +29,7 @@ fn place(hash: u64) -> (usize, u64) {
 }
 
 impl EdgeTable {
-    /// Adds a new node. `hash_of` is called for nodes that must move.
+    /// `hash_of` is called for nodes that must move.
     pub(crate) fn add(&mut self, hash: u64, node: NodeIndex, hash_of: impl Fn(NodeIndex) -> u64) {
         let (shard, hash) = place(hash);
         self.shards[shard].insert_unique(hash, node, |&node| place(hash_of(node)).1);
@@ -46,7 +44,7 @@ impl EdgeTable {
         }
     }
 
-    /// Replaces `old` with `new`, which has the same hash.
+    /// `new` has the same hash.
     pub(crate) fn replace(&mut self, hash: u64, old: NodeIndex, new: NodeIndex) {
         let (shard, hash) = place(hash);
         if let Some(entry) = self.shards[shard].find_mut(hash, |&known| known == old) {

@@ -10,8 +10,8 @@ use crate::tokens::Item;
 
 /// Uses of paths that end inside an edge.
 ///
-/// A use of a path touches every block above its end, so it is stored once, at the deepest node. The last use of a
-/// block is the latest use that ends after it. A node takes over the latest use of a child that it loses.
+/// A use touches every block above its end, so it is stored once, at the deepest node. The last use of a block is the
+/// latest use that ends after it. A node takes over the latest use of a child that it loses.
 #[derive(Debug, Default)]
 pub(crate) struct InnerUses {
     /// (depth at which a use ended, its time): depths descend, times ascend.
@@ -23,7 +23,6 @@ impl InnerUses {
         &self.paths
     }
 
-    /// Uses from pairs; `None` unless depths descend and times ascend.
     pub(crate) fn from_pairs(pairs: SmallVec<[(Depth, u64); 2]>) -> Option<Self> {
         let sorted = pairs
             .windows(2)
@@ -31,7 +30,6 @@ impl InnerUses {
         sorted.then_some(Self { paths: pairs })
     }
 
-    /// Adds a use that ends at `end` and is newer than all others.
     pub(crate) fn touch(&mut self, end: Depth, time: u64) {
         while self.paths.last().is_some_and(|&(old, _)| old <= end) {
             self.paths.pop();
@@ -39,7 +37,7 @@ impl InnerUses {
         self.paths.push((end, time));
     }
 
-    /// A use of the whole edge, newer than all others, hides them.
+    /// By a newer use of the whole edge.
     pub(crate) fn clear(&mut self) {
         self.paths.clear();
     }
@@ -50,7 +48,7 @@ impl InnerUses {
         self.paths.drain(..hidden);
     }
 
-    /// Last use of the block at `depth` that ends inside the edge; 0 if there is none.
+    /// 0 if there is none.
     pub(crate) fn time(&self, depth: Depth) -> u64 {
         let after = self.paths.partition_point(|&(end, _)| end > depth);
         after.checked_sub(1).map_or(0, |at| self.paths[at].1)
@@ -60,7 +58,7 @@ impl InnerUses {
         self.paths.last().map_or(0, |&(_, time)| time)
     }
 
-    /// The edge now ends at `end`: removes the uses that reach it, and returns the latest.
+    /// Removes the uses that reach `end`, and returns the latest.
     pub(crate) fn truncate(&mut self, end: Depth) -> u64 {
         let beyond = self.paths.partition_point(|&(old, _)| old >= end);
         let latest = beyond.checked_sub(1).map_or(0, |at| self.paths[at].1);
@@ -68,7 +66,6 @@ impl InnerUses {
         latest
     }
 
-    /// Splits off the uses that ended at or before `end`.
     pub(crate) fn split_front(&mut self, end: Depth) -> Self {
         let after = self.paths.partition_point(|&(old, _)| old > end);
         Self {
@@ -77,12 +74,11 @@ impl InnerUses {
     }
 }
 
-/// The dead blocks of an edge.
 #[derive(Debug, Default)]
 pub(crate) struct Dead {
     /// Marks by depth, of present blocks only.
     pub(crate) marks: Ranges,
-    /// Number of these that may be evicted although they are protected: they are above a source.
+    /// Protected ones that may be evicted: they are above a source.
     pub(crate) loose: u32,
 }
 
@@ -102,7 +98,7 @@ pub(crate) struct Extras {
     pub(crate) items: Vec<Item>,
     pub(crate) tags: Tags,
     pub(crate) uses: InnerUses,
-    /// Last uses of blocks as a copy source, if newer than those by paths. They do not touch the blocks above.
+    /// Last uses of blocks as a copy source, if newer than those by paths.
     pub(crate) source_uses: Ranges,
     pub(crate) dead: Option<Box<Dead>>,
 }

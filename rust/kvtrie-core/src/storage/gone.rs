@@ -11,14 +11,13 @@ use crate::tokens::View;
 /// Departures kept; 20 bytes each.
 pub(crate) const MOST: usize = 4096;
 
-/// A departure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Note {
-    /// The node of the block before the departed one; none for the first block of a path.
+    /// The node of the block before, if there is one.
     pub(crate) node: NodeIndex,
     pub(crate) generation: u32,
     pub(crate) depth: Depth,
-    /// High and low half, so that a note needs no padding.
+    /// In two halves, so that a note needs no padding.
     digest: [u32; 2],
 }
 
@@ -46,7 +45,6 @@ impl Note {
     }
 }
 
-/// The latest departures.
 #[derive(Debug)]
 pub(crate) struct Gone {
     /// Allocated at the first departure; filled with [`Note::NONE`].
@@ -66,7 +64,7 @@ impl Gone {
         }
     }
 
-    /// The digest of the block of an edge at a depth. `prefix` is the digest of what is before a first block, or 0.
+    /// `prefix` is the digest of what is before a first block, or 0.
     #[inline(always)]
     #[expect(
         clippy::inline_always,
@@ -85,12 +83,11 @@ impl Gone {
         self.rest(digest, edge.view(block_size).slice(from, from + block_size))
     }
 
-    /// The digest of a block of a prompt.
     pub(crate) fn of_prompt(&self, prefix: u64, block: View<'_>) -> u64 {
         self.rest(self.fours(prefix, block.tokens).0, block)
     }
 
-    /// Digests the tokens in whole fours; returns how many are left.
+    /// Returns how many tokens are left after whole fours.
     #[inline]
     fn fours(&self, prefix: u64, tokens: &[u32]) -> (u64, usize) {
         let [first, second] = self.keys;
@@ -103,7 +100,7 @@ impl Gone {
         (digest, rest.len())
     }
 
-    /// Digests the other tokens, and the items.
+    /// Those tokens, and the items.
     #[cold]
     fn rest(&self, mut digest: u64, block: View<'_>) -> u64 {
         let [first, second] = self.keys;
@@ -130,7 +127,6 @@ impl Gone {
         self.iter().any(|known| known == note)
     }
 
-    /// The notes, oldest first.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Note> {
         let notes = self.notes.as_deref().map_or(&[][..], |notes| notes);
         let (newer, older) = notes.split_at(self.next.min(notes.len()));
@@ -149,7 +145,6 @@ fn none() -> Box<[Note; MOST]> {
     notes.try_into().expect("there are as many notes")
 }
 
-/// The XOR of the two halves of a product.
 #[inline]
 #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
 fn fold(a: u64, b: u64) -> u64 {

@@ -1,6 +1,5 @@
-//! The node record: an edge of whole blocks with its links. 80 bytes, to keep many leaves small.
-//!
-//! What only few edges have is in [`Extras`], allocated when first needed.
+//! The node record: an edge of whole blocks with its links. 80 bytes, to keep many leaves small. What only few edges
+//! have is in [`Extras`], allocated when first needed.
 
 use crate::ids::{ABSENT, BlockId, Depth, NO_NODE, NodeIndex};
 use crate::ranges::{Range, Ranges};
@@ -10,7 +9,7 @@ use crate::storage::extras::{Dead, Extras};
 use crate::storage::payload::{Label, Payload};
 use crate::tokens::{Item, View};
 
-/// An inner node's children, or a leaf's place in the order of eviction, in one word.
+/// In one word: an inner node's children, or a leaf's place in the order of eviction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Below(u32);
 
@@ -31,7 +30,7 @@ pub(crate) enum Guard {
     Path,
 }
 
-/// One edge of the forest with its lower end. What a walk up or down reads is adjacent.
+/// An edge with its lower end. What a walk up or down reads is adjacent.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Node {
@@ -40,13 +39,12 @@ pub(crate) struct Node {
     pub(crate) parent: NodeIndex,
     /// Children under [`Guard::Path`], [`Self::ANCHORED`] and [`Self::SOURCED`].
     pub(crate) protection: u32,
-    /// Blocks above this edge.
     pub(crate) depth: Depth,
     below: Below,
-    /// Last use of the whole edge by a path that ends at its lower end; 0 if there is none.
+    /// Last use by a path that ends at its lower end; 0 if there is none.
     time: u64,
     pub(crate) tree: u32,
-    /// Links in the treap of siblings, in token order; the parent stores its root.
+    /// The treap of siblings, in token order; the parent stores its root.
     pub(crate) left: NodeIndex,
     pub(crate) right: NodeIndex,
     pub(crate) up: NodeIndex,
@@ -82,7 +80,6 @@ impl Node {
         }
     }
 
-    /// An edge of these blocks, without links. Sets the counts in `extras`.
     pub(crate) fn of_parts(
         (tree, parent, depth): (u32, NodeIndex, Depth),
         tokens: &[u32],
@@ -126,7 +123,7 @@ impl Node {
         self.depth + self.blocks.num_blocks()
     }
 
-    /// Whether a pinned path continues below the edge; the whole edge is protected then.
+    /// The whole edge is protected then.
     pub(crate) fn has_paths_below(&self) -> bool {
         self.protection & !(Self::ANCHORED | Self::SOURCED) != 0
     }
@@ -147,7 +144,6 @@ impl Node {
         self.first_child() != NO_NODE
     }
 
-    /// Root of the children's treap.
     pub(crate) fn first_child(&self) -> NodeIndex {
         if self.below == Below::NOTHING || self.below.0 & Below::QUEUED != 0 {
             NO_NODE
@@ -162,7 +158,6 @@ impl Node {
         self.below = Below(child);
     }
 
-    /// Position of a leaf in the order of eviction.
     pub(crate) fn queued(&self) -> Option<u32> {
         (self.below != Below::NOTHING && self.below.0 & Below::QUEUED != 0)
             .then_some(self.below.0 & !Below::QUEUED)
@@ -177,7 +172,7 @@ impl Node {
         self.blocks.id((depth - self.depth) as usize, block_size)
     }
 
-    /// The ids of the blocks `from..to`; holes are [`ABSENT`].
+    /// Holes are [`ABSENT`].
     pub(crate) fn ids(
         &self,
         from: Depth,
@@ -281,7 +276,7 @@ impl Node {
         }
     }
 
-    /// Drops the blocks from `end` on; the block before is present. Returns the number of holes dropped.
+    /// The block before `end` is present. Returns the number of holes dropped.
     pub(crate) fn truncate(&mut self, end: Depth, block_size: usize) -> u32 {
         let len = (end - self.depth) as usize;
         let holes = (end..self.end())
@@ -305,7 +300,6 @@ impl Node {
         holes
     }
 
-    /// Splits off the blocks above `at`, inside the edge, as an edge without links.
     pub(crate) fn split_front(&mut self, at: Depth, block_size: usize) -> Self {
         let mut front = Self::new(self.tree, self.parent, self.depth);
         let blocks = at - self.depth;
@@ -370,7 +364,7 @@ impl Node {
         self.extras.is_none() || self.payload(self.depth, block_size).is_exact()
     }
 
-    /// First depth in `from..to` whose block is not both present and exact; `to` if there is none.
+    /// First depth in `from..to` whose block is not both present and exact, or `to`.
     pub(crate) fn exact_until(&self, from: Depth, to: Depth, block_size: usize) -> Depth {
         if self.num_holes() == 0 && self.num_approximate() == 0 {
             return to;
@@ -380,7 +374,7 @@ impl Node {
             .unwrap_or(to)
     }
 
-    /// First depth in `from..to` without a block; `to` if there is none.
+    /// First depth in `from..to` without a block, or `to`.
     pub(crate) fn present_until(&self, from: Depth, to: Depth, block_size: usize) -> Depth {
         if self.num_holes() == 0 {
             return to;
@@ -390,7 +384,7 @@ impl Node {
             .unwrap_or(to)
     }
 
-    /// First depth in `from..to` with a block; `to` if there is none.
+    /// First depth in `from..to` with a block, or `to`.
     pub(crate) fn absent_until(&self, from: Depth, to: Depth, block_size: usize) -> Depth {
         (from..to)
             .find(|&depth| self.id(depth, block_size) != ABSENT)
@@ -412,7 +406,7 @@ impl Node {
         self.num_present(self.depth, self.end(), block_size)
     }
 
-    /// Adds a use of a path that ends at `end`, newer than all others.
+    /// Of a path that ends at `end`, newer than all others.
     pub(crate) fn touch(&mut self, end: Depth, time: u64) {
         if end < self.end() {
             let extras = self.extras_mut();
@@ -428,7 +422,7 @@ impl Node {
         }
     }
 
-    /// Adds a use, of any age, of a path through the whole edge.
+    /// Of any age, of the whole edge.
     pub(crate) fn add_use(&mut self, time: u64) {
         self.time = self.time.max(time);
         if let Some(extras) = &mut self.extras {
@@ -437,7 +431,7 @@ impl Node {
         }
     }
 
-    /// Last use of a block by a path that ends in this edge, or as a source.
+    /// By a path that ends in this edge, or as a source.
     pub(crate) fn last_use(&self, depth: Depth) -> u64 {
         let Some(extras) = &self.extras else {
             return self.time;
@@ -446,7 +440,7 @@ impl Node {
         self.time.max(extras.uses.time(depth)).max(source)
     }
 
-    /// The latest use of any block by a path that ends in this edge.
+    /// By a path that ends in this edge.
     pub(crate) fn latest_use(&self) -> u64 {
         let inner = self
             .extras
@@ -455,12 +449,11 @@ impl Node {
         self.time.max(inner)
     }
 
-    /// The last use of the whole edge by a path that ends at its lower end.
     pub(crate) fn whole_use(&self) -> u64 {
         self.time
     }
 
-    /// Whether all blocks are present, exact, not dead, without tags or items, and have one last use.
+    /// All blocks are present, exact, not dead, without tags or items, and have one last use.
     pub(crate) fn is_plain(&self) -> bool {
         self.extras.is_none()
     }
@@ -475,7 +468,6 @@ impl Node {
         self.extras().map_or(&[], |extras| extras.tags.runs())
     }
 
-    /// Marks of dead blocks, by depth.
     pub(crate) fn dead_marks(&self) -> &[Range] {
         let dead = self.extras.as_ref().and_then(|extras| extras.dead.as_ref());
         dead.map_or(&[], |dead| dead.marks.as_slice())
@@ -489,12 +481,11 @@ impl Node {
         self.extras.as_deref()
     }
 
-    /// The extras, allocated if necessary; [`Self::prune`] drops them once they are empty.
+    /// [`Self::prune`] drops them once they are empty.
     pub(crate) fn extras_mut(&mut self) -> &mut Extras {
         self.extras.get_or_insert_default()
     }
 
-    /// Drops empty extras.
     pub(crate) fn prune(&mut self) {
         if self.extras.as_ref().is_some_and(|extras| extras.is_empty()) {
             self.extras = None;
@@ -556,10 +547,10 @@ mod tests {
             }
             let (cut, end) = (node.end() / 2, node.end());
             if cut > 0 {
-                let latest_behind = (cut..end).map(|depth| node.last_use(depth)).max().unwrap_or(0);
+                let latest_after = (cut..end).map(|depth| node.last_use(depth)).max().unwrap_or(0);
                 let front = node.split_front(cut, BLOCK_SIZE);
                 for depth in 0..cut {
-                    prop_assert_eq!(front.last_use(depth).max(latest_behind), times[depth as usize]);
+                    prop_assert_eq!(front.last_use(depth).max(latest_after), times[depth as usize]);
                 }
                 for depth in cut..end {
                     prop_assert_eq!(node.last_use(depth), times[depth as usize]);

@@ -33,7 +33,7 @@ impl<T: Copy> Paged<T> {
         self[last] = value;
     }
 
-    /// Removes and returns the value at `at`; the last value replaces it.
+    /// The last value replaces the one at `at`.
     ///
     /// # Panics
     /// If `at` is not below the length.

@@ -8,14 +8,12 @@ pub(crate) struct Label(u16);
 
 impl Label {
     pub(crate) const EXACT: Self = Self(0);
-    /// The most hops that a label can hold.
     pub(crate) const MAX_HOPS: u16 = (1 << 15) - 1;
 
     pub(crate) fn approximate(hops: u16) -> Self {
         Self(1 << 15 | hops.min(Self::MAX_HOPS))
     }
 
-    /// The label with these bits, if they are valid.
     pub(crate) fn from_bits(bits: u16) -> Option<Self> {
         (bits == 0 || bits >> 15 == 1).then_some(Self(bits))
     }
@@ -33,8 +31,7 @@ impl Label {
     }
 }
 
-/// The entry of one block of a path: a block id and its label. Layers that need several ids per position would add them
-/// here.
+/// A block id and its label. Layers that need several ids per position would add them here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Payload {
     pub(crate) id: u32,

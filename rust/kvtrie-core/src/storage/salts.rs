@@ -1,7 +1,7 @@
 //! The namespaces that hold blocks, by salt: `explain` looks at those of a prompt's own salt.
 //!
 //! Within a salt they are ordered by their fields, so that neighbours differ in as little as possible, and the choice
-//! among very many depends on nothing else. Looking, adding and removing cost O(log namespaces).
+//! among very many depends on nothing else. Each call costs O(log namespaces).
 
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
@@ -53,7 +53,7 @@ impl Salts {
         self.0.remove(&BySalt(Arc::clone(namespace)));
     }
 
-    /// The other namespaces of the salt of `own`: at most `count` before it and `count` after it.
+    /// At most `count` before `own` and `count` after it.
     pub(crate) fn near<'a>(
         &'a self,
         own: &'a Arc<Namespace>,

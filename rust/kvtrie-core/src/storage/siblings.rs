@@ -11,7 +11,6 @@ use crate::storage::arena::Arena;
 use crate::storage::node::Node;
 use crate::tokens::View;
 
-/// A stored link of the treap.
 #[derive(Clone, Copy)]
 enum Link {
     Root(NodeIndex),
@@ -47,7 +46,6 @@ fn set(nodes: &mut Arena, link: Link, to: NodeIndex) {
     }
 }
 
-/// The link to a node.
 fn link_to(nodes: &Arena, node: NodeIndex) -> Link {
     let up = nodes[node].up;
     if up == NO_NODE {
@@ -59,7 +57,6 @@ fn link_to(nodes: &Arena, node: NodeIndex) -> Link {
     }
 }
 
-/// The order of `a` and its sibling `b`.
 fn order(nodes: &Arena, block_size: usize, a: NodeIndex, b: NodeIndex) -> Ordering {
     let (a, b) = (&nodes[a], &nodes[b]);
     b.starts_exact(block_size)
@@ -68,7 +65,7 @@ fn order(nodes: &Arena, block_size: usize, a: NodeIndex, b: NodeIndex) -> Orderi
         .then_with(|| a.first_block(block_size).order(b.first_block(block_size)))
 }
 
-/// The tokens that a block shares with the first of a node, and their order.
+/// Tokens shared, and their order.
 fn compare(wanted: View<'_>, node: &Node, block_size: usize) -> (usize, Ordering) {
     if let Some(first) = wanted.tokens.first()
         && *first != node.first
@@ -79,7 +76,7 @@ fn compare(wanted: View<'_>, node: &Node, block_size: usize) -> (usize, Ordering
     (wanted.common(first), wanted.order(first))
 }
 
-/// Adds `node` to the children of its parent, which must not be queued.
+/// The parent must not be queued.
 pub(crate) fn insert(nodes: &mut Arena, block_size: usize, node: NodeIndex) {
     let mut link = Link::Root(nodes[node].parent);
     let mut at = get(nodes, link);
@@ -107,7 +104,6 @@ pub(crate) fn insert(nodes: &mut Arena, block_size: usize, node: NodeIndex) {
     set(nodes, larger, NO_NODE);
 }
 
-/// Removes `node` from the treap.
 pub(crate) fn remove(nodes: &mut Arena, node: NodeIndex) {
     let mut link = link_to(nodes, node);
     let (mut left, mut right) = (nodes[node].left, nodes[node].right);
@@ -128,15 +124,14 @@ pub(crate) fn remove(nodes: &mut Arena, node: NodeIndex) {
     nodes[node].up = NO_NODE;
 }
 
-/// The child of `parent`, if it is the only one.
 pub(crate) fn only(nodes: &Arena, parent: NodeIndex) -> Option<NodeIndex> {
     let child = nodes[parent].first_child();
     (child != NO_NODE && nodes[child].left == NO_NODE && nodes[child].right == NO_NODE)
         .then_some(child)
 }
 
-/// The exact child of `parent` whose first block is `wanted`, if it is near the root of the treap: a few records are
-/// read faster than a hash table.
+/// The exact child whose first block is `wanted`, if it is near the root: a few records are read faster than a hash
+/// table.
 pub(crate) fn at_top(
     nodes: &Arena,
     block_size: usize,
@@ -163,8 +158,8 @@ pub(crate) fn at_top(
     None
 }
 
-/// The exact child of `parent` that shares most tokens with `wanted` (at most one block, at the children's depth), and
-/// their number; of several, the first in token order.
+/// The exact child that shares most tokens with `wanted` (at most one block, at the children's depth), and their
+/// number; of several, the first in token order.
 pub(crate) fn nearest(
     nodes: &Arena,
     block_size: usize,
@@ -204,8 +199,8 @@ pub(crate) fn nearest(
     found
 }
 
-/// The children of `parent` whose first block is exact, or is not, each with the tokens that it shares with `wanted`
-/// (at most one block), most first; ties in no useful order.
+/// The children whose first block is exact, or is not, with the tokens that each shares with `wanted` (at most one
+/// block), most first; ties in no useful order.
 pub(crate) fn likest<'a>(
     nodes: &'a Arena,
     block_size: usize,
@@ -243,7 +238,6 @@ pub(crate) fn likest<'a>(
     })
 }
 
-/// The next sibling in token order, or the previous one.
 fn adjacent(nodes: &Arena, node: NodeIndex, forward: bool) -> NodeIndex {
     let towards = |at: NodeIndex, forward: bool| {
         if forward {
@@ -268,7 +262,7 @@ fn adjacent(nodes: &Arena, node: NodeIndex, forward: bool) -> NodeIndex {
     at
 }
 
-/// All children of `parent` by index, so that a pass reads memory in order.
+/// By index, so that a pass reads memory in order.
 pub(crate) fn all(nodes: &Arena, parent: NodeIndex) -> Vec<NodeIndex> {
     let mut found = Vec::new();
     let mut open = vec![nodes[parent].first_child()];
@@ -282,7 +276,6 @@ pub(crate) fn all(nodes: &Arena, parent: NodeIndex) -> Vec<NodeIndex> {
     found
 }
 
-/// Whether the children of `parent` are linked both ways, in token order, under descending priorities.
 pub(crate) fn check(nodes: &Arena, block_size: usize, parent: NodeIndex) -> bool {
     let all = all(nodes, parent);
     let linked = all
@@ -292,7 +285,7 @@ pub(crate) fn check(nodes: &Arena, block_size: usize, parent: NodeIndex) -> bool
         let up = nodes[node].up;
         up == NO_NODE || nodes.priority(up) >= nodes.priority(node)
     });
-    // A node found from the root by token order is in order with all nodes on its way.
+    // A node found from the root is in order with all nodes on its way.
     let ordered = all.iter().all(|&node| {
         let mut at = nodes[parent].first_child();
         while at != NO_NODE && at != node {

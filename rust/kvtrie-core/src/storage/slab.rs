@@ -41,7 +41,6 @@ impl<T> Slab<T> {
         index
     }
 
-    /// Removes the entry and makes every handle to it stale.
     pub(crate) fn remove(&mut self, index: u32) -> Option<T> {
         let slot = self.slots.get_mut(index as usize)?;
         let value = slot.value.take()?;
@@ -84,13 +83,12 @@ impl<T> Slab<T> {
         self.slots.len() - self.free.len()
     }
 
-    /// The vacant places, oldest first; the last is filled first.
+    /// Oldest first; the last is filled first.
     pub(crate) fn vacant(&self) -> &[u32] {
         &self.free
     }
 
-    /// A slab of `places` empty places: [`Self::fill`] must fill all except `vacant`. `None` if `vacant` contains a
-    /// place twice or an invalid one.
+    /// [`Self::fill`] must fill all places except `vacant`. `None` if that contains a place twice or an invalid one.
     pub(crate) fn to_fill(places: usize, vacant: Vec<u32>) -> Option<Self> {
         let mut sorted = vacant.clone();
         sorted.sort_unstable();
@@ -106,7 +104,7 @@ impl<T> Slab<T> {
         })
     }
 
-    /// Puts an entry in a place that is neither filled nor vacant.
+    /// The place is neither filled nor vacant.
     pub(crate) fn fill(&mut self, index: u32, value: T) {
         self.slots[index as usize].value = Some(value);
     }

@@ -1,5 +1,3 @@
-//! The trees by namespace.
-
 use std::sync::Arc;
 
 use foldhash::quality::FixedState;
@@ -10,41 +8,17 @@ use crate::namespace::Namespace;
 use crate::storage::salts::Salts;
 use crate::storage::slab::Slab;
 
-/// One namespace's tree.
 #[derive(Debug)]
 pub(crate) struct Tree {
-    namespace: Arc<Namespace>,
-    root: NodeIndex,
-    version: u64,
-    num_dead: u64,
+    pub(crate) namespace: Arc<Namespace>,
+    pub(crate) root: NodeIndex,
+    /// Renewed when a block in the middle of a path leaves or is replaced, which makes older cursors stale. Unique
+    /// within an index.
+    pub(crate) version: u64,
+    /// Counted by `eviction`.
+    pub(crate) num_dead: u64,
 }
 
-impl Tree {
-    pub(crate) fn namespace(&self) -> &Arc<Namespace> {
-        &self.namespace
-    }
-
-    pub(crate) fn root(&self) -> NodeIndex {
-        self.root
-    }
-
-    /// Renewed whenever a block in the middle of a path leaves or is replaced: cursors of an older version are not
-    /// used. Unique within an index.
-    pub(crate) fn version(&self) -> u64 {
-        self.version
-    }
-
-    /// Blocks that are marked dead; `eviction` counts them.
-    pub(crate) fn num_dead(&self) -> u64 {
-        self.num_dead
-    }
-
-    pub(crate) fn num_dead_mut(&mut self) -> &mut u64 {
-        &mut self.num_dead
-    }
-}
-
-/// All trees, with the ways to find one.
 #[derive(Debug)]
 pub(crate) struct Trees {
     all: Slab<Tree>,
@@ -67,13 +41,12 @@ impl Trees {
         self.by_namespace.get(namespace).copied()
     }
 
-    /// Adds a tree, which [`Self::name`] must name.
+    /// [`Self::name`] follows.
     pub(super) fn add(&mut self, namespace: &Arc<Namespace>) -> u32 {
         let tree = self.tree(namespace, NO_NODE);
         self.all.insert(tree)
     }
 
-    /// Gives a tree its root, and makes it known.
     pub(super) fn name(&mut self, tree: u32, root: NodeIndex) {
         self.all[tree].root = root;
         let namespace = &self.all[tree].namespace;
@@ -91,7 +64,6 @@ impl Trees {
         }
     }
 
-    /// Invalidates the cursors of a tree.
     pub(super) fn renew(&mut self, tree: u32) {
         self.last_version += 1;
         self.all[tree].version = self.last_version;
@@ -112,11 +84,10 @@ impl Trees {
         self.all.len()
     }
 
-    pub(crate) fn get_mut(&mut self, tree: u32) -> &mut Tree {
-        &mut self.all[tree]
+    pub(crate) fn num_dead_mut(&mut self, tree: u32) -> &mut u64 {
+        &mut self.all[tree].num_dead
     }
 
-    /// The other namespaces of the salt of `own`: at most `count` before it and `count` after it.
     pub(crate) fn near<'a>(
         &'a self,
         own: &'a Arc<Namespace>,
@@ -125,29 +96,25 @@ impl Trees {
         self.by_salt.near(own, count)
     }
 
-    /// Namespaces that are found by their salt.
     pub(crate) fn num_by_salt(&self) -> usize {
         self.by_salt.len()
     }
 
-    /// Namespaces that have a tree.
     pub(crate) fn num_by_namespace(&self) -> usize {
         self.by_namespace.len()
     }
 
-    /// The vacant places, oldest first.
     pub(crate) fn vacant(&self) -> &[u32] {
         self.all.vacant()
     }
 
-    /// Empty places for a snapshot's trees: [`Self::fill`] must fill all except `vacant`. Returns false if `vacant`
-    /// contains a place twice or an invalid one.
+    /// As [`Slab::to_fill`].
     pub(crate) fn make_room(&mut self, places: usize, vacant: Vec<u32>) -> bool {
         let room = Slab::to_fill(places, vacant);
         room.map(|room| self.all = room).is_some()
     }
 
-    /// Puts a tree in its place; returns false if its namespace has another.
+    /// False if the namespace has another tree.
     pub(super) fn fill(&mut self, place: u32, namespace: &Arc<Namespace>, root: NodeIndex) -> bool {
         let tree = self.tree(namespace, root);
         self.all.fill(place, tree);
@@ -160,7 +127,6 @@ impl Trees {
         self.all.heap_bytes() + self.by_namespace.allocation_size() + self.by_salt.heap_bytes()
     }
 
-    /// The hash by which a namespace is found.
     #[cfg(test)]
     pub(crate) fn hash_of(&self, namespace: &Arc<Namespace>) -> u64 {
         use std::hash::BuildHasher;

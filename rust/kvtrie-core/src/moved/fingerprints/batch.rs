@@ -4,7 +4,6 @@ use super::bucket::SLOTS;
 use super::{BATCH, Entry, Fingerprints};
 
 impl Fingerprints {
-    /// Adds places in this order, like [`add`](Self::add).
     pub(crate) fn add_all(&mut self, entries: &[Entry]) {
         let mut links = false;
         for batch in entries.chunks(BATCH) {
@@ -17,7 +16,7 @@ impl Fingerprints {
         }
     }
 
-    /// Removes places like [`remove`](Self::remove); returns how many there were.
+    /// Returns how many there were.
     pub(crate) fn remove_all(&mut self, entries: &[Entry]) -> usize {
         let (mut links, all) = (false, self.len);
         for batch in entries.chunks(BATCH) {
@@ -31,7 +30,7 @@ impl Fingerprints {
         all - self.len
     }
 
-    /// Reads a little of every cache line that a batch will need; of links only if most of the last batch were links.
+    /// Reads a little of each cache line that a batch will need; of links only if most of the last batch were links.
     fn touch(&self, batch: &[Entry], links: bool) {
         let mut touched = 0;
         for &Entry { hash, .. } in batch {

@@ -5,17 +5,17 @@ use super::tag::Tag;
 
 pub(super) const SLOTS: usize = 18;
 
-/// Flag next to the tag of a slot that represents chains and has no name.
+/// Flag of a slot that represents chains and has no name.
 pub(super) const CHAINED: u8 = 0x80;
 
-/// Two cache lines of entries. The first line shows whether a tag is here; entries of one tag are oldest first.
+/// Two cache lines of entries. The first shows whether a tag is here; entries of one tag are oldest first.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(128))]
 pub(super) struct Bucket {
     low: [u16; SLOTS],
     pub(super) high: [u8; SLOTS],
     len: u8,
-    /// Marks of the entries that found this bucket full and went on.
+    /// Marks of the entries that went on because the bucket was full.
     pub(super) passed: u8,
     pub(super) names: [u32; SLOTS],
 }
@@ -31,7 +31,7 @@ impl Bucket {
 
     #[inline]
     pub(super) fn len(&self) -> usize {
-        // `len` is at most `SLOTS` anyway; the minimum removes the bounds checks of every slot.
+        // The minimum changes nothing but removes the bounds checks of every slot.
         usize::from(self.len).min(SLOTS)
     }
 
@@ -50,7 +50,7 @@ impl Bucket {
         self.passed & tag.mark() != 0
     }
 
-    /// Whether a slot may hold the tag: true if one does, hardly ever otherwise. Compares all slots at once.
+    /// Whether a slot may hold the tag, hardly ever wrongly. Compares all slots at once.
     #[inline]
     pub(super) fn may_hold(&self, tag: Tag) -> bool {
         let wanted = tag.low();
@@ -60,12 +60,10 @@ impl Bucket {
             != 0
     }
 
-    /// Oldest first.
     pub(super) fn slots_of(&self, tag: Tag) -> impl Iterator<Item = usize> {
         (0..self.len()).filter(move |&slot| self.tag(slot) == tag)
     }
 
-    /// The slot of this entry, if it has its own.
     #[inline]
     pub(super) fn slot_of(&self, tag: Tag, name: u32) -> Option<usize> {
         let mut slot = SLOTS;
@@ -91,7 +89,7 @@ impl Bucket {
             self.high[slot] = self.high[last];
             self.names[slot] = self.names[last];
         } else {
-            // Another entry of the last entry's tag may be here, and must stay before it.
+            // Another entry of the same tag must stay before the last one.
             self.low.copy_within(slot + 1..=last, slot);
             self.high.copy_within(slot + 1..=last, slot);
             self.names.copy_within(slot + 1..=last, slot);

@@ -5,12 +5,10 @@ use super::links::Links;
 use super::tag::Tag;
 use super::{Fingerprints, MAX_INLINE, NO_NAME, index};
 
-/// Hashes that are screened together.
 const SCREEN: usize = 256;
 
 impl Fingerprints {
-    /// The places of a window in a tree, most recently added first. Some may be of other windows, and up to four of
-    /// other trees.
+    /// Most recently added first. Some may be of other windows, and up to four of other trees.
     #[inline]
     pub(crate) fn candidates(&self, hash: u64, tree: u32) -> Candidates<'_> {
         let (number, tag) = self.locate(hash);
@@ -36,10 +34,9 @@ impl Fingerprints {
         found
     }
 
-    /// Appends the positions in `hashes` of those that have candidates, and of hardly any others.
-    ///
-    /// If few have any, this is much faster than `candidates` for each: in each of three rounds over some hundred
-    /// hashes, one cache line is read per hash that is left, and none is waited for before the next is requested.
+    /// Appends the positions in `hashes` of those that have candidates, and of hardly any others. If few have any, this
+    /// is much faster than `candidates` for each: it reads one cache line per remaining hash in each of three rounds,
+    /// and waits for none before the next is requested.
     pub(crate) fn screen(&self, hashes: &[u64], found: &mut Vec<u32>) {
         let mut kept = [0_u32; SCREEN];
         for (chunk, first) in hashes.chunks(SCREEN).zip((0_u32..).step_by(SCREEN)) {
@@ -68,11 +65,10 @@ impl Fingerprints {
     }
 }
 
-/// Most recently added first.
 #[derive(Clone, Debug)]
 pub(crate) struct Candidates<'a> {
     links: &'a Links,
-    /// The next place of the chain, and how many are left. All are in the requested tree.
+    /// The next place of the chain, and how many are left.
     next: u32,
     chained: usize,
     /// Places with a slot each, oldest first, and how many are left.
@@ -81,7 +77,7 @@ pub(crate) struct Candidates<'a> {
 }
 
 impl Candidates<'_> {
-    /// Of those left, the ones that may be of another tree: the last ones.
+    /// Of those left, the ones that may be of another tree.
     pub(crate) fn of_any_tree(&self) -> &[u32] {
         &self.names[..self.inline]
     }

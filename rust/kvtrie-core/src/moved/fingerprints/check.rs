@@ -1,13 +1,9 @@
-//! The invariants of the table.
-
 use super::bucket::Bucket;
 use super::shard::MOST;
 use super::{Entry, Fingerprints, NO_NAME, TAG_BITS, Tag, WORD_BITS, index};
 
 impl Fingerprints {
-    /// Verifies every invariant, and that the entries are those of `live`.
-    ///
-    /// O(entries · log entries).
+    /// The entries must be those of `live`. O(entries · log entries).
     pub(crate) fn check(&self, live: impl IntoIterator<Item = Entry>) -> Result<(), String> {
         let must = |condition: bool, what: &str| {
             if condition {

@@ -10,7 +10,7 @@ pub(crate) struct WindowHasher {
 }
 
 impl WindowHasher {
-    /// Cuts every hash to `bits` bits (0 to 64), so that tests can force collisions.
+    /// Keeps `bits` bits (0 to 64) of each hash, so that tests can force collisions.
     pub(crate) fn new(seed: u64, bits: u32) -> Self {
         let mut state = seed;
         Self {
@@ -21,14 +21,14 @@ impl WindowHasher {
         }
     }
 
-    /// Hash of one window. Equal windows of different spaces (one number per tree) are different windows.
+    /// `space`: one per tree.
     #[inline]
     pub(crate) fn hash(&self, space: u64, window: &[u32; WINDOW]) -> u64 {
         let (first, second) = window.split_at(WINDOW / 2);
         self.whole(space, self.half(first), self.half(second))
     }
 
-    /// Hashes of all windows of `tokens`, in order: `hashes[i]` is that of `tokens[i..i + 8]`.
+    /// Hashes all windows of `tokens`: `hashes[i]` is that of `tokens[i..i + 8]`.
     ///
     /// # Panics
     /// If `hashes` does not have one place per window.
@@ -37,8 +37,8 @@ impl WindowHasher {
         let Some(first) = tokens.first_chunk::<{ WINDOW - 1 }>() else {
             return;
         };
-        // Each window needs one new half; the other was computed four windows ago. With all halves in a loop of their
-        // own, the compiler would vectorise what it can, and lose more by moving numbers than it gains.
+        // Each window needs one new half. With all halves in a loop of their own, the compiler would vectorise, and
+        // lose more by moving numbers than it gains.
         let mut held: [u64; 4] = std::array::from_fn(|at| self.half(&first[at..]));
         let halves = tokens[WINDOW / 2..].windows(WINDOW / 2);
         for (hash, half) in hashes.iter_mut().zip(halves) {
@@ -48,7 +48,7 @@ impl WindowHasher {
         }
     }
 
-    /// A window with this hash, made with the keys: a product with one is the other factor.
+    /// With the keys, a product with one is the other factor.
     #[cfg(test)]
     pub(crate) fn window_of(&self, space: u64, hash: u64) -> [u32; WINDOW] {
         let tokens = |pair: u64| {
@@ -77,7 +77,7 @@ impl WindowHasher {
     }
 }
 
-/// The next number of splitmix64.
+/// Splitmix64.
 pub(super) fn random(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut bits = *state;
@@ -86,7 +86,6 @@ pub(super) fn random(state: &mut u64) -> u64 {
     bits ^ (bits >> 31)
 }
 
-/// The XOR of the two halves of a product.
 #[inline]
 #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
 pub(super) fn fold(a: u64, b: u64) -> u64 {
@@ -143,7 +142,7 @@ mod tests {
 
     #[test]
     fn seeds_are_drawn_as_splitmix64_draws() {
-        // The numbers that https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64 lists for this seed.
+        // From https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64.
         let mut state = 1_234_567;
         let drawn: [u64; 5] = std::array::from_fn(|_| random(&mut state));
         let listed = [

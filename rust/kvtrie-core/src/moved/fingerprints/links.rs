@@ -1,6 +1,5 @@
-//! Chains: linked lists of the places of windows that have many, one list per tree.
-//!
-//! A chain holds places of one tree only and is found by its tree at once, so one tree's places cost another nothing.
+//! Chains: linked lists of the places of windows that have many. There is one list per tree, found at once, so one
+//! tree's places cost another nothing.
 
 use hashbrown::HashTable;
 
@@ -12,11 +11,9 @@ pub(super) struct Link {
     name: u32,
     /// The place added after this one; in the newest, the length of the chain.
     pub(super) newer: u32,
-    /// The place added before this one, or [`NO_NAME`].
     pub(super) older: u32,
 }
 
-/// The newest place of a chain.
 #[derive(Clone, Copy, Debug)]
 struct Head {
     location: u64,
@@ -24,14 +21,13 @@ struct Head {
     newest: u32,
 }
 
-/// The number of places of all trees in chains at a location.
+/// Places of all trees at a location.
 #[derive(Clone, Copy, Debug)]
 struct Count {
     location: u64,
     places: u32,
 }
 
-/// A record that is found by its key.
 trait Record: Copy {
     type Key: Copy + PartialEq;
 
@@ -76,10 +72,8 @@ impl Record for Count {
     }
 }
 
-/// Records by key, in shards that grow one at a time.
 #[derive(Clone, Debug)]
 struct Shards<T> {
-    /// Empty before the first record.
     tables: Vec<HashTable<T>>,
     shard_bits: u32,
     secret: u64,
@@ -106,7 +100,7 @@ impl<T: Record> Shards<T> {
         fold(T::number(key) ^ !secret, secret)
     }
 
-    /// The shard of a hash, by other bits than the shard's table uses.
+    /// Uses other bits than the shard's table.
     fn shard(&self, hash: u64) -> usize {
         index((hash << 8 >> 1) >> (63 - self.shard_bits))
     }
@@ -194,14 +188,12 @@ impl Links {
         self.places.get(name)
     }
 
-    /// The newest place of a tree at a location, and how many places it has there.
     pub(super) fn newest(&self, location: u64, tree: u32) -> Option<(u32, usize)> {
         let newest = self.heads.get((location, tree))?.newest;
         let count = self.places.get(newest)?.newer;
         Some((newest, count as usize))
     }
 
-    /// Adds the newest place of a tree at a location.
     pub(super) fn add(&mut self, location: u64, tree: u32, name: u32) {
         let mut link = Link {
             name,
@@ -231,8 +223,7 @@ impl Links {
         }
     }
 
-    /// Removes a place of a tree at a location. Returns how many places of all trees are left there; `None` if it was
-    /// not there.
+    /// Returns how many places of all trees are left; `None` if it was not there.
     pub(super) fn remove(&mut self, location: u64, tree: u32, name: u32) -> Option<u32> {
         let newest = self.heads.get((location, tree))?.newest;
         let link = self.places.remove(name)?;
@@ -265,13 +256,12 @@ impl Links {
         Some(left)
     }
 
-    /// The names of a chain, the newest first.
+    /// The newest first.
     pub(super) fn names(&self, newest: u32) -> impl Iterator<Item = u32> {
         let next = |&name: &u32| self.get(name).map(|link| link.older);
         std::iter::successors(Some(newest), next).take_while(|&name| name != NO_NAME)
     }
 
-    /// (location, tree, newest place) of every chain.
     pub(super) fn chains(&self) -> impl Iterator<Item = (u64, u32, u32)> {
         let heads = self.heads.iter();
         heads.map(|head| (head.location, head.tree, head.newest))
@@ -282,7 +272,6 @@ impl Links {
         count.map_or(0, |count| count.places as usize)
     }
 
-    /// Whether the counts of records and bytes are right.
     pub(super) fn is_counted(&self) -> bool {
         fn is_counted<T: Record>(shards: &Shards<T>) -> bool {
             let bytes: usize = shards.tables.iter().map(HashTable::allocation_size).sum();
@@ -291,7 +280,7 @@ impl Links {
         is_counted(&self.places) && is_counted(&self.heads) && is_counted(&self.counts)
     }
 
-    /// Reads the links of a batch, so that their cache misses overlap.
+    /// A batch overlaps its cache misses.
     pub(super) fn touch(&self, batch: &[Entry]) {
         let links = batch.iter().filter_map(|entry| self.get(entry.name));
         std::hint::black_box(links.fold(0, |any, link| any | link.older));

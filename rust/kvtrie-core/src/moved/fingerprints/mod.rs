@@ -1,49 +1,45 @@
 //! A table from the hash of a window to the places where the same eight tokens are cached.
 //!
-//! Moved runs are found through windows of [`WINDOW`] tokens: one window per few stored positions is added, and every
-//! window of a prompt is looked up. The table keeps a few bits of each hash, so it only nominates places: the caller
-//! compares tokens. Places are *named* by a `u32` of the caller's choice, below `u32::MAX`. A name has at most one
-//! entry at a time, which is removed with the hash that it was added with.
+//! Moved runs are found through windows of [`WINDOW`] tokens: one per few stored positions is added, and every window
+//! of a prompt is looked up. The table keeps a few bits of each hash, so it only nominates places. Places are *named*
+//! by a `u32` of the caller's choice, below `u32::MAX`. A name has at most one entry at a time, which is removed with
+//! the hash that it was added with.
 //!
 //! # Promises
 //!
-//! - Every place of a window in a *tree* is among its candidates there, most recently added first. Nothing is dropped:
-//!   a caller that wants the newest few takes as many, and knows the total.
+//! - Every place of a window in a *tree* is among its candidates there, most recently added first. Nothing is dropped.
 //! - At most four candidates are of other trees. Other trees' entries cost nothing else, however many collide.
-//! - The same calls on a table of the same seed return the same candidates in the same order. Except for candidates
-//!   that are places of other windows, results do not depend on the seed.
+//! - The same calls on a table of the same seed return the same candidates in the same order. Only candidates that are
+//!   places of other windows depend on the seed.
 //! - A window with 10⁶ places costs what 10⁶ windows cost, within a small factor, and other windows nothing.
 //! - Nothing is rehashed as a whole: the longest pause is that of one shard, about 2,000 entries.
 //!
 //! # Costs
 //!
 //! `add`, `remove` and each candidate are expected O(1). A single `add` or `remove` waits for three cache lines; a
-//! batch requests those of [`BATCH`] entries before it uses the first. `make bench` measures the cost of maintaining
-//! the table per insert and eviction, and its bytes per token.
-//!
-//! A bucket of 18 entries takes 128 bytes, and a growing shard is 78 to 89 % full: 8 to 9 bytes per entry. Filter and
-//! shards take 1 to 2 bytes per entry of the table's capacity, from the start. A place of a window with more than
-//! four places takes a link of 12 bytes in a hash table instead, and its tree a head of 16.
+//! batch requests those of [`BATCH`] entries before it uses the first. A bucket of 18 entries takes 128 bytes, and a
+//! growing shard is 78 to 89 % full: 8 to 9 bytes per entry. Filter and shards take 1 to 2 bytes per entry of the
+//! capacity, from the start. A place of a window with more than four takes a link of 12 bytes in a hash table instead,
+//! and its tree a head of 16.
 //!
 //! # Structure
 //!
-//! The high bits of a hash choose a *shard*: a small table of *buckets* of 18 entries in two cache lines. Shards
-//! are rebuilt one at a time, a few buckets larger or smaller. The next 23 bits are the *tag*, the only bits kept. The
-//! home bucket is proportional to the tag, so a shard of any size can be rebuilt from tags alone. An entry whose home
-//! is full goes to the next bucket with room, and marks the buckets that it passed.
+//! The high bits of a hash choose a *shard* of *buckets*. Shards are rebuilt one at a time, a few buckets larger or
+//! smaller. The next 23 bits are the *tag*, the only bits kept. The home bucket is proportional to the tag, so a shard
+//! of any size can be rebuilt from tags alone. An entry whose home is full goes to the next bucket with room, and marks
+//! the buckets that it passed.
 //!
-//! Entries of one tag are in the order in which they were added. From the fifth on they share one slot, which is
-//! flagged, and are in linked lists in a hash table by name, so that any of them can be removed at once. There is one
-//! list per tree, with heads in another table, so a search in one tree meets no entry of another. While such lists
-//! exist, no entry of the tag takes a slot of its own, so entries in slots are older.
+//! Entries of one tag are in the order in which they were added. From the fifth on they share one flagged slot, and are
+//! in linked lists by name, one per tree, so that any can be removed at once and a search meets no entry of another
+//! tree. While such lists exist, no entry of the tag takes a slot of its own, so entries in slots are older.
 //!
 //! A *filter* of two bits per entry, in words chosen by the high bits of the hash, is read first. It fits the
-//! second-level cache where the buckets do not. A removed entry leaves its bits until its shard is wiped, after as
-//! many removals as a quarter of its entries.
+//! second-level cache where the buckets do not. A removed entry leaves its bits until its shard is wiped, after as many
+//! removals as a quarter of its entries.
 //!
-//! Rejected: looking misses up in the buckets alone, which waits for memory at each window; buckets of nine in one
-//! cache line, which are no faster to write and find twice as many homes full; a filter that is exact after each
-//! removal; a filter half as large; NH, a sum of products, as the hash, which needs wider vectors to pay.
+//! Rejected: no filter, which waits for memory at each window; buckets of nine in one cache line, which are no faster
+//! to write and find twice as many homes full; an exact filter; a filter half as large; NH, a sum of products, as the
+//! hash, which needs wider vectors to pay.
 
 mod batch;
 mod bucket;
@@ -65,28 +61,25 @@ use tag::{TAG_BITS, Tag};
 
 pub(crate) use hasher::WindowHasher;
 
-/// Tokens of a window.
 pub(crate) const WINDOW: usize = 8;
 
-/// "No place": ends a chain, and names no place.
 const NO_NAME: u32 = u32::MAX;
 
-/// Places of one window that have a slot each. Further places share one slot, and one chain per tree.
+/// Places of one window with a slot each; further ones share a slot.
 const MAX_INLINE: usize = 4;
 
-/// Entries of a shard when the table holds as many as its capacity: between half of this and all.
+/// Entries of a full table's shard: between half of this and all.
 const SHARD_ENTRIES: usize = 2048;
 
-/// Base-2 logarithm of the most shards, whatever the capacity.
+/// The most shards, as a power of two.
 const MAX_SHARD_BITS: u32 = 16;
 
-/// Base-2 logarithm of the filter words per shard.
+/// Filter words per shard, as a power of two.
 const WORD_BITS: u32 = 8;
 
-/// Entries of a batch: as many cache lines are requested before the first is used.
+/// Entries whose cache lines are requested before the first is used.
 const BATCH: usize = 64;
 
-/// A place of a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub(crate) hash: u64,
@@ -94,7 +87,6 @@ pub(crate) struct Entry {
     pub(crate) name: u32,
 }
 
-/// A number below 2³² as an index.
 #[inline]
 #[expect(clippy::cast_possible_truncation, reason = "callers keep it small")]
 fn index(bits: u64) -> usize {
@@ -103,7 +95,6 @@ fn index(bits: u64) -> usize {
 
 #[derive(Clone, Debug)]
 pub(crate) struct Fingerprints {
-    /// Two bits per entry, and those of some removed entries.
     filter: Vec<u64>,
     shards: Vec<Shard>,
     shard_bits: u32,
@@ -113,8 +104,7 @@ pub(crate) struct Fingerprints {
 }
 
 impl Fingerprints {
-    /// A table for `capacity` entries. It takes more, but then its longest pause and its false candidates grow. With
-    /// fewer entries, filter and shards take as much memory as in a full table.
+    /// A table for `capacity` entries. With more, its longest pause and its false candidates grow.
     pub(crate) fn new(seed: u64, capacity: usize) -> Self {
         let shard_bits = (capacity / SHARD_ENTRIES + 1)
             .next_power_of_two()
@@ -142,7 +132,6 @@ impl Fingerprints {
             + self.links.heap_bytes()
     }
 
-    /// The shard and the tag of a hash.
     #[inline]
     fn locate(&self, hash: u64) -> (usize, Tag) {
         let shard = (hash >> 1) >> (63 - self.shard_bits);
@@ -150,18 +139,16 @@ impl Fingerprints {
         (index(shard), Tag((tag & 0xffff_ffff) as u32))
     }
 
-    /// The filter word of a hash.
     #[inline]
     fn word(&self, hash: u64) -> usize {
         index(hash >> (64 - WORD_BITS - self.shard_bits))
     }
 
-    /// The shard and the tag of a hash as one number.
     fn location(number: usize, tag: Tag) -> u64 {
         (number as u64) << TAG_BITS | u64::from(tag.0)
     }
 
-    /// Adds a place of a window. The name has no entry yet.
+    /// The name has no entry yet.
     pub(crate) fn add(&mut self, entry: Entry) {
         let Entry { hash, tree, name } = entry;
         debug_assert_ne!(name, NO_NAME, "no place has this name");
@@ -182,7 +169,7 @@ impl Fingerprints {
                 .map(|place| shard.buckets[place.bucket].names[place.slot]);
             shard.push(tag, 0, name);
             if copies.len > 0 {
-                // Room was found after the others or between them, but the order must be that of age.
+                // Room was found elsewhere, but the order must be that of age.
                 let now = shard.copies(tag);
                 let names = names[..copies.len].iter().chain([&name]);
                 for (place, name) in now.places.iter().zip(names) {
@@ -197,7 +184,7 @@ impl Fingerprints {
         self.links.add(Self::location(number, tag), tree, name);
     }
 
-    /// Wipes or shrinks a shard that lost entries, if it is due.
+    /// Wipes or shrinks a shard, if it is due.
     fn settle(&mut self, number: usize) {
         let shard = &mut self.shards[number];
         if shard.gone > shard.slots / 4 + 8 {
@@ -210,7 +197,7 @@ impl Fingerprints {
         }
     }
 
-    /// Removes a place; returns whether it was there. No other hash or tree may have an entry of this name.
+    /// Returns whether the place was there. No other hash or tree may have its name.
     pub(crate) fn remove(&mut self, entry: Entry) -> bool {
         let Entry { hash, tree, name } = entry;
         let (number, tag) = self.locate(hash);

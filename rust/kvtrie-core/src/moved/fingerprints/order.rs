@@ -5,13 +5,12 @@ use std::collections::BTreeMap;
 use super::Fingerprints;
 use super::shard::FILL;
 
-/// The most distinct windows that may have the same home bucket. Hashes that nobody chose give [`FILL`] on average.
+/// Most distinct windows with one home bucket; unchosen hashes give [`FILL`] on average.
 const CROWD: usize = 512;
 
 impl Fingerprints {
-    /// Names of the windows whose location another window of their tree shares, in groups. Each group is sorted oldest
-    /// first, and groups are sorted by their names. The order of other windows is not part of the table's state.
-    /// `tree_of` returns the tree of a place.
+    /// Names of the windows whose location another window of their tree shares, in groups: each oldest first, and
+    /// groups sorted by their names. The order of other windows does not matter.
     pub(crate) fn grouped(&self, tree_of: impl Fn(u32) -> u32) -> Vec<u32> {
         let mut groups: BTreeMap<(u64, u32), Vec<u32>> = BTreeMap::new();
         for (number, shard) in self.shards.iter().enumerate() {
@@ -46,8 +45,7 @@ impl Fingerprints {
         groups.concat()
     }
 
-    /// Whether windows of these hashes are spread like hashes that nobody chose: then none costs more than a few steps.
-    /// Sorts the hashes.
+    /// Whether the hashes are spread as if nobody chose them: then none costs more than a few steps. Sorts them.
     pub(crate) fn spreads(&self, hashes: &mut [u64]) -> bool {
         hashes.sort_unstable();
         let mut rest = hashes.iter().map(|&hash| self.locate(hash)).peekable();

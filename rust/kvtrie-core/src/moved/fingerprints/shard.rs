@@ -9,7 +9,6 @@ pub(super) const MOST: usize = 16;
 pub(super) const FILL: usize = 14;
 const LEAST: usize = 9;
 
-/// A slot of a shard.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     pub(super) bucket: usize,
@@ -18,20 +17,17 @@ pub(super) struct Place {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Copies {
-    /// Slots of single entries, oldest first.
+    /// Oldest first.
     pub(super) places: [Place; MAX_INLINE],
-    /// The number of these.
     pub(super) len: usize,
-    /// The slot that represents chains.
     pub(super) chained: Option<Place>,
 }
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Shard {
     pub(super) buckets: Box<[Bucket]>,
-    /// Slots in use.
     pub(super) slots: u32,
-    /// Slots freed since the filter words were last wiped.
+    /// Since the filter words were last wiped.
     pub(super) gone: u32,
 }
 
@@ -54,7 +50,7 @@ impl Shard {
         }
     }
 
-    /// Calls `visit` with each bucket that may hold the tag, until it returns a value.
+    /// Buckets that may hold the tag, until `visit` returns a value.
     #[inline]
     pub(super) fn walk<T>(
         &self,
@@ -99,7 +95,6 @@ impl Shard {
         copies
     }
 
-    /// Adds an entry to its home, or to the next bucket with room.
     pub(super) fn push(&mut self, tag: Tag, flag: u8, name: u32) {
         let mut at = tag.home(self.buckets.len());
         while self.buckets[at].len() == SLOTS {
@@ -124,7 +119,7 @@ impl Shard {
         }
     }
 
-    /// The marks that a bucket needs, if those of the buckets after it are right.
+    /// The marks that a bucket needs, if those after it are right.
     pub(super) fn marks(&self, bucket: usize) -> u8 {
         let buckets = self.buckets.len();
         let mut marks = 0;
@@ -146,13 +141,11 @@ impl Shard {
         marks
     }
 
-    /// Whether it has more buckets than needed.
     pub(super) fn is_sparse(&self) -> bool {
         let buckets = self.buckets.len();
         self.slots() < buckets * LEAST && self.slots().div_ceil(FILL) < buckets
     }
 
-    /// Moves all entries to as many buckets as suit `slots` of them.
     #[cold]
     pub(super) fn resize(&mut self, slots: usize) {
         let mut resized = Self {
@@ -160,7 +153,7 @@ impl Shard {
             slots: 0,
             gone: self.gone,
         };
-        // Go by home bucket, not by stored order: entries that overflowed from the last bucket are in the first ones.
+        // By home bucket: entries that overflowed from the last bucket are in the first ones.
         for home in 0..self.buckets.len() {
             let mut at = home;
             for _ in 0..self.buckets.len() {
@@ -181,7 +174,6 @@ impl Shard {
         *self = resized;
     }
 
-    /// Rewrites the filter words without the bits of removed entries.
     #[cold]
     pub(super) fn wipe(&mut self, words: &mut [u64]) {
         self.gone = 0;

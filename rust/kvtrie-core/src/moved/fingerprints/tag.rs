@@ -2,10 +2,9 @@
 
 use super::{WORD_BITS, index};
 
-/// Bits of the hash that an entry keeps.
 pub(super) const TAG_BITS: u32 = 23;
 
-/// What an entry keeps of its hash: the bits below those that choose the shard.
+/// The bits below those that choose the shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Tag(pub(super) u32);
 
@@ -21,26 +20,23 @@ impl Tag {
         self.0.to_le_bytes()[2]
     }
 
-    /// The bucket, of `buckets`, in which an entry is looked for first. It grows with the tag.
+    /// Grows with the tag.
     #[inline]
     pub(super) fn home(self, buckets: usize) -> usize {
         index((u64::from(self.0) * buckets as u64) >> TAG_BITS)
     }
 
-    /// The filter word, counted within the shard.
     #[inline]
     pub(super) fn word(self) -> usize {
         (self.0 >> (TAG_BITS - WORD_BITS)) as usize
     }
 
-    /// The two bits in that word.
     #[inline]
     pub(super) fn bits(self) -> u64 {
         1 << (self.0 & 63) | 1 << (self.0 >> 6 & 63)
     }
 
-    /// The bit of [`Bucket::passed`](super::bucket::Bucket::passed) for entries of this tag that went on from that
-    /// bucket.
+    /// The bit of [`Bucket::passed`](super::bucket::Bucket::passed) for entries of this tag.
     #[inline]
     pub(super) fn mark(self) -> u8 {
         1 << (self.0 & 7)

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// What the table must return: names by hash and tree, oldest first.
+/// Names by hash and tree, oldest first.
 #[derive(Default)]
 struct Model {
     places: BTreeMap<(u64, u32), Vec<u32>>,
@@ -29,7 +29,6 @@ impl Model {
         self.live.values().copied()
     }
 
-    /// The newest first.
     fn candidates(&self, hash: u64, tree: u32) -> Vec<u32> {
         let places = self.places.get(&(hash, tree)).into_iter().flatten();
         places.rev().copied().collect()
@@ -68,7 +67,6 @@ impl Model {
     }
 }
 
-/// A hash like that of a window.
 fn hash_of(number: u32) -> u64 {
     let mut state = u64::from(number);
     random(&mut state)
@@ -82,7 +80,6 @@ fn of_first(hash: u64, name: u32) -> Entry {
     }
 }
 
-/// The distribution of the hashes.
 #[derive(Clone, Copy, Debug)]
 enum Shape {
     /// Anywhere, cut to this many bits.
@@ -257,7 +254,6 @@ fn a_window_with_very_many_places_costs_its_neighbours_nothing() {
         assert!(candidates.take(64).eq(newest));
         assert!(table.heap_bytes() < many as usize * 30);
         table.check(places.iter().copied()).unwrap();
-        // From both ends and from the middle.
         let (old, rest) = places.split_at(20_000);
         let (middle, new) = rest.split_at(20_000);
         assert_eq!(table.remove_all(middle), middle.len());

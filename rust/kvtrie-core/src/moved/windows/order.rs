@@ -1,5 +1,4 @@
-//! The windows of an index in a snapshot: those that share a hash in their order, the rest derived from the cached
-//! blocks.
+//! The windows in a snapshot: those that share a hash in their order, the rest derived from the cached blocks.
 
 use std::collections::BTreeMap;
 
@@ -8,8 +7,7 @@ use crate::ids::{Depth, NodeIndex};
 use crate::moved::fingerprints::{Entry, Fingerprints, WINDOW};
 
 impl Windows {
-    /// For each table, the names of the windows whose order matters, oldest first. `tree_of` returns the tree of a
-    /// cached block.
+    /// By table, the names whose order matters, oldest first.
     pub(crate) fn order(&self, tree_of: impl Fn(u32) -> u32) -> impl Iterator<Item = Vec<u32>> {
         (0..).zip(&self.shelves).map(move |(number, shelf)| {
             let left = shelf.removes.iter().map(|entry| (entry.name, entry.tree));
@@ -30,9 +28,7 @@ impl Windows {
         self.shelves.len()
     }
 
-    /// Fills empty tables with the windows of `blocks` (id, tree, node, depth), ascending by id. Windows named in
-    /// `order` are added last, in that order. `window` returns the window that ends at a position of the path through a
-    /// node.
+    /// Fills empty tables with the windows of `blocks` (id, tree, node, depth), ascending by id, those in `order` last.
     pub(crate) fn fill(
         &mut self,
         blocks: impl Iterator<Item = (u32, u32, NodeIndex, Depth)>,
@@ -96,7 +92,7 @@ mod tests {
         Windows::new(64, 8, 15, 7, bits)
     }
 
-    /// All places of a hash, the newest first.
+    /// The newest first.
     fn places(windows: &mut Windows, hash: u64) -> Vec<u32> {
         windows.apply();
         let table = windows.shelves[0].table.as_ref();
@@ -110,7 +106,7 @@ mod tests {
             bits in prop_oneof![Just(0_u32), Just(4), Just(64)],
         ) {
             let mut windows = empty(bits);
-            // The window of each block. A second step for a block removes it.
+            // A second step for a block removes it.
             let mut live: BTreeMap<u32, [u32; WINDOW]> = BTreeMap::new();
             for (id, token, apply) in steps {
                 if let Some(window) = live.remove(&id) {

@@ -4,7 +4,6 @@ use super::*;
 use crate::moved::Moved;
 use crate::storage::extras::InnerUses;
 
-/// The parts that an edge claims to have.
 const LABELS: u8 = 1;
 const ITEMS: u8 = 1 << 1;
 const TAGS: u8 = 1 << 2;
@@ -12,7 +11,7 @@ const USES: u8 = 1 << 3;
 const SOURCES: u8 = 1 << 4;
 const DEAD: u8 = 1 << 5;
 
-/// An edge as it is encoded, valid or not: the parts that it claims, and the bytes after its ids.
+/// Valid or not.
 #[derive(Default)]
 struct Edge {
     has: u8,
@@ -26,7 +25,6 @@ impl Edge {
         Self { has, extras }
     }
 
-    /// Items of one digest.
     fn items(items: &[(usize, usize)]) -> Self {
         Self::with(ITEMS, |out| {
             out.len(items.len());
@@ -39,7 +37,6 @@ impl Edge {
         })
     }
 
-    /// Tags of the first kind.
     fn tags(tags: &[(usize, usize)]) -> Self {
         Self::with(TAGS, |out| {
             out.len(tags.len());
@@ -62,13 +59,12 @@ impl Edge {
     }
 }
 
-/// The tokens of [`two_edges`].
 fn tokens() -> Vec<u32> {
     (100..120).collect()
 }
 
-/// The snapshot of an index in which a path of blocks of four tokens has two edges, over the depths [0, 2) and [2, 5).
-/// Both were last used as a whole at tick 3, and the clock is at 9. The middle block of the lower edge may be a hole.
+/// A path of blocks of four tokens with edges over the depths [0, 2) and [2, 5), both last used at 3; the clock is at
+/// 9.
 fn two_edges(middle: u32, above: &Edge, below: &Edge) -> Vec<u8> {
     let mut index = RadixIndex::new(Config {
         num_blocks: 8,
@@ -78,7 +74,6 @@ fn two_edges(middle: u32, above: &Edge, below: &Edge) -> Vec<u8> {
     .unwrap();
     *index.parts_mut().clock = 9;
     let mut out = Writer::default();
-    // One tree, no vacant index; its namespace, and two edges.
     out.len(1);
     out.len(0);
     for name in ["m", "bfloat16", "default"] {
@@ -109,12 +104,10 @@ fn two_edges(middle: u32, above: &Edge, below: &Edge) -> Vec<u8> {
     with_section(&index, "TREE", &out)
 }
 
-/// The index of a path with this lower edge, without holes.
 fn read_below(edge: &Edge) -> RadixIndex {
     read_back(&two_edges(3, &Edge::default(), edge))
 }
 
-/// The refusal of a path with this lower edge.
 fn refused_below(edge: &Edge) -> String {
     refused(&two_edges(3, &Edge::default(), edge))
 }
@@ -129,15 +122,15 @@ fn what_an_edge_is_said_to_have_it_has() {
         (SOURCES, "ranges that are out of order, or none"),
         (DEAD, "ranges that are out of order, or none"),
     ] {
-        told(what, &refused_below(&Edge::with(has, |out| out.len(0))));
+        says(what, &refused_below(&Edge::with(has, |out| out.len(0))));
     }
     let labels = |len: usize| Edge::with(LABELS, |out| out.raw(&vec![0; len]));
-    told("labels of exact blocks alone", &refused_below(&labels(6)));
-    told(
+    says("labels of exact blocks alone", &refused_below(&labels(6)));
+    says(
         "3 labels announced, 5 bytes left",
         &refused_below(&labels(5)),
     );
-    told(
+    says(
         "an edge has 0x40",
         &refused_below(&Edge::with(1 << 6, |_| ())),
     );
@@ -157,13 +150,12 @@ fn items_lie_in_the_edge_or_go_on_from_above() {
     }
     for (start, end) in [(7, 8), (19, 21)] {
         let what = format!("an item over the tokens [{start}, {end}) of an edge over [8, 20)");
-        told(&what, &refused_below(&Edge::items(&[(start, end)])));
+        says(&what, &refused_below(&Edge::items(&[(start, end)])));
     }
     let both = |above, below| two_edges(3, &Edge::items(&[above]), &Edge::items(&[below]));
     read_back(&both((7, 8), (7, 9)));
-    // Another item, or one that ends inside the edge above.
     for above in [(6, 8), (5, 7)] {
-        told(
+        says(
             "an item from 7 on does not begin above the edge at 8",
             &refused(&both(above, (7, 9))),
         );
@@ -186,14 +178,13 @@ fn tags_lie_in_the_edge_and_in_no_hole() {
     }
     for (start, end) in [(7, 9), (19, 21)] {
         let what = format!("tags 0x1 on the tokens [{start}, {end}) of an edge over [8, 20)");
-        told(&what, &refused_below(&Edge::tags(&[(start, end)])));
+        says(&what, &refused_below(&Edge::tags(&[(start, end)])));
     }
-    // The block of the tokens [12, 16) is a hole.
     let holed = |tags: &[(usize, usize)]| two_edges(ABSENT, &Edge::default(), &Edge::tags(tags));
     read_back(&holed(&[(8, 12), (16, 20)]));
     for tags in [(11, 13), (15, 17)] {
         let what = "the hole at position 12 has tags";
-        told(what, &refused(&holed(&[tags])));
+        says(what, &refused(&holed(&[tags])));
     }
 }
 
@@ -203,10 +194,10 @@ fn uses_end_inside_the_edge_after_the_last_of_the_whole() {
     for (end, time) in [(2, 4), (5, 4), (3, 3), (4, 3)] {
         let what =
             format!("a use at time {time} ends at depth {end} of an edge over [2, 5), used at 3");
-        told(&what, &refused_below(&Edge::uses(&[(end, time)])));
+        says(&what, &refused_below(&Edge::uses(&[(end, time)])));
     }
-    told(
-        "a use at time 10; the clock stands at 9",
+    says(
+        "a use at time 10; the clock is at 9",
         &refused_below(&Edge::uses(&[(4, 10)])),
     );
 }
@@ -242,7 +233,7 @@ fn labels_of_blocks_that_left_are_not_written() {
 fn an_edge_ends_above_the_greatest_number_of_a_depth() {
     let bytes = two_edges(3, &Edge::default(), &Edge::default());
     let tree = bytes.windows(4).position(|name| name == b"TREE").unwrap();
-    // After the name and the length of the section: two counts, the namespace, the number of edges.
+    // Two counts, the namespace, the number of edges.
     let first = tree + 12 + 16 + (9 + 16 + 15) + 2 * 10 + 8;
     // Each edge has 17 bytes, plus 20 per block.
     let second = first + 17 + 2 * 20;
@@ -256,12 +247,12 @@ fn an_edge_ends_above_the_greatest_number_of_a_depth() {
     for (edge, depth) in [(first, 0), (second, 2)] {
         for blocks in [0, u32::MAX - depth, u32::MAX] {
             let what = format!("an edge of {blocks} blocks at depth {depth}");
-            told(&what, &with(edge, blocks));
+            says(&what, &with(edge, blocks));
         }
-        // One block fewer is a valid edge, but its tokens are missing.
+        // One block fewer is a valid edge without its tokens.
         let most = u32::MAX - depth - 1;
         let what = format!("{} bytes announced", u64::from(most) * 16);
-        told(&what, &with(edge, most));
+        says(&what, &with(edge, most));
     }
 }
 
@@ -288,11 +279,10 @@ fn so_many_edges_are_read_under_short_hashes() {
     index.parts_mut().config.hash_bits = 31;
     assert!(check_foreign(&index.snapshot()));
     add(&mut index, "x", 1 << 14);
-    told(
+    says(
         "16385 edges under hashes cut short, a testing aid; the limit is 16384",
         &refused(&index.snapshot()),
     );
-    // These hashes are not shortened.
     index.parts_mut().config.hash_bits = 32;
     assert!(check_foreign(&index.snapshot()));
 }
@@ -307,7 +297,6 @@ fn what_has_no_adapter_and_no_salt_comes_back() {
     .unwrap();
     let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
     let mut seq = TokenSequence::new(Arc::new(namespace), vec![1, 2, 3, 4], Vec::new()).unwrap();
-    // One edge, which has only labels.
     let imported = Source::Imported(Imported {
         exact_until: 2,
         hops: 3,
@@ -326,110 +315,86 @@ fn what_has_no_adapter_and_no_salt_comes_back() {
 
 #[test]
 fn contradictions_of_one_edge_are_refused() {
-    told(
-        "uses that are out of order",
-        &spoilt(|index| {
-            let edge = edge_with_extras(index);
-            let pairs = [(5, 2), (6, 3)].into_iter().collect();
-            assert!(InnerUses::from_pairs(pairs).is_none());
-            let node = index.node_mut(edge);
-            let (from, clock) = (node.depth, node.whole_use());
-            node.extras_mut().uses.touch(from + 2, clock + 1);
-            node.extras_mut().uses.touch(from + 1, clock + 1);
-            *index.parts_mut().clock += 9;
-        }),
-    );
-    told(
-        "label",
-        &spoilt(|index| {
-            let edge = edge_with_extras(index);
-            let edge = index.node_mut(edge);
-            let depth = edge.depth + 2;
-            let hole = Payload {
-                id: ABSENT,
-                label: Label::approximate(1),
-            };
-            edge.set_payload(depth, hole, 2);
-        }),
-    );
-    told(
-        "has tags",
-        &spoilt(|index| {
-            let edge = edge_with_extras(index);
-            let edge = index.node_mut(edge);
-            let (from, end) = (edge.depth, edge.end());
-            for depth in from + 1..end - 1 {
-                edge.set_payload(depth, Payload::HOLE, 2);
-            }
-            let start = from as usize * 2;
-            edge.extras_mut().tags.add(start + 1, start + 3, 1);
-        }),
-    );
-    told(
-        "tags 0x8000000000000000",
-        &spoilt(|index| {
-            let edge = edge_with_extras(index);
-            let edge = index.node_mut(edge);
-            let start = edge.depth as usize * 2;
-            edge.extras_mut().tags.add(start, start + 1, 1 << 63);
-        }),
-    );
-    told(
-        "a range over the depths",
-        &spoilt(|index| {
-            let edge = edge_with_extras(index);
-            let edge = index.node_mut(edge);
-            let end = edge.end();
-            edge.extras_mut().source_uses.set(end - 1, end + 1, 1);
-        }),
-    );
-    told(
-        "does not begin above",
-        &spoilt(|index| {
-            let edge = edge_with_extras(index);
-            let item = Item::new(4, 9, b"cat").unwrap();
-            index.node_mut(edge).extras_mut().items = vec![item];
-        }),
-    );
-    told(
+    spoilt("uses that are out of order", |index| {
+        let edge = edge_with_extras(index);
+        let pairs = [(5, 2), (6, 3)].into_iter().collect();
+        assert!(InnerUses::from_pairs(pairs).is_none());
+        let node = index.node_mut(edge);
+        let (from, clock) = (node.depth, node.whole_use());
+        node.extras_mut().uses.touch(from + 2, clock + 1);
+        node.extras_mut().uses.touch(from + 1, clock + 1);
+        *index.parts_mut().clock += 9;
+    });
+    spoilt("label", |index| {
+        let edge = edge_with_extras(index);
+        let edge = index.node_mut(edge);
+        let depth = edge.depth + 2;
+        let hole = Payload {
+            id: ABSENT,
+            label: Label::approximate(1),
+        };
+        edge.set_payload(depth, hole, 2);
+    });
+    spoilt("has tags", |index| {
+        let edge = edge_with_extras(index);
+        let edge = index.node_mut(edge);
+        let (from, end) = (edge.depth, edge.end());
+        for depth in from + 1..end - 1 {
+            edge.set_payload(depth, Payload::HOLE, 2);
+        }
+        let start = from as usize * 2;
+        edge.extras_mut().tags.add(start + 1, start + 3, 1);
+    });
+    spoilt("tags 0x8000000000000000", |index| {
+        let edge = edge_with_extras(index);
+        let edge = index.node_mut(edge);
+        let start = edge.depth as usize * 2;
+        edge.extras_mut().tags.add(start, start + 1, 1 << 63);
+    });
+    spoilt("a range over the depths", |index| {
+        let edge = edge_with_extras(index);
+        let edge = index.node_mut(edge);
+        let end = edge.end();
+        edge.extras_mut().source_uses.set(end - 1, end + 1, 1);
+    });
+    spoilt("does not begin above", |index| {
+        let edge = edge_with_extras(index);
+        let item = Item::new(4, 9, b"cat").unwrap();
+        index.node_mut(edge).extras_mut().items = vec![item];
+    });
+    spoilt(
         "an item over the tokens [3, 6) of an edge over [6, 22)",
-        &spoilt(|index| {
+        |index| {
             let edge = edge_with_extras(index);
-            // The edge above ends with this item, so nothing else is wrong with it.
+            // Nothing else is wrong with it.
             let item = Item::new(3, 6, b"cat").unwrap();
             index.node_mut(edge).extras_mut().items = vec![item];
-        }),
+        },
     );
     for earlier in [0, 1] {
-        told(
-            "a use at time",
-            &spoilt(|index| {
-                let edge = edge_with_extras(index);
-                let node = index.node_mut(edge);
-                let (from, whole) = (node.depth, node.whole_use());
-                let uses = [(from + 1, whole - earlier)].into_iter().collect();
-                node.extras_mut().uses = InnerUses::from_pairs(uses).unwrap();
-            }),
-        );
-    }
-    told(
-        "ends in a hole",
-        &spoilt(|index| {
+        spoilt("a use at time", |index| {
             let edge = edge_with_extras(index);
-            *index.parts_mut().moved = Moved::new(None);
-            index.parts_mut().config.moved_runs = false;
-            let edge = index.node_mut(edge);
-            let last = edge.end() - 1;
-            edge.set_payload(last, Payload::HOLE, 2);
-        }),
-    );
+            let node = index.node_mut(edge);
+            let (from, whole) = (node.depth, node.whole_use());
+            let uses = [(from + 1, whole - earlier)].into_iter().collect();
+            node.extras_mut().uses = InnerUses::from_pairs(uses).unwrap();
+        });
+    }
+    spoilt("ends in a hole", |index| {
+        let edge = edge_with_extras(index);
+        *index.parts_mut().moved = Moved::new(None);
+        index.parts_mut().config.moved_runs = false;
+        let edge = index.node_mut(edge);
+        let last = edge.end() - 1;
+        edge.set_payload(last, Payload::HOLE, 2);
+    });
 }
 
 #[test]
 fn counts_are_checked_against_the_bytes_that_are_left() {
     let bytes = full().snapshot();
     let name = bytes.windows(4).position(|name| name == b"TREE").unwrap();
-    // After the name and the length: number of tree indices, number of vacant ones, and these.
+    // Tree indices, vacant ones.
     let trees = name + 4 + 8;
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     let number = |at: usize| usize::try_from(word(at)).unwrap();
@@ -440,15 +405,15 @@ fn counts_are_checked_against_the_bytes_that_are_left() {
         other[at..at + len].copy_from_slice(&(number as u64).to_le_bytes()[..len]);
         refused(&sealed(other))
     };
-    // A tree takes at least 37 bytes: three names of a letter, two flags, and its number of edges.
+    // Three names of a letter, two flags, and the number of edges.
     let most = left / 37 + 1;
     let announced = format!("{} trees announced, 1 of them vacant", most + 1);
-    told(&announced, &with(trees, most + 1, 8));
+    says(&announced, &with(trees, most + 1, 8));
     let message = with(trees, most, 8);
     assert!(!message.contains("trees announced"), "{message}");
     let few = with(trees, 0, 8);
-    told("0 trees announced, 1 of them vacant", &few);
-    // The first tree: names of 1, 8 and 7 letters, an adapter of one, and a salt of one.
+    says("0 trees announced, 1 of them vacant", &few);
+    // Names of 1, 8 and 7 letters, an adapter of one, and a salt of one.
     let edges = trees + 20 + (8 + 1) + (8 + 8) + (8 + 7) + (1 + 8 + 1) + (1 + 8 + 1);
     let left = trees + number(trees - 8) - edges - 8;
     let most = left / (17 + 4 * 3);
@@ -457,9 +422,9 @@ fn counts_are_checked_against_the_bytes_that_are_left() {
         "{} entries of 29 bytes or more announced, {left} bytes left",
         most + 1
     );
-    told(&announced, &message);
+    says(&announced, &message);
     let message = with(edges, most, 8);
     assert!(!message.contains("announced"), "{message}");
     // The parent of an edge is the root or an earlier edge.
-    told("edge 1 hangs below edge 1", &with(edges + 8, 1, 4));
+    says("edge 1 hangs below edge 1", &with(edges + 8, 1, 4));
 }

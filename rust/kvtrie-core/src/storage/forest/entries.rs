@@ -1,5 +1,5 @@
-//! Entries and their counters. Blocks enter only by [`Forest::place`], [`Forest::fill`] and a restore, and leave only by
-//! [`Forest::vacate`], [`Forest::vacate_end`] and with their node.
+//! Entries and their counters. Blocks enter only by [`Forest::place`], [`Forest::fill`] and a restore, and leave only
+//! by [`Forest::vacate`], [`Forest::vacate_end`] and with their node.
 
 use crate::ids::{ABSENT, BlockId, Depth, NodeIndex};
 use crate::storage::forest::Forest;
@@ -8,7 +8,6 @@ use crate::storage::payload::{Label, Payload};
 use crate::storage::siblings;
 use crate::tokens::{Item, View};
 
-/// Blocks that an insert appends to the path.
 #[derive(Clone, Copy)]
 pub(crate) struct NewBlocks<'a> {
     pub(crate) ids: &'a [BlockId],
@@ -16,7 +15,6 @@ pub(crate) struct NewBlocks<'a> {
     pub(crate) labels: &'a [Label],
 }
 
-/// The sums of the counts of all edges. [`BlockTable`](crate::storage::blocks::BlockTable) counts the indexed blocks.
 #[derive(Debug, Default)]
 pub(super) struct Counts {
     approximate: u64,
@@ -24,7 +22,6 @@ pub(super) struct Counts {
 }
 
 impl Forest {
-    /// Blocks that back an entry.
     pub(crate) fn num_indexed(&self) -> u64 {
         self.blocks.num_indexed()
     }
@@ -37,12 +34,10 @@ impl Forest {
         self.counts.holes
     }
 
-    /// Whether a path may have a hole or an approximate block.
     pub(crate) fn has_broken_paths(&self) -> bool {
         self.counts.holes > 0 || self.counts.approximate > 0
     }
 
-    /// Appends blocks to an edge without children.
     pub(crate) fn place(&mut self, node: NodeIndex, tokens: View<'_>, new: NewBlocks<'_>) {
         let block_size = self.block_size;
         let edge = &mut self.nodes[node];
@@ -70,7 +65,6 @@ impl Forest {
         self.blocks.enter_run(new.ids, node, from);
     }
 
-    /// Puts a block in a hole.
     pub(crate) fn fill(&mut self, node: NodeIndex, place: Depth, new: Payload) {
         let block_size = self.block_size;
         let edge = &mut self.nodes[node];
@@ -94,22 +88,22 @@ impl Forest {
         self.blocks.enter(new.id, node, place);
     }
 
-    /// Turns present blocks, unmarked and cut out of their pins, into holes; the caller settles the edge. Calls `tell`
-    /// with each id and whether it is condemned: whether `is_pinned`.
+    /// Makes holes of blocks, unmarked and cut out of their pins. Calls `report` with each id and whether it is
+    /// condemned: whether `is_pinned`.
     pub(crate) fn vacate(
         &mut self,
         node: NodeIndex,
         from: Depth,
         to: Depth,
         is_pinned: impl Fn(u32) -> bool,
-        mut tell: impl FnMut(u32, bool),
+        mut report: impl FnMut(u32, bool),
     ) {
         let block_size = self.block_size;
         for depth in from..to {
             let id = self.nodes[node].id(depth, block_size);
             let condemned = is_pinned(id);
             self.blocks.depart(id, condemned);
-            tell(id, condemned);
+            report(id, condemned);
         }
         crate::failpoints::within("blocks that left and have no hole");
         let protected = self.protected_end(node).min(to).saturating_sub(from);
@@ -130,42 +124,40 @@ impl Forest {
         self.protection.count(protected.into(), false);
     }
 
-    /// The unpinned blocks from `end` on, of an edge with nothing but blocks, leave. [`Self::truncate`] or
-    /// [`Self::remove_leaf`] follows. Calls `tell` with each id, from the end.
-    pub(crate) fn vacate_end(&mut self, node: NodeIndex, end: Depth, mut tell: impl FnMut(u32)) {
+    /// Unpinned blocks leave the end of an edge that has nothing else; [`Self::truncate`] or [`Self::remove_leaf`]
+    /// follows. Calls `report` from the end.
+    pub(crate) fn vacate_end(&mut self, node: NodeIndex, end: Depth, mut report: impl FnMut(u32)) {
         let edge = &self.nodes[node];
         let from = (end - edge.depth) as usize;
         for &id in edge.blocks.ids(self.block_size)[from..].iter().rev() {
             self.blocks.depart(id, false);
-            tell(id);
+            report(id);
         }
     }
 
-    /// Drops what an edge has from `end` on, which is inside it: holes, and blocks that have left.
+    /// Its blocks have left.
     pub(crate) fn truncate(&mut self, node: NodeIndex, end: Depth) {
         let holes = self.nodes[node].truncate(end, self.block_size);
         self.nodes.renew(node);
         self.counts.holes -= u64::from(holes);
     }
 
-    /// Removes an edge of a tree that is being removed. Calls `tell` with each id and whether it is condemned: whether
-    /// `is_pinned`.
+    /// Removes an edge with its tree. Calls `report` as [`Self::vacate`].
     pub(crate) fn drop_node(
         &mut self,
         at: NodeIndex,
         is_pinned: impl Fn(u32) -> bool,
-        mut tell: impl FnMut(u32, bool),
+        mut report: impl FnMut(u32, bool),
     ) {
         let node = self.remove_node(at);
         let ids = node.blocks.ids(self.block_size).iter();
         for &id in ids.filter(|&&id| id != ABSENT) {
             let condemned = is_pinned(id);
             self.blocks.depart(id, condemned);
-            tell(id, condemned);
+            report(id, condemned);
         }
     }
 
-    /// Removes a node that is not linked.
     pub(super) fn remove_node(&mut self, at: NodeIndex) -> Node {
         let node = self.nodes.remove(at);
         self.counts.holes -= u64::from(node.num_holes());
@@ -173,7 +165,6 @@ impl Forest {
         node
     }
 
-    /// Adds an edge of a snapshot, which is not linked yet; its blocks follow.
     pub(crate) fn restore_node(&mut self, node: Node) -> NodeIndex {
         self.counts.holes += u64::from(node.num_holes());
         self.counts.approximate += u64::from(node.num_approximate());
@@ -184,7 +175,7 @@ impl Forest {
         self.blocks.enter(id, node, place);
     }
 
-    /// End of the last present block of an edge; its start if there is none.
+    /// The edge's start if there is none.
     pub(crate) fn present_end(&self, at: NodeIndex) -> Depth {
         let edge = &self.nodes[at];
         if edge.num_holes() == 0 {

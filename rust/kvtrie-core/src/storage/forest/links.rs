@@ -6,7 +6,7 @@ use crate::storage::node::Node;
 use crate::storage::siblings;
 
 impl Forest {
-    /// Makes a node a child of its parent. Children are hashed from the second one on.
+    /// Children are hashed from the second one on.
     pub(crate) fn link(&mut self, node: NodeIndex) {
         let parent = self.nodes[node].parent;
         if self.nodes[parent].has_children() {
@@ -47,8 +47,8 @@ impl Forest {
         self.edges.remove(self.edge_hash(node), node);
     }
 
-    /// Splits an edge at depth `at`, inside it. The lower part keeps the record and the children, so cursors and leases
-    /// that name it stay valid. Its dead blocks are not queued.
+    /// The lower part keeps the record and the children, so cursors and leases that name it stay valid. Its dead blocks
+    /// are not queued.
     pub(crate) fn split(&mut self, tail: NodeIndex, at: Depth) -> NodeIndex {
         let block_size = self.block_size;
         let parent = self.nodes[tail].parent;
@@ -72,26 +72,24 @@ impl Forest {
         front
     }
 
-    /// Removes an edge without children, after its blocks have left.
     pub(crate) fn remove_leaf(&mut self, node: NodeIndex) -> Node {
         self.unlink(node);
         crate::failpoints::within("an edge that was unlinked");
         self.remove_node(node)
     }
 
-    /// Removes a root without children, and its tree.
     pub(crate) fn remove_root(&mut self, root: NodeIndex) {
         let tree = self.nodes.remove(root).tree;
         self.trees.remove(tree);
     }
 
-    /// A new edge below `parent` from depth `from` on, without blocks; [`Self::link`] follows.
+    /// A new edge without blocks; [`Self::link`] follows.
     pub(crate) fn new_edge(&mut self, parent: NodeIndex, from: Depth) -> NodeIndex {
         let tree = self.nodes[parent].tree;
         self.nodes.insert(Node::new(tree, parent, from))
     }
 
-    /// Takes the children of a node out of the table of children; returns them.
+    /// Returns the children.
     pub(crate) fn unhash_children(&mut self, node: NodeIndex) -> Vec<NodeIndex> {
         let children = self.children(node);
         if children.len() > 1 {
@@ -102,7 +100,7 @@ impl Forest {
         children
     }
 
-    /// How many nodes are compared until the table of children returns this one; `None` if it does not.
+    /// Nodes compared until the table of children returns this one.
     #[cfg(test)]
     pub(crate) fn comparisons_of(&self, node: NodeIndex) -> Option<usize> {
         let mut compared = 0;
@@ -113,7 +111,6 @@ impl Forest {
         found.map(|_| compared)
     }
 
-    /// Whether a node is in the table of children.
     pub(crate) fn is_hashed(&self, node: NodeIndex) -> bool {
         let found = self.edges.find(self.edge_hash(node), |known| known == node);
         found.is_some()

@@ -1,6 +1,5 @@
-//! The forest: one radix tree per namespace, and the block ids that its entries name.
-//!
-//! [`entries`](self) is the only writer of entries and of their counters, [`protection`] of what pins protect.
+//! The forest: one radix tree per namespace, and the block ids that its entries name. `entries` is the only writer of
+//! entries and of their counters, [`protection`] of what pins protect.
 
 mod entries;
 mod links;
@@ -32,14 +31,20 @@ pub(crate) use places::PathPart;
 pub(crate) use protection::{Change, Sources};
 pub(crate) use walk::Walked;
 
-/// A place in a tree, `depth` blocks from the root. `node` is the edge with the last of them.
+/// `depth` blocks from the root. `node` is the edge with the last of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Position {
     pub(crate) node: NodeIndex,
     pub(crate) depth: Depth,
 }
 
-/// Consecutive present blocks of one edge: a copy source.
+impl Position {
+    pub(crate) const fn at(node: NodeIndex, depth: Depth) -> Self {
+        Self { node, depth }
+    }
+}
+
+/// Present blocks of one edge: a copy source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SourceRun {
     pub(crate) node: NodeIndex,
@@ -49,7 +54,6 @@ pub(crate) struct SourceRun {
 
 #[derive(Debug)]
 pub(crate) struct Forest {
-    /// Identifies the index in plans and cursors.
     uid: u64,
     block_size: usize,
     nodes: Arena,
@@ -91,32 +95,27 @@ impl Forest {
         &self.nodes[at]
     }
 
-    /// All nodes, in no useful order.
+    /// In no useful order.
     pub(crate) fn nodes(&self) -> impl Iterator<Item = &Node> {
         self.nodes.iter()
     }
 
-    /// Nodes, the roots included.
     pub(crate) fn num_nodes(&self) -> usize {
         self.nodes.len()
     }
 
-    /// Nodes except the roots.
     pub(crate) fn num_edges(&self) -> u64 {
         (self.nodes.len() - self.trees.len()) as u64
     }
 
-    /// Edges in the table of children: those with a sibling.
     pub(crate) fn num_hashed(&self) -> usize {
         self.edges.len()
     }
 
-    /// A name of the node that is stale once it is removed or cut.
     pub(crate) fn handle(&self, node: NodeIndex) -> NodeHandle {
         self.nodes.handle(node)
     }
 
-    /// Whether the handle is not stale.
     pub(crate) fn knows(&self, handle: NodeHandle) -> bool {
         self.nodes.knows(handle)
     }
@@ -139,13 +138,9 @@ impl Forest {
 
     pub(crate) fn root(&self, namespace: &Arc<Namespace>) -> Option<Position> {
         let tree = self.trees.of(namespace)?;
-        Some(Position {
-            node: self.trees[tree].root(),
-            depth: 0,
-        })
+        Some(Position::at(self.trees[tree].root, 0))
     }
 
-    /// The root of a namespace's tree, created if necessary.
     pub(crate) fn root_or_new(&mut self, namespace: &Arc<Namespace>) -> Position {
         if let Some(root) = self.root(namespace) {
             return root;
@@ -154,13 +149,10 @@ impl Forest {
         crate::failpoints::within("a tree without a root");
         let root = self.nodes.insert(Node::new(tree, NO_NODE, 0));
         self.trees.name(tree, root);
-        Position {
-            node: root,
-            depth: 0,
-        }
+        Position::at(root, 0)
     }
 
-    /// Puts an empty tree of a snapshot in its place; returns its root, and whether its namespace is new.
+    /// Returns the root, and whether the namespace is new.
     pub(crate) fn restore_tree(
         &mut self,
         tree: u32,
@@ -170,38 +162,33 @@ impl Forest {
         (root, self.trees.fill(tree, namespace, root))
     }
 
-    /// Removes a tree whose nodes were all removed.
     pub(crate) fn remove_tree(&mut self, tree: u32) {
         self.trees.remove(tree);
     }
 
-    /// Invalidates the cursors of the namespace of `node`.
     pub(crate) fn renew_version(&mut self, node: NodeIndex) {
         self.trees.renew(self.nodes[node].tree);
     }
 
-    /// The part of a note's digest before its block. A first block has no place before it, so its note includes the
-    /// namespace.
+    /// The part of a note's digest before its block: the namespace, if no place is before it.
     pub(crate) fn prefix_digest(&self, tree: u32, depth: Depth) -> u64 {
         if depth > 0 {
             0
         } else {
-            self.trees[tree].namespace().digest()
+            self.trees[tree].namespace.digest()
         }
     }
 
-    /// The child of `parent`, if it is the only one.
     pub(crate) fn only_child(&self, parent: NodeIndex) -> Option<NodeIndex> {
         siblings::only(&self.nodes, parent)
     }
 
-    /// All children of `parent`, in no useful order.
+    /// In no useful order.
     pub(crate) fn children(&self, parent: NodeIndex) -> Vec<NodeIndex> {
         siblings::all(&self.nodes, parent)
     }
 
-    /// The exact child of `parent` that shares most tokens with `wanted` (at most one block), and their number; of
-    /// several, the first in token order.
+    /// As [`siblings::nearest`].
     pub(crate) fn nearest_child(
         &self,
         parent: NodeIndex,
@@ -210,8 +197,7 @@ impl Forest {
         siblings::nearest(&self.nodes, self.block_size, parent, wanted)
     }
 
-    /// The children of `parent` whose first block is exact, or is not, each with the tokens that it shares with
-    /// `wanted` (at most one block), most first.
+    /// As [`siblings::likest`].
     pub(crate) fn likest_children<'a>(
         &'a self,
         parent: NodeIndex,
@@ -221,7 +207,6 @@ impl Forest {
         siblings::likest(&self.nodes, self.block_size, parent, exact, wanted)
     }
 
-    /// Whether the children of `parent` are in order.
     pub(crate) fn are_children_sorted(&self, parent: NodeIndex) -> bool {
         siblings::check(&self.nodes, self.block_size, parent)
     }

@@ -10,17 +10,14 @@ use crate::storage::forest::{Forest, Position, SourceRun};
 use crate::storage::siblings;
 use crate::tokens::TokenSequence;
 
-/// Consecutive present blocks of an edge, inside the ranges.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PathPart {
     pub(crate) from: Depth,
     pub(crate) to: Depth,
-    /// A present block below them is not on the path.
     pub(crate) is_extended: bool,
 }
 
 impl Forest {
-    /// The node and the depth of an indexed block.
     pub(crate) fn place_of(&self, id: u32) -> Option<(NodeIndex, Depth)> {
         match self.blocks.state(id) {
             BlockState::Indexed { node, depth } => Some((node, depth)),
@@ -28,7 +25,6 @@ impl Forest {
         }
     }
 
-    /// Whether one place is the other or above it.
     pub(crate) fn is_above(
         &self,
         (node, place): (NodeIndex, Depth),
@@ -43,7 +39,7 @@ impl Forest {
         under == node
     }
 
-    /// The blocks of a path from depth `start` to the indexed block `last`, by node, last first.
+    /// From depth `start` to the indexed block `last`, by node, last first.
     pub(crate) fn parts(&self, last: u32, start: Depth) -> impl Iterator<Item = SourceRun> {
         let mut next = self.place_of(last).map(|(node, depth)| (node, depth + 1));
         std::iter::from_fn(move || {
@@ -55,14 +51,11 @@ impl Forest {
         })
     }
 
-    /// The ids of the path that ends in this indexed block, from depth `from` on.
+    /// From depth `from` to this indexed block.
     pub(crate) fn path_through(&self, id: u32, from: Depth) -> Vec<BlockId> {
         let mut ids = Vec::new();
         if let Some((node, depth)) = self.place_of(id) {
-            let end = Position {
-                node,
-                depth: depth + 1,
-            };
+            let end = Position::at(node, depth + 1);
             self.path_ids(end, from, &mut ids);
         }
         ids
@@ -75,7 +68,7 @@ impl Forest {
         }
     }
 
-    /// Whether a hole is above the end of a node. `known` caches results.
+    /// Whether a hole is above its end. `known` caches results.
     pub(crate) fn is_cut_off(
         &self,
         from: NodeIndex,
@@ -98,8 +91,7 @@ impl Forest {
         is_cut_off
     }
 
-    /// The present blocks of the path of `seq` inside ranges of blocks, by edge, ascending; extended ones only if
-    /// requested. `None` if this takes more than `effort`.
+    /// The present blocks of the path of `seq` inside ranges, by edge, ascending; extended ones only if requested.
     pub(crate) fn parts_inside(
         &self,
         seq: &TokenSequence,
@@ -126,7 +118,6 @@ impl Forest {
         for (node, start, end) in self.edges_within(end, from, &mut steps)? {
             let edge = &self.nodes[node];
             if edge.num_holes() > 0 {
-                // Its blocks are checked one by one.
                 steps.take(u64::from(end - start))?;
             }
             let mut parts = Vec::new();
@@ -159,9 +150,8 @@ impl Forest {
         Some(found)
     }
 
-    /// The blocks of a path before this depth are extended: a present block below them is not on the path. These are
-    /// always the first blocks, as a block below one is below all above it. `None` if this takes more steps than are
-    /// left.
+    /// The blocks of a path before this depth are extended: a present block below them is not on the path. A block
+    /// below one is below all above it.
     fn extended_end(&self, end: Position, steps: &mut Steps) -> Option<Depth> {
         let edge = &self.nodes[end.node];
         // The last block of a path is present, or a block below it is.

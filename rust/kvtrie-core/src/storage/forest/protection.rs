@@ -9,15 +9,12 @@ use crate::ids::{Depth, NO_NODE, NodeIndex};
 use crate::storage::forest::{Forest, SourceRun};
 use crate::storage::node::{Guard, Node};
 
-/// Ends of pinned paths in a node, ascending: (end, number of pins).
+/// (end, number of pins), ascending.
 type Anchors = SmallVec<[(Depth, u32); 2]>;
 
-/// The pins of an index, by node.
 #[derive(Debug)]
 pub(super) struct Protection {
-    /// Nodes in which pinned paths end.
     anchors: HashMap<NodeIndex, Anchors, FixedState>,
-    /// Pins of copy sources.
     sources: HashMap<NodeIndex, Sources, FixedState>,
     num_blocks: u64,
 }
@@ -31,7 +28,7 @@ impl Protection {
         }
     }
 
-    /// Counts indexed blocks that are protected now, or no longer.
+    /// Of blocks that are protected now, or no longer.
     pub(super) fn count(&mut self, blocks: u64, is_new: bool) {
         if is_new {
             self.num_blocks += blocks;
@@ -48,36 +45,23 @@ impl Protection {
     }
 }
 
-/// The protection of a node, and possibly its guard, changed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Change {
     pub(crate) at: NodeIndex,
-    /// The guard before.
     pub(crate) guard: Guard,
-    /// End of the protected blocks before.
     pub(crate) before: Depth,
-    /// End of the protected blocks now.
     pub(crate) after: Depth,
 }
 
-/// The pins of sources that protect blocks of a node.
+/// Pins of sources that protect blocks of a node.
 #[derive(Debug, Default)]
 pub(crate) struct Sources {
-    /// Children under [`Guard::Source`].
-    children: u32,
-    /// Pinned blocks of the node itself: (end, first, number of pins), ascending.
-    runs: SmallVec<[(Depth, Depth, u32); 1]>,
+    pub(crate) children: u32,
+    /// (end, first, number of pins), ascending.
+    pub(crate) runs: SmallVec<[(Depth, Depth, u32); 1]>,
 }
 
 impl Sources {
-    pub(crate) fn children(&self) -> u32 {
-        self.children
-    }
-
-    pub(crate) fn runs(&self) -> &[(Depth, Depth, u32)] {
-        &self.runs
-    }
-
     fn add(&mut self, from: Depth, to: Depth, count: u32) {
         match self.find(from, to) {
             Ok(known) => self.runs[known].2 += count,
@@ -104,13 +88,12 @@ impl Sources {
         self.children == 0 && self.runs.is_empty()
     }
 
-    /// Whether the block at `depth` of the node is pinned.
     fn covers(&self, depth: Depth) -> bool {
         let first = self.runs.partition_point(|&(to, ..)| to <= depth);
         self.runs[first..].iter().any(|&(_, from, _)| from <= depth)
     }
 
-    /// The pinned blocks of the node itself, as ascending ranges that do not touch.
+    /// As ascending ranges that do not touch.
     pub(crate) fn pinned(&self) -> Vec<(Depth, Depth)> {
         let mut found: Vec<(Depth, Depth)> = Vec::new();
         for &(to, from, _) in self.runs.iter().rev() {
@@ -133,7 +116,7 @@ impl Sources {
 }
 
 impl Forest {
-    /// End of the blocks of a node that are pinned or above a pinned block.
+    /// End of the blocks that are pinned or above a pinned block.
     pub(crate) fn protected_end(&self, at: NodeIndex) -> Depth {
         let node = &self.nodes[at];
         match node.protection {
@@ -143,7 +126,7 @@ impl Forest {
         }
     }
 
-    /// End of the blocks of a node that are on a pinned path.
+    /// End of the blocks on a pinned path.
     pub(crate) fn path_end(&self, at: NodeIndex) -> Depth {
         let node = &self.nodes[at];
         match node.protection & !Node::SOURCED {
@@ -160,7 +143,7 @@ impl Forest {
         }
     }
 
-    /// End of the blocks of a node that are pinned sources, or above a source that is on no pinned path.
+    /// End of the pinned sources, and of the blocks above a source that is on no pinned path.
     fn source_end(&self, at: NodeIndex) -> Depth {
         let node = &self.nodes[at];
         match self.protection.sources.get(&at) {
@@ -170,7 +153,6 @@ impl Forest {
         }
     }
 
-    /// Changes the sources of a node, and drops their entry once it is empty.
     fn change_sources(&mut self, at: NodeIndex, change: impl FnOnce(&mut Sources)) {
         if let Some(sources) = self.protection.sources.get_mut(&at) {
             change(sources);
@@ -181,8 +163,7 @@ impl Forest {
         }
     }
 
-    /// Sets `protection` from `from` to `to` in `at` and above, until a node has another value or dead blocks. Returns
-    /// that node.
+    /// In `at` and above, until a node has another value than `from` or dead blocks. Returns that node.
     fn climb_over(&mut self, at: NodeIndex, from: u32, to: u32) -> NodeIndex {
         let (block_size, mut present, mut next) = (self.block_size, 0, at);
         self.nodes.climb(at, |node| {
@@ -198,7 +179,6 @@ impl Forest {
         next
     }
 
-    /// The front of a split edge takes over its part of the protection.
     pub(super) fn split_anchors(&mut self, front: NodeIndex, tail: NodeIndex) {
         let cut = self.nodes[tail].depth;
         if self.nodes[tail].protection & Node::ANCHORED != 0
@@ -239,7 +219,7 @@ impl Forest {
         }
     }
 
-    /// Whether the block at a place is pinned; may be true for an unpinned block above the rest of a cut path.
+    /// May be true for an unpinned block above the rest of a cut path.
     pub(crate) fn may_be_pinned(&self, node: NodeIndex, place: Depth) -> bool {
         let is_source = || {
             let sources = self.sources_of(node);
@@ -248,7 +228,6 @@ impl Forest {
         place < self.path_end(node) || place < self.protected_end(node) && is_source()
     }
 
-    /// Indexed blocks that are pinned or above a pinned block.
     pub(crate) fn num_protected(&self) -> u64 {
         self.protection.num_blocks
     }
@@ -261,17 +240,15 @@ impl Forest {
         self.protection.sources.get(&at)
     }
 
-    /// Ends of the pinned paths in a node, ascending, with their numbers of pins.
+    /// (end, number of pins), ascending.
     pub(crate) fn anchors_of(&self, at: NodeIndex) -> &[(Depth, u32)] {
         self.protection.anchors.get(&at).map_or(&[], |ends| ends)
     }
 
-    /// Nodes in which pinned paths end.
     pub(crate) fn num_anchored(&self) -> usize {
         self.protection.anchors.len()
     }
 
-    /// Adds a pinned path that ends in the node at `end`.
     #[inline]
     pub(crate) fn anchor(&mut self, at: NodeIndex, end: Depth) -> Option<Change> {
         let ends = self.protection.anchors.entry(at).or_default();
@@ -309,7 +286,7 @@ impl Forest {
         self.anchors_changed(at, guard, before, after)
     }
 
-    /// The last end of a path in a node changed; its other protection did not.
+    /// Its other protection did not change.
     #[inline]
     fn anchors_changed(
         &self,
@@ -335,7 +312,6 @@ impl Forest {
         })
     }
 
-    /// Pins sources in one node.
     pub(crate) fn add_sources(&mut self, runs: &[SourceRun]) -> Change {
         let at = runs[0].node;
         let (guard, before) = (self.nodes[at].guard(), self.protected_end(at));
@@ -354,7 +330,6 @@ impl Forest {
         }
     }
 
-    /// Removes one pin of sources in one node.
     pub(crate) fn remove_sources(&mut self, runs: &[SourceRun]) -> Change {
         let at = runs[0].node;
         let (guard, before) = (self.nodes[at].guard(), self.protected_end(at));
@@ -371,7 +346,7 @@ impl Forest {
         }
     }
 
-    /// Counts the blocks of a node in which protection ends at `after`, not at `before`.
+    /// Protection ends at `after`, not at `before`.
     #[inline]
     pub(crate) fn recount(&mut self, at: NodeIndex, before: Depth, after: Depth) {
         let (node, block_size) = (&self.nodes[at], self.block_size);
@@ -382,8 +357,8 @@ impl Forest {
         }
     }
 
-    /// The guard of a child of `at` changed from `before` to `after`: updates `at` and the edges above that only this
-    /// child protects. Returns the first other node and its guard before; `None` if nothing above changes.
+    /// Updates `at` and the edges above that only its child protects. Returns the first other node and its guard
+    /// before.
     #[inline]
     pub(crate) fn guard_changed(
         &mut self,
@@ -422,7 +397,6 @@ impl Forest {
         Some((at, guard))
     }
 
-    /// Forgets the pins of a node that is being removed with its tree.
     pub(crate) fn drop_protection(&mut self, at: NodeIndex) {
         let node = &self.nodes[at];
         let blocks = node.num_present(node.depth, self.protected_end(at), self.block_size);

@@ -5,7 +5,6 @@ use crate::span::TagRun;
 use crate::storage::forest::{Forest, Position};
 
 impl Forest {
-    /// All kinds of the tokens `start..end` on the path to `at`.
     pub(crate) fn kinds_on_path(&self, at: Position, start: usize, end: usize) -> u64 {
         let (mut mask, mut node) = (0, at.node);
         loop {
@@ -22,17 +21,7 @@ impl Forest {
 
     pub(crate) fn tags_of_block(&self, node: NodeIndex, place: Depth) -> Vec<TagRun> {
         let (start, end) = self.tokens_of(place);
-        let tags = self.nodes[node].tags();
-        let first = tags.partition_point(|run| run.end <= start);
-        let last = first + tags[first..].partition_point(|run| run.start < end);
-        tags[first..last]
-            .iter()
-            .map(|run| TagRun {
-                start: run.start.max(start),
-                end: run.end.min(end),
-                mask: run.mask,
-            })
-            .collect()
+        TagRun::within(self.nodes[node].tags(), start, end).collect()
     }
 
     pub(crate) fn restore_tags(&mut self, node: NodeIndex, tags: Vec<TagRun>) {
@@ -44,7 +33,7 @@ impl Forest {
         }
     }
 
-    /// Adds tags to an edge: ascending, disjoint runs inside its present blocks.
+    /// Ascending, disjoint runs inside the present blocks.
     pub(crate) fn merge_tags(&mut self, node: NodeIndex, tags: &[TagRun]) {
         self.nodes[node].extras_mut().tags.merge(tags);
     }

@@ -1,33 +1,30 @@
-//! What a use or a mark changes in an edge: last uses, dead marks, the place in the order of eviction.
+//! What a use or a mark changes in an edge.
 
 use crate::ids::{Depth, NodeIndex};
 use crate::storage::extras::Dead;
 use crate::storage::forest::{Forest, Position, SourceRun};
 
 impl Forest {
-    /// Adds the newest use of the path to `at`.
     pub(crate) fn touch(&mut self, at: Position, time: u64) {
         self.nodes[at.node].touch(at.depth, time);
     }
 
-    /// Adds the newest use of blocks as a source.
     pub(crate) fn touch_source(&mut self, run: &SourceRun, time: u64) {
         let extras = self.nodes[run.node].extras_mut();
         extras.source_uses.set(run.from, run.to, time);
     }
 
-    /// Adds a use, of any age, of a path through a whole edge.
+    /// Of any age.
     pub(crate) fn add_use(&mut self, node: NodeIndex, time: u64) {
         self.nodes[node].add_use(time);
     }
 
-    /// Sets the position of a leaf in the order of eviction.
     #[inline]
     pub(crate) fn set_queued(&mut self, node: NodeIndex, position: Option<u32>) {
         self.nodes[node].set_queued(position);
     }
 
-    /// Marks present blocks as dead; returns how many are new.
+    /// Returns how many are new.
     pub(crate) fn mark(
         &mut self,
         node: NodeIndex,
@@ -38,12 +35,12 @@ impl Forest {
         u64::from(dead.marks.fill(parts, mark))
     }
 
-    /// The dead blocks of an edge; [`Self::drop_marks`] follows a removal.
+    /// [`Self::drop_marks`] follows a removal.
     pub(crate) fn dead_mut(&mut self, node: NodeIndex) -> Option<&mut Dead> {
         self.nodes[node].dead_mut()
     }
 
-    /// Drops what an edge has for dead blocks, if it has none left.
+    /// Drops the record of dead blocks once it is empty.
     pub(crate) fn drop_marks(&mut self, node: NodeIndex) {
         let node = &mut self.nodes[node];
         if node.dead_marks().is_empty() {

@@ -14,12 +14,11 @@ use crate::tokens::{TokenSequence, View};
 pub(crate) struct Walked {
     pub(crate) at: Position,
     pub(crate) work: Work,
-    /// The effort was used up before the path ended.
     pub(crate) gave_up: bool,
 }
 
 impl Forest {
-    /// The position of the sequence's cursor, and how far the path is exact.
+    /// How far the path of the cursor is known, and how far it is exact.
     pub(crate) fn at_cursor(&self, seq: &TokenSequence) -> Option<(Position, Depth)> {
         let cursor = seq
             .cursor
@@ -29,20 +28,16 @@ impl Forest {
             return None;
         }
         let tree = self.nodes[cursor.node.index].tree;
-        if self.trees[tree].version() != cursor.version {
+        if self.trees[tree].version != cursor.version {
             return None;
         }
         Some((
-            self.normal(Position {
-                node: cursor.node.index,
-                depth: cursor.present,
-            }),
+            self.normal(Position::at(cursor.node.index, cursor.present)),
             cursor.exact,
         ))
     }
 
-    /// Sets the cursor: the first blocks of `seq` are the present path to `at`, the first `exact` of them exact.
-    /// `walked` edges are after the old cursor.
+    /// The path to `at` is present, its first `exact` blocks exact. `walked` edges are after the old cursor.
     pub(crate) fn set_cursor(
         &self,
         seq: &mut TokenSequence,
@@ -60,7 +55,7 @@ impl Forest {
         seq.cursor = (at.depth > 0).then(|| Cursor {
             index: self.uid,
             node: self.nodes.handle(at.node),
-            version: self.trees[node.tree].version(),
+            version: self.trees[node.tree].version,
             present: at.depth,
             exact,
             block_size: self.block_size,
@@ -69,7 +64,7 @@ impl Forest {
         });
     }
 
-    /// The ids of the path of `seq` to `at`; those in its cursor are not read again.
+    /// Those in the cursor are not read again.
     pub(crate) fn remembered_ids(
         &self,
         seq: &mut TokenSequence,
@@ -104,9 +99,8 @@ impl Forest {
         at
     }
 
-    /// Follows `tokens` from `at` to at most `limit`, or until `effort` is used up, but at least one block and one
-    /// edge. In an edge, only the blocks before `within(node, from, to)` are compared; `pass(node, from, to)` is called
-    /// for equal ones.
+    /// Follows `tokens` from `at` to at most `limit`, or until `effort` is used up. In an edge, only the blocks before
+    /// `within(node, from, to)` are compared; `pass(node, from, to)` is called for equal ones.
     pub(crate) fn walk(
         &self,
         tokens: View<'_>,
@@ -160,8 +154,8 @@ impl Forest {
         }
     }
 
-    /// The end of the path of `seq`, with holes and approximate blocks; the inner `None` without a tree, the outer if
-    /// this takes more than `effort`.
+    /// The end of the path of `seq` through holes and approximate blocks; the inner `None` without a tree, the outer if this takes
+    /// more than `effort`.
     #[expect(
         clippy::option_option,
         reason = "there may be no path, and finding it may take too much"
@@ -184,7 +178,7 @@ impl Forest {
         (!walked.gave_up).then_some(Some(walked.at))
     }
 
-    /// The child whose first block is `first`. An only child is returned unchecked: the caller compares.
+    /// An only child is returned unchecked: the caller compares.
     pub(crate) fn child(&self, parent: NodeIndex, first: View<'_>) -> Option<NodeIndex> {
         if !self.nodes[parent].has_children() {
             return None;
@@ -205,7 +199,7 @@ impl Forest {
         })
     }
 
-    /// The edges of the path to `at` with blocks from depth `from` on: (node, first depth, end).
+    /// (node, first depth, end), from depth `from` to `at`.
     pub(crate) fn edges_to(&self, at: Position, from: Depth) -> Vec<(NodeIndex, Depth, Depth)> {
         let edges = self.edges_within(at, from, &mut Effort::ANY.steps());
         edges.unwrap_or_default()
@@ -231,8 +225,7 @@ impl Forest {
         Some(found)
     }
 
-    /// Writes the block ids of the path to `at`, from depth `from` on, to `out`, with [`ABSENT`](crate::ids::ABSENT)
-    /// for holes.
+    /// From depth `from` to `at`, with [`ABSENT`](crate::ids::ABSENT) for holes.
     pub(crate) fn path_ids(&self, at: Position, from: Depth, out: &mut Vec<BlockId>) {
         let block_size = self.block_size;
         out.clear();
@@ -256,7 +249,7 @@ impl Forest {
         }
     }
 
-    /// The `N` tokens up to position `end`, inclusive, of the path through a node that contains it.
+    /// Up to position `end`, inclusive, of the path through a node that contains it.
     pub(crate) fn last_tokens<const N: usize>(&self, node: NodeIndex, end: usize) -> [u32; N] {
         let block_size = self.block_size;
         let (mut edge, mut until) = (&self.nodes[node], end + 1);
