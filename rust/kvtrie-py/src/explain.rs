@@ -38,9 +38,8 @@ pub(crate) fn explain(
     Ok(PyExplanation { core })
 }
 
-/// Why the exact match of a prompt ended where it did: what `RadixIndex.explain` returns.
-///
-/// `str()` says it to people, `to_dict()` to machines.
+/// Why the exact match of a prompt ended where it did: the result of `RadixIndex.explain`. `str()`
+/// says it in words.
 ///
 /// Example:
 ///     >>> import kvtrie
@@ -51,6 +50,8 @@ pub(crate) fn explain(
 ///     >>> why = index.explain(kvtrie.TokenSequence([1, 2, 3, 9, 9], space))
 ///     >>> why.reason, why.position, why.context.ours, why.context.theirs
 ///     ('diverged', 3, array([1, 2, 3, 9, 9], dtype=uint32), array([1, 2, 3, 4], dtype=uint32))
+///     >>> why.to_dict()["would_save"]
+///     {'exact': 3, 'approximate': 0, 'compute': 2}
 #[pyclass(frozen, module = "kvtrie", name = "Explanation")]
 pub(crate) struct PyExplanation {
     core: Explanation,
@@ -58,18 +59,18 @@ pub(crate) struct PyExplanation {
 
 #[pymethods]
 impl PyExplanation {
-    /// `"complete"`: every whole block is there and exact. `"diverged"`: other tokens stand there.
-    /// `"evicted"`: what the prompt has there was cached after this very prefix, and left by
-    /// eviction, discard or removal. `"approximate_only"`: the same tokens stand there, but
-    /// their KV is approximate. `"other_namespace"`: more of the prompt is cached under another
-    /// namespace of the same salt. `"not_cached"`: nothing is known.
+    /// `"complete"`: every whole block is there and exact. `"diverged"`: other tokens are cached there.
+    /// `"evicted"`: the prompt's tokens were cached after this prefix, and left by eviction, discard or
+    /// removal. `"approximate_only"`: the same tokens are there, but their KV is approximate.
+    /// `"other_namespace"`: more of the prompt is cached under another namespace of the same salt.
+    /// `"not_cached"`: nothing is known.
     #[getter]
     fn reason(&self) -> &'static str {
         self.core.reason.name()
     }
 
-    /// First token of the prompt that does not match: where other tokens stand that one, else the
-    /// first of its block.
+    /// First token of the prompt that does not match if other tokens are cached there, else the first
+    /// of its block.
     #[getter]
     fn position(&self) -> usize {
         self.core.position
@@ -87,7 +88,7 @@ impl PyExplanation {
         self.core.num_tokens
     }
 
-    /// Tokens of a block.
+    /// Tokens per block.
     #[getter]
     fn block_size(&self) -> usize {
         self.core.block_size
@@ -128,17 +129,7 @@ impl PyExplanation {
         }
     }
 
-    /// Everything as a dictionary that `json.dumps` takes. Its keys are the attributes' names.
-    ///
-    /// Returns:
-    ///     A new dictionary of ints, strings, lists and dictionaries.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> index.explain(kvtrie.TokenSequence([1, 2], space)).to_dict()["would_save"]
-    ///     {'exact': 0, 'approximate': 0, 'compute': 2}
+    /// A new dictionary by attribute names, for `json.dumps`.
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Document<'py>> {
         let core = &self.core;
         let context = PyDict::new(py);
@@ -187,9 +178,8 @@ impl PyExplanation {
     }
 }
 
-/// Token ids around the position at which a match ended.
-///
-/// Array attributes are fresh arrays at every access.
+/// Token ids around the position at which a match ended. Array attributes are fresh arrays at every
+/// access.
 ///
 /// Example:
 ///     >>> import kvtrie
@@ -216,7 +206,7 @@ impl PyExplanationContext {
         PyArray1::from_slice(py, &self.core.ours).into()
     }
 
-    /// What is cached (uint32); it ends where the cache does, and where it goes on in several ways.
+    /// What is cached (uint32), up to the end of the cache or the point where it branches.
     #[getter]
     fn theirs<'py>(&self, py: Python<'py>) -> TokenIds<'py> {
         PyArray1::from_slice(py, &self.core.theirs).into()
@@ -272,13 +262,6 @@ impl PyNamespaceDifference {
 }
 
 /// What a plan would find of a prompt, in tokens.
-///
-/// Example:
-///     >>> import kvtrie
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> index.explain(kvtrie.TokenSequence([1, 2], space)).would_save
-///     WouldSave(exact=0, approximate=0, compute=2)
 #[pyclass(frozen, module = "kvtrie", name = "WouldSave")]
 pub(crate) struct PyWouldSave {
     core: WouldSave,

@@ -96,31 +96,32 @@ impl PyLiveRequest {
     }
 }
 
-/// What is known to be *computed* for every live request of an engine: the one owner of its lengths.
+/// What is *computed* of every live request of an engine: the only owner of its lengths.
 ///
-/// Engines count tokens that are scheduled, computed, sampled and allocated, and these counters run
-/// ahead of each other. A ledger takes what an engine has at hand, ids and counters, and returns which
-/// tokens are final *and* computed. `commit` inserts exactly these into an index.
+/// An engine's counters of scheduled, computed, sampled and allocated tokens run ahead of each
+/// other. A ledger takes ids and counters as the engine has them, and returns which tokens are
+/// final *and* computed. `commit` inserts exactly these into an index.
 ///
-/// Of a request it keeps the sequence, the block table from position 0, where its KV comes from, and
+/// Of a request it keeps the sequence, the block table from position 0, the source of its KV, and
 /// these positions, in tokens:
 ///
-/// - the final ids: `len(seq)`. While the ledger has a sequence nobody else changes it: `seq.extend`
-///   and `seq.truncate` raise.
+/// - the final ids: `len(seq)`. Only the ledger changes the sequence: `seq.extend` and
+///   `seq.truncate` raise.
 /// - computed, as the engine claims it. It may run ahead of the ids.
 /// - issued: what the engine has scheduled, never after the end of the table.
 /// - final *and* computed: below both of the former and below unverified drafts. Only `rollback`
 ///   lowers it.
-/// - committed: handed to an index, whole blocks.
+/// - committed: inserted into an index, whole blocks.
 ///
-/// A call that contradicts what is known raises, with both numbers in the message, and changes nothing.
-/// A request is named by any hashable. One lock guards a ledger; any thread may call it.
+/// A request is named by any hashable. A call on a request that is not live raises
+/// `StaleHandleError`. A call that contradicts what is known raises `ValueError` with both numbers.
+/// Any thread may call a ledger; one lock guards it.
 ///
-/// What was committed stays in the index until the request ends: the plan that it began with holds it,
-/// or one that the commits make. A ledger that is dropped releases them.
+/// What was committed stays in the index until the request ends: its plan holds it, or one that the
+/// commits make. A ledger that is dropped releases them.
 ///
 /// Args:
-///     block_size: Token slots in a block, 1 to 4096.
+///     block_size: Tokens per block, 1 to 4096.
 ///
 /// Raises:
 ///     TypeError: `block_size` is not an int.
@@ -165,7 +166,7 @@ impl PySequenceLedger {
         })
     }
 
-    /// Token slots in a block.
+    /// Tokens per block.
     #[getter]
     fn block_size(&self) -> usize {
         self.block_size
@@ -186,33 +187,33 @@ impl PySequenceLedger {
         })
     }
 
-    /// Take a request over, until `finish` or `forget`.
+    /// Add a request, until `finish` or `forget`.
     ///
     /// With a plan as its source, its gaps and what follows its tokens are missing, and the rest counts
     /// as computed: apply its copies first. Its blocks in place count as committed.
     ///
-    /// Where the KV after the blocks in place comes from elsewhere, such as a `plan_transfer`, `plan`
-    /// holds these blocks, and `source` says how exact the rest is.
+    /// If the KV after the blocks in place comes from elsewhere, such as a `plan_transfer`, pass the
+    /// plan that holds these blocks as `plan`, and how exact the rest is as `source`.
     ///
     /// Args:
     ///     request: Any hashable.
-    ///     seq: The final ids so far. Only the ledger changes it from here on.
-    ///     blocks: Block ids from position 0, for as many tokens as are computed or more.
+    ///     seq: The final ids so far.
+    ///     blocks: Block ids from position 0, for at least the computed tokens.
     ///     source: Where its KV comes from, as for `RadixIndex.insert`; None is `kvtrie.COMPUTED`.
     ///     num_computed: Tokens whose KV is in the blocks; not with a plan, nor with `missing`.
     ///     missing: Ranges of the sequence whose KV is not in the blocks, in tokens, ascending and
     ///         disjoint, as a list of pairs or an integer array of shape (n, 2); not with a plan. None:
     ///         all from `num_computed` on.
-    ///     plan: Where `source` is no plan: one of this sequence, whose blocks in place lead `blocks`.
+    ///     plan: If `source` is not a plan: one of this sequence, whose blocks in place lead `blocks`.
     ///         They count as committed, and it is released when the request ends.
     ///
     /// Raises:
     ///     BlockInUseError: A block id comes twice.
     ///     StaleHandleError: The plan was released.
     ///     TypeError: An argument has the wrong type, or `request` cannot be hashed.
-    ///     ValueError: The request is live, or another one has the sequence; more is said to be computed
-    ///         than the sequence has tokens or the blocks can hold; a range is not what it must be; the
-    ///         plan pins nothing, or has another block size, other tokens, or other blocks in place.
+    ///     ValueError: The request is live, or another one has the sequence; more is said to be
+    ///         computed than the sequence has tokens or the blocks can hold; a range is wrong; the plan
+    ///         pins nothing, or has another block size, other tokens, or other blocks in place.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -291,18 +292,17 @@ impl PySequenceLedger {
         })
     }
 
-    /// Note that the engine issues the next positions: a piece of the prompt, a token, look-ahead.
+    /// The engine issues the next positions: a piece of the prompt, a token, look-ahead.
     ///
-    /// Tokens that have KV already, after a gap, are passed over.
+    /// Tokens that have KV already, after a gap, are skipped.
     ///
     /// Args:
     ///     request: A live request.
     ///     num_tokens: How many.
-    ///     num_drafts: How many of these, the last ones, are unverified drafts. What is claimed of them
-    ///         counts only once ids have arrived after the first of them and a claim follows.
+    ///     num_drafts: How many of these, the last ones, are unverified drafts. A claim counts for them
+    ///         only if it follows ids after the first of them.
     ///
     /// Raises:
-    ///     StaleHandleError: The request is not live.
     ///     TypeError: An argument has the wrong type.
     ///     ValueError: The blocks are too few, or the drafts more than the tokens.
     ///
@@ -311,11 +311,9 @@ impl PySequenceLedger {
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
-    ///     >>> try:
-    ///     ...     ledger.schedule("a", 5)
-    ///     ... except ValueError:
-    ///     ...     print("too few blocks")
-    ///     too few blocks
+    ///     >>> ledger.schedule("a", 5)  # doctest: +IGNORE_EXCEPTION_DETAIL
+    ///     Traceback (most recent call last):
+    ///     ValueError: too few blocks
     #[pyo3(signature = (
         request: "Hashable", num_tokens: "SupportsIndex", *, num_drafts: "SupportsIndex" = 0
     ))]
@@ -336,17 +334,16 @@ impl PySequenceLedger {
         })
     }
 
-    /// Append ids that are final: sampled ones, or drafts that were accepted.
+    /// Append final ids: sampled ones, or accepted drafts.
     ///
     /// Args:
     ///     request: A live request.
-    ///     ids: Token ids. -1 at the end stands for tokens whose ids are not known yet; these are left
-    ///         out, and come with a later call.
+    ///     ids: Token ids. -1 at the end stands for ids that are not known yet; a later call brings
+    ///         them.
     ///
     /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///     TypeError: The ids are no list of integers.
-    ///     ValueError: An id is outside 0..2**32, or follows a -1; nothing is appended then.
+    ///     TypeError: The ids are not a list of integers.
+    ///     ValueError: An id is outside 0..2**32, or follows a -1.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -378,22 +375,20 @@ impl PySequenceLedger {
         done.map_err(of_request(request))
     }
 
-    /// Note a claim of the engine: KV of all positions below is written, or ordered before every reader.
+    /// The engine claims that KV of all positions below is written, or ordered before every reader.
     ///
-    /// It may be lower than the last one, where drafts were refused, but not below what is final and
-    /// computed. A claim that is lower, or that follows the ids of drafts, says where the engine is:
-    /// steps under way are counted in it, and nothing after it counts as issued. Drafts are not counted
-    /// out before their ids have come: `step` takes both at once.
+    /// A claim may be lower than the last one, where drafts were refused, but not below what is final
+    /// and computed. A claim that is lower, or that follows the ids of drafts, includes the steps under
+    /// way: nothing after it counts as issued. Drafts are not counted out before their ids have come;
+    /// `step` takes both at once.
     ///
-    /// What is final and computed is as true as the claim: who reads it on another stream, as a
-    /// transfer does, waits for the last claimed step first.
+    /// A reader on another stream, such as a transfer, waits until the last claimed step has run.
     ///
     /// Args:
     ///     request: A live request.
     ///     num_computed: A position in tokens.
     ///
     /// Raises:
-    ///     StaleHandleError: The request is not live.
     ///     TypeError: `num_computed` is not an int.
     ///     ValueError: It is below what is final and computed, which takes a `rollback`, or after what
     ///         was issued.
@@ -404,11 +399,6 @@ impl PySequenceLedger {
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
     ///     >>> ledger.schedule("a", 2)
-    ///     >>> try:
-    ///     ...     ledger.confirm("a", 3)
-    ///     ... except ValueError:
-    ///     ...     print("was not issued")
-    ///     was not issued
     ///     >>> ledger.confirm("a", 2)
     ///     >>> ledger.final_range("a")
     ///     (0, 2)
@@ -427,27 +417,26 @@ impl PySequenceLedger {
         })
     }
 
-    /// Note one scheduler step of many requests, all of it or nothing.
+    /// One scheduler step of many requests, all of it or nothing.
     ///
     /// For each request, in this order: `append` of its new ids, `confirm` of the engine's counter, and
-    /// `schedule` from that counter on. Numpy arrays are read as they are, without an object an item.
+    /// `schedule` from that counter on. Numpy arrays are read without an object per item.
     ///
     /// Args:
     ///     requests: Live requests, each once.
-    ///     num_scheduled: Positions that this step issues, one a request.
-    ///     num_computed: The engine's counters before this step, in tokens, one a request. They may count
-    ///         steps under way, run ahead of the ids, and come down where drafts were refused.
-    ///     ids: What became final since the last step, request after request, with -1 at the end of a
-    ///         request's ids for those that are not known yet.
+    ///     num_scheduled: Positions that this step issues, one number per request.
+    ///     num_computed: The engine's counters before this step, in tokens, one per request. They may
+    ///         count steps under way, run ahead of the ids, and come down where drafts were refused.
+    ///     ids: Ids that became final since the last step, request after request, each as for `append`.
     ///     offsets: Where each request's ids begin, with the end after the last.
-    ///     num_drafts: How many of `num_scheduled`, the last ones, are unverified drafts, one a request;
-    ///         None is 0 for all.
+    ///     num_drafts: How many of `num_scheduled`, the last ones, are unverified drafts, one number
+    ///         per request; None is 0 for all.
     ///
     /// Raises:
     ///     StaleHandleError: A request is not live; the message names it.
     ///     TypeError: An argument has the wrong type.
-    ///     ValueError: A request comes twice, lists have different lengths, offsets do not ascend from 0
-    ///         to the number of ids, or a request is contradicted; the message names it and both numbers.
+    ///     ValueError: A request comes twice, lists have different lengths, offsets do not ascend from
+    ///         0 to the number of ids, or a request is contradicted; the message names it.
     ///
     /// Example:
     ///     >>> import numpy as np, kvtrie
@@ -525,8 +514,7 @@ impl PySequenceLedger {
     ///
     /// Raises:
     ///     BlockInUseError: An id is in the table already, or comes twice.
-    ///     StaleHandleError: The request is not live.
-    ///     TypeError: The blocks are no list of integers.
+    ///     TypeError: The blocks are not a list of integers.
     ///     ValueError: An id is outside 0..2**31.
     ///
     /// Example:
@@ -551,20 +539,19 @@ impl PySequenceLedger {
         })
     }
 
-    /// Take back what was issued or computed at or after a position: a preemption, or refused drafts.
+    /// Undo what was issued or computed at or after a position: a preemption, or refused drafts.
     ///
-    /// The ids stay: what is final is computed again.
+    /// The ids stay: final tokens are computed again.
     ///
     /// Args:
     ///     request: A live request.
-    ///     to: A position in tokens; what is below stays as it is.
-    ///     drop_blocks: Cut blocks wholly after `to` off the table.
+    ///     to: A position in tokens; nothing below it changes.
+    ///     drop_blocks: Also cut blocks wholly after `to` off the table.
     ///
     /// Returns:
-    ///     A `RolledBack`: whose KV does not count as computed any more, and the blocks that were cut.
+    ///     The tokens that no longer count as computed, and the blocks that were cut.
     ///
     /// Raises:
-    ///     StaleHandleError: The request is not live.
     ///     TypeError: `to` is not an int.
     ///     ValueError: `to` is below what was committed, or after what was issued.
     ///
@@ -601,9 +588,8 @@ impl PySequenceLedger {
     ///     spans: Ranges of final tokens with their kinds; they may overlap.
     ///
     /// Raises:
-    ///     StaleHandleError: The request is not live.
     ///     TypeError: An argument has the wrong type.
-    ///     ValueError: A span ends after the final ids; nothing is kept then.
+    ///     ValueError: A span ends after the final ids.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -613,6 +599,9 @@ impl PySequenceLedger {
     ///     >>> ledger.tag("a", [kvtrie.Span(1, 3, "reasoning")])
     ///     >>> ledger.spans("a")
     ///     [Span(1, 3, 'reasoning')]
+    ///     >>> ledger.untag("a")
+    ///     >>> ledger.spans("a")
+    ///     []
     #[pyo3(signature = (request: "Hashable", spans: "Iterable[Span]"))]
     fn tag(
         &self,
@@ -625,49 +614,22 @@ impl PySequenceLedger {
         self.on(py, request, CALL, |ledger, id| ledger.tag(id, &spans))
     }
 
-    /// Take back the spans that no index has yet.
+    /// Remove the spans that no index has yet.
     ///
-    /// An index has 64 kinds at most: where it refuses one, no commit of the request goes through
-    /// before these are taken back.
+    /// An index has at most 64 kinds: if it refuses one, every commit of the request fails until the
+    /// spans are removed.
     ///
     /// Args:
     ///     request: A live request.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> ledger = kvtrie.SequenceLedger()
-    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
-    ///     >>> ledger.tag("a", [kvtrie.Span(1, 3, "reasoning")])
-    ///     >>> ledger.untag("a")
-    ///     >>> ledger.spans("a")
-    ///     []
     #[pyo3(signature = (request: "Hashable"))]
     fn untag(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<()> {
         self.on(py, request, "SequenceLedger.untag", SequenceLedger::untag)
     }
 
-    /// The spans that a request was tagged with.
+    /// The spans that a request was tagged with, in the order in which they came.
     ///
     /// Args:
     ///     request: A live request.
-    ///
-    /// Returns:
-    ///     A list, in the order in which they came.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> ledger = kvtrie.SequenceLedger()
-    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
-    ///     >>> ledger.spans("a")
-    ///     []
     #[pyo3(signature = (request: "Hashable"))]
     fn spans(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<Vec<PySpan>> {
         let found = self.on(py, request, "SequenceLedger.spans", |ledger, id| {
@@ -683,17 +645,6 @@ impl PySequenceLedger {
     ///
     /// Returns:
     ///     (0, end), in tokens.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> ledger = kvtrie.SequenceLedger()
-    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6], num_computed=2)
-    ///     >>> ledger.final_range("a")
-    ///     (0, 2)
     #[pyo3(signature = (request: "Hashable"))]
     fn final_range(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
         let end = self.on(py, request, "SequenceLedger.final_range", |ledger, id| {
@@ -709,9 +660,6 @@ impl PySequenceLedger {
     ///
     /// Returns:
     ///     (start, end), in tokens; start is a multiple of the block size.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -730,17 +678,13 @@ impl PySequenceLedger {
         })
     }
 
-    /// The positions that were issued after what is final and computed: look-ahead, drafts, a step that
-    /// is under way.
+    /// The positions issued after what is final and computed: look-ahead, drafts, a step under way.
     ///
     /// Args:
     ///     request: A live request.
     ///
     /// Returns:
     ///     (start, end), in tokens.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -757,16 +701,13 @@ impl PySequenceLedger {
         })
     }
 
-    /// The final tokens that have no KV, or none that is known to be theirs.
+    /// The final tokens without KV that is known to be theirs.
     ///
     /// Args:
     ///     request: A live request.
     ///
     /// Returns:
     ///     Ranges (start, end), int64 of shape (n, 2), ascending.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -789,18 +730,7 @@ impl PySequenceLedger {
     ///     request: A live request.
     ///
     /// Returns:
-    ///     Block ids (int32). Its end may hold no final KV: `blocks_for` cuts it by tokens.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> ledger = kvtrie.SequenceLedger()
-    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
-    ///     >>> ledger.blocks("a")
-    ///     array([6], dtype=int32)
+    ///     Block ids (int32). The last ones may hold no final KV: see `blocks_for`.
     #[pyo3(signature = (request: "Hashable"))]
     fn blocks<'py>(&self, py: Python<'py>, request: &Bound<'py, PyAny>) -> PyResult<Ids<'py>> {
         let found = self.on(py, request, "SequenceLedger.blocks", |ledger, id| {
@@ -809,7 +739,7 @@ impl PySequenceLedger {
         Ok(ids(py, &found))
     }
 
-    /// The blocks that hold exactly these tokens, all of them final and computed.
+    /// The blocks that hold these tokens, all of them final and computed.
     ///
     /// Args:
     ///     request: A live request.
@@ -820,7 +750,6 @@ impl PySequenceLedger {
     ///     Block ids (int32): the first holds `start`, the last `end - 1`.
     ///
     /// Raises:
-    ///     StaleHandleError: The request is not live.
     ///     TypeError: A position is not an int.
     ///     ValueError: The range is reversed, or ends after what is final and computed.
     ///
@@ -832,11 +761,6 @@ impl PySequenceLedger {
     ///     >>> ledger.begin("a", seq, [6, 0, 3], num_computed=3)
     ///     >>> ledger.blocks_for("a", 1, 3)
     ///     array([6, 0], dtype=int32)
-    ///     >>> try:
-    ///     ...     ledger.blocks_for("a", 0, 4)
-    ///     ... except ValueError:
-    ///     ...     print("the last token has no KV")
-    ///     the last token has no KV
     #[pyo3(signature = (request: "Hashable", start: "SupportsIndex", end: "SupportsIndex"))]
     fn blocks_for<'py>(
         &self,
@@ -854,22 +778,19 @@ impl PySequenceLedger {
         Ok(ids(py, &found))
     }
 
-    /// How exact the KV is that is final and computed, as an index would label its blocks.
+    /// How exact the final and computed KV is, as an index would label its blocks.
     ///
-    /// A block is approximate as a whole: if it ends after the plan's first approximate token, or
-    /// after what `Imported` says is exact, or if a commit returned that what backs the sequence there
-    /// is approximate.
+    /// A whole block is approximate if it ends after the plan's first approximate token, or after what
+    /// `Imported` says is exact, or if a commit returned that what backs the sequence there is
+    /// approximate.
     ///
     /// Args:
     ///     request: A live request.
     ///
     /// Returns:
     ///     A structured array that covers `final_range` once, ascending: `start` and `end`, int64 in
-    ///     tokens; `class`, uint8: 0 exact, 1 approximate; `hops`, uint16. Fields are aligned as C aligns
-    ///     them.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
+    ///         tokens; `class`, uint8: 0 exact, 1 approximate; `hops`, uint16. Fields are aligned as C
+    ///         aligns them.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -887,25 +808,10 @@ impl PySequenceLedger {
         output::labels(py, &runs)
     }
 
-    /// The sequence of a request: the object that it began with.
+    /// The sequence object that a request began with.
     ///
     /// Args:
     ///     request: A live request.
-    ///
-    /// Returns:
-    ///     The `TokenSequence`.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> ledger = kvtrie.SequenceLedger()
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
-    ///     >>> ledger.begin("a", seq, [6])
-    ///     >>> ledger.sequence("a") is seq
-    ///     True
     #[pyo3(signature = (request: "Hashable"))]
     fn sequence(
         &self,
@@ -916,24 +822,10 @@ impl PySequenceLedger {
         Ok(live.get().seq.clone_ref(py))
     }
 
-    /// Where the KV of a request comes from, as it began.
+    /// The source that a request began with.
     ///
     /// Args:
     ///     request: A live request.
-    ///
-    /// Returns:
-    ///     The plan, `kvtrie.COMPUTED`, or the `Imported`.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> ledger = kvtrie.SequenceLedger()
-    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
-    ///     >>> ledger.source("a")
-    ///     COMPUTED
     #[pyo3(signature = (request: "Hashable") -> "ReusePlan | ComputedSource | Imported")]
     fn source<'py>(
         &self,
@@ -947,19 +839,15 @@ impl PySequenceLedger {
         }
     }
 
-    /// Insert the whole blocks that are final and computed and that the index does not have of this
-    /// request yet: exactly these.
+    /// Insert into the index exactly the whole blocks that are final and computed and that it does not
+    /// have of this request yet.
     ///
-    /// The table has `blocks` of the result from here on. Its `duplicates` and `freed` are the caller's;
-    /// what was not taken stays in the table, so `surplus` is empty. Where nothing is new, all of it is
-    /// empty.
+    /// The table has `blocks` of the result from here on. Its `duplicates` and `freed` are the
+    /// caller's; `surplus` is empty, since what was not taken stays in the table.
     ///
     /// Args:
     ///     request: A live request.
-    ///     index: Whose blocks are as large as the ledger's; with a plan, the plan's index.
-    ///
-    /// Returns:
-    ///     The `InsertResult`.
+    ///     index: Its block size is the ledger's; with a plan, it is the plan's index.
     ///
     /// Raises:
     ///     BlockInUseError: As for `RadixIndex.insert`.
@@ -1009,23 +897,17 @@ impl PySequenceLedger {
         Ok(PyInsertResult { core })
     }
 
-    /// End a request: a last commit, then its plan is released and its sequence is free again.
+    /// `commit` for the last time and end the request: its plan is released and its sequence is free
+    /// again.
     ///
-    /// If the insert is refused the request stays live.
+    /// It raises as `commit` does; the request stays live then.
     ///
     /// Args:
     ///     request: A live request.
     ///     index: As for `commit`.
     ///
     /// Returns:
-    ///     The `InsertResult`; `duplicates`, `surplus` (what is left of the table) and `freed` are the
-    ///     caller's.
-    ///
-    /// Raises:
-    ///     BlockInUseError: As for `RadixIndex.insert`.
-    ///     StaleHandleError: The request is not live, or its plan was released.
-    ///     TypeError: An argument has the wrong type.
-    ///     ValueError: The index has another block size, or refuses the insert.
+    ///     The result; `duplicates`, `surplus` (the rest of the table) and `freed` are the caller's.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -1075,9 +957,6 @@ impl PySequenceLedger {
     ///
     /// Returns:
     ///     The blocks of its table that no commit has taken (int32); they are the caller's.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -1305,18 +1184,7 @@ fn read_source(
     }
 }
 
-/// What `SequenceLedger.rollback` took back.
-///
-/// Array attributes are fresh arrays at every access.
-///
-/// Example:
-///     >>> import kvtrie
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3, 4], space), [6, 7], num_computed=4)
-///     >>> back = ledger.rollback("a", to=2, drop_blocks=True)
-///     >>> back.ranges, back.blocks
-///     (array([[2, 4]]), array([7], dtype=int32))
+/// What `SequenceLedger.rollback` undid. Array attributes are fresh arrays at every access.
 #[pyclass(frozen, module = "kvtrie", name = "RolledBack")]
 pub(crate) struct PyRolledBack {
     core: RolledBack,
@@ -1324,8 +1192,7 @@ pub(crate) struct PyRolledBack {
 
 #[pymethods]
 impl PyRolledBack {
-    /// Tokens whose KV counted as computed and does not any more: ranges (start, end), int64 of shape
-    /// (n, 2), ascending.
+    /// Tokens that no longer count as computed: ranges (start, end), int64 of shape (n, 2), ascending.
     #[getter]
     fn ranges<'py>(&self, py: Python<'py>) -> PyResult<Counts<'py>> {
         output::ranges(py, &self.core.ranges)

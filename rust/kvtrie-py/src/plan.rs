@@ -16,15 +16,12 @@ use crate::hints::{Counts, Flags, Ids, Records};
 use crate::output::{self, ids, listed, truth};
 use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
 
-/// How to build the KV of one prompt; until it is released, what it uses stays.
+/// How to build the KV of one prompt. What it uses stays until it is released.
 ///
-/// `RadixIndex.plan` makes plans. Blocks used in place come first; after them come tokens that are
-/// copied and tokens that must be computed. Release every plan, or use it in a `with` statement.
-/// A plan that is collected unreleased releases itself and emits a `ResourceWarning`.
-///
-/// Once it was released a plan names no block, for these may be others' by then: `blocks`,
-/// `source_blocks` and `moves` raise `StaleHandleError`, as does whatever needs its pins. What it
-/// says of the prompt stays: its counts, `gaps`, `segments` and `validate`.
+/// Release every plan, or use it in a `with` statement. A plan that is collected unreleased
+/// releases itself and emits a `ResourceWarning`. A released plan names no block, because these may
+/// be others' by then: `blocks`, `source_blocks`, `moves` and whatever needs its pins raise
+/// `StaleHandleError`. Counts, `gaps`, `segments` and `validate` still work.
 ///
 /// Array attributes are fresh arrays at every access: take them once and keep them.
 ///
@@ -134,14 +131,13 @@ impl PyReusePlan {
 
 #[pymethods]
 impl PyReusePlan {
-    /// Ids used in place for the first whole blocks of the prompt (int32). Nobody writes to them. A
-    /// `StaleHandleError` once the plan was released.
+    /// Ids used in place for the first whole blocks of the prompt (int32). Nobody writes to them.
     #[getter]
     fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
         Ok(ids(py, self.live("ReusePlan.blocks")?.blocks()))
     }
 
-    /// How many blocks the caller brings for the rest of the prompt.
+    /// Blocks that the caller brings for the rest of the prompt.
     #[getter]
     fn num_new_blocks(&self) -> usize {
         self.core.num_new_blocks()
@@ -153,7 +149,7 @@ impl PyReusePlan {
         self.counts[0]
     }
 
-    /// Tokens that are reused approximately: KV of another context or position.
+    /// Tokens that are reused approximately.
     #[getter]
     fn num_approximate(&self) -> usize {
         self.counts[1]
@@ -165,7 +161,7 @@ impl PyReusePlan {
         self.counts[2]
     }
 
-    /// What must be computed, as rows of (start, end): int64 of shape (n, 2), ascending.
+    /// Ranges (start, end) to compute: int64 of shape (n, 2), ascending.
     #[getter]
     fn gaps<'py>(&self, py: Python<'py>) -> PyResult<Counts<'py>> {
         let gaps: Vec<(usize, usize)> = self
@@ -189,8 +185,7 @@ impl PyReusePlan {
         output::segments(py, self.core.segments())
     }
 
-    /// Ids that are copied from, ascending, each once (int32). A block in place may be among them. A
-    /// `StaleHandleError` once the plan was released.
+    /// Ids that are copied from, ascending, each once (int32). A block in place may be among them.
     #[getter]
     fn source_blocks<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
         Ok(ids(
@@ -199,8 +194,8 @@ impl PyReusePlan {
         ))
     }
 
-    /// Places that the search for moved runs did not try, because a window of the prompt has more than
-    /// the index's `max_candidates`. While it is 0 the plan does not depend on the index's seed.
+    /// Places that the search for moved runs did not try because of the index's `max_candidates`. While
+    /// it is 0 the plan does not depend on the index's seed.
     #[getter]
     fn candidates_dropped(&self) -> u64 {
         self.core.candidates_dropped()
@@ -218,10 +213,10 @@ impl PyReusePlan {
         self.core.is_pinned()
     }
 
-    /// The copies that fill a block table, as plain data for whoever has the memory.
+    /// The copies that fill a block table, as plain data for the owner of the memory.
     ///
     /// A slot is block id · block size + offset. Pieces end at block edges on both sides. The whole
-    /// table is checked, which takes about 10 ns a block.
+    /// table is checked, about 10 ns per block.
     ///
     /// Args:
     ///     table: Block ids of the prompt from position 0: `blocks`, then the new ones, each id once.
@@ -230,11 +225,11 @@ impl PyReusePlan {
     ///
     /// Returns:
     ///     A structured array with the int64 fields `source_slot`, `dest_slot`, `num_tokens` and
-    ///     `delta` (by how many positions K is rotated).
+    ///         `delta` (by how many positions K is rotated).
     ///
     /// Raises:
     ///     StaleHandleError: The plan was released.
-    ///     TypeError: The table is no list of integers.
+    ///     TypeError: The table is not a list of integers.
     ///     ValueError: The range is reversed or beyond the prompt, or the table is too short, does not
     ///         start with `blocks`, holds an id outside the pool or an id twice, or has a source block
     ///         where the range is filled.
@@ -246,9 +241,8 @@ impl PyReusePlan {
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
     ///     >>> done = index.insert(seq, [5], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> with index.plan(kvtrie.TokenSequence([1, 2, 9], space)) as plan:
-    ///     ...     move = plan.moves([3])[0]
-    ///     >>> move["source_slot"], move["dest_slot"], move["num_tokens"]
-    ///     (np.int64(20), np.int64(12), np.int64(2))
+    ///     ...     plan.moves([3]).tolist()
+    ///     [(20, 12, 2, 0)]
     #[pyo3(signature = (
         table: "_Integers", start: "SupportsIndex" = 0,
         end: "SupportsIndex | None" = None
@@ -277,12 +271,11 @@ impl PyReusePlan {
 
     /// Whether what the plan uses is still there as it was planned.
     ///
-    /// True while it is pinned; without pins, true as long as none of the blocks has left the index
-    /// since the plan was made. What is computed is always true. After `release_sources` the copied
-    /// segments are without pins, after `release` all are.
+    /// True for computed and pinned segments; without pins, true until one of the blocks leaves the
+    /// index. `release_sources` unpins the copied segments, `release` all.
     ///
     /// Returns:
-    ///     One bool a segment, as an array.
+    ///     One bool per segment, as an array.
     ///
     /// Example:
     ///     >>> import kvtrie
@@ -301,10 +294,10 @@ impl PyReusePlan {
         Ok(PyArray1::from_vec(py, answers).into())
     }
 
-    /// Let go of the blocks that are copied from; a second call does nothing.
+    /// Unpin the blocks that are copied from; a second call does nothing.
     ///
     /// Call it once every later write to the pool is ordered after the copies: on one CUDA stream,
-    /// right after they were launched.
+    /// right after their launch.
     ///
     /// Raises:
     ///     StaleHandleError: The plan was released.
@@ -325,7 +318,7 @@ impl PyReusePlan {
         })
     }
 
-    /// End the plan: nothing is pinned under it any more.
+    /// End the plan: it pins nothing any more.
     ///
     /// Blocks that left the index while only this plan pinned them wait for `RadixIndex.take_freed`.
     ///

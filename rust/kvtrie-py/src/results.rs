@@ -6,18 +6,7 @@ use pyo3::prelude::*;
 use crate::hints::Ids;
 use crate::output::{ids, listed};
 
-/// What `RadixIndex.lookup` found.
-///
-/// Array attributes are fresh arrays at every access: take them once and keep them.
-///
-/// Example:
-///     >>> import kvtrie
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
-///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-///     >>> index.lookup(seq)
-///     Match(num_tokens=4, blocks=[6, 0])
+/// What `RadixIndex.lookup` found. Array attributes are fresh arrays at every access.
 #[pyclass(frozen, module = "kvtrie", name = "Match")]
 pub(crate) struct PyMatch {
     num_tokens: usize,
@@ -32,7 +21,7 @@ impl PyMatch {
 
 #[pymethods]
 impl PyMatch {
-    /// Tokens from position 0 whose exact KV is present: a whole number of blocks.
+    /// Tokens from position 0 that match exactly: a whole number of blocks.
     #[getter]
     fn num_tokens(&self) -> usize {
         self.num_tokens
@@ -55,20 +44,18 @@ impl PyMatch {
 
 /// What became of the ids that were offered to `RadixIndex.insert`.
 ///
-/// Every id that was offered is in one of three places: in `blocks`, where it backs the sequence; in
-/// `duplicates` or `surplus`, where it still belongs to the caller; or in none of them, if the index
-/// held it already and goes on holding it. Array attributes are fresh arrays at every access.
+/// An offered id is in `blocks`, where it backs the sequence; in `duplicates` or `surplus`, and
+/// still the caller's; or in none of them, if the index held it already and keeps it. Array
+/// attributes are fresh arrays at every access.
 ///
 /// Example:
 ///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
-///     >>> index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED).blocks
-///     array([6, 0], dtype=int32)
-///     >>> again = index.insert(seq, [3, 4, 5], num_computed=5, source=kvtrie.COMPUTED)
-///     >>> again.blocks, again.duplicates, again.surplus
-///     (array([6, 0], dtype=int32), array([3, 4], dtype=int32), array([5], dtype=int32))
+///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+///     >>> index.insert(seq, [3, 4, 5], num_computed=5, source=kvtrie.COMPUTED)
+///     InsertResult(blocks=[6, 0], num_exact=4, duplicates=[3, 4], surplus=[5], freed=[])
 #[pyclass(frozen, module = "kvtrie", name = "InsertResult")]
 pub(crate) struct PyInsertResult {
     pub(crate) core: Inserted,
@@ -82,19 +69,19 @@ impl PyInsertResult {
         ids(py, &self.core.blocks)
     }
 
-    /// Position in tokens, from 0, up to which what backs the sequence is exact.
+    /// Position in tokens up to which what backs the sequence is exact.
     #[getter]
     fn num_exact(&self) -> usize {
         self.core.num_exact
     }
 
-    /// Held ids whose place another id holds, in call order (int32). They were not taken.
+    /// Ids that were not taken because another id holds their place, in call order (int32).
     #[getter]
     fn duplicates<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.duplicates)
     }
 
-    /// Held ids after what was taken, in call order (int32): the last block that is not full.
+    /// Ids after the last full block, in call order (int32). They were not taken.
     #[getter]
     fn surplus<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.surplus)
@@ -119,9 +106,8 @@ impl PyInsertResult {
     }
 }
 
-/// What became of the blocks inside the ranges given to `RadixIndex.remove_spans`.
-///
-/// Array attributes are fresh arrays at every access, each in order of position.
+/// What became of the blocks inside the ranges given to `RadixIndex.remove_spans`. Array attributes
+/// are fresh arrays at every access, in order of position.
 ///
 /// Example:
 ///     >>> import kvtrie
