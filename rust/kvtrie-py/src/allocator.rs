@@ -12,7 +12,6 @@ use crate::index::PyRadixIndex;
 use crate::output::ids;
 use crate::shared::INDEX;
 
-/// What an allocator's lock guards, for messages.
 const ALLOCATOR: &str = "the allocator";
 
 /// A free list of block ids for engines that have none.
@@ -25,7 +24,6 @@ const ALLOCATOR: &str = "the allocator";
 ///     ValueError: `num_blocks` is not in 1..=2**31.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> pool = kvtrie.BlockAllocator(4)
 ///     >>> ids = pool.allocate(3)
 ///     >>> pool.free(ids[1:])
@@ -75,7 +73,6 @@ impl PyBlockAllocator {
     ///     ValueError: `n` is negative, or the index has another `num_blocks`.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> pool = kvtrie.BlockAllocator(4)
     ///     >>> len(pool.allocate(3))
     ///     3

@@ -55,7 +55,6 @@ create_exception!(
     "The keys of a model cannot be moved by turning them, or its config does not say how they turn."
 );
 
-/// The exception for an error of the core.
 #[expect(
     clippy::match_same_arms,
     reason = "every kind is named; the last arm is there because the list may grow"
@@ -97,13 +96,11 @@ pub(crate) fn exception_in(call: &str, error: &Error) -> PyErr {
     exception(&Error::new(error.kind(), format!("{call}: {rest}")))
 }
 
-/// The error of a plan that is used after it was released.
 #[cold]
 pub(crate) fn released(call: &str) -> PyErr {
     StaleHandleError::new_err(format!("{call}: the plan was released already"))
 }
 
-/// The exception for an error of a transfer.
 pub(crate) fn transfer_exception(error: &TransferError) -> PyErr {
     let (refusal, message) = match error {
         TransferError::Argument(error) => return exception(error),

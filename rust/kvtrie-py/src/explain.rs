@@ -12,7 +12,6 @@ use crate::policy::PyReusePolicy;
 use crate::sequence::{PyTokenSequence, SEQUENCE};
 use crate::shared::{INDEX, SharedIndex};
 
-/// Asks an index.
 pub(crate) fn explain(
     py: Python<'_>,
     shared: &SharedIndex,
@@ -42,7 +41,6 @@ pub(crate) fn explain(
 /// says it in words.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
@@ -182,7 +180,6 @@ impl PyExplanation {
 /// access.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> index.explain(kvtrie.TokenSequence([1, 2], space), context=1).context
@@ -225,7 +222,6 @@ impl PyExplanationContext {
 /// Another namespace of the same salt in which more of a prompt is cached.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> spaces = [kvtrie.Namespace(model=model, salt=kvtrie.SHARED) for model in ("m", "n")]
 ///     >>> seqs = [kvtrie.TokenSequence([1, 2], space) for space in spaces]

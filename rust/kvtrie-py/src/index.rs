@@ -34,7 +34,7 @@ use crate::stats::PyIndexStats;
 /// that it does not know belong to the caller: `insert` gives ids to the index, every other call
 /// that returns ids gives them back.
 ///
-/// Any thread may call an index; one lock guards it. A call that takes longer than about 100 µs
+/// Arguments of another type raise `TypeError`. Any thread may call an index; one lock guards it. A call that takes longer than about 100 µs
 /// releases the interpreter. After `os.fork` every call in the child raises `StaleHandleError`, as
 /// do inherited plans, sequences, ledgers and allocators.
 ///
@@ -59,7 +59,6 @@ use crate::stats::PyIndexStats;
 ///     ValueError: An argument is out of its range.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4)
 ///     >>> first = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6, 7, 8], space)
@@ -146,11 +145,9 @@ impl PyRadixIndex {
     /// Raises:
     ///     SnapshotError: The bytes are not a snapshot, are damaged, or are of another version, a
     ///         larger pool or another `pool_id`.
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: `max_blocks` is out of its range, or `pool_id` does not have 1 to 64 bytes.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
     ///     >>> again = kvtrie.RadixIndex.restore(index.snapshot(), pool_id=index.pool_id)
     ///     >>> again.digest() == index.digest()
@@ -186,7 +183,6 @@ impl PyRadixIndex {
     ///     TypeError: `blob` is not a buffer of bytes.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, pool_id=b"gpu0")
     ///     >>> kvtrie.RadixIndex.pool_of_snapshot(index.snapshot())
     ///     b'gpu0'
@@ -206,7 +202,6 @@ impl PyRadixIndex {
     /// take little more than 4 * (block_size + 1) bytes per block.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> len(kvtrie.RadixIndex(num_blocks=8).snapshot()) < 400
     ///     True
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
@@ -227,12 +222,10 @@ impl PyRadixIndex {
     ///     keep_last: Tokens at the end that the plan computes in any case.
     ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: `context` or `keep_last` is negative, or the policy's `min_run` is below the
     ///         index's.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
@@ -323,12 +316,10 @@ impl PyRadixIndex {
     ///     The tokens matched, counted from 0, and the blocks from `start` on.
     ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: `keep_last` or `start` is negative, or `start` is inside a block or beyond the
     ///         sequence.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
@@ -384,12 +375,10 @@ impl PyRadixIndex {
     ///     The plan. Release it, or use it in a `with` statement.
     ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: `keep_last` is negative, the policy's `min_run` is below the index's, or `path`
     ///         is of another namespace.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> text = list(range(40))
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4, min_run=8)
@@ -466,12 +455,10 @@ impl PyRadixIndex {
     /// Raises:
     ///     BlockInUseError: An id backs another place, or comes twice.
     ///     StaleHandleError: The plan was released.
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: An id is outside the pool, there are too few ids, a position is out of range, a
     ///         span is bad, or the plan is of another index or prompt.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
@@ -530,7 +517,6 @@ impl PyRadixIndex {
     ///     Their ids (int32), oldest release first. They are the caller's from here on.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
@@ -564,11 +550,9 @@ impl PyRadixIndex {
     ///         caller's from here on.
     ///
     /// Raises:
-    ///     TypeError: `n` is not an int.
     ///     ValueError: `n` is negative.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
@@ -601,11 +585,9 @@ impl PyRadixIndex {
     ///     The ids that are free now (int32), in call order. Pinned ones come later, by `take_freed`.
     ///
     /// Raises:
-    ///     TypeError: The ids are not a list of integers.
     ///     ValueError: An id is outside the pool.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
@@ -643,11 +625,9 @@ impl PyRadixIndex {
     ///     How many are newly quarantined or condemned to it.
     ///
     /// Raises:
-    ///     TypeError: The ids are not a list of integers.
     ///     ValueError: An id is outside the pool.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
@@ -693,11 +673,9 @@ impl PyRadixIndex {
     ///     How many blocks this call marked.
     ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: A range is reversed, overlaps the one before it, or ends beyond the sequence.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
@@ -740,11 +718,9 @@ impl PyRadixIndex {
     ///     Which ids are free now, which stayed, and which come later by `take_freed`.
     ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: A range is reversed, overlaps the one before it, or ends beyond the sequence.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
@@ -781,7 +757,6 @@ impl PyRadixIndex {
     ///     The ids that are free now (int32), ascending. Pinned ones come later, by `take_freed`.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
@@ -805,7 +780,6 @@ impl PyRadixIndex {
     /// `drop` of every namespace.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> kvtrie.RadixIndex(num_blocks=8).reset()
     ///     array([], dtype=int32)
     fn reset<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
@@ -837,7 +811,6 @@ impl PyRadixIndex {
     /// The namespaces that hold something, sorted by field. It shows the salts of all tenants.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> kvtrie.RadixIndex(num_blocks=8).namespaces()
     ///     []
     fn namespaces(&self, py: Python<'_>) -> PyResult<Vec<PyNamespace>> {
@@ -866,11 +839,9 @@ impl PyRadixIndex {
     ///     spans: Ranges with their kinds; they may overlap. A new kind takes the next of 64 bits.
     ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: A span ends beyond the sequence, or brings a 65th kind.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
@@ -925,7 +896,6 @@ impl PyRadixIndex {
     /// Counters of the index at this moment.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> kvtrie.RadixIndex(num_blocks=8).stats().indexed
     ///     0
     fn stats(&self, py: Python<'_>) -> PyResult<PyIndexStats> {
@@ -939,7 +909,6 @@ impl PyRadixIndex {
     /// An int in 0..2**64, equal for two indexes made alike that got the same calls.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> a, b = kvtrie.RadixIndex(num_blocks=8), kvtrie.RadixIndex(num_blocks=8)
     ///     >>> a.digest() == b.digest()
     ///     True
@@ -956,7 +925,6 @@ impl PyRadixIndex {
     ///     KvTrieError: An invariant is broken, which is a bug in kvtrie.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> kvtrie.RadixIndex(num_blocks=8).check()
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         let shared = &*self.shared;
@@ -1007,7 +975,6 @@ impl PyRadixIndex {
     }
 }
 
-/// Bytes that the operating system draws.
 fn random<const N: usize>() -> PyResult<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).map_err(|error| {
@@ -1018,7 +985,6 @@ fn random<const N: usize>() -> PyResult<[u8; N]> {
     Ok(bytes)
 }
 
-/// The name of a pool that was given, or a new one.
 fn pool_id_or_random(given: Option<&Bound<'_, PyAny>>, call: &'static str) -> PyResult<Vec<u8>> {
     let Some(given) = given else {
         return Ok(random::<16>()?.to_vec());

@@ -14,8 +14,8 @@ use crate::output::signed;
 
 /// A range of tokens that stands for something else, such as an image.
 ///
-/// Inside an item a token is compared by its id, the item's digest and its offset from `start`. So
-/// two prompts with the same placeholder ids and different images share nothing from the image on.
+/// Inside an item tokens are compared by id, the item's digest and offset: two prompts with the
+/// same placeholder ids and different images share nothing from the image on.
 ///
 /// Args:
 ///     start: First token, a position in the sequence.
@@ -27,9 +27,8 @@ use crate::output::signed;
 ///     ValueError: The range is empty, reversed or negative, or the digest too short or too long.
 ///
 /// Example:
-///     >>> import hashlib, kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> image = kvtrie.Item(1, 4, hashlib.sha256(b"pixels").digest())
+///     >>> image = kvtrie.Item(1, 4, b"digest of the image")
 ///     >>> seq = kvtrie.TokenSequence([7, 0, 0, 0, 8], space, items=[image])
 ///     >>> seq.items == (image,)
 ///     True
@@ -50,7 +49,6 @@ impl Value for PyItem {
 }
 
 value_methods! {
-    ///     >>> import kvtrie
     ///     >>> kvtrie.Item(0, 4, b"image").replace(start=2)
     ///     Item(2, 4, b'image')
     impl PyItem {

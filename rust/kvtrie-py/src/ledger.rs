@@ -25,9 +25,7 @@ use crate::shared::{INDEX, SharedIndex};
 use crate::source::{PyComputedSource, SourceArg};
 use crate::span::PySpan;
 
-/// What a ledger's lock guards, for messages.
 pub(crate) const LEDGER: &str = "the ledger";
-/// Ids as engines have them: -1 stands for one that is not known yet.
 const IDS: std::ops::RangeInclusive<i64> = kvtrie_transfer::PLACEHOLDER..=0xFFFF_FFFF;
 
 /// A live request, as the ledger's dictionary has it.
@@ -38,13 +36,11 @@ pub(crate) struct PyLiveRequest {
     plan: Option<Py<PyReusePlan>>,
     /// As it was given; none stands for `COMPUTED`.
     source: Option<Py<PyAny>>,
-    /// What commits without a plan made. If the ledger is dropped they release themselves, as every plan. Locked by
-    /// attached threads alone, for a few instructions, so a fork never happens meanwhile.
+    /// What commits without a plan made. Only attached threads lock it, so a fork never happens meanwhile.
     pins: Mutex<Vec<Py<PyReusePlan>>>,
 }
 
 impl PyLiveRequest {
-    /// Keeps what commits made, and lets go of what they have released.
     fn keep_pins(
         &self,
         py: Python<'_>,
@@ -113,7 +109,7 @@ impl PyLiveRequest {
 ///   lowers it.
 /// - committed: inserted into an index, whole blocks.
 ///
-/// A request is named by any hashable. A call on a request that is not live raises
+/// Arguments of another type raise `TypeError`. A request is named by any hashable. A call on a request that is not live raises
 /// `StaleHandleError`. A call that contradicts what is known raises `ValueError` with both numbers.
 /// Any thread may call a ledger; one lock guards it.
 ///
@@ -128,7 +124,6 @@ impl PyLiveRequest {
 ///     ValueError: `block_size` is not in 1..=4096.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
@@ -145,7 +140,7 @@ impl PyLiveRequest {
 pub(crate) struct PySequenceLedger {
     pub(crate) core: Lock<SequenceLedger>,
     block_size: usize,
-    /// Live requests by what the engine calls them. Whoever asks it holds no lock: hashing is Python.
+    /// No lock is held while it is used: hashing is Python.
     requests: Py<PyDict>,
 }
 
@@ -210,13 +205,11 @@ impl PySequenceLedger {
     /// Raises:
     ///     BlockInUseError: A block id comes twice.
     ///     StaleHandleError: The plan was released.
-    ///     TypeError: An argument has the wrong type, or `request` cannot be hashed.
     ///     ValueError: The request is live, or another one has the sequence; more is said to be
     ///         computed than the sequence has tokens or the blocks can hold; a range is wrong; the plan
     ///         pins nothing, or has another block size, other tokens, or other blocks in place.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
@@ -303,11 +296,9 @@ impl PySequenceLedger {
     ///         only if it follows ids after the first of them.
     ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: The blocks are too few, or the drafts more than the tokens.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
@@ -342,11 +333,9 @@ impl PySequenceLedger {
     ///         them.
     ///
     /// Raises:
-    ///     TypeError: The ids are not a list of integers.
     ///     ValueError: An id is outside 0..2**32, or follows a -1.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
@@ -389,12 +378,10 @@ impl PySequenceLedger {
     ///     num_computed: A position in tokens.
     ///
     /// Raises:
-    ///     TypeError: `num_computed` is not an int.
     ///     ValueError: It is below what is final and computed, which takes a `rollback`, or after what
     ///         was issued.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
@@ -434,12 +421,11 @@ impl PySequenceLedger {
     ///
     /// Raises:
     ///     StaleHandleError: A request is not live; the message names it.
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: A request comes twice, lists have different lengths, offsets do not ascend from
     ///         0 to the number of ids, or a request is contradicted; the message names it.
     ///
     /// Example:
-    ///     >>> import numpy as np, kvtrie
+    ///     >>> import numpy as np
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
     ///     >>> for name in "ab":
@@ -514,11 +500,9 @@ impl PySequenceLedger {
     ///
     /// Raises:
     ///     BlockInUseError: An id is in the table already, or comes twice.
-    ///     TypeError: The blocks are not a list of integers.
     ///     ValueError: An id is outside 0..2**31.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
@@ -552,11 +536,9 @@ impl PySequenceLedger {
     ///     The tokens that no longer count as computed, and the blocks that were cut.
     ///
     /// Raises:
-    ///     TypeError: `to` is not an int.
     ///     ValueError: `to` is below what was committed, or after what was issued.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3, 4], space), [6, 7], num_computed=4)
@@ -588,11 +570,9 @@ impl PySequenceLedger {
     ///     spans: Ranges of final tokens with their kinds; they may overlap.
     ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: A span ends after the final ids.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
@@ -660,17 +640,6 @@ impl PySequenceLedger {
     ///
     /// Returns:
     ///     (start, end), in tokens; start is a multiple of the block size.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
-    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=3)
-    ///     >>> done = ledger.commit("a", index)
-    ///     >>> ledger.new_range("a")
-    ///     (2, 3)
     #[pyo3(signature = (request: "Hashable"))]
     fn new_range(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
         self.on(py, request, "SequenceLedger.new_range", |ledger, id| {
@@ -687,7 +656,6 @@ impl PySequenceLedger {
     ///     (start, end), in tokens.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger()
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6], num_computed=2)
@@ -710,7 +678,6 @@ impl PySequenceLedger {
     ///     Ranges (start, end), int64 of shape (n, 2), ascending.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger()
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6], num_computed=2)
@@ -750,11 +717,9 @@ impl PySequenceLedger {
     ///     Block ids (int32): the first holds `start`, the last `end - 1`.
     ///
     /// Raises:
-    ///     TypeError: A position is not an int.
     ///     ValueError: The range is reversed, or ends after what is final and computed.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
@@ -793,7 +758,6 @@ impl PySequenceLedger {
     ///         aligns them.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
     ///     >>> seq, source = kvtrie.TokenSequence([1, 2, 3, 4, 5], space), kvtrie.Imported(3, hops=1)
@@ -852,11 +816,9 @@ impl PySequenceLedger {
     /// Raises:
     ///     BlockInUseError: As for `RadixIndex.insert`.
     ///     StaleHandleError: The request is not live, or its plan was released.
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: The index has another block size, or refuses the insert.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
@@ -910,7 +872,6 @@ impl PySequenceLedger {
     ///     The result; `duplicates`, `surplus` (the rest of the table) and `freed` are the caller's.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
@@ -959,7 +920,6 @@ impl PySequenceLedger {
     ///     The blocks of its table that no commit has taken (int32); they are the caller's.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger()
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
@@ -998,7 +958,6 @@ impl PySequenceLedger {
 }
 
 impl PySequenceLedger {
-    /// The live request of this name.
     pub(crate) fn live<'py>(
         &self,
         py: Python<'py>,
@@ -1033,7 +992,6 @@ impl PySequenceLedger {
             .map_err(|_| not_live(request, call))
     }
 
-    /// Puts a request back that did not end.
     fn put_back(
         &self,
         py: Python<'_>,
@@ -1046,7 +1004,6 @@ impl PySequenceLedger {
         }
     }
 
-    /// Puts a request into the dictionary, unless one of its name is there.
     fn enlist(
         &self,
         py: Python<'_>,
@@ -1081,7 +1038,7 @@ impl PySequenceLedger {
     }
 }
 
-/// How many steps handing the blocks of a request over takes at most, and ending its plans.
+/// An upper bound of the steps of a commit and of ending the plans.
 fn commit_steps(
     ledger: &SequenceLedger,
     live: &PyLiveRequest,
@@ -1101,7 +1058,6 @@ fn commit_steps(
     ends.fold(insert.saturating_add(pins), u64::saturating_add)
 }
 
-/// What may be asked for.
 struct Name<'py>(Bound<'py, PyAny>);
 
 impl<'py> FromPyObject<'_, 'py> for Name<'py> {
@@ -1165,7 +1121,6 @@ fn list_of<'py>(value: &Bound<'py, PyAny>, arg: Arg) -> PyResult<Bound<'py, PyLi
     PyList::new(value.py(), items?)
 }
 
-/// The source of a request, and its plan if it is one.
 fn read_source(
     value: Option<&Bound<'_, PyAny>>,
     arg: Arg,

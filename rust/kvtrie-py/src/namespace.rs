@@ -36,7 +36,6 @@ singleton!(PySharedSalt, shared, "SHARED");
 ///     ValueError: A field is empty.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> a = kvtrie.Namespace(model="qwen3-8b@1a2b", kv_dtype="bfloat16", salt="tenant-a")
 ///     >>> a == kvtrie.Namespace(model="qwen3-8b@1a2b", kv_dtype="bfloat16", salt="tenant-b")
 ///     False
@@ -51,7 +50,6 @@ impl Value for PyNamespace {
 }
 
 value_methods! {
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> space.replace(adapter="lora").adapter
     ///     'lora'
@@ -108,7 +106,7 @@ value_methods! {
             self.core.adapter()
         }
 
-        /// Who may share this KV: a tenant's str, or `SHARED`.
+        /// Who may share: a tenant's str, or `SHARED`.
         #[getter]
         fn salt<'py>(&self, py: Python<'py>) -> PyResult<SaltValue<'py>> {
             Ok(self.salt_object(py)?.into())

@@ -26,7 +26,6 @@ use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
 /// Array attributes are fresh arrays at every access: take them once and keep them.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
@@ -75,12 +74,10 @@ impl PyReusePlan {
         }
     }
 
-    /// Whether it is this plan.
     pub(crate) fn is_of(&self, core: &Arc<ReusePlan>) -> bool {
         Arc::ptr_eq(&self.core, core)
     }
 
-    /// Notes whether the plan was released in an index that is locked.
     pub(crate) fn look(&self, index: &RadixIndex) {
         if index.is_released(&self.core) {
             self.was_released();
@@ -91,19 +88,16 @@ impl PyReusePlan {
         &self.core
     }
 
-    /// The plan, for somebody who keeps it.
     pub(crate) fn share(&self) -> Arc<ReusePlan> {
         Arc::clone(&self.core)
     }
 
-    /// Releases the plan in an index that is locked.
     pub(crate) fn release_in(&self, index: &mut RadixIndex) -> kvtrie_core::Result<()> {
         index.release(&self.core)?;
         self.was_released();
         Ok(())
     }
 
-    /// Notes that the plan was released in an index that is locked.
     pub(crate) fn was_released(&self) {
         self.released.store(true, Ordering::Relaxed);
     }
@@ -112,7 +106,7 @@ impl PyReusePlan {
         self.released.load(Ordering::Relaxed)
     }
 
-    /// The plan, for what names its blocks: these may be others' once it was released, or in a forked child.
+    /// The plan, unless it was released or this is a forked child.
     fn live(&self, call: &str) -> PyResult<&ReusePlan> {
         if self.index.core.is_inherited() {
             return Err(inherited("the plan"));
@@ -123,7 +117,6 @@ impl PyReusePlan {
         Ok(&self.core)
     }
 
-    /// What going over the plan costs.
     fn cost(&self) -> Cost {
         Cost::blocks(self.core.num_entries() / OFFERS_A_VISIT)
     }
@@ -176,10 +169,10 @@ impl PyReusePlan {
 
     /// Where each token of the prompt comes from: a structured array that covers it once, ascending.
     ///
-    /// Fields: `start`, `end`, `old_start` (position of the source's first token) and `delta`
-    /// (`start - old_start`), int64 in tokens; `class`, uint8: 0 exact, 1 approximate, 2 compute;
-    /// `hops`, uint16, those of the KV once it is in place; `kinds`, uint64: the tags on the source's
-    /// tokens, bit i being `RadixIndex.kinds[i]`. Fields are aligned as C aligns them.
+    /// Fields, aligned as C aligns them: `start`, `end`, `old_start` (position of the source's first
+    /// token) and `delta` (`start - old_start`), int64 in tokens; `class`, uint8: 0 exact, 1
+    /// approximate, 2 compute; `hops`, uint16, of the KV once in place; `kinds`, uint64, the source's
+    /// tags: bit i is `RadixIndex.kinds[i]`.
     #[getter]
     fn segments<'py>(&self, py: Python<'py>) -> PyResult<Records<'py>> {
         output::segments(py, self.core.segments())
@@ -235,7 +228,6 @@ impl PyReusePlan {
     ///         where the range is filled.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
@@ -278,7 +270,6 @@ impl PyReusePlan {
     ///     One bool per segment, as an array.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
@@ -303,7 +294,6 @@ impl PyReusePlan {
     ///     StaleHandleError: The plan was released.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
     ///     >>> with index.plan(kvtrie.TokenSequence([1, 2], space)) as plan:
@@ -326,7 +316,6 @@ impl PyReusePlan {
     ///     StaleHandleError: The plan was released before.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
     ///     >>> plan = index.plan(kvtrie.TokenSequence([1, 2], space))
@@ -401,7 +390,7 @@ impl PyReusePlan {
     }
 
     fn release_late(&self, py: Python<'_>) {
-        // Where the index is unusable every call on it says so; that need not be said here.
+        // If the index is unusable, every other call on it raises.
         let Ok(true) = self.release_once(py) else {
             return;
         };

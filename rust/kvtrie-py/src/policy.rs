@@ -15,7 +15,6 @@ use crate::output::{quoted, truth};
 
 /// The most hops that the index can note.
 pub(crate) const MAX_HOPS: u16 = ReusePolicy::MAX_HOPS;
-/// The default everywhere.
 pub(crate) static EXACT_ONLY: PyReusePolicy = PyReusePolicy::EXACT_ONLY;
 /// The shortest run that may be moved, in tokens.
 pub(crate) const MIN_RUN: i64 = 8;
@@ -45,7 +44,6 @@ pub(crate) const MIN_RUN: i64 = 8;
 ///     ValueError: A field is out of its range.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> kvtrie.ReusePolicy(approximate=False) == kvtrie.EXACT_ONLY
 ///     True
 #[pyclass(frozen, eq, hash, module = "kvtrie", name = "ReusePolicy")]
@@ -91,7 +89,6 @@ impl Value for PyReusePolicy {
 }
 
 value_methods! {
-    ///     >>> import kvtrie
     ///     >>> policy = kvtrie.ReusePolicy(max_hops=2)
     ///     >>> policy.replace(min_run=32) == kvtrie.ReusePolicy(max_hops=2, min_run=32)
     ///     True
@@ -145,49 +142,49 @@ value_methods! {
             })
         }
 
-        /// Whether KV of another context or position may be used at all.
+        /// Whether approximate reuse is allowed.
         #[getter]
         fn approximate(&self) -> bool {
             self.core.approximate
         }
 
-        /// Shortest moved run in tokens; None takes the index's.
+        /// Shortest moved run in tokens, or None.
         #[getter]
         fn min_run(&self) -> Option<usize> {
             self.core.min_run
         }
 
-        /// Most hops of what is used.
+        /// Most hops of approximate KV.
         #[getter]
         fn max_hops(&self) -> u16 {
             self.core.max_hops
         }
 
-        /// Share of approximate tokens beyond which a plan is exact only.
+        /// Largest share of approximate tokens.
         #[getter]
         fn max_approximate_share(&self) -> f64 {
             self.core.max_approximate_share
         }
 
-        /// Tokens at the front of every moved run that are computed anyway.
+        /// Tokens computed at the front of every moved run.
         #[getter]
         fn recompute_first(&self) -> usize {
             self.core.recompute_first
         }
 
-        /// Tokens at the end of every moved run that are computed anyway.
+        /// Tokens computed at the end of every moved run.
         #[getter]
         fn recompute_last(&self) -> usize {
             self.core.recompute_last
         }
 
-        /// Kinds of spans that are not reused approximately.
+        /// Kinds not reused approximately.
         #[getter]
         fn forbid_kinds<'py>(&self, py: Python<'py>) -> PyResult<Names<'py>> {
             Ok(PyTuple::new(py, &self.core.forbid_kinds)?.into())
         }
 
-        /// Whether the exact tokens of the block in which the match ends are copied.
+        /// Whether a block is copied in part.
         #[getter]
         fn partial_blocks(&self) -> bool {
             self.core.partial_blocks

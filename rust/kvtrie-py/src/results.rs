@@ -49,7 +49,6 @@ impl PyMatch {
 /// attributes are fresh arrays at every access.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
@@ -87,8 +86,8 @@ impl PyInsertResult {
         ids(py, &self.core.surplus)
     }
 
-    /// Approximate blocks that were replaced and that nobody pins, in order of position (int32). They
-    /// are the caller's from here on.
+    /// Approximate blocks that were replaced and are not pinned, in order of position (int32). They are
+    /// the caller's from here on.
     #[getter]
     fn freed<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.freed)
@@ -110,7 +109,6 @@ impl PyInsertResult {
 /// are fresh arrays at every access, in order of position.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)

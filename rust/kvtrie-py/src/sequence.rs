@@ -16,7 +16,6 @@ use crate::hints::{Items, TokenIterator, Tokens};
 use crate::item::PyItem;
 use crate::namespace::PyNamespace;
 
-/// What a sequence's lock guards, for messages.
 pub(crate) const SEQUENCE: &str = "the sequence";
 
 /// Token ids from position 0, in a namespace.
@@ -40,7 +39,7 @@ pub(crate) const SEQUENCE: &str = "the sequence";
 ///         one-dimensional, or an item is elsewhere.
 ///
 /// Example:
-///     >>> import numpy as np, kvtrie
+///     >>> import numpy as np
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> seq = kvtrie.TokenSequence(np.array([5, 6, 7]), space)
 ///     >>> seq.extend([8, 9])
@@ -53,7 +52,6 @@ pub(crate) struct PyTokenSequence {
 }
 
 impl PyTokenSequence {
-    /// Number of tokens.
     pub(crate) fn len(&self, py: Python<'_>) -> PyResult<usize> {
         py.enter(Cost::Short, |keys| {
             Ok(keys.lock(&self.core, SEQUENCE)?.len())
@@ -94,7 +92,6 @@ impl PyTokenSequence {
     ///     ValueError: As for the class.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> seq = kvtrie.TokenSequence([1, 2], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> seq.extend([3])
     ///     >>> len(seq)
@@ -129,7 +126,6 @@ impl PyTokenSequence {
     ///     ValueError: `n` is negative or beyond the sequence.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> seq.truncate(2)
     ///     >>> seq[:]
@@ -149,7 +145,7 @@ impl PyTokenSequence {
         })
     }
 
-    /// The namespace that the sequence was made in.
+    /// The namespace.
     #[getter]
     fn namespace(&self, py: Python<'_>) -> Py<PyNamespace> {
         self.namespace.clone_ref(py)
@@ -238,7 +234,6 @@ impl PyTokenSequence {
     }
 }
 
-/// What is between the brackets.
 enum Key<'py> {
     Position(i128),
     Slice(Bound<'py, PySlice>),

@@ -9,7 +9,6 @@ use crate::buffers::Arg;
 use crate::detach::{Cost, Enter};
 use crate::shared::{INDEX, SharedIndex};
 
-/// The index as bytes.
 pub(crate) fn snapshot<'py>(
     py: Python<'py>,
     shared: &SharedIndex,
@@ -20,7 +19,6 @@ pub(crate) fn snapshot<'py>(
     Ok(PyBytes::new(py, &bytes))
 }
 
-/// An index from bytes.
 pub(crate) fn restore(
     py: Python<'_>,
     blob: &Bound<'_, PyAny>,
@@ -32,7 +30,6 @@ pub(crate) fn restore(
     })
 }
 
-/// The pool that a snapshot speaks of.
 pub(crate) fn pool_of(py: Python<'_>, blob: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     let call = "RadixIndex.pool_of_snapshot";
     with_bytes(py, blob, call, RadixIndex::pool_of_snapshot)

@@ -25,7 +25,6 @@ singleton!(PyComputedSource, computed, "COMPUTED");
 ///     ValueError: An argument is negative, or `hops` too large.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
@@ -48,7 +47,6 @@ impl Value for PyImported {
 }
 
 value_methods! {
-    ///     >>> import kvtrie
     ///     >>> kvtrie.Imported(exact_until=2).replace(hops=3)
     ///     Imported(exact_until=2, hops=3)
     impl PyImported {
@@ -74,13 +72,11 @@ value_methods! {
 }
 
 impl PyImported {
-    /// From numbers that are within their limits.
     pub(crate) fn from_parts(exact_until: usize, hops: u16) -> Self {
         Self { exact_until, hops }
     }
 }
 
-/// A source, still Python's.
 pub(crate) enum SourceArg<'a> {
     Plan(&'a PyReusePlan),
     Computed,
@@ -88,7 +84,6 @@ pub(crate) enum SourceArg<'a> {
 }
 
 impl<'a> SourceArg<'a> {
-    /// Reads the argument `source`.
     pub(crate) fn open(value: &'a Bound<'_, PyAny>, arg: Arg) -> PyResult<Self> {
         if let Ok(plan) = value.cast::<PyReusePlan>() {
             Ok(Self::Plan(plan.get()))
@@ -105,7 +100,6 @@ impl<'a> SourceArg<'a> {
         }
     }
 
-    /// The source as the core knows it.
     pub(crate) fn core(&self) -> Source<'a> {
         match self {
             Self::Plan(plan) => Source::Plan(plan.core()),

@@ -25,7 +25,6 @@ use crate::output::quoted;
 ///     ValueError: The range is reversed or negative, or the kind is empty.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> kvtrie.Span(120, 1620, "reasoning")
 ///     Span(120, 1620, 'reasoning')
 #[pyclass(frozen, eq, hash, module = "kvtrie", name = "Span")]
@@ -63,7 +62,6 @@ impl Value for PySpan {
 }
 
 value_methods! {
-    ///     >>> import kvtrie
     ///     >>> kvtrie.Span(0, 4, "user").replace(end=6)
     ///     Span(0, 6, 'user')
     impl PySpan {
@@ -104,7 +102,6 @@ value_methods! {
     }
 }
 
-/// Reads an iterable of spans.
 pub(crate) fn spans(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<Span>> {
     let wanted = "an iterable of Span";
     let items = arg.iterate(value, wanted)?;

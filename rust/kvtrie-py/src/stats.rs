@@ -34,34 +34,31 @@ counters! {
     /// A block id that an index knows is indexed or condemned; all others are the caller's, free or held.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
     ///     >>> index.stats().indexed
     ///     0
     ;
     /// Blocks that back tokens.
     indexed,
-    /// Blocks that are neither indexed nor the caller's: they left the index while a plan pinned them, and
-    /// are pinned still or wait for `take_freed()`.
+    /// Blocks that left the index while a plan pinned them, until `take_freed()` returns them.
     condemned,
-    /// Condemned blocks that no plan pins any more: they wait for `take_freed()`.
+    /// Condemned blocks without a pin: they wait for `take_freed()`.
     waiting,
-    /// Blocks that `quarantine` took out of use; those that are still pinned are counted as condemned.
+    /// Blocks in quarantine; those still pinned are counted as condemned.
     quarantined,
-    /// Blocks with at least one pin, indexed or condemned.
+    /// Pinned blocks, indexed or condemned.
     pinned,
-    /// Indexed blocks that could be evicted: neither pinned nor above a pinned one, and dead ones that
-    /// are above sources of copies alone.
+    /// Indexed blocks that `evict` can remove now.
     evictable,
     /// Indexed blocks that `mark_dead` marked and nobody has used since.
     dead,
     /// Indexed blocks that are not exact.
     approximate,
-    /// Places on paths whose block has left while something below is present.
+    /// Evicted blocks with cached blocks below.
     holes,
     /// Nodes of the radix trees.
     nodes,
-    /// Windows of eight tokens that are kept to find moved runs by.
+    /// Windows of eight tokens, by which moved runs are found.
     windows,
     /// Namespaces that hold something.
     namespaces,
@@ -69,16 +66,16 @@ counters! {
     live_plans,
     /// Ticks of the logical clock.
     clock,
-    /// Ids given to `discard` or `quarantine` that the index did not hold.
+    /// Ids given to `discard` or `quarantine` that were not indexed.
     unknown_discards,
-    /// Nodes that lookups, plans and inserts have looked at since the index was made.
+    /// Nodes that lookups, plans and inserts have visited since the index was made.
     nodes_visited,
     /// Bytes of token ids that they have compared.
     bytes_compared,
-    /// Steps of plans' searches for moved runs, since the index was made or restored: places tried,
-    /// children and cache lines of tokens compared.
+    /// Steps of searches for moved runs since the index was made or restored: places tried, children
+    /// and cache lines of tokens compared.
     search_looks,
-    /// Memory that the index holds, in bytes.
+    /// Bytes of memory that the index holds.
     bytes,
 }
 

@@ -21,7 +21,6 @@ use crate::source::SourceArg;
 /// Tokens that are hashed in about 50 µs.
 const TOKENS: usize = 1 << 12;
 
-/// What hashing so many tokens costs.
 pub(crate) fn hashing(tokens: usize) -> Cost {
     if tokens >= TOKENS {
         Cost::Long
@@ -46,7 +45,6 @@ pub(crate) fn hashing(tokens: usize) -> Cost {
 ///     ValueError: A limit is negative.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> kvtrie.TransferLimits(max_bytes=1 << 20).max_groups
 ///     64
 #[pyclass(frozen, eq, hash, module = "kvtrie", name = "TransferLimits")]
@@ -56,7 +54,6 @@ pub(crate) struct PyTransferLimits {
 }
 
 value_methods! {
-    ///     >>> import kvtrie
     ///     >>> kvtrie.TransferLimits(max_runs=5).replace(max_groups=1).max_runs
     ///     5
     impl PyTransferLimits {
@@ -144,7 +141,6 @@ impl Value for PyTransferLimits {
 /// Consecutive blocks of one label in a manifest: an entry of `TransferManifest.runs`.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
 ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
@@ -209,7 +205,6 @@ impl PyBlockRun {
 /// and rank. `plan_transfer` checks it with the key before it believes it.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt="tenant-a")
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
 ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
@@ -266,7 +261,6 @@ impl PyTransferManifest {
     ///         has another length.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
     ///     >>> source = kvtrie.Imported(exact_until=2, hops=1)
@@ -348,7 +342,6 @@ impl PyTransferManifest {
     ///     ValueError: `group` is negative, or the key has another length.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
     ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
@@ -406,7 +399,6 @@ impl PyTransferManifest {
     ///     TypeError: `raw` is not a buffer of bytes.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> try:
     ///     ...     kvtrie.TransferManifest.from_bytes(b"\x93nonsense")
     ///     ... except kvtrie.TransferRefused as refused:
@@ -543,7 +535,6 @@ impl PyTransferManifest {
     }
 }
 
-/// The labels of the first `num_computed` tokens.
 fn labels(
     source: Option<&Bound<'_, PyAny>>,
     num_computed: usize,
@@ -578,7 +569,6 @@ fn labels(
         .collect())
 }
 
-/// The end of the issued positions, for counts that the sequence and the format have room for.
 fn check_counts(
     seq: &TokenSequence,
     num_computed: usize,

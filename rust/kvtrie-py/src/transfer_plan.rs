@@ -19,7 +19,6 @@ use crate::transfer::{PyTransferManifest, block_sizes, hashing, tables, transfer
 /// blocks and needs no release.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space, key = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), b"k" * 32
 ///     >>> theirs = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
 ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
@@ -158,7 +157,6 @@ impl PyTransferPlan {
 ///         `cached` is not a range inside the sequence, or the key has another length.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space, key = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), b"k" * 32
 ///     >>> theirs = kvtrie.TokenSequence(list(range(64)), space)
 ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
@@ -238,7 +236,6 @@ pub(crate) fn plan_transfer(
     Ok(PyTransferPlan { core })
 }
 
-/// A half-open range of positions.
 fn range(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<(usize, usize)> {
     let all = pyo3::types::PyList::new(value.py(), [value])?;
     match ranges(&all, arg)?.first() {

@@ -22,7 +22,7 @@ pub struct Forgotten {
 }
 
 impl SequenceLedger {
-    /// Inserts exactly the whole blocks of `committed..verified`. The table then has the ids that the index returned;
+    /// Inserts exactly the whole blocks of `committed..V`. The table then has the ids that the index returned;
     /// `duplicates` and `freed` belong to the caller. Blocks that were not taken stay in the table, so `surplus` is
     /// empty.
     ///
@@ -31,8 +31,8 @@ impl SequenceLedger {
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live, or its plan was released.
-    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): another sequence, an index of another block size, and
-    ///   what [`RadixIndex::insert`] refuses.
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): another sequence, an index of another block
+    ///   size, and what [`RadixIndex::insert`] refuses.
     /// - [`BlockInUse`](kvtrie_core::ErrorKind::BlockInUse): as for [`RadixIndex::insert`].
     ///
     /// # Complexity
@@ -73,9 +73,9 @@ impl SequenceLedger {
         Ok(done)
     }
 
-    /// Ends a request: commits a last time, returns the rest of the table in `surplus`, releases its plans, and returns
-    /// the sequence to its owner. If the insert is refused, the request stays as it is. If its plan was released
-    /// before, nothing is inserted, and `surplus` has all blocks that were not committed.
+    /// Commits a last time and ends the request: releases its plans, returns the sequence to its owner and the rest of
+    /// the table in `surplus`. If the insert is refused, the request stays. If its plan was released before, nothing is
+    /// inserted, and `surplus` has all blocks that were not committed.
     ///
     /// # Errors
     /// As [`commit`](Self::commit).
@@ -165,7 +165,6 @@ impl Request {
         Ok(())
     }
 
-    /// All plans that pin blocks for this request.
     fn plans(&self) -> impl Iterator<Item = &Arc<ReusePlan>> {
         let own = match &self.source {
             LedgerSource::Plan(plan) => Some(plan),
@@ -198,7 +197,6 @@ impl Request {
         }
     }
 
-    /// Spans with tokens below `end` that the index does not have yet.
     fn spans_to_give(&self, end: usize) -> Vec<Span> {
         self.spans
             .iter()
@@ -208,7 +206,6 @@ impl Request {
             .collect()
     }
 
-    /// The index has the tags of all tokens below `end`.
     fn gave(&mut self, end: usize) {
         for tagged in &mut self.spans {
             tagged.given_until = tagged.given_until.max(end);

@@ -29,20 +29,28 @@ pub(super) struct Stepped {
 /// Why a call contradicts the positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Contradiction {
-    /// A claim below what is final and computed.
-    Below { claimed: usize, verified: usize },
-    /// A claim above what was issued.
-    NotIssued { claimed: usize, issued: usize },
-    /// Positions after the end of the table.
-    NoRoom { end: usize, capacity: usize },
+    Below {
+        claimed: usize,
+        verified: usize,
+    },
+    NotIssued {
+        claimed: usize,
+        issued: usize,
+    },
+    NoRoom {
+        end: usize,
+        capacity: usize,
+    },
     /// A claim lower than the last one while no ids have arrived for the first drafts.
     Refused {
         claimed: usize,
         computed: usize,
         draft: usize,
     },
-    /// More drafts than tokens issued with them.
-    Drafts { drafts: usize, tokens: usize },
+    Drafts {
+        drafts: usize,
+        tokens: usize,
+    },
 }
 
 impl Positions {
@@ -58,7 +66,6 @@ impl Positions {
         }
     }
 
-    /// The end of the final *and* computed positions.
     pub(super) fn verified(&self) -> usize {
         let first_draft = self.drafts.first().copied().unwrap_or(usize::MAX);
         self.num_final.min(self.computed).min(first_draft)
@@ -68,7 +75,6 @@ impl Positions {
         self.issued
     }
 
-    /// Ranges of final tokens without KV that is known to be theirs.
     pub(super) fn missing(&self) -> Vec<(usize, usize)> {
         self.cached.gaps(self.verified(), self.num_final)
     }
@@ -136,7 +142,6 @@ impl Positions {
         })
     }
 
-    /// Applies a checked step.
     pub(super) fn step(&mut self, stepped: Stepped) {
         self.num_final = stepped.num_final;
         self.claim(stepped.computed);

@@ -102,17 +102,17 @@ impl fmt::Debug for Scratch {
 }
 
 impl SequenceLedger {
-    /// Notes one scheduler step: new final ids, the engine's counter and the issued positions of every request. All or
+    /// One scheduler step: new final ids, the engine's counter and the issued positions of every request. All or
     /// nothing.
     ///
     /// `visit` gives access to the sequences: it is called for every request with new ids, and applies its second
-    /// argument to the request's sequence. If it fails, its error is returned and nothing has changed.
+    /// argument to the request's sequence. If it fails, nothing has changed.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): a request is not live.
     /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): lists of different lengths, offsets that do not
-    ///   ascend, a request that is given twice, a value that is not a token id, and what [`append`](Self::append),
-    ///   [`confirm`](Self::confirm) and [`schedule`](Self::schedule) refuse.
+    ///   ascend, a request given twice, and what [`append`](Self::append), [`confirm`](Self::confirm) and
+    ///   [`schedule`](Self::schedule) refuse.
     ///
     /// # Complexity
     /// O(requests + new ids).

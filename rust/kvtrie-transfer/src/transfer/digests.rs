@@ -1,10 +1,7 @@
 //! Keyed digests of tokens, salts and runs: `BLAKE2b` with 16 bytes of output, and one `person` per purpose.
 //!
-//! The digest of a range of tokens covers, in this order: the version of the encoding; the tokens; of each item piece
-//! inside, its start and end within the range, the offset of that start in its item, the length of its digest, and the
-//! digest; the number of pieces; the number of tokens. Numbers are little-endian u32. The counts come last, so that all
-//! prefixes of a sequence are hashed in one pass; read from the end, they separate the parts. The version comes first,
-//! so that a cloned state has already compressed the key.
+//! docs/transfers.md has the encoding of tokens. The counts come last, so that all prefixes of a sequence are hashed in
+//! one pass; the version comes first, so that a cloned state has already compressed the key.
 
 use std::fmt;
 
@@ -19,12 +16,10 @@ pub(super) const DIGEST: usize = 16;
 
 pub(super) type Digest = [u8; DIGEST];
 
-/// Consecutive tokens of a sequence, from position `base` on.
 #[derive(Clone, Copy)]
 pub(super) struct Tokens<'a> {
     pub(super) ids: &'a [u32],
     base: usize,
-    /// All items of the sequence.
     items: &'a [Item],
 }
 
@@ -37,7 +32,6 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    /// The tokens at the positions `start..end`.
     pub(super) fn slice(self, start: usize, end: usize) -> Self {
         Self {
             ids: &self.ids[start - self.base..end - self.base],
@@ -47,7 +41,6 @@ impl<'a> Tokens<'a> {
     }
 }
 
-/// The version of the encoding of tokens.
 const ENCODING: u32 = 1;
 
 /// The key of a deployment. Its owner can state what blocks hold.
@@ -174,7 +167,6 @@ impl fmt::Debug for TransferKey {
 pub(super) struct RunHasher(State);
 
 impl RunHasher {
-    /// The digest of a run: of its encoded fields before the digest.
     pub(super) fn digest(&self, fields: &[u8]) -> Digest {
         digest(self.0.clone().update(fields))
     }

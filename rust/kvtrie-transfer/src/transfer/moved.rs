@@ -1,9 +1,9 @@
 //! Moved runs: blocks of a sender elsewhere in the prompt, with one more hop.
 //!
-//! A *match* is a maximal chain of consecutive blocks of the sender whose tokens the prompt has at one distance. The
-//! prompt is covered from left to right: at each token by the match that contains it and reaches furthest; ties: fewer
-//! hops, smaller distance, lowest slot of the sender. A match that contains a token has a block that contains it, or
-//! ends in a partial block after one, so few windows are looked up per token.
+//! A *match* is a maximal chain of consecutive blocks of the sender whose tokens the prompt has at one distance. At each
+//! token from left to right the match that reaches furthest is used; ties: fewer hops, smaller distance, lowest slot. A
+//! match that contains a token has a block that contains it, or ends in a partial block after one, so few windows are
+//! looked up per token.
 
 use std::ops::Range;
 
@@ -25,22 +25,17 @@ pub(super) const MIN_RUN: usize = 16;
 const UNKNOWN: u32 = u32::MAX;
 const NOWHERE: u32 = u32::MAX - 1;
 
-/// A block of the sender that may be moved.
 #[derive(Clone, Copy)]
 struct SentBlock {
-    /// Position of its first token in the sender's sequence.
     at: usize,
     len: usize,
     /// Equal for blocks of equal tokens.
     content: u32,
     run: usize,
-    /// Its index in the run.
     place: usize,
-    /// Hops after the move.
     hops: u16,
 }
 
-/// A match: `blocks`, the first of which starts at `start` in the prompt.
 #[derive(Clone)]
 struct MovedRun {
     start: usize,
@@ -48,7 +43,6 @@ struct MovedRun {
     blocks: Range<usize>,
 }
 
-/// The search for the blocks of one group.
 pub(super) struct MoveSearch<'a> {
     runs: &'a [BlockRun<'a>],
     prompt: Tokens<'a>,
@@ -265,12 +259,10 @@ impl<'a> MoveSearch<'a> {
         found
     }
 
-    /// Whether one block directly follows the other.
     fn adjoin(&self, before: usize, after: usize) -> bool {
         self.blocks[before].at + self.block_size == self.blocks[after].at
     }
 
-    /// The content of the window at a position; `length` indexes `lengths`.
     fn content(&mut self, window: usize, length: usize) -> u32 {
         let len = self.lengths[length];
         let end = window + len;
@@ -288,7 +280,6 @@ impl<'a> MoveSearch<'a> {
         known[window]
     }
 
-    /// Adds the tokens of a match in a range, one piece per run.
     fn emit(&self, found: &MovedRun, range: Range<usize>, pieces: &mut Vec<Piece>) {
         let source = self.blocks[found.blocks.start].at;
         let mut at = range.start;

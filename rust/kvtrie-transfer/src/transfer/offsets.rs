@@ -12,7 +12,6 @@ pub(super) const EXACT: u8 = 0;
 pub(super) const APPROXIMATE: u8 = 1;
 pub(super) const LOOKAHEAD: u8 = 2;
 
-/// The offsets of the parts of a manifest in its bytes.
 #[derive(Clone, Debug)]
 pub(super) struct Offsets {
     pub(super) namespace: NamespaceOffsets,
@@ -76,7 +75,6 @@ pub(super) fn block_ids(raw: &[u8]) -> impl ExactSizeIterator<Item = BlockId> + 
     ids.iter().map(|id| BlockId(u32::from_le_bytes(*id)))
 }
 
-/// An id that is given twice.
 pub(super) fn first_twice(ids: impl Iterator<Item = BlockId> + Clone) -> Option<BlockId> {
     // Most tables ascend: no copy needed.
     if ids.clone().is_sorted_by(|a, b| a < b) {

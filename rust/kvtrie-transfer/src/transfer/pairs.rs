@@ -36,12 +36,10 @@ pub(super) struct Piece {
     pub(super) source: usize,
     pub(super) class: Class,
     pub(super) hops: u16,
-    /// Index of the run in its group.
     pub(super) run: usize,
 }
 
 impl Piece {
-    /// The part inside a range, if any.
     pub(super) fn inside(mut self, range: &Range<usize>) -> Option<Self> {
         let start = self.start.max(range.start);
         self.source += start - self.start;
@@ -88,7 +86,6 @@ pub(super) fn gaps(range: Range<usize>, pieces: &[Piece]) -> Vec<Range<usize>> {
     found
 }
 
-/// Cuts pieces at the block edges of both sides.
 pub(super) fn pair_up(
     pieces: &[Piece],
     runs: &[BlockRun<'_>],
@@ -120,7 +117,6 @@ pub(super) fn pair_up(
     }
 }
 
-/// Position here minus position there.
 pub(super) fn distance(here: usize, there: usize) -> i64 {
     i64::try_from(here).unwrap_or(i64::MAX) - i64::try_from(there).unwrap_or(i64::MAX)
 }

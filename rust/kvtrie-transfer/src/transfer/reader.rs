@@ -18,7 +18,6 @@ use crate::transfer::wire::{ByteRange, ByteReader, READ, Read, short};
 const LEAST_GROUP: usize = 4;
 const LEAST_RUN: usize = 33;
 
-/// Reads a manifest. Returns the offsets of its parts.
 pub(super) fn read(raw: &[u8], limits: &TransferLimits) -> Read<Offsets> {
     // Offsets are u32.
     let max_bytes = limits.max_bytes.min(u32::MAX as usize);
@@ -248,7 +247,6 @@ impl Reading<'_> {
         })
     }
 
-    /// Reads a valid position.
     fn position(&self, cursor: &mut ByteReader<'_>, what: &str) -> Read<usize> {
         let value = cursor.uint(what)?;
         let value = usize::try_from(value).unwrap_or(usize::MAX);
@@ -271,7 +269,6 @@ impl Reading<'_> {
         }
     }
 
-    /// Tokens per block of the last group.
     fn block_size(&self) -> u32 {
         self.offsets
             .groups
@@ -280,7 +277,6 @@ impl Reading<'_> {
     }
 }
 
-/// What precedes a run in its group.
 #[derive(Default)]
 struct Before {
     end: usize,

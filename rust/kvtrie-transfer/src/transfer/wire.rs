@@ -57,7 +57,6 @@ impl<'a> ByteReader<'a> {
         self.raw.len() - self.at
     }
 
-    /// A refusal at the current byte.
     pub(super) fn wrong(&self, message: impl AsRef<str>) -> TransferError {
         refused(
             Refusal::Malformed,

@@ -109,7 +109,6 @@ fn write_namespace(out: &mut ByteWriter, namespace: &Namespace, key: &TransferKe
     }
 }
 
-/// Checks the arguments. Returns the end of the last label.
 fn check(
     call: &str,
     seq: &TokenSequence,
@@ -197,7 +196,6 @@ pub(super) fn check_table(
     }
 }
 
-/// The runs for blocks of one size and labels that end at `end`.
 fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: usize) -> Runs {
     let mut runs: Runs = Vec::new();
     let mut first = 0;
@@ -250,7 +248,6 @@ fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: us
     runs
 }
 
-/// The label of a block that several labels cover; `None` if a token has none.
 fn mixed(labels: &[LabelRun], range: &Range<usize>) -> Option<(u8, u16)> {
     let (mut at, mut flags, mut hops) = (range.start, EXACT, 0);
     for label in labels {
@@ -269,7 +266,6 @@ fn mixed(labels: &[LabelRun], range: &Range<usize>) -> Option<(u8, u16)> {
     (at >= range.end).then_some((flags, hops))
 }
 
-/// The starts of runs that are not look-ahead, ascending.
 fn starts_of(groups: &[SentGroup<'_>], runs: &[Runs]) -> Vec<usize> {
     let mut starts: Vec<usize> = groups
         .iter()
