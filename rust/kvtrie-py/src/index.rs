@@ -139,9 +139,6 @@ impl PyRadixIndex {
     ///         `pool_id`.
     ///     max_blocks: The largest pool to accept, in blocks.
     ///
-    /// Returns:
-    ///     A new index.
-    ///
     /// Raises:
     ///     SnapshotError: The bytes are not a snapshot, are damaged, or are of another version, a
     ///         larger pool or another `pool_id`.
@@ -312,9 +309,6 @@ impl PyRadixIndex {
     ///     touch: Whether the blocks found count as used, which keeps them longer.
     ///     start: Position in tokens of the first block wanted, a multiple of the block size.
     ///
-    /// Returns:
-    ///     The tokens matched, counted from 0, and the blocks from `start` on.
-    ///
     /// Raises:
     ///     ValueError: `keep_last` or `start` is negative, or `start` is inside a block or beyond the
     ///         sequence.
@@ -370,9 +364,6 @@ impl PyRadixIndex {
     ///     path: A sequence of the same namespace: plan as if only its path were cached. Of two runs at
     ///         the same distance, the one at the lower position is used. If a window of the prompt is
     ///         on more paths than a plan looks at, `candidates_dropped` is not 0.
-    ///
-    /// Returns:
-    ///     The plan. Release it, or use it in a `with` statement.
     ///
     /// Raises:
     ///     ValueError: `keep_last` is negative, the policy's `min_run` is below the index's, or `path`
@@ -448,9 +439,6 @@ impl PyRadixIndex {
     ///     source: Where the KV came from: the plan that it was built by, `kvtrie.COMPUTED`, or
     ///         `kvtrie.Imported(...)`.
     ///     spans: Tags to set afterwards, as `tag` does.
-    ///
-    /// Returns:
-    ///     The ids that back the sequence from `start` on, and what became of the others.
     ///
     /// Raises:
     ///     BlockInUseError: An id backs another place, or comes twice.
@@ -547,7 +535,7 @@ impl PyRadixIndex {
     ///
     /// Returns:
     ///     Their ids (int32) in order of eviction; fewer than `n` if no more can go. They are the
-    ///         caller's from here on.
+    ///     caller's from here on.
     ///
     /// Raises:
     ///     ValueError: `n` is negative.
@@ -714,9 +702,6 @@ impl PyRadixIndex {
     ///     ranges: As for `mark_dead`.
     ///     force: Also remove blocks above ones that are on other paths.
     ///
-    /// Returns:
-    ///     Which ids are free now, which stayed, and which come later by `take_freed`.
-    ///
     /// Raises:
     ///     ValueError: A range is reversed, overlaps the one before it, or ends beyond the sequence.
     ///
@@ -778,10 +763,6 @@ impl PyRadixIndex {
     }
 
     /// `drop` of every namespace.
-    ///
-    /// Example:
-    ///     >>> kvtrie.RadixIndex(num_blocks=8).reset()
-    ///     array([], dtype=int32)
     fn reset<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
         let shared = &*self.shared;
         let freed = py.enter(Cost::Long, |keys| {
@@ -809,10 +790,6 @@ impl PyRadixIndex {
     }
 
     /// The namespaces that hold something, sorted by field. It shows the salts of all tenants.
-    ///
-    /// Example:
-    ///     >>> kvtrie.RadixIndex(num_blocks=8).namespaces()
-    ///     []
     fn namespaces(&self, py: Python<'_>) -> PyResult<Vec<PyNamespace>> {
         let shared = &*self.shared;
         let all = py.enter(Cost::Long, |keys| {
@@ -894,10 +871,6 @@ impl PyRadixIndex {
     }
 
     /// Counters of the index at this moment.
-    ///
-    /// Example:
-    ///     >>> kvtrie.RadixIndex(num_blocks=8).stats().indexed
-    ///     0
     fn stats(&self, py: Python<'_>) -> PyResult<PyIndexStats> {
         let shared = &*self.shared;
         let stats = py.enter(Cost::Long, |keys| {
@@ -923,9 +896,6 @@ impl PyRadixIndex {
     ///
     /// Raises:
     ///     KvTrieError: An invariant is broken, which is a bug in kvtrie.
-    ///
-    /// Example:
-    ///     >>> kvtrie.RadixIndex(num_blocks=8).check()
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         let shared = &*self.shared;
         py.enter(Cost::Long, |keys| {

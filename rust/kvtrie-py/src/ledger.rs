@@ -532,9 +532,6 @@ impl PySequenceLedger {
     ///     to: A position in tokens; nothing below it changes.
     ///     drop_blocks: Also cut blocks wholly after `to` off the table.
     ///
-    /// Returns:
-    ///     The tokens that no longer count as computed, and the blocks that were cut.
-    ///
     /// Raises:
     ///     ValueError: `to` is below what was committed, or after what was issued.
     ///
@@ -754,8 +751,8 @@ impl PySequenceLedger {
     ///
     /// Returns:
     ///     A structured array that covers `final_range` once, ascending: `start` and `end`, int64 in
-    ///         tokens; `class`, uint8: 0 exact, 1 approximate; `hops`, uint16. Fields are aligned as C
-    ///         aligns them.
+    ///     tokens; `class`, uint8: 0 exact, 1 approximate; `hops`, uint16. Fields are aligned as C
+    ///     aligns them.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)

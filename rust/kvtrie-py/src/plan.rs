@@ -45,7 +45,7 @@ pub(crate) struct PyReusePlan {
     /// Of each class: exact, approximate, computed.
     counts: [usize; 3],
     released: AtomicBool,
-    /// Whether a caller has it, which is warned if it is collected unreleased.
+    /// Whether a caller has it, and is warned if it is collected unreleased.
     is_callers: bool,
 }
 
@@ -54,7 +54,7 @@ impl PyReusePlan {
         Self::around(Arc::new(core), index, true)
     }
 
-    /// A plan that no caller sees; what a ledger keeps.
+    /// A plan that only a ledger has.
     pub(crate) fn internal(core: Arc<ReusePlan>, index: Arc<SharedIndex>) -> Self {
         Self::around(core, index, false)
     }
@@ -218,7 +218,7 @@ impl PyReusePlan {
     ///
     /// Returns:
     ///     A structured array with the int64 fields `source_slot`, `dest_slot`, `num_tokens` and
-    ///         `delta` (by how many positions K is rotated).
+    ///     `delta` (by how many positions K is rotated).
     ///
     /// Raises:
     ///     StaleHandleError: The plan was released.
@@ -261,13 +261,10 @@ impl PyReusePlan {
         output::moves(py, &moves)
     }
 
-    /// Whether what the plan uses is still there as it was planned.
+    /// One bool per segment: whether what the plan uses is still there as it was planned.
     ///
     /// True for computed and pinned segments; without pins, true until one of the blocks leaves the
     /// index. `release_sources` unpins the copied segments, `release` all.
-    ///
-    /// Returns:
-    ///     One bool per segment, as an array.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
@@ -292,12 +289,6 @@ impl PyReusePlan {
     ///
     /// Raises:
     ///     StaleHandleError: The plan was released.
-    ///
-    /// Example:
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
-    ///     >>> with index.plan(kvtrie.TokenSequence([1, 2], space)) as plan:
-    ///     ...     plan.release_sources()
     fn release_sources(&self, py: Python<'_>) -> PyResult<()> {
         py.enter_briefly(|keys, effort| {
             let mut index = keys.lock(&self.index.core, INDEX)?;

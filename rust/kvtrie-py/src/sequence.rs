@@ -88,14 +88,7 @@ impl PyTokenSequence {
     ///     items: Items over the new tokens; positions count from the start of the sequence.
     ///
     /// Raises:
-    ///     TypeError: As for the class.
-    ///     ValueError: As for the class.
-    ///
-    /// Example:
-    ///     >>> seq = kvtrie.TokenSequence([1, 2], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
-    ///     >>> seq.extend([3])
-    ///     >>> len(seq)
-    ///     3
+    ///     TypeError, ValueError: As for the class.
     #[pyo3(signature = (
         ids: "_Integers", items: "Iterable[Item]" = nothing()
     ), text_signature = "($self, ids, items=())")]

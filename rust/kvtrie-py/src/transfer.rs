@@ -251,9 +251,6 @@ impl PyTransferManifest {
     ///         of its transfers. A reader with another context is refused. Without one, runs of another
     ///         engine or of an ended request verify.
     ///
-    /// Returns:
-    ///     A manifest whose last block may hold fewer tokens than its block size.
-    ///
     /// Raises:
     ///     TypeError: An argument has the wrong type.
     ///     ValueError: `num_computed` is beyond the sequence, there are too few blocks (both numbers
@@ -333,9 +330,6 @@ impl PyTransferManifest {
     ///     group: The group number of the ledger's blocks.
     ///     context: As for `from_blocks`.
     ///
-    /// Returns:
-    ///     A manifest of what the ledger knows at this moment.
-    ///
     /// Raises:
     ///     StaleHandleError: The request is not live, or its plan was released.
     ///     TypeError: An argument has the wrong type.
@@ -392,7 +386,7 @@ impl PyTransferManifest {
     ///
     /// Returns:
     ///     The manifest whose `to_bytes()` is `raw`. Reading takes at most four times the memory of
-    ///         `raw`.
+    ///     `raw`.
     ///
     /// Raises:
     ///     TransferRefused: With the reason `"malformed"`, `"version"` or `"limits"`.

@@ -115,7 +115,7 @@ impl PyTransferPlan {
     }
 }
 
-/// Plan which blocks of a sender to load for a sequence, and what to compute.
+/// Plan which blocks of a sender to load for a sequence, and what to compute. Nothing is pinned.
 ///
 /// A token is loaded only if a digest proves that the local sequence has it there. It is exact if
 /// its run is and all tokens before it are those of the local sequence; such KV stays in place,
@@ -144,9 +144,6 @@ impl PyTransferPlan {
 ///     block_size: Tokens per local block, or a dict by group; None takes the sender's.
 ///     keep_last: Tokens at the end that are computed in any case, cached or not.
 ///     context: As the sender gave it to `TransferManifest.from_blocks`.
-///
-/// Returns:
-///     The plan. Nothing is changed or pinned.
 ///
 /// Raises:
 ///     TransferRefused: With the reason `"digest"` (a run was changed, or written with another key
