@@ -110,6 +110,10 @@ impl PyBlockAllocator {
     /// Raises:
     ///     TypeError: The ids are not a list of integers.
     ///     ValueError: An id is outside the pool, is free, or comes twice.
+    ///
+    /// Example:
+    ///     >>> pool = kvtrie.BlockAllocator(4)
+    ///     >>> pool.free(pool.allocate(4))
     #[pyo3(signature = (ids: "_Integers"))]
     fn free(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let ids = block_ids(ids, self.num_blocks, Arg::new("BlockAllocator.free", "ids"))?;

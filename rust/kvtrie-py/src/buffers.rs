@@ -18,7 +18,6 @@ use crate::span::PySpan;
 /// One past the largest token id.
 pub(crate) const TOKEN_IDS: u64 = 1 << 32;
 
-/// What an argument is called in messages.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Arg {
     pub(crate) call: &'static str,
@@ -53,12 +52,12 @@ fn is_foreign(error: &PyErr, py: Python<'_>) -> bool {
     !error.is_instance_of::<PyException>(py) || error.is_instance_of::<PyMemoryError>(py)
 }
 
-/// The default of an argument that Python's signature shows as an empty tuple.
+/// Shown as an empty tuple in Python's signature.
 pub(crate) fn nothing<'a, 'py>() -> Option<&'a Bound<'py, PyAny>> {
     None
 }
 
-/// The default of an argument that Python's signature shows as empty bytes.
+/// Shown as empty bytes in Python's signature.
 pub(crate) fn no_bytes<'a, 'py>() -> Option<&'a Bound<'py, PyBytes>> {
     None
 }
@@ -86,7 +85,6 @@ impl Arg {
     }
 
     pub(crate) fn count(self, value: i128) -> PyResult<usize> {
-        // Python's own containers count as far.
         let count = self.within(value, 0, i64::MAX)?;
         usize::try_from(count).map_err(|error| PyValueError::new_err(error.to_string()))
     }
@@ -522,7 +520,7 @@ trait Whole: Element + Copy + Into<i128> {
     /// The value, or the nearest to it.
     fn signed(self) -> i64;
 
-    /// The values as they are, if they need no conversion.
+    /// The values, if they need no conversion.
     fn tokens(_values: &[Self]) -> Option<&[u32]> {
         None
     }
@@ -583,7 +581,7 @@ fn read_array<T: Whole>(
     narrow(values, limit).map_err(|at| arg.range_error(first + at, values[at].into(), limit))
 }
 
-/// The values as `u32`, or the position of the first that is not in `0..limit`.
+/// Fails with the position of the first value that is not in `0..limit`.
 fn narrow<T: Whole>(values: &[T], limit: u64) -> Result<Vec<u32>, usize> {
     if let (Some(tokens), true) = (T::tokens(values), limit == TOKEN_IDS) {
         return Ok(tokens.to_vec());

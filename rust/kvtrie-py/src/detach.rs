@@ -29,7 +29,7 @@ pub(crate) enum Cost {
 impl Cost {
     /// Blocks that are found in 50 to 100 µs if each is an edge of its own and none is in the CPU's cache.
     const BLOCKS: usize = 256;
-    /// Tokens that are copied in about 10 µs.
+    /// Copied in about 10 µs.
     const TOKENS: usize = 1 << 16;
 
     pub(crate) fn blocks(blocks: usize) -> Self {
@@ -49,7 +49,6 @@ impl Cost {
     }
 }
 
-/// Why work under a lock failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
     Core(kvtrie_core::Error),

@@ -72,7 +72,7 @@ pub(crate) fn exception(error: &Error) -> PyErr {
     }
 }
 
-/// A message of the core, with Python's name of the Rust call that it begins with.
+/// A message of the core, with Python's name of the call.
 fn in_python(message: String) -> String {
     let Some((call, rest)) = message.split_once(": ") else {
         return message;
@@ -89,7 +89,7 @@ fn in_python(message: String) -> String {
     format!("{name}: {rest}")
 }
 
-/// The exception for a core error that one argument of a Python call is the cause of: the call has another name in Rust.
+/// The exception for a core error of a call that has another name in Rust.
 pub(crate) fn exception_in(call: &str, error: &Error) -> PyErr {
     let message = error.to_string();
     let rest = message.split_once(": ").map_or(&*message, |(_, rest)| rest);

@@ -48,8 +48,6 @@ pub(crate) fn explain(
 ///     >>> why = index.explain(kvtrie.TokenSequence([1, 2, 3, 9, 9], space))
 ///     >>> why.reason, why.position, why.context.ours, why.context.theirs
 ///     ('diverged', 3, array([1, 2, 3, 9, 9], dtype=uint32), array([1, 2, 3, 4], dtype=uint32))
-///     >>> why.to_dict()["would_save"]
-///     {'exact': 3, 'approximate': 0, 'compute': 2}
 #[pyclass(frozen, module = "kvtrie", name = "Explanation")]
 pub(crate) struct PyExplanation {
     core: Explanation,
@@ -128,6 +126,11 @@ impl PyExplanation {
     }
 
     /// A new dictionary by attribute names, for `json.dumps`.
+    ///
+    /// Example:
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> kvtrie.RadixIndex(num_blocks=8).explain(seq).to_dict()["would_save"]
+    ///     {'exact': 0, 'approximate': 0, 'compute': 3}
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Document<'py>> {
         let core = &self.core;
         let context = PyDict::new(py);
@@ -258,6 +261,11 @@ impl PyNamespaceDifference {
 }
 
 /// What a plan would find of a prompt, in tokens.
+///
+/// Example:
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+///     >>> kvtrie.RadixIndex(num_blocks=8).explain(seq).would_save
+///     WouldSave(exact=0, approximate=0, compute=3)
 #[pyclass(frozen, module = "kvtrie", name = "WouldSave")]
 pub(crate) struct PyWouldSave {
     core: WouldSave,

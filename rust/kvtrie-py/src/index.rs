@@ -34,9 +34,9 @@ use crate::stats::PyIndexStats;
 /// that it does not know belong to the caller: `insert` gives ids to the index, every other call
 /// that returns ids gives them back.
 ///
-/// Arguments of another type raise `TypeError`. Any thread may call an index; one lock guards it. A call that takes longer than about 100 µs
-/// releases the interpreter. After `os.fork` every call in the child raises `StaleHandleError`, as
-/// do inherited plans, sequences, ledgers and allocators.
+/// Arguments of another type raise `TypeError`. Any thread may call an index; one lock guards it. A
+/// call that takes longer than about 100 µs releases the interpreter. After `os.fork` every call in
+/// the child raises `StaleHandleError`, as do inherited plans, sequences, ledgers and allocators.
 ///
 /// Args:
 ///     num_blocks: Blocks in the engine's KV pool, 1 to 2**31.
@@ -763,6 +763,10 @@ impl PyRadixIndex {
     }
 
     /// `drop` of every namespace.
+    ///
+    /// Example:
+    ///     >>> kvtrie.RadixIndex(num_blocks=8).reset()
+    ///     array([], dtype=int32)
     fn reset<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
         let shared = &*self.shared;
         let freed = py.enter(Cost::Long, |keys| {
@@ -790,6 +794,10 @@ impl PyRadixIndex {
     }
 
     /// The namespaces that hold something, sorted by field. It shows the salts of all tenants.
+    ///
+    /// Example:
+    ///     >>> kvtrie.RadixIndex(num_blocks=8).namespaces()
+    ///     []
     fn namespaces(&self, py: Python<'_>) -> PyResult<Vec<PyNamespace>> {
         let shared = &*self.shared;
         let all = py.enter(Cost::Long, |keys| {
@@ -852,6 +860,11 @@ impl PyRadixIndex {
     ///
     /// Returns:
     ///     The longest ranges of each kind, sorted by (start, end, kind).
+    ///
+    /// Example:
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> kvtrie.RadixIndex(num_blocks=8).tags(seq)
+    ///     []
     #[pyo3(signature = (seq: "TokenSequence"))]
     fn tags(
         &self,
@@ -871,6 +884,10 @@ impl PyRadixIndex {
     }
 
     /// Counters of the index at this moment.
+    ///
+    /// Example:
+    ///     >>> kvtrie.RadixIndex(num_blocks=8).stats().indexed
+    ///     0
     fn stats(&self, py: Python<'_>) -> PyResult<PyIndexStats> {
         let shared = &*self.shared;
         let stats = py.enter(Cost::Long, |keys| {
@@ -896,6 +913,9 @@ impl PyRadixIndex {
     ///
     /// Raises:
     ///     KvTrieError: An invariant is broken, which is a bug in kvtrie.
+    ///
+    /// Example:
+    ///     >>> kvtrie.RadixIndex(num_blocks=8).check()
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         let shared = &*self.shared;
         py.enter(Cost::Long, |keys| {

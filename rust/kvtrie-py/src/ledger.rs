@@ -94,9 +94,9 @@ impl PyLiveRequest {
 
 /// What is *computed* of every live request of an engine: the only owner of its lengths.
 ///
-/// An engine's counters of scheduled, computed, sampled and allocated tokens run ahead of each
-/// other. A ledger takes ids and counters as the engine has them, and returns which tokens are
-/// final *and* computed. `commit` inserts exactly these into an index.
+/// An engine's counters run ahead of each other. A ledger takes ids and counters as the engine has
+/// them, and returns which tokens are final *and* computed. `commit` inserts exactly these into an
+/// index.
 ///
 /// Of a request it keeps the sequence, the block table from position 0, the source of its KV, and
 /// these positions, in tokens:
@@ -109,9 +109,9 @@ impl PyLiveRequest {
 ///   lowers it.
 /// - committed: inserted into an index, whole blocks.
 ///
-/// Arguments of another type raise `TypeError`. A request is named by any hashable. A call on a request that is not live raises
-/// `StaleHandleError`. A call that contradicts what is known raises `ValueError` with both numbers.
-/// Any thread may call a ledger; one lock guards it.
+/// Arguments of another type raise `TypeError`. A request is named by any hashable; if it is not
+/// live, calls raise `StaleHandleError`. A call that contradicts what is known raises `ValueError`
+/// with both numbers. Any thread may call a ledger; one lock guards it.
 ///
 /// What was committed stays in the index until the request ends: its plan holds it, or one that the
 /// commits make. A ledger that is dropped releases them.
@@ -598,6 +598,12 @@ impl PySequenceLedger {
     ///
     /// Args:
     ///     request: A live request.
+    ///
+    /// Example:
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+    ///     >>> ledger.untag("a")
     #[pyo3(signature = (request: "Hashable"))]
     fn untag(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<()> {
         self.on(py, request, "SequenceLedger.untag", SequenceLedger::untag)
@@ -607,6 +613,13 @@ impl PySequenceLedger {
     ///
     /// Args:
     ///     request: A live request.
+    ///
+    /// Example:
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+    ///     >>> ledger.spans("a")
+    ///     []
     #[pyo3(signature = (request: "Hashable"))]
     fn spans(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<Vec<PySpan>> {
         let found = self.on(py, request, "SequenceLedger.spans", |ledger, id| {
@@ -622,6 +635,13 @@ impl PySequenceLedger {
     ///
     /// Returns:
     ///     (0, end), in tokens.
+    ///
+    /// Example:
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+    ///     >>> ledger.final_range("a")
+    ///     (0, 2)
     #[pyo3(signature = (request: "Hashable"))]
     fn final_range(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
         let end = self.on(py, request, "SequenceLedger.final_range", |ledger, id| {
@@ -637,6 +657,13 @@ impl PySequenceLedger {
     ///
     /// Returns:
     ///     (start, end), in tokens; start is a multiple of the block size.
+    ///
+    /// Example:
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+    ///     >>> ledger.new_range("a")
+    ///     (0, 2)
     #[pyo3(signature = (request: "Hashable"))]
     fn new_range(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
         self.on(py, request, "SequenceLedger.new_range", |ledger, id| {
@@ -695,6 +722,13 @@ impl PySequenceLedger {
     ///
     /// Returns:
     ///     Block ids (int32). The last ones may hold no final KV: see `blocks_for`.
+    ///
+    /// Example:
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+    ///     >>> ledger.blocks("a")
+    ///     array([6, 0], dtype=int32)
     #[pyo3(signature = (request: "Hashable"))]
     fn blocks<'py>(&self, py: Python<'py>, request: &Bound<'py, PyAny>) -> PyResult<Ids<'py>> {
         let found = self.on(py, request, "SequenceLedger.blocks", |ledger, id| {
@@ -773,6 +807,13 @@ impl PySequenceLedger {
     ///
     /// Args:
     ///     request: A live request.
+    ///
+    /// Example:
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+    ///     >>> ledger.sequence("a") is seq
+    ///     True
     #[pyo3(signature = (request: "Hashable"))]
     fn sequence(
         &self,
@@ -787,6 +828,13 @@ impl PySequenceLedger {
     ///
     /// Args:
     ///     request: A live request.
+    ///
+    /// Example:
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+    ///     >>> ledger.source("a")
+    ///     COMPUTED
     #[pyo3(signature = (request: "Hashable") -> "ReusePlan | ComputedSource | Imported")]
     fn source<'py>(
         &self,
@@ -1137,6 +1185,13 @@ fn read_source(
 }
 
 /// What `SequenceLedger.rollback` undid. Array attributes are fresh arrays at every access.
+///
+/// Example:
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+///     >>> ledger.rollback("a", to=1, drop_blocks=True)
+///     RolledBack(ranges=[[1, 2]], blocks=[0])
 #[pyclass(frozen, module = "kvtrie", name = "RolledBack")]
 pub(crate) struct PyRolledBack {
     core: RolledBack,

@@ -13,6 +13,10 @@ use crate::hints::{NewArguments, SaltValue};
 use crate::output::quoted;
 
 /// The type of `kvtrie.SHARED`, its one value.
+///
+/// Example:
+///     >>> kvtrie.SHARED
+///     SHARED
 #[pyclass(frozen, module = "kvtrie", name = "SharedSalt")]
 pub(crate) struct PySharedSalt;
 

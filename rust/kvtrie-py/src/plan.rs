@@ -254,7 +254,6 @@ impl PyReusePlan {
         };
         let table = block_ids(table, self.index.num_blocks, Arg::new(CALL, "table"))?;
         let plan = self.live(CALL)?;
-        // Checking a block takes a fraction of looking one up.
         let entries = plan.num_entries() + table.len();
         let cost = Cost::blocks(entries / OFFERS_A_VISIT);
         let moves = py.enter(cost, |_| Ok(plan.moves(&table, start, end)?))?;
@@ -289,6 +288,12 @@ impl PyReusePlan {
     ///
     /// Raises:
     ///     StaleHandleError: The plan was released.
+    ///
+    /// Example:
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
+    ///     >>> with index.plan(seq) as plan:
+    ///     ...     plan.release_sources()
     fn release_sources(&self, py: Python<'_>) -> PyResult<()> {
         py.enter_briefly(|keys, effort| {
             let mut index = keys.lock(&self.index.core, INDEX)?;
@@ -403,7 +408,6 @@ impl Drop for PyReusePlan {
         if self.is_released() || self.index.core.is_inherited() {
             return;
         }
-        // Without an interpreter, or with one that is going away, nobody is left to use the index.
         Python::try_attach(|py| {
             // A plan may be collected while an exception is on its way.
             let pending = PyErr::take(py);

@@ -7,6 +7,11 @@ use crate::hints::Ids;
 use crate::output::{ids, listed};
 
 /// What `RadixIndex.lookup` found. Array attributes are fresh arrays at every access.
+///
+/// Example:
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+///     >>> kvtrie.RadixIndex(num_blocks=8).lookup(seq)
+///     Match(num_tokens=0, blocks=[])
 #[pyclass(frozen, module = "kvtrie", name = "Match")]
 pub(crate) struct PyMatch {
     num_tokens: usize,

@@ -89,6 +89,10 @@ impl PyTokenSequence {
     ///
     /// Raises:
     ///     TypeError, ValueError: As for the class.
+    ///
+    /// Example:
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> seq.extend([4])
     #[pyo3(signature = (
         ids: "_Integers", items: "Iterable[Item]" = nothing()
     ), text_signature = "($self, ids, items=())")]

@@ -9,6 +9,10 @@ use crate::fields::{Value, shown, singleton, value_methods};
 use crate::plan::PyReusePlan;
 
 /// The type of `kvtrie.COMPUTED`, its one value.
+///
+/// Example:
+///     >>> kvtrie.COMPUTED
+///     COMPUTED
 #[pyclass(frozen, module = "kvtrie", name = "ComputedSource")]
 pub(crate) struct PyComputedSource;
 

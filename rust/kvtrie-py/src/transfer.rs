@@ -437,6 +437,13 @@ impl PyTransferManifest {
     /// The manifest for `from_bytes`: MessagePack, version 1. Equal manifests have equal bytes.
     ///
     /// The bytes contain block ids, positions and digests, no token ids and no salt.
+    ///
+    /// Example:
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
+    ///     ...     seq, [8, 3], key=b"k" * 32, num_computed=3, block_size=2)
+    ///     >>> kvtrie.TransferManifest.from_bytes(manifest.to_bytes()) == manifest
+    ///     True
     fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, self.core.to_bytes())
     }

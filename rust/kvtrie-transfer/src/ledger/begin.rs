@@ -29,7 +29,6 @@ pub struct Begin<'a> {
 }
 
 impl Default for Begin<'_> {
-    /// Nothing has KV; all of it will be computed.
     fn default() -> Self {
         Self {
             source: LedgerSource::Computed,

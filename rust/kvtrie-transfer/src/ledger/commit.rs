@@ -81,7 +81,7 @@ impl SequenceLedger {
     /// As [`commit`](Self::commit).
     ///
     /// # Complexity
-    /// That of the insert and the release.
+    /// Insert and release.
     pub fn finish(
         &mut self,
         id: RequestId,
@@ -151,11 +151,9 @@ impl Request {
         index.insert(seq, &self.blocks[offered], options)
     }
 
-    /// Refuses an index of another block size, and one that did not make the request's plans.
     fn check_index(&self, index: &RadixIndex, block_size: usize, call: &str) -> Result<()> {
         check_block_size(index, block_size, call)?;
         for plan in self.plans() {
-            // A plan that was released is refused by the insert.
             if !plan.is_of(index) {
                 return Err(invalid(format!(
                     "{call}: the plan belongs to another index"
@@ -173,8 +171,8 @@ impl Request {
         own.into_iter().chain(&self.in_place).chain(&self.pins)
     }
 
-    /// Pins the committed blocks. Earlier pins are released, unless an exact block has replaced an approximate one that
-    /// the request still uses. The index has already taken the blocks, so nothing here may fail.
+    /// Pins the committed blocks. Earlier pins stay if an exact block has replaced an approximate one that the request
+    /// still uses. The index has taken the blocks already, so nothing here may fail.
     fn hold(&mut self, num_exact: usize, seq: &mut TokenSequence, index: &mut RadixIndex) {
         let plan = Arc::new(index.pin_in_place(seq, num_exact < self.committed));
         let num_committed = self.committed / plan.block_size();

@@ -1,8 +1,7 @@
 //! The ledger: which KV is *computed* for each live request.
 //!
-//! An engine's counters of scheduled, computed and sampled tokens run ahead of each other. KV that is saved or sent by
-//! the wrong one was never computed, or belongs to a token taken back. The ledger owns this length: it takes ids, never
-//! counts of ids, and returns the range that is final *and* computed.
+//! An engine's counters run ahead of each other: KV that is saved by the wrong one was never computed, or belongs to a
+//! token taken back. The ledger takes ids, never counts of ids, and returns the range that is final *and* computed.
 //!
 //! # The positions of a request
 //!
@@ -15,9 +14,8 @@
 //! - *C*, computed: the engine's last claim. KV of everything below is written, or ordered before every reader. *C* may
 //!   run ahead of *F* (asynchronous scheduling) and may fall back to *V* (rejected drafts).
 //! - *S*, issued: what the engine has scheduled. `C <= S <= blocks · block_size`.
-//! - *Drafts*: unverified tokens at the last issued positions. They are verified once ids have arrived after the first
-//!   draft and a claim follows, from which the engine has subtracted the refused drafts. Later drafts under way then
-//!   start right after the arrived ids.
+//! - *Drafts*: unverified tokens at the last issued positions. A claim after ids that follow the first draft verifies
+//!   them; the engine has subtracted the refused drafts. Later drafts under way start right after the ids.
 //! - *V* = min(*F*, *C*, first unverified draft): final and computed. Only [`rollback`] lowers it.
 //! - *Missing*: the part of `0..F` without KV. Cached segments may follow a gap; a claim that reaches the end of the gap
 //!   includes the segment.
@@ -94,7 +92,6 @@ pub struct RolledBack {
 /// ledger.schedule(id, 3, 0)?;
 /// ledger.confirm(id, 3)?;
 /// ledger.append(id, &mut seq, &[4])?;
-/// // The last sampled token has no KV.
 /// assert_eq!((seq.len(), ledger.final_end(id)?), (4, 3));
 /// let done = ledger.finish(id, &mut seq, &mut index)?;
 /// assert_eq!((done.blocks, done.surplus), (vec![BlockId(6)], vec![BlockId(0)]));
@@ -259,7 +256,7 @@ impl SequenceLedger {
         Ok(RolledBack { ranges, blocks })
     }
 
-    /// Stores spans; commits give them to the index.
+    /// Stores spans for the index.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -290,7 +287,7 @@ impl SequenceLedger {
         Ok(())
     }
 
-    /// The spans of the request, in the order in which they were tagged.
+    /// The spans of the request, in call order.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -300,7 +297,7 @@ impl SequenceLedger {
         Ok(spans.collect())
     }
 
-    /// The end of the final and computed tokens, which start at position 0.
+    /// *V*.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -309,7 +306,7 @@ impl SequenceLedger {
         Ok(request.positions.verified())
     }
 
-    /// The tokens that are final and computed but not committed.
+    /// `committed..V`.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -318,7 +315,7 @@ impl SequenceLedger {
         Ok((request.committed, request.positions.verified()))
     }
 
-    /// The issued positions after the final and computed tokens.
+    /// `V..S`.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -365,7 +362,7 @@ impl SequenceLedger {
         Ok(&request.blocks[start / self.block_size..end.div_ceil(self.block_size)])
     }
 
-    /// The labels of the tokens `start..end`, in as few runs as possible. The tokens of a block share one label.
+    /// The labels of the tokens `start..end`, in as few runs as possible. A block has one label.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -386,7 +383,7 @@ impl SequenceLedger {
         Ok(request.labels.runs(&request.source, in_place, start, end))
     }
 
-    /// The plans by which commits pin their blocks, if the source is not a plan. Usually one.
+    /// The plans by which commits pin their blocks, if the source is not a plan.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).

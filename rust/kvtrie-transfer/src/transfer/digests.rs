@@ -99,8 +99,8 @@ impl TransferKey {
     /// Most bytes of a context.
     pub const MAX_CONTEXT: usize = 1_024;
 
-    /// This key for manifests about one thing, for example an engine and a request. Runs written with another context
-    /// do not verify. An empty context changes nothing.
+    /// This key for manifests about one thing, such as an engine and a request. Runs of another
+    /// context do not verify. An empty context changes nothing.
     ///
     /// # Errors
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if it has more than 1,024 bytes.
@@ -126,7 +126,7 @@ impl TransferKey {
         finish(state, tokens)
     }
 
-    /// The digests of the tokens before each of `starts`, which ascend and are in the sequence.
+    /// The digests of the tokens before each of `starts`, which ascend.
     pub(super) fn prefixes(&self, sequence: Tokens<'_>, starts: &[usize]) -> Vec<Digest> {
         let mut state = self.prefix.clone();
         let mut at = 0;
@@ -142,7 +142,6 @@ impl TransferKey {
         digest(self.salt.clone().update(salt.as_bytes()))
     }
 
-    /// The hasher of the runs of a group, in a namespace as a manifest has it.
     pub(super) fn runs(&self, namespace: &[u8], group: u32, block_size: usize) -> RunHasher {
         let mut before = ByteWriter::default();
         before.uint(VERSION);
@@ -171,7 +170,7 @@ impl RunHasher {
         digest(self.0.clone().update(fields))
     }
 
-    /// Whether a digest is that of these fields. The time does not depend on where they differ.
+    /// In constant time.
     pub(super) fn verifies(&self, fields: &[u8], expected: &[u8]) -> bool {
         self.0.clone().update(fields).finalize() == *expected
     }
@@ -193,7 +192,6 @@ fn update(state: &mut State, tokens: &[u32]) {
     }
 }
 
-/// Hashes the items of a range whose tokens are already hashed, then the counts.
 fn finish(mut state: State, range: Tokens<'_>) -> Digest {
     let end = range.base + range.ids.len();
     let first = range.items.partition_point(|item| item.end() <= range.base);

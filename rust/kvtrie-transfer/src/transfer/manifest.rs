@@ -11,7 +11,7 @@ use crate::transfer::limits::TransferLimits;
 use crate::transfer::offsets::{APPROXIMATE, EXACT, GroupOffsets, LOOKAHEAD, Offsets, RunOffsets};
 use crate::transfer::reader;
 use crate::transfer::wire::Read;
-use crate::transfer::writer::{self, SentGroup};
+use crate::transfer::writer::{self, Sent, SentGroup};
 
 /// What a sender offers of one request: runs of blocks with their positions, digests and labels.
 ///
@@ -60,26 +60,17 @@ impl TransferManifest {
         lookahead_end: usize,
         key: &TransferKey,
     ) -> Result<Self, Error> {
-        Self::written(
-            "TransferManifest::new",
+        let sent = Sent {
             seq,
             groups,
             labels,
             lookahead_end,
-            key,
-        )
+        };
+        Self::written("TransferManifest::new", sent, key)
     }
 
-    /// Like [`new`](Self::new), for a call of another name.
-    pub(super) fn written(
-        call: &str,
-        seq: &TokenSequence,
-        groups: &[SentGroup<'_>],
-        labels: &[LabelRun],
-        lookahead_end: usize,
-        key: &TransferKey,
-    ) -> Result<Self, Error> {
-        let raw = writer::write(call, seq, groups, labels, lookahead_end, key)?;
+    pub(super) fn written(call: &str, sent: Sent<'_>, key: &TransferKey) -> Result<Self, Error> {
+        let raw = writer::write(call, sent, key)?;
         let offsets = reader::read(&raw, &TransferLimits::NONE).map_err(|error| {
             invalid(format!(
                 "{call}: the manifest would not be readable: {error}"
@@ -140,7 +131,7 @@ impl TransferManifest {
         self.offsets.namespace.salt.is_none()
     }
 
-    /// The groups, ascending, with their tokens per block.
+    /// The groups with their block sizes, ascending.
     pub fn groups(&self) -> impl ExactSizeIterator<Item = (u32, usize)> {
         let groups = self.offsets.groups.iter();
         groups.map(|group| (group.group, group.block_size as usize))
@@ -260,7 +251,7 @@ impl fmt::Debug for TransferManifest {
     }
 }
 
-/// A name in a message, shortened: the writer of the manifest chose it, and it may have 60 MiB.
+/// A name in a message, shortened: the manifest's writer chose it.
 struct Shown<'a>(Option<&'a str>);
 
 impl Shown<'_> {
@@ -311,7 +302,7 @@ impl<'a> BlockRun<'a> {
         self.offsets.start as usize
     }
 
-    /// Number of tokens. The last block has fewer than `block_size` if this is not a multiple of it.
+    /// Number of tokens; the last block may have fewer than `block_size`.
     #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.offsets.num_tokens as usize
@@ -323,7 +314,7 @@ impl<'a> BlockRun<'a> {
         self.start() + self.num_tokens()
     }
 
-    /// The label of its KV; [`Class::Compute`] for look-ahead blocks, which hold nothing final.
+    /// The label of its KV; [`Class::Compute`] for look-ahead.
     #[must_use]
     pub fn class(&self) -> Class {
         match self.offsets.flags {
@@ -333,13 +324,13 @@ impl<'a> BlockRun<'a> {
         }
     }
 
-    /// How often its KV was placed elsewhere.
+    /// Hops of its KV.
     #[must_use]
     pub fn hops(&self) -> u16 {
         self.offsets.hops
     }
 
-    /// Whether its blocks hold only positions issued ahead of the final tokens.
+    /// Whether its blocks hold nothing final.
     #[must_use]
     pub fn is_lookahead(&self) -> bool {
         self.offsets.flags == LOOKAHEAD

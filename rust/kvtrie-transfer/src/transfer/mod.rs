@@ -1,8 +1,7 @@
 //! Transfers between engines: manifests of blocks, and plans of what to load from them.
 //!
-//! A list of block ids does not say what the blocks hold: a receiver that trims it by a length from another engine
-//! loads wrong blocks unnoticed. So a sender names runs of blocks with their positions and token digests, and a receiver
-//! loads a token only if a digest proves that its own prompt has this token there. No length of the sender is trusted.
+//! A sender names runs of blocks with their positions and token digests. A receiver loads a token only if a digest proves
+//! that its own prompt has this token there; no length of the sender is trusted.
 //!
 //! # Cost of hashing
 //!

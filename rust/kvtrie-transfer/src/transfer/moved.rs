@@ -18,10 +18,9 @@ use crate::transfer::wire::short;
 
 /// Most places at which one window is tried: the nearest.
 pub(super) const MAX_CANDIDATES: usize = 64;
-/// The shortest moved run if the policy sets none.
 pub(super) const MIN_RUN: usize = 16;
 
-/// Contents of a window: not hashed yet, and not known to the sender.
+/// A window: not hashed yet, and not known to the sender.
 const UNKNOWN: u32 = u32::MAX;
 const NOWHERE: u32 = u32::MAX - 1;
 
@@ -50,10 +49,9 @@ pub(super) struct MoveSearch<'a> {
     min_run: usize,
     block_size: usize,
     blocks: Vec<SentBlock>,
-    /// Tokens of the partial block, and of a whole one.
+    /// Of the partial block, and of a whole one.
     lengths: [usize; 2],
     contents: HashMap<Digest, u32, FixedState>,
-    /// The blocks of each content, ascending.
     places: Vec<Vec<u32>>,
     /// By window length and position, the content of the window.
     windows: [Vec<u32>; 2],
@@ -142,10 +140,8 @@ impl<'a> MoveSearch<'a> {
         pieces
     }
 
-    /// The match that contains `at` and reaches furthest, among those with a window that starts in `from..=at`, and its
-    /// end, at most `limit`.
+    /// The furthest match that contains `at`, with a window that starts in `from..=at`; and its end, at most `limit`.
     fn best(&mut self, from: usize, at: usize, limit: usize) -> Option<(MovedRun, usize)> {
-        // The end, the rank (lowest first) and the match.
         let mut best: Option<(usize, (u16, u64, u64), MovedRun)> = None;
         for window in from..=at {
             for length in [1, 0] {
@@ -180,7 +176,6 @@ impl<'a> MoveSearch<'a> {
         best.map(|(end, _, found)| (found, end))
     }
 
-    /// The order of matches with the same end: most hops from `at` on, distance, slot.
     fn rank(&self, found: &MovedRun, at: usize, end: usize) -> (u16, u64, u64) {
         let block = |token: usize| found.blocks.start + (token - found.start) / self.block_size;
         let hops = self.blocks[block(at)..=block(end - 1)]
@@ -197,7 +192,7 @@ impl<'a> MoveSearch<'a> {
         )
     }
 
-    /// The places of a content nearest to a position; at equal distance the earlier first.
+    /// At equal distance the earlier first.
     fn nearest(&self, content: u32, window: usize) -> Vec<usize> {
         let places = &self.places[content as usize];
         let at = |place: u32| self.blocks[place as usize].at;
@@ -223,7 +218,6 @@ impl<'a> MoveSearch<'a> {
             .collect()
     }
 
-    /// The match whose block at `place` begins at `window` in the prompt.
     fn follow(&mut self, window: usize, place: usize) -> MovedRun {
         let delta = distance(window, self.blocks[place].at);
         if let Some(known) = self.known.get(&delta)

@@ -16,13 +16,11 @@ pub(super) const LOOKAHEAD: u8 = 2;
 pub(super) struct Offsets {
     pub(super) namespace: NamespaceOffsets,
     pub(super) groups: Vec<GroupOffsets>,
-    /// The runs of all groups, one group after the other.
     pub(super) runs: Vec<RunOffsets>,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NamespaceOffsets {
-    /// All of it, as it is hashed with every run.
     pub(super) whole: ByteRange,
     pub(super) model: ByteRange,
     pub(super) kv_dtype: ByteRange,
@@ -35,7 +33,6 @@ pub(super) struct NamespaceOffsets {
 pub(super) struct GroupOffsets {
     pub(super) group: u32,
     pub(super) block_size: u32,
-    /// One past its last run.
     pub(super) end: u32,
 }
 

@@ -32,7 +32,6 @@ pub struct BlockPair {
 pub(super) struct Piece {
     pub(super) start: usize,
     pub(super) end: usize,
-    /// Position of the first token in the sender's sequence.
     pub(super) source: usize,
     pub(super) class: Class,
     pub(super) hops: u16,
@@ -49,7 +48,6 @@ impl Piece {
     }
 }
 
-/// The parts of ascending, disjoint pieces inside ascending, disjoint ranges.
 pub(super) fn cut(pieces: &[Piece], ranges: &[Range<usize>]) -> Vec<Piece> {
     let mut found = Vec::with_capacity(pieces.len());
     let mut first = 0;
@@ -68,7 +66,6 @@ pub(super) fn cut(pieces: &[Piece], ranges: &[Range<usize>]) -> Vec<Piece> {
     found
 }
 
-/// The parts of a range that ascending, disjoint pieces do not contain.
 pub(super) fn gaps(range: Range<usize>, pieces: &[Piece]) -> Vec<Range<usize>> {
     let (mut found, mut at) = (Vec::new(), range.start);
     for piece in pieces.iter().filter(|piece| piece.end > range.start) {

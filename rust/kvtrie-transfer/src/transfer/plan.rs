@@ -189,13 +189,13 @@ impl TransferPlan {
         &self.pairs
     }
 
-    /// The ranges to compute: neither cached nor loaded, and the last `keep_last` tokens.
+    /// The ranges to compute, neither cached nor loaded, and the last `keep_last` tokens.
     #[must_use]
     pub fn compute(&self) -> &[(usize, usize)] {
         &self.compute
     }
 
-    /// The first token that is loaded and approximate. All before it are exact, if the cached ones are.
+    /// The first token that is loaded and approximate.
     #[must_use]
     pub fn first_approximate(&self) -> Option<usize> {
         self.first_approximate
@@ -219,13 +219,13 @@ impl TransferPlan {
         self.len == 0
     }
 
-    /// Number of tokens that are loaded and exact in every group.
+    /// Tokens loaded and exact in every group.
     #[must_use]
     pub fn num_exact(&self) -> usize {
         self.num_exact
     }
 
-    /// Number of tokens that are loaded and approximate in some group.
+    /// Tokens loaded and approximate in some group.
     #[must_use]
     pub fn num_approximate(&self) -> usize {
         self.num_approximate
@@ -254,7 +254,6 @@ struct Planning<'a> {
 }
 
 impl Planning<'_> {
-    /// The pieces of each group, which all load the same tokens.
     fn pieces(&self, policy: &ReusePolicy) -> Vec<Vec<Piece>> {
         let num_groups = self.manifest.groups().len();
         let groups = (0..num_groups).map(|at| self.group(at, policy));

@@ -1,7 +1,6 @@
 //! Reads manifests from untrusted bytes, and checks everything before it is stored.
 //!
-//! No value is copied. Every count is checked against its limit and against the remaining bytes before memory is
-//! reserved for it.
+//! Every count is checked against its limit and the remaining bytes before memory is reserved for it.
 
 use kvtrie_core::{BlockId, ReusePolicy};
 
@@ -14,7 +13,6 @@ use crate::transfer::offsets::{
 };
 use crate::transfer::wire::{ByteRange, ByteReader, READ, Read, short};
 
-/// Fewest bytes of a group and of a run.
 const LEAST_GROUP: usize = 4;
 const LEAST_RUN: usize = 33;
 
@@ -280,7 +278,6 @@ impl Reading<'_> {
 #[derive(Default)]
 struct Before {
     end: usize,
-    /// Whether a run ended inside a block.
     partial: bool,
     lookahead: bool,
 }

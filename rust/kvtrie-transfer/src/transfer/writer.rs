@@ -23,19 +23,26 @@ pub struct SentGroup<'a> {
     pub blocks: &'a [BlockId],
 }
 
+/// The arguments of [`TransferManifest::new`](crate::TransferManifest::new).
+#[derive(Clone, Copy)]
+pub(super) struct Sent<'a> {
+    pub(super) seq: &'a TokenSequence,
+    pub(super) groups: &'a [SentGroup<'a>],
+    pub(super) labels: &'a [LabelRun],
+    pub(super) lookahead_end: usize,
+}
+
 /// The blocks of a group as runs: (first, end, flags, hops).
 type Runs = Vec<(usize, usize, u8, u16)>;
 
-/// The bytes of a manifest, as [`TransferManifest::new`](crate::TransferManifest::new) describes them.
-pub(super) fn write(
-    call: &str,
-    seq: &TokenSequence,
-    groups: &[SentGroup<'_>],
-    labels: &[LabelRun],
-    lookahead_end: usize,
-    key: &TransferKey,
-) -> Result<Vec<u8>> {
-    let end = check(call, seq, groups, labels, lookahead_end)?;
+pub(super) fn write(call: &str, sent: Sent<'_>, key: &TransferKey) -> Result<Vec<u8>> {
+    let end = check(call, sent)?;
+    let Sent {
+        seq,
+        groups,
+        labels,
+        lookahead_end,
+    } = sent;
     let runs: Vec<Runs> = groups
         .iter()
         .map(|group| runs_of(group.block_size, labels, end, lookahead_end))
@@ -109,13 +116,13 @@ fn write_namespace(out: &mut ByteWriter, namespace: &Namespace, key: &TransferKe
     }
 }
 
-fn check(
-    call: &str,
-    seq: &TokenSequence,
-    groups: &[SentGroup<'_>],
-    labels: &[LabelRun],
-    lookahead_end: usize,
-) -> Result<usize> {
+fn check(call: &str, sent: Sent<'_>) -> Result<usize> {
+    let Sent {
+        seq,
+        groups,
+        labels,
+        lookahead_end,
+    } = sent;
     let mut end = 0;
     for label in labels {
         if label.start < end || label.start >= label.end || label.class == Class::Compute {
