@@ -1,5 +1,3 @@
-//! `BlockAllocator`.
-
 use kvtrie_core::BlockAllocator;
 use pyo3::prelude::*;
 
@@ -69,18 +67,12 @@ impl PyBlockAllocator {
     ///
     /// Raises:
     ///     OutOfBlocksError: Fewer can be had; nothing is evicted then.
-    ///     TypeError: `n` is not an int.
     ///     ValueError: `n` is negative, or the index has another `num_blocks`.
     ///
     /// Example:
     ///     >>> pool = kvtrie.BlockAllocator(4)
     ///     >>> len(pool.allocate(3))
     ///     3
-    ///     >>> try:
-    ///     ...     pool.allocate(2)
-    ///     ... except kvtrie.OutOfBlocksError:
-    ///     ...     print("later")
-    ///     later
     #[pyo3(signature = (n: "SupportsIndex", evict_from: "RadixIndex | None" = None))]
     fn allocate<'py>(
         &self,
@@ -108,7 +100,6 @@ impl PyBlockAllocator {
     ///     ids: Ids that were handed out here, each once.
     ///
     /// Raises:
-    ///     TypeError: The ids are not a list of integers.
     ///     ValueError: An id is outside the pool, is free, or comes twice.
     ///
     /// Example:

@@ -8,7 +8,6 @@ use pyo3::{PyTypeCheck, PyTypeInfo};
 
 use crate::buffers::{self, Arg};
 
-/// A type that stands for a name.
 pub(crate) trait Name {
     const NAME: &'static str;
 }
@@ -143,7 +142,6 @@ pub(crate) fn flag<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<bool>
     read.map_err(|error| named::<C, A>().not_read(value, error, "a bool"))
 }
 
-/// A number in `[0, 1]`, or another one that is refused later.
 pub(crate) fn share<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<f64> {
     let (arg, wanted) = (named::<C, A>(), "a float");
     if value.is_instance_of::<PyBool>() {

@@ -1,5 +1,3 @@
-//! `Explanation` and its parts.
-
 use kvtrie_core::{Context, ExplainOptions, Explanation, NamespaceDifference, WouldSave};
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -41,13 +39,9 @@ pub(crate) fn explain(
 /// says it in words.
 ///
 /// Example:
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
-///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-///     >>> why = index.explain(kvtrie.TokenSequence([1, 2, 3, 9, 9], space))
-///     >>> why.reason, why.position, why.context.ours, why.context.theirs
-///     ('diverged', 3, array([1, 2, 3, 9, 9], dtype=uint32), array([1, 2, 3, 4], dtype=uint32))
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+///     >>> kvtrie.RadixIndex(num_blocks=8).explain(seq)
+///     <Explanation: not_cached at 0, 0 of 3 tokens exact>
 #[pyclass(frozen, module = "kvtrie", name = "Explanation")]
 pub(crate) struct PyExplanation {
     core: Explanation,
@@ -179,8 +173,7 @@ impl PyExplanation {
     }
 }
 
-/// Token ids around the position at which a match ended. Array attributes are fresh arrays at every
-/// access.
+/// Token ids around the position at which a match ended.
 ///
 /// Example:
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)

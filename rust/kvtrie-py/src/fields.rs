@@ -81,14 +81,12 @@ fn fields<'py, T: Value>(value: &Bound<'py, T>) -> PyResult<Bound<'py, PyDict>> 
     Ok(fields)
 }
 
-/// What `__new__` takes for this value.
 pub(crate) fn new_arguments<'py, T: Value>(value: &Bound<'py, T>) -> PyResult<NewArguments<'py>> {
     let py = value.py();
     let arguments = (PyTuple::empty(py), fields(value)?);
     Ok(arguments.into_pyobject(py)?.into())
 }
 
-/// The value with some fields changed; its constructor checks them.
 pub(crate) fn replaced<'py, T: Value + PyTypeInfo + PyTypeCheck>(
     value: &Bound<'py, T>,
     changes: Option<&Bound<'py, PyDict>>,

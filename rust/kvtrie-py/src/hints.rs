@@ -36,7 +36,6 @@ hints! {
     Ids: "npt.NDArray[np.int32]",
     Tokens: "int | npt.NDArray[np.uint32]",
     TokenIds: "npt.NDArray[np.uint32]",
-    /// What `json.dumps` takes.
     Document: "dict[str, Any]",
     TokenIterator: "Iterator[int]",
     Counts: "npt.NDArray[np.int64]",
@@ -45,10 +44,7 @@ hints! {
     Names: "tuple[str, ...]",
     Items: "tuple[Item, ...]",
     SaltValue: "str | SharedSalt",
-    /// What a sequence's KV is said to come from.
     SourceValue: "Imported | ComputedSource",
-    /// How a manifest is pickled.
     ReducedManifest: "tuple[object, tuple[bytes, TransferLimits]]",
-    /// What `__new__` takes, for copies and pickles.
     NewArguments: "tuple[tuple[()], dict[str, object]]",
 }

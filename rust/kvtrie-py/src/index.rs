@@ -1,5 +1,3 @@
-//! `RadixIndex`.
-
 use std::sync::Arc;
 
 use kvtrie_core::{
@@ -61,7 +59,7 @@ use crate::stats::PyIndexStats;
 /// Example:
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4)
-///     >>> first = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6, 7, 8], space)
+///     >>> first = kvtrie.TokenSequence(range(1, 9), space)
 ///     >>> done = index.insert(first, [0, 1], num_computed=8, source=kvtrie.COMPUTED)
 ///     >>> second = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6, 70, 80], space)
 ///     >>> with index.plan(second) as plan:
@@ -225,7 +223,7 @@ impl PyRadixIndex {
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> gone = index.evict(1)
     ///     >>> index.explain(seq)
@@ -316,7 +314,7 @@ impl PyRadixIndex {
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> index.lookup(seq, keep_last=1)
     ///     Match(num_tokens=2, blocks=[6])
@@ -370,19 +368,14 @@ impl PyRadixIndex {
     ///         is of another namespace.
     ///
     /// Example:
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> text = list(range(40))
+    ///     >>> space, text = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), list(range(40))
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4, min_run=8)
     ///     >>> seq = kvtrie.TokenSequence(text, space)
-    ///     >>> done = index.insert(seq, list(range(8)), num_computed=32, source=kvtrie.COMPUTED)
+    ///     >>> done = index.insert(seq, range(8), num_computed=32, source=kvtrie.COMPUTED)
     ///     >>> prompt = kvtrie.TokenSequence(text[:5] + text[20:], space)
     ///     >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
-    ///     ...     for segment in plan.segments[["start", "end", "delta", "class"]]:
-    ///     ...         print(segment)
-    ///     (0, 4, 0, 0)
-    ///     (4, 5, 0, 0)
-    ///     (5, 17, -15, 1)
-    ///     (17, 25, 0, 2)
+    ///     ...     plan.segments[["start", "end", "delta", "class"]].tolist()
+    ///     [(0, 4, 0, 0), (4, 5, 0, 0), (5, 17, -15, 1), (17, 25, 0, 2)]
     #[pyo3(signature = (seq: "TokenSequence", policy: "ReusePolicy | None" = None, *, keep_last: "SupportsIndex" = 1, pin: "bool" = true, path: "TokenSequence | None" = None))]
     fn plan(
         &self,
@@ -433,7 +426,7 @@ impl PyRadixIndex {
     ///
     /// Args:
     ///     seq: The sequence that the blocks belong to.
-    ///     blocks: Block ids (a list, a tuple or an int array), the first for the tokens at `start`.
+    ///     blocks: Block ids, the first for the tokens at `start`.
     ///     num_computed: Tokens from position 0 whose KV is computed.
     ///     start: Position in tokens of the first id, a multiple of the block size.
     ///     source: Where the KV came from: the plan that it was built by, `kvtrie.COMPUTED`, or
@@ -447,9 +440,8 @@ impl PyRadixIndex {
     ///         span is bad, or the plan is of another index or prompt.
     ///
     /// Example:
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> index.insert(seq, [4, 5], num_computed=3, source=kvtrie.COMPUTED)
     ///     InsertResult(blocks=[4], num_exact=2, duplicates=[], surplus=[5], freed=[])
     #[pyo3(signature = (
@@ -505,9 +497,8 @@ impl PyRadixIndex {
     ///     Their ids (int32), oldest release first. They are the caller's from here on.
     ///
     /// Example:
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
     ///     >>> with index.plan(seq):
     ///     ...     index.discard([6])
@@ -543,7 +534,7 @@ impl PyRadixIndex {
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> index.evict(1)
     ///     array([0], dtype=int32)
@@ -578,12 +569,10 @@ impl PyRadixIndex {
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> index.discard([6, 7])
     ///     array([6], dtype=int32)
-    ///     >>> index.lookup(seq).num_tokens, index.stats().holes
-    ///     (0, 1)
     #[pyo3(signature = (
         block_ids: "_Integers"
     ) -> "npt.NDArray[np.int32]")]
@@ -618,7 +607,7 @@ impl PyRadixIndex {
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> index.quarantine([0])
     ///     1
@@ -666,7 +655,7 @@ impl PyRadixIndex {
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 7), space)
     ///     >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
     ///     >>> index.mark_dead(seq, [(1, 4)])
     ///     1
@@ -691,8 +680,7 @@ impl PyRadixIndex {
 
     /// Remove blocks, and leave holes where cached blocks are below.
     ///
-    /// It removes the blocks wholly inside the ranges, except those above a present block that is not
-    /// on the path of the sequence. Blocks that a range cuts stay: this frees memory, it does not
+    /// It removes the blocks that `mark_dead` marks. Blocks that a range cuts stay: this frees memory, it does not
     /// redact. Tokens after a hole match again once it is filled with exact KV. The index keeps token
     /// ids of up to one hole per block of the pool; beyond that the least recently used tails after
     /// holes leave too, and wait for `take_freed`.
@@ -703,12 +691,12 @@ impl PyRadixIndex {
     ///     force: Also remove blocks above ones that are on other paths.
     ///
     /// Raises:
-    ///     ValueError: A range is reversed, overlaps the one before it, or ends beyond the sequence.
+    ///     ValueError: As for `mark_dead`.
     ///
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 7), space)
     ///     >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
     ///     >>> index.remove_spans(seq, [(1, 4)]).freed
     ///     array([0], dtype=int32)
@@ -744,7 +732,7 @@ impl PyRadixIndex {
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> index.drop(space)
     ///     array([0, 6], dtype=int32)
@@ -829,7 +817,7 @@ impl PyRadixIndex {
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> index.tag(seq, [kvtrie.Span(1, 3, "reasoning")])
     ///     >>> index.tags(seq)

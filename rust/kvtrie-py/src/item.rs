@@ -1,5 +1,3 @@
-//! `Item`.
-
 use std::hash::{Hash, Hasher};
 
 use kvtrie_core::Item;

@@ -1,5 +1,3 @@
-//! `SequenceLedger`.
-
 use std::sync::{Arc, Mutex};
 
 use kvtrie_core::{BlockId, RadixIndex, ReusePlan, TokenSequence};
@@ -120,22 +118,15 @@ impl PyLiveRequest {
 ///     block_size: Tokens per block, 1 to 4096.
 ///
 /// Raises:
-///     TypeError: `block_size` is not an int.
 ///     ValueError: `block_size` is not in 1..=4096.
 ///
 /// Example:
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
-///     >>> ledger.begin("a", seq, [6, 0])
-///     >>> ledger.step(["a"], num_scheduled=[3], num_computed=[0], ids=[], offsets=[0, 0])
-///     >>> ledger.step(["a"], num_scheduled=[1], num_computed=[3], ids=[4], offsets=[0, 1])
-///     >>> len(seq), ledger.final_range("a"), ledger.lookahead("a")
-///     (4, (0, 3), (3, 4))
-///     >>> done = ledger.finish("a", index)
-///     >>> done.blocks, done.surplus
-///     (array([6], dtype=int32), array([0], dtype=int32))
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+///     >>> ledger.begin("a", seq, [6, 0], num_computed=3)
+///     >>> ledger.append("a", [4])
+///     >>> len(seq), ledger.final_range("a")
+///     (4, (0, 3))
 #[pyclass(frozen, weakref, module = "kvtrie", name = "SequenceLedger")]
 pub(crate) struct PySequenceLedger {
     pub(crate) core: Lock<SequenceLedger>,
@@ -187,9 +178,6 @@ impl PySequenceLedger {
     /// With a plan as its source, its gaps and what follows its tokens are missing, and the rest counts
     /// as computed: apply its copies first. Its blocks in place count as committed.
     ///
-    /// If the KV after the blocks in place comes from elsewhere, such as a `plan_transfer`, pass the
-    /// plan that holds these blocks as `plan`, and how exact the rest is as `source`.
-    ///
     /// Args:
     ///     request: Any hashable.
     ///     seq: The final ids so far.
@@ -200,7 +188,8 @@ impl PySequenceLedger {
     ///         disjoint, as a list of pairs or an integer array of shape (n, 2); not with a plan. None:
     ///         all from `num_computed` on.
     ///     plan: If `source` is not a plan: one of this sequence, whose blocks in place lead `blocks`.
-    ///         They count as committed, and it is released when the request ends.
+    ///         They count as committed; `source`
+    ///         describes the KV after them. It is released when the request ends.
     ///
     /// Raises:
     ///     BlockInUseError: A block id comes twice.
@@ -212,7 +201,7 @@ impl PySequenceLedger {
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 7), space)
     ///     >>> ledger.begin("a", seq, [6, 0, 3], missing=[(2, 3), (5, 6)])
     ///     >>> ledger.schedule("a", 1)
     ///     >>> ledger.confirm("a", 3)
@@ -336,9 +325,8 @@ impl PySequenceLedger {
     ///     ValueError: An id is outside 0..2**32, or follows a -1.
     ///
     /// Example:
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> ledger.begin("a", seq, [6])
     ///     >>> ledger.append("a", [4, -1])
     ///     >>> seq[:]
@@ -538,7 +526,7 @@ impl PySequenceLedger {
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3, 4], space), [6, 7], num_computed=4)
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence(range(1, 5), space), [6, 7], num_computed=4)
     ///     >>> ledger.rollback("a", to=1, drop_blocks=True)
     ///     RolledBack(ranges=[[1, 4]], blocks=[7])
     ///     >>> ledger.final_range("a")
@@ -576,9 +564,6 @@ impl PySequenceLedger {
     ///     >>> ledger.tag("a", [kvtrie.Span(1, 3, "reasoning")])
     ///     >>> ledger.spans("a")
     ///     [Span(1, 3, 'reasoning')]
-    ///     >>> ledger.untag("a")
-    ///     >>> ledger.spans("a")
-    ///     []
     #[pyo3(signature = (request: "Hashable", spans: "Iterable[Span]"))]
     fn tag(
         &self,
@@ -751,9 +736,8 @@ impl PySequenceLedger {
     ///     ValueError: The range is reversed, or ends after what is final and computed.
     ///
     /// Example:
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
     ///     >>> ledger.begin("a", seq, [6, 0, 3], num_computed=3)
     ///     >>> ledger.blocks_for("a", 1, 3)
     ///     array([6, 0], dtype=int32)
@@ -791,7 +775,7 @@ impl PySequenceLedger {
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> seq, source = kvtrie.TokenSequence([1, 2, 3, 4, 5], space), kvtrie.Imported(3, hops=1)
+    ///     >>> seq, source = kvtrie.TokenSequence(range(1, 6), space), kvtrie.Imported(3, hops=1)
     ///     >>> ledger.begin("a", seq, [6, 0, 3], source=source, num_computed=5)
     ///     >>> ledger.labels("a").tolist()
     ///     [(0, 2, 0, 0), (2, 5, 1, 1)]
@@ -864,15 +848,12 @@ impl PySequenceLedger {
     ///     ValueError: The index has another block size, or refuses the insert.
     ///
     /// Example:
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> ledger.begin("a", seq, [6, 0], num_computed=3)
     ///     >>> ledger.commit("a", index)
     ///     InsertResult(blocks=[6], num_exact=2, duplicates=[], surplus=[], freed=[])
-    ///     >>> ledger.commit("a", index).blocks
-    ///     array([], dtype=int32)
     #[pyo3(signature = (request: "Hashable", index: "RadixIndex"))]
     fn commit(
         &self,
@@ -917,15 +898,12 @@ impl PySequenceLedger {
     ///     The result; `duplicates`, `surplus` (the rest of the table) and `freed` are the caller's.
     ///
     /// Example:
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> ledger.begin("a", seq, [6, 0], num_computed=3)
     ///     >>> ledger.finish("a", index)
     ///     InsertResult(blocks=[6], num_exact=2, duplicates=[], surplus=[0], freed=[])
-    ///     >>> "a" in ledger
-    ///     False
     #[pyo3(signature = (request: "Hashable", index: "RadixIndex"))]
     fn finish(
         &self,
@@ -965,9 +943,8 @@ impl PySequenceLedger {
     ///     The blocks of its table that no commit has taken (int32); they are the caller's.
     ///
     /// Example:
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger()
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> ledger.begin("a", seq, [6])
     ///     >>> ledger.forget("a")
     ///     array([6], dtype=int32)
@@ -1184,7 +1161,7 @@ fn read_source(
     }
 }
 
-/// What `SequenceLedger.rollback` undid. Array attributes are fresh arrays at every access.
+/// What `SequenceLedger.rollback` undid.
 ///
 /// Example:
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))

@@ -26,17 +26,10 @@ use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
 /// Array attributes are fresh arrays at every access: take them once and keep them.
 ///
 /// Example:
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
-///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-///     >>> prompt = kvtrie.TokenSequence([1, 2, 3, 9, 9], space)
-///     >>> with index.plan(prompt) as plan:
-///     ...     table = [*plan.blocks, 1, 2]
-///     ...     print(plan.moves(table)["num_tokens"], plan.gaps.tolist())
-///     [1] [[3, 5]]
-///     >>> plan.released
-///     True
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+///     >>> with kvtrie.RadixIndex(num_blocks=8).plan(seq) as plan:
+///     ...     plan
+///     <ReusePlan of 3 tokens: blocks=[], num_exact=0, num_compute=3, pinned=True, released=False>
 #[pyclass(frozen, weakref, module = "kvtrie", name = "ReusePlan")]
 pub(crate) struct PyReusePlan {
     core: Arc<ReusePlan>,
@@ -222,7 +215,6 @@ impl PyReusePlan {
     ///
     /// Raises:
     ///     StaleHandleError: The plan was released.
-    ///     TypeError: The table is not a list of integers.
     ///     ValueError: The range is reversed or beyond the prompt, or the table is too short, does not
     ///         start with `blocks`, holds an id outside the pool or an id twice, or has a source block
     ///         where the range is filled.
@@ -230,7 +222,7 @@ impl PyReusePlan {
     /// Example:
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [5], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> with index.plan(kvtrie.TokenSequence([1, 2, 9], space)) as plan:
     ///     ...     plan.moves([3]).tolist()
@@ -266,9 +258,8 @@ impl PyReusePlan {
     /// index. `release_sources` unpins the copied segments, `release` all.
     ///
     /// Example:
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> done = index.insert(seq, [5], num_computed=2, source=kvtrie.COMPUTED)
     ///     >>> with index.plan(seq, pin=False) as plan:
     ///     ...     freed = index.evict(1)

@@ -1,5 +1,3 @@
-//! `ReusePolicy`.
-
 use std::hash::{Hash, Hasher};
 
 use kvtrie_core::ReusePolicy;
@@ -13,10 +11,8 @@ use crate::fields::{Value, new_arguments, value_methods};
 use crate::hints::{Names, NewArguments};
 use crate::output::{quoted, truth};
 
-/// The most hops that the index can note.
 pub(crate) const MAX_HOPS: u16 = ReusePolicy::MAX_HOPS;
 pub(crate) static EXACT_ONLY: PyReusePolicy = PyReusePolicy::EXACT_ONLY;
-/// The shortest run that may be moved, in tokens.
 pub(crate) const MIN_RUN: i64 = 8;
 
 /// What a plan may reuse.

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use crate::hints::Ids;
 use crate::output::{ids, listed};
 
-/// What `RadixIndex.lookup` found. Array attributes are fresh arrays at every access.
+/// What `RadixIndex.lookup` found.
 ///
 /// Example:
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
@@ -50,13 +50,12 @@ impl PyMatch {
 /// What became of the ids that were offered to `RadixIndex.insert`.
 ///
 /// An offered id is in `blocks`, where it backs the sequence; in `duplicates` or `surplus`, and
-/// still the caller's; or in none of them, if the index held it already and keeps it. Array
-/// attributes are fresh arrays at every access.
+/// still the caller's; or in none of them, if the index held it already and keeps it.
 ///
 /// Example:
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+///     >>> seq = kvtrie.TokenSequence(range(1, 6), space)
 ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
 ///     >>> index.insert(seq, [3, 4, 5], num_computed=5, source=kvtrie.COMPUTED)
 ///     InsertResult(blocks=[6, 0], num_exact=4, duplicates=[3, 4], surplus=[5], freed=[])
@@ -110,16 +109,13 @@ impl PyInsertResult {
     }
 }
 
-/// What became of the blocks inside the ranges given to `RadixIndex.remove_spans`. Array attributes
-/// are fresh arrays at every access, in order of position.
+/// What became of the blocks inside the ranges given to `RadixIndex.remove_spans`, each in order of
+/// position.
 ///
 /// Example:
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
-///     >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
-///     >>> index.remove_spans(seq, [(2, 4)])
-///     Removed(freed=[0], kept=[], condemned=[])
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+///     >>> kvtrie.RadixIndex(num_blocks=8).remove_spans(seq, [(0, 2)])
+///     Removed(freed=[], kept=[], condemned=[])
 #[pyclass(frozen, module = "kvtrie", name = "Removed")]
 pub(crate) struct PyRemoved {
     pub(crate) core: Removed,

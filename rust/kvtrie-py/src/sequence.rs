@@ -1,5 +1,3 @@
-//! `TokenSequence`.
-
 use std::sync::Arc;
 
 use kvtrie_core::{Error, ErrorKind, Item, TokenSequence};

@@ -1,5 +1,3 @@
-//! The index under its lock, as its classes share it.
-
 use kvtrie_core::{RadixIndex, ReusePolicy};
 use pyo3::exceptions::PyUserWarning;
 use pyo3::prelude::*;
@@ -13,7 +11,6 @@ pub(crate) const INDEX: &str = "the index";
 
 const MOST_WARNED_OF: usize = 64;
 
-/// An index and its constants.
 pub(crate) struct SharedIndex {
     pub(crate) core: Lock<RadixIndex>,
     pub(crate) warned_of: Lock<Vec<String>>,

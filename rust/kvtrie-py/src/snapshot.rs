@@ -1,5 +1,3 @@
-//! Bytes in and out of an index.
-
 use kvtrie_core::{RadixIndex, RestoreLimits, RestoredPool};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;

@@ -31,7 +31,7 @@ singleton!(PyComputedSource, computed, "COMPUTED");
 /// Example:
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
 ///     >>> source = kvtrie.Imported(exact_until=2, hops=1)
 ///     >>> index.insert(seq, [5, 6], num_computed=4, source=source).num_exact
 ///     2

@@ -1,5 +1,3 @@
-//! `Span`.
-
 use kvtrie_core::Span;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

@@ -1,5 +1,3 @@
-//! `IndexStats`.
-
 use kvtrie_core::Stats;
 use pyo3::prelude::*;
 

@@ -20,15 +20,12 @@ use crate::transfer::{PyTransferManifest, block_sizes, hashing, tables, transfer
 ///
 /// Example:
 ///     >>> space, key = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), b"k" * 32
-///     >>> theirs = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+///     >>> theirs = kvtrie.TokenSequence(range(1, 6), space)
 ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
 ///     ...     theirs, [8, 3, 5], key=key, num_computed=5, block_size=2)
-///     >>> mine = kvtrie.TokenSequence([1, 2, 3, 4, 9], space)
-///     >>> move = kvtrie.plan_transfer(manifest, mine, [6, 7, 1], key=key)
-///     >>> move.pairs[["remote", "local", "start", "end"]].tolist()
-///     [(8, 6, 0, 2), (3, 7, 2, 4)]
-///     >>> move.compute
-///     array([[4, 5]])
+///     >>> mine = kvtrie.TokenSequence([1, 2, 9], space)
+///     >>> kvtrie.plan_transfer(manifest, mine, [6, 7], key=key)
+///     <TransferPlan of 3 tokens: 2 exact and 0 approximate to load, 0 cached, 1 to compute>
 #[pyclass(frozen, eq, module = "kvtrie", name = "TransferPlan")]
 #[derive(PartialEq, Eq)]
 pub(crate) struct PyTransferPlan {
@@ -149,7 +146,6 @@ impl PyTransferPlan {
 ///     TransferRefused: With the reason `"digest"` (a run was changed, or written with another key
 ///         or context), `"namespace"` (the message names the field), or `"groups"` (the sender has
 ///         other groups).
-///     TypeError: An argument has the wrong type.
 ///     ValueError: There are too few local blocks (both numbers are named), one comes twice,
 ///         `cached` is not a range inside the sequence, or the key has another length.
 ///
