@@ -40,7 +40,7 @@ pub(crate) fn explain(
 ///
 /// Example:
 ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
-///     >>> kvtrie.RadixIndex(num_blocks=8).explain(seq)
+///     >>> kvtrie.RadixIndex(num_blocks=8, block_size=2).explain(seq)
 ///     <Explanation: not_cached at 0, 0 of 3 tokens exact>
 #[pyclass(frozen, module = "kvtrie", name = "Explanation")]
 pub(crate) struct PyExplanation {

@@ -680,10 +680,10 @@ impl PyRadixIndex {
 
     /// Remove blocks, and leave holes where cached blocks are below.
     ///
-    /// It removes the blocks that `mark_dead` marks. Blocks that a range cuts stay: this frees memory, it does not
-    /// redact. Tokens after a hole match again once it is filled with exact KV. The index keeps token
-    /// ids of up to one hole per block of the pool; beyond that the least recently used tails after
-    /// holes leave too, and wait for `take_freed`.
+    /// It removes the blocks that `mark_dead` marks. Blocks that a range cuts stay: this frees
+    /// memory, it does not redact. Tokens after a hole match again once it is filled with exact KV.
+    /// The index keeps token ids of up to one hole per block of the pool; beyond that the least
+    /// recently used tails after holes leave too, and wait for `take_freed`.
     ///
     /// Args:
     ///     seq: The sequence whose positions the ranges mean.
