@@ -375,7 +375,7 @@ PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rus
 
 # Inputs of fuzzers and chat templates, which are part of a model, are not read; neither are, for now, the files of FOLLOWS.
 PLAIN += rust/kvtrie-core/tests tests benches tools fuzz locks
-FOLLOWS = tests/pd/*,tests/ledger/test_ledger.py,tests/transfer/test_transfer.py,benches/report.py,fuzz/Cargo.toml
+FOLLOWS = tests/pd/*,tests/ledger/test_ledger.py,tests/transfer/test_transfer.py,benches/report.py
 
 .PHONY: lint
 lint: setup ## formats, lints, types, words, import contracts, stubs
