@@ -428,7 +428,7 @@ PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rus
 
 # Inputs of fuzzers and chat templates, which are part of a model, are not read; neither are, for now, the files of FOLLOWS.
 PLAIN += rust/kvtrie-core tests benches tools fuzz locks
-FOLLOWS = tests/pd/*,tests/ledger/test_ledger.py,tests/transfer/test_transfer.py,benches/report.py,fuzz/Cargo.toml
+FOLLOWS = tests/pd/*,tests/ledger/test_ledger.py,tests/transfer/test_transfer.py,benches/report.py
 
 .PHONY: lint
 lint: setup target/tools/workflows/.packages ## formats, lints, types, words, import contracts, stubs, workflows

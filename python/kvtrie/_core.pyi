@@ -64,7 +64,7 @@ The policy that reuses exact KV alone: the default everywhere.
 
 SHARED: Final[SharedSalt]
 """
-Share KV with everybody who says so: the salt of a namespace without walls.
+The salt of namespaces that share KV with everybody who uses it too.
 """
 
 __version__: Final[str]
@@ -78,17 +78,16 @@ class BlockAllocator:
     A free list of block ids for engines that have none.
 
     Args:
-        num_blocks: Ids lie in 0..num_blocks, at most 2**31; all are free at first.
+        num_blocks: Ids are in 0..num_blocks, at most 2**31; all are free at first.
 
     Raises:
         TypeError: `num_blocks` is not an int.
         ValueError: `num_blocks` is not in 1..=2**31.
 
     Example:
-        >>> import kvtrie
         >>> pool = kvtrie.BlockAllocator(4)
         >>> ids = pool.allocate(3)
-        >>> pool.free(ids[1:])  # doctest: +ELLIPSIS
+        >>> pool.free(ids[1:])
         >>> pool.num_free
         3
         >>> pool.free(ids[1:])  # doctest: +ELLIPSIS
@@ -100,31 +99,24 @@ class BlockAllocator:
         self, /, n: SupportsIndex, evict_from: RadixIndex | None = None
     ) -> npt.NDArray[np.int32]:
         """
-        Hand out `n` ids: free ones first, then what the index gives up. All of them or none.
+        Hand out `n` ids, all or none: free ones first, then evicted ones.
 
         Args:
             n: How many.
-            evict_from: The index that gives up its least recently used blocks when the free ones do
-                not suffice. Its `num_blocks` must be the allocator's.
+            evict_from: The index whose least recently used blocks are evicted if too few are free. Its
+                `num_blocks` must be the allocator's.
 
         Returns:
             The ids, as int32.
 
         Raises:
-            OutOfBlocksError: Not so many can be had; nothing is evicted then.
-            TypeError: `n` is not an int.
-            ValueError: `n` is negative, or the index is made for a pool of another size.
+            OutOfBlocksError: Fewer can be had; nothing is evicted then.
+            ValueError: `n` is negative, or the index has another `num_blocks`.
 
         Example:
-            >>> import kvtrie
             >>> pool = kvtrie.BlockAllocator(4)
             >>> len(pool.allocate(3))
             3
-            >>> try:
-            ...     pool.allocate(2)
-            ... except kvtrie.OutOfBlocksError:
-            ...     print("later")
-            later
         """
     def free(self, /, ids: _Integers) -> None:
         """
@@ -134,16 +126,11 @@ class BlockAllocator:
             ids: Ids that were handed out here, each once.
 
         Raises:
-            TypeError: The ids are no list of integers.
-            ValueError: An id is outside the pool, free already, was never handed out, or comes twice;
-                nothing is freed then.
+            ValueError: An id is outside the pool, is free, or comes twice.
 
         Example:
-            >>> import kvtrie
             >>> pool = kvtrie.BlockAllocator(4)
             >>> pool.free(pool.allocate(4))
-            >>> pool.num_free
-            4
         """
     @property
     def num_blocks(self, /) -> int:
@@ -153,26 +140,23 @@ class BlockAllocator:
     @property
     def num_free(self, /) -> int:
         """
-        Ids that are free.
+        Free ids.
         """
 
 @final
 class BlockRun:
     """
-    Consecutive blocks of one label, as a manifest names them. `TransferManifest.runs` lists
-    them.
+    Consecutive blocks of one label in a manifest: an entry of `TransferManifest.runs`.
 
     Example:
-        >>> import kvtrie
-        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-        >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+        >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
         >>> manifest = kvtrie.TransferManifest.from_blocks(
-        ...     seq, [8, 3, 5, 6], key=b"k" * 32, num_computed=5, block_size=2, num_lookahead=2
+        ...     seq, [8, 3, 6], key=b"k" * 32, num_computed=3, block_size=2, num_lookahead=2
         ... )
         >>> for run in manifest.runs:
         ...     print(run.start, run.num_tokens, run.blocks, run.is_lookahead)
-        0 5 [8 3 5] False
-        6 2 [6] True
+        0 3 [8 3] False
+        4 2 [6] True
     """
     def __eq__(self, value: object, /) -> bool: ...
     def __hash__(self, /) -> int: ...
@@ -180,7 +164,7 @@ class BlockRun:
     @property
     def block_size(self, /) -> int:
         """
-        Tokens of a block.
+        Tokens per block.
         """
     @property
     def blocks(self, /) -> npt.NDArray[np.int32]:
@@ -200,12 +184,12 @@ class BlockRun:
     @property
     def hops(self, /) -> int:
         """
-        How often the KV was placed elsewhere.
+        Hops of the KV.
         """
     @property
     def is_lookahead(self, /) -> bool:
         """
-        Whether the blocks hold nothing but what was issued ahead of the final tokens.
+        Whether the blocks hold only positions issued ahead of the final tokens.
         """
     @property
     def num_tokens(self, /) -> int:
@@ -221,38 +205,29 @@ class BlockRun:
 @final
 class ComputedSource:
     """
-    The type of `kvtrie.COMPUTED`, of which there is one value.
+    The type of `kvtrie.COMPUTED`, its one value.
 
     Example:
-        >>> import pickle, kvtrie
         >>> kvtrie.COMPUTED
         COMPUTED
-        >>> pickle.loads(pickle.dumps(kvtrie.COMPUTED)) is kvtrie.COMPUTED
-        True
     """
     def __reduce__(self, /) -> str: ...
 
 @final
 class Explanation:
     """
-    Why the exact match of a prompt ended where it did: what `RadixIndex.explain` returns.
-
-    `str()` says it to people, `to_dict()` to machines.
+    Why the exact match of a prompt ended where it did: the result of `RadixIndex.explain`. `str()`
+    says it in words.
 
     Example:
-        >>> import kvtrie
-        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-        >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-        >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
-        >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-        >>> why = index.explain(kvtrie.TokenSequence([1, 2, 3, 9, 9], space))
-        >>> why.reason, why.position, why.context.ours, why.context.theirs
-        ('diverged', 3, array([1, 2, 3, 9, 9], dtype=uint32), array([1, 2, 3, 4], dtype=uint32))
+        >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+        >>> kvtrie.RadixIndex(num_blocks=8, block_size=2).explain(seq)
+        <Explanation: not_cached at 0, 0 of 3 tokens exact>
     """
     @property
     def block_size(self, /) -> int:
         """
-        Tokens of a block.
+        Tokens per block.
         """
     @property
     def context(self, /) -> ExplanationContext:
@@ -287,31 +262,28 @@ class Explanation:
     @property
     def position(self, /) -> int:
         """
-        First token of the prompt that does not match: where other tokens stand that one, else the
-        first of its block.
+        First token of the prompt that does not match if other tokens are cached there, else the first
+        of its block.
         """
     @property
     def reason(self, /) -> str:
         """
-        `"complete"`: every whole block is there and exact. `"diverged"`: other tokens stand there.
-        `"evicted"`: what the prompt has there was cached after this very prefix, and left by
-        eviction, discard or removal. `"approximate_only"`: the same tokens stand there, but
-        their KV is approximate. `"other_namespace"`: more of the prompt is cached under another
-        namespace of the same salt. `"not_cached"`: nothing is known.
+        `"complete"`: every whole block is there and exact. `"diverged"`: other tokens are cached there.
+        `"evicted"`: the prompt's tokens were cached after this prefix, and left by eviction, discard or
+        removal. `"approximate_only"`: the same tokens are there, but their KV is approximate.
+        `"other_namespace"`: more of the prompt is cached under another namespace of the same salt.
+        `"not_cached"`: nothing is known.
         """
     def to_dict(self, /) -> dict[str, Any]:
         """
-        Everything as a dictionary that `json.dumps` takes. Its keys are the attributes' names.
-
-        Returns:
-            A new dictionary of ints, strings, lists and dictionaries.
+        A new dictionary by attribute names, for `json.dumps`.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> index.explain(kvtrie.TokenSequence([1, 2], space)).to_dict()["would_save"]
-            {'exact': 0, 'approximate': 0, 'compute': 2}
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> kvtrie.RadixIndex(num_blocks=8).explain(seq).to_dict()["would_save"]
+            {'exact': 0, 'approximate': 0, 'compute': 3}
         """
     @property
     def would_save(self, /) -> WouldSave:
@@ -324,10 +296,7 @@ class ExplanationContext:
     """
     Token ids around the position at which a match ended.
 
-    Array attributes are fresh arrays at every access.
-
     Example:
-        >>> import kvtrie
         >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
         >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
         >>> index.explain(kvtrie.TokenSequence([1, 2], space), context=1).context
@@ -346,13 +315,13 @@ class ExplanationContext:
     @property
     def theirs(self, /) -> npt.NDArray[np.uint32]:
         """
-        What is cached (uint32); it ends where the cache does, and where it goes on in several ways.
+        What is cached (uint32), up to the end of the cache or the point where it branches.
         """
 
 @final
 class Imported:
     """
-    The source of KV that was brought from elsewhere: another worker, a disk, an older process.
+    The source of KV from elsewhere: another worker, a disk, an older process.
 
     Args:
         exact_until: A position in tokens: a block is exact iff it ends there or before.
@@ -363,10 +332,9 @@ class Imported:
         ValueError: An argument is negative, or `hops` too large.
 
     Example:
-        >>> import kvtrie
         >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
         >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-        >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+        >>> seq = kvtrie.TokenSequence(range(1, 5), space)
         >>> source = kvtrie.Imported(exact_until=2, hops=1)
         >>> index.insert(seq, [5, 6], num_computed=4, source=source).num_exact
         2
@@ -378,7 +346,7 @@ class Imported:
     def __new__(cls, /, exact_until: SupportsIndex, hops: SupportsIndex = 1) -> Imported: ...
     def __replace__(self, /, **changes: object) -> Imported:
         """
-        The same, for `copy.replace`.
+        `replace`, for `copy.replace`.
         """
     @property
     def exact_until(self, /) -> int:
@@ -392,17 +360,16 @@ class Imported:
         """
     def replace(self, /, **changes: object) -> Imported:
         """
-        This source with some fields changed.
+        A copy with some fields changed.
 
         Args:
-            changes: New values by the names of the fields.
+            changes: New values by field name.
 
         Raises:
             TypeError: There is no such field, or a value has the wrong type.
             ValueError: A value is out of its range.
 
         Example:
-            >>> import kvtrie
             >>> kvtrie.Imported(exact_until=2).replace(hops=3)
             Imported(exact_until=2, hops=3)
         """
@@ -415,7 +382,6 @@ class IndexStats:
     A block id that an index knows is indexed or condemned; all others are the caller's, free or held.
 
     Example:
-        >>> import kvtrie
         >>> index = kvtrie.RadixIndex(num_blocks=8)
         >>> index.stats().indexed
         0
@@ -431,7 +397,7 @@ class IndexStats:
     @property
     def bytes(self, /) -> int:
         """
-        Memory that the index holds, in bytes.
+        Bytes of memory that the index holds.
         """
     @property
     def bytes_compared(self, /) -> int:
@@ -446,8 +412,7 @@ class IndexStats:
     @property
     def condemned(self, /) -> int:
         """
-        Blocks that are neither indexed nor the caller's: they left the index while a plan pinned them, and
-        are pinned still or wait for `take_freed()`.
+        Blocks that left the index while a plan pinned them, until `take_freed()` returns them.
         """
     @property
     def dead(self, /) -> int:
@@ -457,13 +422,12 @@ class IndexStats:
     @property
     def evictable(self, /) -> int:
         """
-        Indexed blocks that could be evicted: neither pinned nor above a pinned one, and dead ones that
-        are above sources of copies alone.
+        Indexed blocks that `evict` can remove now.
         """
     @property
     def holes(self, /) -> int:
         """
-        Places on paths whose block has left while something below is present.
+        Evicted blocks with cached blocks below.
         """
     @property
     def indexed(self, /) -> int:
@@ -488,38 +452,38 @@ class IndexStats:
     @property
     def nodes_visited(self, /) -> int:
         """
-        Nodes that lookups, plans and inserts have looked at since the index was made.
+        Nodes that lookups, plans and inserts have visited since the index was made.
         """
     @property
     def pinned(self, /) -> int:
         """
-        Blocks with at least one pin, indexed or condemned.
+        Pinned blocks, indexed or condemned.
         """
     @property
     def quarantined(self, /) -> int:
         """
-        Blocks that `quarantine` took out of use; those that are still pinned are counted as condemned.
+        Blocks in quarantine; those still pinned are counted as condemned.
         """
     @property
     def search_looks(self, /) -> int:
         """
-        Steps of plans' searches for moved runs, since the index was made or restored: places tried,
-        children and cache lines of tokens compared.
+        Steps of searches for moved runs since the index was made or restored: places tried, children
+        and cache lines of tokens compared.
         """
     @property
     def unknown_discards(self, /) -> int:
         """
-        Ids given to `discard` or `quarantine` that the index did not hold.
+        Ids given to `discard` or `quarantine` that were not indexed.
         """
     @property
     def waiting(self, /) -> int:
         """
-        Condemned blocks that no plan pins any more: they wait for `take_freed()`.
+        Condemned blocks without a pin: they wait for `take_freed()`.
         """
     @property
     def windows(self, /) -> int:
         """
-        Windows of eight tokens that are kept to find moved runs by.
+        Windows of eight tokens, by which moved runs are found.
         """
 
 @final
@@ -527,20 +491,16 @@ class InsertResult:
     """
     What became of the ids that were offered to `RadixIndex.insert`.
 
-    Every id that was offered is in one of three places: in `blocks`, where it backs the sequence; in
-    `duplicates` or `surplus`, where it still belongs to the caller; or in none of them, if the index
-    held it already and goes on holding it. Array attributes are fresh arrays at every access.
+    An offered id is in `blocks`, where it backs the sequence; in `duplicates` or `surplus`, and
+    still the caller's; or in none of them, if the index held it already and keeps it.
 
     Example:
-        >>> import kvtrie
         >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
         >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-        >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
-        >>> index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED).blocks
-        array([6, 0], dtype=int32)
-        >>> again = index.insert(seq, [3, 4, 5], num_computed=5, source=kvtrie.COMPUTED)
-        >>> again.blocks, again.duplicates, again.surplus
-        (array([6, 0], dtype=int32), array([3, 4], dtype=int32), array([5], dtype=int32))
+        >>> seq = kvtrie.TokenSequence(range(1, 6), space)
+        >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+        >>> index.insert(seq, [3, 4, 5], num_computed=5, source=kvtrie.COMPUTED)
+        InsertResult(blocks=[6, 0], num_exact=4, duplicates=[3, 4], surplus=[5], freed=[])
     """
     @property
     def blocks(self, /) -> npt.NDArray[np.int32]:
@@ -550,23 +510,23 @@ class InsertResult:
     @property
     def duplicates(self, /) -> npt.NDArray[np.int32]:
         """
-        Held ids whose place another id holds, in call order (int32). They were not taken.
+        Ids that were not taken because another id holds their place, in call order (int32).
         """
     @property
     def freed(self, /) -> npt.NDArray[np.int32]:
         """
-        Approximate blocks that were replaced and that nobody pins, in order of position (int32). They
-        are the caller's from here on.
+        Approximate blocks that were replaced and are not pinned, in order of position (int32). They are
+        the caller's from here on.
         """
     @property
     def num_exact(self, /) -> int:
         """
-        Position in tokens, from 0, up to which what backs the sequence is exact.
+        Position in tokens up to which what backs the sequence is exact.
         """
     @property
     def surplus(self, /) -> npt.NDArray[np.int32]:
         """
-        Held ids after what was taken, in call order (int32): the last block that is not full.
+        Ids after the last full block, in call order (int32). They were not taken.
         """
 
 @final
@@ -574,8 +534,8 @@ class Item:
     """
     A range of tokens that stands for something else, such as an image.
 
-    Inside an item a token is compared by its id, the item's digest and its offset from `start`. So
-    two prompts with the same placeholder ids and different images share nothing from the image on.
+    Inside an item tokens are compared by id, the item's digest and offset: two prompts with the
+    same placeholder ids and different images share nothing from the image on.
 
     Args:
         start: First token, a position in the sequence.
@@ -587,9 +547,8 @@ class Item:
         ValueError: The range is empty, reversed or negative, or the digest too short or too long.
 
     Example:
-        >>> import hashlib, kvtrie
         >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-        >>> image = kvtrie.Item(1, 4, hashlib.sha256(b"pixels").digest())
+        >>> image = kvtrie.Item(1, 4, b"digest of the image")
         >>> seq = kvtrie.TokenSequence([7, 0, 0, 0, 8], space, items=[image])
         >>> seq.items == (image,)
         True
@@ -601,7 +560,7 @@ class Item:
     def __new__(cls, /, start: SupportsIndex, end: SupportsIndex, digest: bytes) -> Item: ...
     def __replace__(self, /, **changes: object) -> Item:
         """
-        The same, for `copy.replace`.
+        `replace`, for `copy.replace`.
         """
     @property
     def digest(self, /) -> bytes:
@@ -615,17 +574,16 @@ class Item:
         """
     def replace(self, /, **changes: object) -> Item:
         """
-        This item with some fields changed.
+        A copy with some fields changed.
 
         Args:
-            changes: New values by the names of the fields.
+            changes: New values by field name.
 
         Raises:
             TypeError: There is no such field, or a value has the wrong type.
             ValueError: A value is out of its range.
 
         Example:
-            >>> import kvtrie
             >>> kvtrie.Item(0, 4, b"image").replace(start=2)
             Item(2, 4, b'image')
         """
@@ -640,16 +598,10 @@ class Match:
     """
     What `RadixIndex.lookup` found.
 
-    Array attributes are fresh arrays at every access: take them once and keep them.
-
     Example:
-        >>> import kvtrie
-        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-        >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-        >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
-        >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-        >>> index.lookup(seq)
-        Match(num_tokens=4, blocks=[6, 0])
+        >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+        >>> kvtrie.RadixIndex(num_blocks=8).lookup(seq)
+        Match(num_tokens=0, blocks=[])
     """
     @property
     def blocks(self, /) -> npt.NDArray[np.int32]:
@@ -659,37 +611,33 @@ class Match:
     @property
     def num_tokens(self, /) -> int:
         """
-        Tokens from position 0 whose exact KV is present: a whole number of blocks.
+        Tokens from position 0 that match exactly: a whole number of blocks.
         """
 
 @final
 class Namespace:
     """
-    Everything besides tokens that KV depends on. No query sees across a namespace.
-
-    Namespaces are values: two with the same fields are equal and share their KV.
+    Everything besides tokens that KV depends on. Namespaces with equal fields share their KV; no
+    query sees another one.
 
     Args:
         model: Model and revision, for instance `"qwen3-8b@1a2b"`.
         kv_dtype: Element type and scales of the KV.
-        rope: How positions turn K, for instance `"yarn:4"`.
+        rope: How positions rotate K, for instance `"yarn:4"`.
         adapter: Content id of the adapter (LoRA), or None.
-        salt: Who may share: one salt per tenant, or `kvtrie.SHARED` to share on purpose. There is no
-            default, because sharing across tenants tells each what the others have asked. A tenant's
-            salt is a secret: no `repr`, message or log shows it. The attribute, pickles and snapshots
-            have it.
+        salt: Who may share: one salt per tenant, or `kvtrie.SHARED` to share on purpose. There is
+            no default, because tenants who share can learn each other's prompts. A tenant's salt is
+            a secret: no `repr`, message or log shows it; the attribute, pickles and snapshots have
+            it.
 
     Raises:
         TypeError: A field is not a str, or the salt is neither a str nor `SHARED`.
         ValueError: A field is empty.
 
     Example:
-        >>> import kvtrie
         >>> a = kvtrie.Namespace(model="qwen3-8b@1a2b", kv_dtype="bfloat16", salt="tenant-a")
         >>> a == kvtrie.Namespace(model="qwen3-8b@1a2b", kv_dtype="bfloat16", salt="tenant-b")
         False
-        >>> kvtrie.Namespace(model="qwen3-8b@1a2b", salt=kvtrie.SHARED).salt
-        SHARED
     """
     def __eq__(self, value: object, /) -> bool: ...
     def __getnewargs_ex__(self, /) -> tuple[tuple[()], dict[str, object]]: ...
@@ -707,7 +655,7 @@ class Namespace:
     ) -> Namespace: ...
     def __replace__(self, /, **changes: object) -> Namespace:
         """
-        The same, for `copy.replace`.
+        `replace`, for `copy.replace`.
         """
     @property
     def adapter(self, /) -> str | None:
@@ -726,17 +674,16 @@ class Namespace:
         """
     def replace(self, /, **changes: object) -> Namespace:
         """
-        This namespace with some fields changed.
+        A copy with some fields changed.
 
         Args:
-            changes: New values by the names of the fields.
+            changes: New values by field name.
 
         Raises:
             TypeError: There is no such field, or a value has the wrong type.
             ValueError: A value is out of its range.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> space.replace(adapter="lora").adapter
             'lora'
@@ -744,12 +691,12 @@ class Namespace:
     @property
     def rope(self, /) -> str:
         """
-        How positions turn K.
+        How positions rotate K.
         """
     @property
     def salt(self, /) -> str | SharedSalt:
         """
-        Who may share this KV: a tenant's str, or `SHARED`.
+        Who may share: a tenant's str, or `SHARED`.
         """
 
 @final
@@ -758,7 +705,6 @@ class NamespaceDifference:
     Another namespace of the same salt in which more of a prompt is cached.
 
     Example:
-        >>> import kvtrie
         >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
         >>> spaces = [kvtrie.Namespace(model=model, salt=kvtrie.SHARED) for model in ("m", "n")]
         >>> seqs = [kvtrie.TokenSequence([1, 2], space) for space in spaces]
@@ -780,44 +726,40 @@ class NamespaceDifference:
 @final
 class RadixIndex:
     """
-    A forest of radix trees, one a namespace, that maps token runs to block ids.
+    A forest of radix trees, one per namespace, that maps tokens to block ids.
 
-    The index decides which KV blocks back which tokens; it never touches KV. It knows block ids in
-    0..num_blocks, each for at most one place. Ids that it does not know belong to the caller:
-    `insert` gives ids to the index, every other call that returns ids gives them back.
+    The index knows block ids in 0..num_blocks, each in at most one place, and never touches KV. Ids
+    that it does not know belong to the caller: `insert` gives ids to the index, every other call
+    that returns ids gives them back.
 
-    One lock guards an index; any thread may call it. A call that turns out to take longer than about
-    100 µs lets go of the interpreter. After `os.fork` it is the parent's: in the child it raises
-    `StaleHandleError`, as do plans, sequences, ledgers and allocators that the child inherited.
+    Arguments of another type raise `TypeError`. Any thread may call an index; one lock guards it. A
+    call that takes longer than about 100 µs releases the interpreter. After `os.fork` every call in
+    the child raises `StaleHandleError`, as do inherited plans, sequences, ledgers and allocators.
 
     Args:
         num_blocks: Blocks in the engine's KV pool, 1 to 2**31.
-        block_size: Tokens in a block, 1 to 4096; no power of two is needed.
-        min_run: Shortest moved run in tokens, at least 8. One window of eight tokens is kept for every
-            `min_run - 7` positions.
-        max_candidates: Places at which a window of a prompt is tried, at least 1: the most recent ones.
-            `ReusePlan.candidates_dropped` counts the others.
-        moved_runs: Whether windows of everything cached are kept, by which moved runs are found: about
-            1.1 bytes and 10 ns a token at the default `min_run`. Where only exact KV is reused, False
-            saves that.
-        seed: Seeds every internal hash, 0 to 2**64-1. None draws one from the operating system, which
-            is right unless replicas must agree: give them the same one, and draw that at random too
-            where prompts come from people that are not trusted. Results do not depend on it, but for
-            plans with `candidates_dropped`.
-        pool_id: Names the KV pool, 1 to 64 bytes; None draws 16 at random. A snapshot of this index is
-            restored for the pool of this name only.
-        hash_bits: Bits kept of every internal hash, 0 to 64: a testing aid that makes collisions.
-            Results depend on it no more than on the seed.
+        block_size: Tokens per block, 1 to 4096; any number, not only powers of two.
+        min_run: Shortest moved run in tokens, at least 8. The index keeps one window of eight
+            tokens per `min_run - 7` positions.
+        max_candidates: Places at which a window of a prompt is tried, at least 1: the most recent
+            ones. `ReusePlan.candidates_dropped` counts the others.
+        moved_runs: Whether the index can find moved runs. It costs about 1.1 bytes and 10 ns per
+            cached token at the default `min_run`; False saves that where only exact KV is reused.
+        seed: Seeds every internal hash, 0 to 2**64-1. None draws one from the operating system.
+            Replicas that must agree need the same one; draw it at random if prompts are untrusted.
+            Results depend on it only in plans with `candidates_dropped`.
+        pool_id: Names the KV pool, 1 to 64 bytes; None draws 16 at random. `restore` compares it.
+        hash_bits: Bits kept of every internal hash, 0 to 64, for tests: few bits collide. Results
+            depend on it as on the seed.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of its range.
 
     Example:
-        >>> import kvtrie
         >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
         >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4)
-        >>> first = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6, 7, 8], space)
+        >>> first = kvtrie.TokenSequence(range(1, 9), space)
         >>> done = index.insert(first, [0, 1], num_computed=8, source=kvtrie.COMPUTED)
         >>> second = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6, 70, 80], space)
         >>> with index.plan(second) as plan:
@@ -840,38 +782,33 @@ class RadixIndex:
     @property
     def block_size(self, /) -> int:
         """
-        Tokens in a block.
+        Tokens per block.
         """
     def check(self, /) -> None:
         """
-        Check every invariant of the index. For tests: it looks at everything.
+        Check every invariant of the whole index, for tests.
 
         Raises:
             KvTrieError: An invariant is broken, which is a bug in kvtrie.
 
         Example:
-            >>> import kvtrie
             >>> kvtrie.RadixIndex(num_blocks=8).check()
         """
     def digest(self, /) -> int:
         """
-        A number that two indexes have in common when they were made alike and got the same calls.
-
-        Returns:
-            An int in 0..2**64.
+        An int in 0..2**64, equal for two indexes made alike that got the same calls.
 
         Example:
-            >>> import kvtrie
             >>> a, b = kvtrie.RadixIndex(num_blocks=8), kvtrie.RadixIndex(num_blocks=8)
             >>> a.digest() == b.digest()
             True
         """
     def discard(self, /, block_ids: _Integers) -> npt.NDArray[np.int32]:
         """
-        Take these blocks out of the index wherever they stand, for instance because their KV is gone.
+        Remove these blocks wherever they are, for instance because their KV is gone.
 
-        What is below a discarded block stays, and counts again once the hole is filled. Ids that the
-        index does not hold are counted in `stats().unknown_discards`.
+        Blocks below them stay, and match again once the hole is filled. `stats().unknown_discards`
+        counts ids that the index does not hold.
 
         Args:
             block_ids: Ids in 0..num_blocks.
@@ -880,44 +817,41 @@ class RadixIndex:
             The ids that are free now (int32), in call order. Pinned ones come later, by `take_freed`.
 
         Raises:
-            TypeError: The ids are no list of integers.
-            ValueError: An id is outside the pool; nothing is discarded then.
+            ValueError: An id is outside the pool.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+            >>> seq = kvtrie.TokenSequence(range(1, 5), space)
             >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
             >>> index.discard([6, 7])
             array([6], dtype=int32)
-            >>> index.lookup(seq).num_tokens, index.stats().holes
-            (0, 1)
         """
     def drop(self, /, namespace: Namespace) -> npt.NDArray[np.int32]:
         """
-        Forget a namespace. Plans made in it before can insert nothing any more.
+        Forget a namespace. Plans made in it before can insert nothing.
 
         Args:
-            namespace: Which one; one that holds nothing is fine.
+            namespace: Which one; it may hold nothing.
 
         Returns:
             The ids that are free now (int32), ascending. Pinned ones come later, by `take_freed`.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+            >>> seq = kvtrie.TokenSequence(range(1, 5), space)
             >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
             >>> index.drop(space)
             array([0, 6], dtype=int32)
         """
     def evict(self, /, n: SupportsIndex) -> npt.NDArray[np.int32]:
         """
-        Take at most `n` blocks from the index: those that wait for `take_freed` first, then those that
-        `mark_dead` marked, then the least recently used ones, the deepest of a path first. Pinned blocks
-        stay, and so do blocks above them, dead ones above sources of copies aside.
+        Remove at most `n` blocks: those that wait for `take_freed` first, then those that `mark_dead`
+        marked, then the least recently used ones, the deepest of a path first.
+
+        Pinned blocks and blocks above them stay, but a dead block goes if nothing below it is pinned
+        except sources of copies.
 
         Args:
             n: How many.
@@ -927,14 +861,12 @@ class RadixIndex:
             caller's from here on.
 
         Raises:
-            TypeError: `n` is not an int.
             ValueError: `n` is negative.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+            >>> seq = kvtrie.TokenSequence(range(1, 5), space)
             >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
             >>> index.evict(1)
             array([0], dtype=int32)
@@ -951,30 +883,25 @@ class RadixIndex:
         """
         Say why the exact match of a prompt ends where it does, and what a plan would find.
 
-        Nothing counts as used. What left is known of holes, and of the latest 4,096 departures as long
-        as the prefix before them has stayed; what is forgotten, or was dropped with its
-        namespace, is `"not_cached"`, or `"diverged"` where other tokens stand. Other namespaces are
-        looked at under the same salt alone, 64 at most: those next to its own by their fields.
+        Nothing counts as used. The index remembers holes and the latest 4,096 departures while the
+        prefix before them stays; what it forgot, or dropped with its namespace, is `"not_cached"`, or
+        `"diverged"` if other tokens are cached there. Up to 64 namespaces with the same salt are
+        searched too, those with the nearest fields.
 
         Args:
             seq: The prompt.
             policy: What the plan may reuse; None is `ReusePolicy()`, which allows approximate reuse.
-            context: Token ids that are shown before and after the position.
+            context: Token ids to show before and after the position.
             keep_last: Tokens at the end that the plan computes in any case.
 
-        Returns:
-            The reason, the position, what is there on both sides, and what a plan would find.
-
         Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: `context` or `keep_last` is negative, or the policy asks for shorter runs than the
-                index finds.
+            ValueError: `context` or `keep_last` is negative, or the policy's `min_run` is below the
+                index's.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+            >>> seq = kvtrie.TokenSequence(range(1, 5), space)
             >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
             >>> gone = index.evict(1)
             >>> index.explain(seq)
@@ -999,42 +926,37 @@ class RadixIndex:
         """
         Offer blocks for the front of a sequence.
 
-        Blocks that lie wholly below `num_computed` are taken, labelled by their source, and pinned under
-        the plan if the source is one. Where another block is cached already, that one stays and the
+        The index takes blocks wholly below `num_computed`, labels them by their source, and pins them
+        under the plan if the source is one. Where a block is cached already, that one stays and the
         offered one is a duplicate.
 
         Args:
             seq: The sequence that the blocks belong to.
-            blocks: Block ids (a list, a tuple or an int array), the first for the tokens at `start`.
+            blocks: Block ids, the first for the tokens at `start`.
             num_computed: Tokens from position 0 whose KV is computed.
             start: Position in tokens of the first id, a multiple of the block size.
             source: Where the KV came from: the plan that it was built by, `kvtrie.COMPUTED`, or
                 `kvtrie.Imported(...)`.
             spans: Tags to set afterwards, as `tag` does.
 
-        Returns:
-            The ids that back the sequence from `start` on, and what became of the others.
-
         Raises:
             BlockInUseError: An id backs another place, or comes twice.
             StaleHandleError: The plan was released.
-            TypeError: An argument has the wrong type.
             ValueError: An id is outside the pool, there are too few ids, a position is out of range, a
-                span is bad, or the plan is of another index or prompt. Nothing is changed then.
+                span is bad, or the plan is of another index or prompt.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
-            >>> done = index.insert(seq, [4, 5], num_computed=3, source=kvtrie.COMPUTED)
-            >>> done.blocks, done.surplus, done.num_exact
-            (array([4], dtype=int32), array([5], dtype=int32), 2)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> index.insert(seq, [4, 5], num_computed=3, source=kvtrie.COMPUTED)
+            InsertResult(blocks=[4], num_exact=2, duplicates=[], surplus=[5], freed=[])
         """
     @property
     def kinds(self, /) -> tuple[str, ...]:
         """
-        Names of the span kinds, by the bit that they have in `ReusePlan.segments`.
+        Names of the span kinds, by their bit in `ReusePlan.segments`.
         """
     def lookup(
         self,
@@ -1048,8 +970,8 @@ class RadixIndex:
         """
         Find the longest run of present exact blocks from position 0.
 
-        The cost grows with the prompt alone, and with the new tokens alone for a sequence that has
-        grown since it was last used here.
+        The cost grows with the prompt alone; for a sequence that has grown since its last use here,
+        with the new tokens alone.
 
         Args:
             seq: What to look for.
@@ -1057,33 +979,26 @@ class RadixIndex:
             touch: Whether the blocks found count as used, which keeps them longer.
             start: Position in tokens of the first block wanted, a multiple of the block size.
 
-        Returns:
-            The tokens matched, counted from 0, and the blocks from `start` on.
-
         Raises:
-            TypeError: An argument has the wrong type.
             ValueError: `keep_last` or `start` is negative, or `start` is inside a block or beyond the
                 sequence.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+            >>> seq = kvtrie.TokenSequence(range(1, 5), space)
             >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-            >>> match = index.lookup(seq, keep_last=1)
-            >>> match.num_tokens, match.blocks
-            (2, array([6], dtype=int32))
+            >>> index.lookup(seq, keep_last=1)
+            Match(num_tokens=2, blocks=[6])
         """
     def mark_dead(self, /, seq: TokenSequence, ranges: _Ranges) -> int:
         """
-        Mark blocks that are not wanted any more: they are evicted before anything else.
+        Mark blocks that are no longer wanted: they are evicted before anything else.
 
-        Marked are the blocks wholly inside the ranges, but for those that somebody else may want: a
-        present block below them is not on the path of the sequence. The oldest mark goes first, of one
-        mark the last block. A block that is used after that (by `lookup`, `plan` or `insert`) is dead no
-        more; a pinned one goes when its pins have ended. What is evicted may leave a hole: the tokens
-        after it match again once the hole is filled.
+        It marks the blocks wholly inside the ranges, except those above a present block that is not on
+        the path of the sequence. The oldest mark is evicted first, within one mark the last block.
+        `lookup`, `plan` and `insert` unmark blocks that they use; a pinned block goes when its pins
+        have ended. Tokens after a hole match again once it is filled.
 
         Args:
             seq: The sequence whose positions the ranges mean.
@@ -1094,15 +1009,12 @@ class RadixIndex:
             How many blocks this call marked.
 
         Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: A range is reversed, overlaps the one before it, or ends beyond the sequence;
-                nothing is marked then.
+            ValueError: A range is reversed, overlaps the one before it, or ends beyond the sequence.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
+            >>> seq = kvtrie.TokenSequence(range(1, 7), space)
             >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
             >>> index.mark_dead(seq, [(1, 4)])
             1
@@ -1112,7 +1024,7 @@ class RadixIndex:
     @property
     def max_candidates(self, /) -> int:
         """
-        Places at which a window of a prompt is tried, the most recent ones, where it has more.
+        Places at which a window of a prompt is tried.
         """
     @property
     def min_run(self, /) -> int:
@@ -1122,29 +1034,20 @@ class RadixIndex:
     @property
     def moved_runs(self, /) -> bool:
         """
-        Whether windows are kept to find moved runs by.
+        Whether the index can find moved runs.
         """
     def namespaces(self, /) -> list[Namespace]:
         """
-        The namespaces that hold something.
-
-        Returns:
-            A list, sorted by the fields. It names the salts of all tenants.
+        The namespaces that hold something, sorted by field. It shows the salts of all tenants.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2], space)
-            >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
-            >>> index.namespaces() == [space]
-            True
+            >>> kvtrie.RadixIndex(num_blocks=8).namespaces()
+            []
         """
     @property
     def num_approximate(self, /) -> int:
         """
-        Blocks whose KV is approximate. Unlike `stats().approximate`, it takes no time that grows with the
-        index.
+        Blocks whose KV is approximate, in O(1); `stats().approximate` takes longer.
         """
     @property
     def num_blocks(self, /) -> int:
@@ -1154,8 +1057,7 @@ class RadixIndex:
     @property
     def num_evictable(self, /) -> int:
         """
-        Blocks that `evict` could take from the index: neither pinned nor above a pinned one, and dead
-        ones above nothing pinned but sources of copies.
+        Blocks that `evict` can remove now.
         """
     def plan(
         self,
@@ -1170,10 +1072,9 @@ class RadixIndex:
         """
         Plan how to build the KV of a prompt, and pin what the plan uses.
 
-        Whole exact blocks are used in place. After them, the exact tokens of the one block that shares
-        most of the rest are copied, unless the policy says `partial_blocks=False`. Where the policy
-        allows approximate reuse, the rest is covered by runs of cached tokens that stand elsewhere. What
-        is left is computed.
+        Whole exact blocks are used in place. After them, the exact tokens of the block that shares most
+        of the rest are copied, unless the policy has `partial_blocks=False`. If the policy allows it,
+        moved runs cover more. The rest is computed.
 
         Args:
             seq: The prompt.
@@ -1181,39 +1082,23 @@ class RadixIndex:
             keep_last: Tokens at the end that are computed in any case: an engine needs the last one's
                 logits.
             pin: Whether what the plan uses stays until the plan is released.
-            path: A sequence of the same namespace: the plan is made as if only its path were cached. Of
-                two runs at the same distance, the one at the lower position is used. If a window of the
-                prompt is on more paths than a plan looks at, `candidates_dropped` is not 0.
-
-        Returns:
-            The plan. Release it, or use it in a `with` statement.
+            path: A sequence of the same namespace: plan as if only its path were cached. Of two runs at
+                the same distance, the one at the lower position is used. If a window of the prompt is
+                on more paths than a plan looks at, `candidates_dropped` is not 0.
 
         Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: `keep_last` is negative, the policy asks for runs shorter than the index's
-                `min_run`, or `path` is of another namespace.
+            ValueError: `keep_last` is negative, the policy's `min_run` is below the index's, or `path`
+                is of another namespace.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
-            >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-            >>> with index.plan(seq) as plan:
-            ...     print(plan.blocks, plan.num_new_blocks, plan.gaps.tolist())
-            [6] 1 [[3, 4]]
-            >>> text = list(range(40))
+            >>> space, text = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), list(range(40))
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4, min_run=8)
             >>> seq = kvtrie.TokenSequence(text, space)
-            >>> done = index.insert(seq, list(range(8)), num_computed=32, source=kvtrie.COMPUTED)
+            >>> done = index.insert(seq, range(8), num_computed=32, source=kvtrie.COMPUTED)
             >>> prompt = kvtrie.TokenSequence(text[:5] + text[20:], space)
             >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
-            ...     for segment in plan.segments[["start", "end", "delta", "class"]]:
-            ...         print(segment)
-            (0, 4, 0, 0)
-            (4, 5, 0, 0)
-            (5, 17, -15, 1)
-            (17, 25, 0, 2)
+            ...     plan.segments[["start", "end", "delta", "class"]].tolist()
+            [(0, 4, 0, 0), (4, 5, 0, 0), (5, 17, -15, 1), (17, 25, 0, 2)]
         """
     @property
     def pool_id(self, /) -> bytes:
@@ -1223,49 +1108,42 @@ class RadixIndex:
     @staticmethod
     def pool_of_snapshot(blob: Buffer) -> bytes:
         """
-        Which pool a snapshot speaks of: for those who have several, and for tools without any KV.
+        The `pool_id` of the index that a snapshot was made of.
 
         Args:
             blob: The bytes, in any buffer of bytes.
 
-        Returns:
-            The `pool_id` of the index that was snapshotted.
-
         Raises:
-            SnapshotError: The bytes are no snapshot, are damaged, or come from another version.
-            TypeError: `blob` is no buffer of bytes.
+            SnapshotError: The bytes are not a snapshot, are damaged, or are of another version.
+            TypeError: `blob` is not a buffer of bytes.
 
         Example:
-            >>> import kvtrie
             >>> index = kvtrie.RadixIndex(num_blocks=8, pool_id=b"gpu0")
             >>> kvtrie.RadixIndex.pool_of_snapshot(index.snapshot())
             b'gpu0'
         """
     def quarantine(self, /, block_ids: _Integers) -> int:
         """
-        Take blocks out of use for good, since their KV is not finite.
+        Take blocks out of use for good, because their KV is not finite.
 
-        They leave the index wherever they are, and are handed out by no call from here on, nor taken by
-        `insert`. Pinned ones are condemned, and in quarantine after their last release. Ids that the index
-        did not know are in quarantine as well: whoever held them does not free them any more.
-        Quarantine survives `reset`, `drop` and snapshots, and `digest` covers it.
+        They leave the index; no call returns them and `insert` refuses them. Pinned ones are condemned
+        until their last release. Ids that the index did not know are quarantined too: their holder no
+        longer frees them. Quarantine survives `reset`, `drop` and snapshots, and `digest` covers it.
 
         Args:
-            block_ids: Ids in 0..num_blocks. Repeated ids count once. Those that are not indexed are
-                counted in `stats().unknown_discards`, as by `discard`.
+            block_ids: Ids in 0..num_blocks. Repeated ids count once. `stats().unknown_discards` counts
+                those that are not indexed.
 
         Returns:
-            How many were not in quarantine before, nor on the way there.
+            How many are newly quarantined or condemned to it.
 
         Raises:
-            TypeError: The ids are no list of integers.
-            ValueError: An id is outside the pool; nothing is changed then.
+            ValueError: An id is outside the pool.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+            >>> seq = kvtrie.TokenSequence(range(1, 5), space)
             >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
             >>> index.quarantine([0])
             1
@@ -1275,37 +1153,29 @@ class RadixIndex:
     @property
     def quarantined(self, /) -> npt.NDArray[np.int32]:
         """
-        The ids that are in quarantine or on the way there, ascending, as int32.
+        The ids in quarantine or condemned to it, ascending (int32).
         """
     def remove_spans(self, /, seq: TokenSequence, ranges: _Ranges, force: bool = False) -> Removed:
         """
-        Take blocks out of the index, and leave a hole where something hangs below them.
+        Remove blocks, and leave holes where cached blocks are below.
 
-        Taken are the blocks wholly inside the ranges, but for those that somebody else may want: a
-        present block below them is not on the path of the sequence. Blocks that a range cuts stay whole:
-        this frees memory, it does not redact. What is cached after a hole is found again once the hole is
-        filled with exact KV. Token ids of holes are kept, up to one for each block of the pool; past that
-        the least recently used tails after holes leave too, and wait for `take_freed`.
+        It removes the blocks that `mark_dead` marks. Blocks that a range cuts stay: this frees
+        memory, it does not redact. Tokens after a hole match again once it is filled with exact KV.
+        The index keeps token ids of up to one hole per block of the pool; beyond that the least
+        recently used tails after holes leave too, and wait for `take_freed`.
 
         Args:
             seq: The sequence whose positions the ranges mean.
-            ranges: Pairs of positions (start, end), ascending and disjoint, as a list, a tuple or an
-                integer array of shape (n, 2). Ranges that touch are one.
-            force: Take blocks too that somebody else may want.
-
-        Returns:
-            A `Removed`: which ids are free now, which stayed, and which come later by `take_freed`.
+            ranges: As for `mark_dead`.
+            force: Also remove blocks above ones that are on other paths.
 
         Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: A range is reversed, overlaps the one before it, or ends beyond the sequence;
-                nothing is removed then.
+            ValueError: As for `mark_dead`.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
+            >>> seq = kvtrie.TokenSequence(range(1, 7), space)
             >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
             >>> index.remove_spans(seq, [(1, 4)]).freed
             array([0], dtype=int32)
@@ -1314,75 +1184,53 @@ class RadixIndex:
         """
     def reset(self, /) -> npt.NDArray[np.int32]:
         """
-        Forget everything. Plans made before can insert nothing any more.
-
-        Returns:
-            The ids that are free now (int32), ascending. Pinned ones come later, by `take_freed`.
+        `drop` of every namespace.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2], space)
-            >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
-            >>> index.reset()
-            array([6], dtype=int32)
+            >>> kvtrie.RadixIndex(num_blocks=8).reset()
+            array([], dtype=int32)
         """
     @staticmethod
     def restore(
         blob: Buffer, *, pool_id: bytes | None, max_blocks: SupportsIndex = 16777216
     ) -> RadixIndex:
         """
-        An index from what `snapshot` returned: one that gives the same answers to all later calls.
+        An index from a snapshot. It returns the same results to all later calls.
 
-        Plans are no part of it: what was pinned is not, and what was condemned waits for `take_freed`.
-        The bytes are checked from end to end; still, whoever could write them can say what blocks hold.
-
-        An index without its KV names blocks that hold something else. So say which pool the index is
-        restored for: `index.pool_id`, kept with the pool, or None if the KV is gone. Then the index
-        is empty: it has the arguments of the old one, its seed among them, and a new `pool_id`.
+        A snapshot has no plans: nothing is pinned, and condemned blocks wait for `take_freed`. The
+        bytes are checked from end to end, but whoever can write them can say what blocks hold.
 
         Args:
             blob: The bytes, in any buffer of bytes.
-            pool_id: The name of the pool that the blocks are in, 1 to 64 bytes; None: their KV is gone.
-            max_blocks: The largest pool, in blocks, that an index is restored for.
-
-        Returns:
-            A new index.
+            pool_id: The pool that holds the blocks: `index.pool_id`, kept with the pool. None if the KV
+                is gone: the new index is empty, with the arguments and seed of the old one and a new
+                `pool_id`.
+            max_blocks: The largest pool to accept, in blocks.
 
         Raises:
-            SnapshotError: The bytes are no snapshot, are damaged, come from another version, are made
-                for a larger pool, or speak of another pool than `pool_id`.
-            TypeError: An argument has the wrong type.
-            ValueError: `max_blocks` is out of its range, or `pool_id` has not 1 to 64 bytes.
+            SnapshotError: The bytes are not a snapshot, are damaged, or are of another version, a
+                larger pool or another `pool_id`.
+            ValueError: `max_blocks` is out of its range, or `pool_id` does not have 1 to 64 bytes.
 
         Example:
-            >>> import kvtrie
             >>> index = kvtrie.RadixIndex(num_blocks=8)
             >>> again = kvtrie.RadixIndex.restore(index.snapshot(), pool_id=index.pool_id)
             >>> again.digest() == index.digest()
             True
-            >>> kvtrie.RadixIndex.restore(b"something else", pool_id=None)
-            Traceback (most recent call last):
-            kvtrie.SnapshotError: RadixIndex.restore: these bytes are no snapshot of an index
         """
     @property
     def seed(self, /) -> int:
         """
-        What seeds every internal hash: a secret where prompts come from people that are not trusted.
+        The seed of every internal hash: a secret if prompts are untrusted.
         """
     def snapshot(self, /) -> bytes:
         """
-        Everything but plans as bytes, for `restore`: in this process or a later one.
+        Everything but plans, as bytes for `restore`. Equal indexes give equal bytes.
 
-        They contain the prompts and salts of all tenants, and the seed: keep them as secret as these.
-        They take 4 * (block_size + 1) bytes a block, and little else.
-
-        Returns:
-            The bytes; equal calls on equal indexes give equal bytes.
+        The bytes contain the prompts and salts of all tenants, and the seed: keep them secret. They
+        take little more than 4 * (block_size + 1) bytes per block.
 
         Example:
-            >>> import kvtrie
             >>> len(kvtrie.RadixIndex(num_blocks=8).snapshot()) < 400
             True
         """
@@ -1390,18 +1238,13 @@ class RadixIndex:
         """
         Counters of the index at this moment.
 
-        Returns:
-            An `IndexStats`.
-
         Example:
-            >>> import kvtrie
-            >>> stats = kvtrie.RadixIndex(num_blocks=8).stats()
-            >>> stats.indexed + stats.condemned
+            >>> kvtrie.RadixIndex(num_blocks=8).stats().indexed
             0
         """
     def tag(self, /, seq: TokenSequence, spans: Iterable[Span]) -> None:
         """
-        Tag the tokens of spans where the sequence has blocks. Others that share the prefix share the
+        Tag the tokens of spans where the sequence has blocks. Sequences that share the prefix share the
         tags.
 
         Args:
@@ -1409,14 +1252,12 @@ class RadixIndex:
             spans: Ranges with their kinds; they may overlap. A new kind takes the next of 64 bits.
 
         Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: A span ends beyond the sequence, or brings a 65th kind; nothing is tagged then.
+            ValueError: A span ends beyond the sequence, or brings a 65th kind.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+            >>> seq = kvtrie.TokenSequence(range(1, 5), space)
             >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
             >>> index.tag(seq, [kvtrie.Span(1, 3, "reasoning")])
             >>> index.tags(seq)
@@ -1430,27 +1271,27 @@ class RadixIndex:
             seq: The sequence.
 
         Returns:
-            For each kind the longest ranges, sorted by (start, end, kind).
+            The longest ranges of each kind, sorted by (start, end, kind).
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> index = kvtrie.RadixIndex(num_blocks=8)
-            >>> index.tags(kvtrie.TokenSequence([1, 2], space))
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> kvtrie.RadixIndex(num_blocks=8).tags(seq)
             []
         """
     def take_freed(self, /) -> npt.NDArray[np.int32]:
         """
-        Hand out the blocks whose last pin ended after they had left the index.
+        Return the blocks whose last pin ended after they had left the index.
 
         Returns:
             Their ids (int32), oldest release first. They are the caller's from here on.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
             >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
             >>> with index.plan(seq):
             ...     index.discard([6])
@@ -1462,18 +1303,13 @@ class RadixIndex:
 @final
 class Removed:
     """
-    What became of the blocks inside the ranges given to `RadixIndex.remove_spans`.
-
-    Array attributes are fresh arrays at every access, each in order of position.
+    What became of the blocks inside the ranges given to `RadixIndex.remove_spans`, each in order of
+    position.
 
     Example:
-        >>> import kvtrie
-        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-        >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-        >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
-        >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
-        >>> index.remove_spans(seq, [(2, 4)])
-        Removed(freed=[0], kept=[], condemned=[])
+        >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+        >>> kvtrie.RadixIndex(num_blocks=8).remove_spans(seq, [(0, 2)])
+        Removed(freed=[], kept=[], condemned=[])
     """
     @property
     def condemned(self, /) -> npt.NDArray[np.int32]:
@@ -1494,31 +1330,20 @@ class Removed:
 @final
 class ReusePlan:
     """
-    How to build the KV of one prompt; until it is released, what it uses stays.
+    How to build the KV of one prompt. What it uses stays until it is released.
 
-    `RadixIndex.plan` makes plans. Blocks used in place come first; after them come tokens that are
-    copied and tokens that must be computed. Release every plan, or use it in a `with` statement.
-    A plan that is collected unreleased releases itself and emits a `ResourceWarning`.
-
-    Once it was released a plan names no block, for these may be others' by then: `blocks`,
-    `source_blocks` and `moves` raise `StaleHandleError`, as does whatever needs its pins. What it
-    says of the prompt stays: its counts, `gaps`, `segments` and `validate`.
+    Release every plan, or use it in a `with` statement. A plan that is collected unreleased
+    releases itself and emits a `ResourceWarning`. A released plan names no block, because these may
+    be others' by then: `blocks`, `source_blocks`, `moves` and whatever needs its pins raise
+    `StaleHandleError`. Counts, `gaps`, `segments` and `validate` still work.
 
     Array attributes are fresh arrays at every access: take them once and keep them.
 
     Example:
-        >>> import kvtrie
-        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-        >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-        >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
-        >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-        >>> prompt = kvtrie.TokenSequence([1, 2, 3, 9, 9], space)
-        >>> with index.plan(prompt) as plan:
-        ...     table = [*plan.blocks, 1, 2]
-        ...     print(plan.moves(table)["num_tokens"], plan.gaps.tolist())
-        [1] [[3, 5]]
-        >>> plan.released
-        True
+        >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+        >>> with kvtrie.RadixIndex(num_blocks=8).plan(seq) as plan:
+        ...     plan
+        <ReusePlan of 3 tokens: blocks=[], num_exact=0, num_compute=3, pinned=True, released=False>
     """
     def __enter__(self, /) -> ReusePlan: ...
     def __exit__(
@@ -1531,28 +1356,27 @@ class ReusePlan:
     @property
     def blocks(self, /) -> npt.NDArray[np.int32]:
         """
-        Ids used in place for the first whole blocks of the prompt (int32). Nobody writes to them. A
-        `StaleHandleError` once the plan was released.
+        Ids used in place for the first whole blocks of the prompt (int32). Nobody writes to them.
         """
     @property
     def candidates_dropped(self, /) -> int:
         """
-        Places that the search for moved runs did not try, because a window of the prompt has more than
-        the index's `max_candidates`. While it is 0 the plan does not depend on the index's seed.
+        Places that the search for moved runs did not try because of the index's `max_candidates`. While
+        it is 0 the plan does not depend on the index's seed.
         """
     @property
     def gaps(self, /) -> npt.NDArray[np.int64]:
         """
-        What must be computed, as rows of (start, end): int64 of shape (n, 2), ascending.
+        Ranges (start, end) to compute: int64 of shape (n, 2), ascending.
         """
     def moves(
         self, /, table: _Integers, start: SupportsIndex = 0, end: SupportsIndex | None = None
     ) -> npt.NDArray[np.void]:
         """
-        The copies that fill a block table, as plain data for whoever has the memory.
+        The copies that fill a block table, as plain data for the owner of the memory.
 
         A slot is block id · block size + offset. Pieces end at block edges on both sides. The whole
-        table is checked, which takes about 10 ns a block.
+        table is checked, about 10 ns per block.
 
         Args:
             table: Block ids of the prompt from position 0: `blocks`, then the new ones, each id once.
@@ -1565,26 +1389,23 @@ class ReusePlan:
 
         Raises:
             StaleHandleError: The plan was released.
-            TypeError: The table is no list of integers.
             ValueError: The range is reversed or beyond the prompt, or the table is too short, does not
                 start with `blocks`, holds an id outside the pool or an id twice, or has a source block
                 where the range is filled.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+            >>> seq = kvtrie.TokenSequence(range(1, 5), space)
             >>> done = index.insert(seq, [5], num_computed=4, source=kvtrie.COMPUTED)
             >>> with index.plan(kvtrie.TokenSequence([1, 2, 9], space)) as plan:
-            ...     move = plan.moves([3])[0]
-            >>> move["source_slot"], move["dest_slot"], move["num_tokens"]
-            (np.int64(20), np.int64(12), np.int64(2))
+            ...     plan.moves([3]).tolist()
+            [(20, 12, 2, 0)]
         """
     @property
     def num_approximate(self, /) -> int:
         """
-        Tokens that are reused approximately: KV of another context or position.
+        Tokens that are reused approximately.
         """
     @property
     def num_compute(self, /) -> int:
@@ -1599,7 +1420,7 @@ class ReusePlan:
     @property
     def num_new_blocks(self, /) -> int:
         """
-        How many blocks the caller brings for the rest of the prompt.
+        Blocks that the caller brings for the rest of the prompt.
         """
     @property
     def pinned(self, /) -> bool:
@@ -1608,7 +1429,7 @@ class ReusePlan:
         """
     def release(self, /) -> None:
         """
-        End the plan: nothing is pinned under it any more.
+        End the plan: it pins nothing any more.
 
         Blocks that left the index while only this plan pinned them wait for `RadixIndex.take_freed`.
 
@@ -1616,7 +1437,6 @@ class ReusePlan:
             StaleHandleError: The plan was released before.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8)
             >>> plan = index.plan(kvtrie.TokenSequence([1, 2], space))
@@ -1627,19 +1447,20 @@ class ReusePlan:
         """
     def release_sources(self, /) -> None:
         """
-        Let go of the blocks that are copied from; a second call does nothing.
+        Unpin the blocks that are copied from; a second call does nothing.
 
         Call it once every later write to the pool is ordered after the copies: on one CUDA stream,
-        right after they were launched.
+        right after their launch.
 
         Raises:
             StaleHandleError: The plan was released.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
             >>> index = kvtrie.RadixIndex(num_blocks=8)
-            >>> with index.plan(kvtrie.TokenSequence([1, 2], space)) as plan:
+            >>> with index.plan(seq) as plan:
             ...     plan.release_sources()
         """
     @property
@@ -1652,33 +1473,28 @@ class ReusePlan:
         """
         Where each token of the prompt comes from: a structured array that covers it once, ascending.
 
-        Fields: `start`, `end`, `old_start` (position of the source's first token) and `delta`
-        (`start - old_start`), int64 in tokens; `class`, uint8: 0 exact, 1 approximate, 2 compute;
-        `hops`, uint16, those of the KV once it is in place; `kinds`, uint64: the tags on the source's
-        tokens, bit i being `RadixIndex.kinds[i]`. Fields are aligned as C aligns them.
+        Fields, aligned as C aligns them: `start`, `end`, `old_start` (position of the source's first
+        token) and `delta` (`start - old_start`), int64 in tokens; `class`, uint8: 0 exact, 1
+        approximate, 2 compute; `hops`, uint16, of the KV once in place; `kinds`, uint64, the source's
+        tags: bit i is `RadixIndex.kinds[i]`.
         """
     @property
     def source_blocks(self, /) -> npt.NDArray[np.int32]:
         """
-        Ids that are copied from, ascending, each once (int32). A block in place may be among them. A
-        `StaleHandleError` once the plan was released.
+        Ids that are copied from, ascending, each once (int32). A block in place may be among them.
         """
     def validate(self, /) -> npt.NDArray[np.bool_]:
         """
-        Whether what the plan uses is still there as it was planned.
+        One bool per segment: whether what the plan uses is still there as it was planned.
 
-        True while it is pinned; without pins, true as long as none of the blocks has left the index
-        since the plan was made. What is computed is always true. After `release_sources` the copied
-        segments are without pins, after `release` all are.
-
-        Returns:
-            One bool a segment, as an array.
+        True for computed and pinned segments; without pins, true until one of the blocks leaves the
+        index. `release_sources` unpins the copied segments, `release` all.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
             >>> done = index.insert(seq, [5], num_computed=2, source=kvtrie.COMPUTED)
             >>> with index.plan(seq, pin=False) as plan:
             ...     freed = index.evict(1)
@@ -1691,34 +1507,31 @@ class ReusePolicy:
     """
     What a plan may reuse.
 
-    Exact KV may always be reused. The other fields limit what is reused approximately, that is KV of
-    another context or position; what they forbid counts as not cached. `kvtrie.EXACT_ONLY` is
+    Exact KV may always be reused. The other fields limit approximate reuse, of KV from another
+    context or position; what they forbid counts as not cached. `kvtrie.EXACT_ONLY` is
     `ReusePolicy(approximate=False)` and the default everywhere.
 
     Args:
         approximate: Whether KV of another context or position may be used at all.
-        min_run: Shortest run in tokens that is looked for, at least the index's; None takes that.
-        max_hops: Most hops of approximate KV once it is in place, 0 to 32767: a moved run has one more
-            than its source, so with 1 it comes from first-hand KV.
+        min_run: Shortest moved run in tokens, at least the index's; None takes that.
+        max_hops: Most hops of approximate KV once it is in place, 0 to 32767. A moved run has one
+            more than its source.
         max_approximate_share: Share of the prompt's tokens, 0 to 1, that may be approximate. A plan
-            with more of them is made exact only.
+            with more is made exact only.
         recompute_first: Tokens at the front of every moved run that are computed anyway.
         recompute_last: Tokens at the end of every moved run that are computed anyway.
-        forbid_kinds: Kinds of spans that are not reused approximately. Where no tag of an index has
-            such a kind, it is a `UserWarning` once, with the nearest kind: the name may be misspelt.
+        forbid_kinds: Kinds of spans that are not reused approximately. A kind that no tag of an
+            index has is a `UserWarning`, once, with the nearest kind.
         partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
-            engine that copies nothing says False, and `approximate=False`.
+            engine that copies nothing needs False, and `approximate=False`.
 
     Raises:
         TypeError: A field has the wrong type.
         ValueError: A field is out of its range.
 
     Example:
-        >>> import kvtrie
         >>> kvtrie.ReusePolicy(approximate=False) == kvtrie.EXACT_ONLY
         True
-        >>> kvtrie.ReusePolicy(approximate=False, partial_blocks=False).partial_blocks
-        False
     """
     def __eq__(self, value: object, /) -> bool: ...
     def __getnewargs_ex__(self, /) -> tuple[tuple[()], dict[str, object]]: ...
@@ -1739,61 +1552,60 @@ class ReusePolicy:
     ) -> ReusePolicy: ...
     def __replace__(self, /, **changes: object) -> ReusePolicy:
         """
-        The same, for `copy.replace`.
+        `replace`, for `copy.replace`.
         """
     @property
     def approximate(self, /) -> bool:
         """
-        Whether KV of another context or position may be used at all.
+        Whether approximate reuse is allowed.
         """
     @property
     def forbid_kinds(self, /) -> tuple[str, ...]:
         """
-        Kinds of spans that are not reused approximately.
+        Kinds not reused approximately.
         """
     @property
     def max_approximate_share(self, /) -> float:
         """
-        Share of approximate tokens beyond which a plan is exact only.
+        Largest share of approximate tokens.
         """
     @property
     def max_hops(self, /) -> int:
         """
-        Most hops of what is used.
+        Most hops of approximate KV.
         """
     @property
     def min_run(self, /) -> int | None:
         """
-        Shortest moved run in tokens; None takes the index's.
+        Shortest moved run in tokens, or None.
         """
     @property
     def partial_blocks(self, /) -> bool:
         """
-        Whether the exact tokens of the block in which the match ends are copied.
+        Whether a block is copied in part.
         """
     @property
     def recompute_first(self, /) -> int:
         """
-        Tokens at the front of every moved run that are computed anyway.
+        Tokens computed at the front of every moved run.
         """
     @property
     def recompute_last(self, /) -> int:
         """
-        Tokens at the end of every moved run that are computed anyway.
+        Tokens computed at the end of every moved run.
         """
     def replace(self, /, **changes: object) -> ReusePolicy:
         """
-        This policy with some fields changed.
+        A copy with some fields changed.
 
         Args:
-            changes: New values by the names of the fields.
+            changes: New values by field name.
 
         Raises:
             TypeError: There is no such field, or a value has the wrong type.
             ValueError: A value is out of its range.
 
         Example:
-            >>> import kvtrie
             >>> policy = kvtrie.ReusePolicy(max_hops=2)
             >>> policy.replace(min_run=32) == kvtrie.ReusePolicy(max_hops=2, min_run=32)
             True
@@ -1802,18 +1614,14 @@ class ReusePolicy:
 @final
 class RolledBack:
     """
-    What `SequenceLedger.rollback` took back.
-
-    Array attributes are fresh arrays at every access.
+    What `SequenceLedger.rollback` undid.
 
     Example:
-        >>> import kvtrie
-        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+        >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
         >>> ledger = kvtrie.SequenceLedger(block_size=2)
-        >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3, 4], space), [6, 7], num_computed=4)
-        >>> back = ledger.rollback("a", to=2, drop_blocks=True)
-        >>> back.ranges, back.blocks
-        (array([[2, 4]]), array([7], dtype=int32))
+        >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+        >>> ledger.rollback("a", to=1, drop_blocks=True)
+        RolledBack(ranges=[[1, 2]], blocks=[0])
     """
     @property
     def blocks(self, /) -> npt.NDArray[np.int32]:
@@ -1823,57 +1631,49 @@ class RolledBack:
     @property
     def ranges(self, /) -> npt.NDArray[np.int64]:
         """
-        Tokens whose KV counted as computed and does not any more: ranges (start, end), int64 of shape
-        (n, 2), ascending.
+        Tokens that no longer count as computed: ranges (start, end), int64 of shape (n, 2), ascending.
         """
 
 @final
 class SequenceLedger:
     """
-    What is known to be *computed* for every live request of an engine: the one owner of its lengths.
+    What is *computed* of every live request of an engine: the only owner of its lengths.
 
-    Engines count tokens that are scheduled, computed, sampled and allocated, and these counters run
-    ahead of each other. A ledger takes what an engine has at hand, ids and counters, and returns which
-    tokens are final *and* computed. `commit` inserts exactly these into an index.
+    An engine's counters run ahead of each other. A ledger takes ids and counters as the engine has
+    them, and returns which tokens are final *and* computed. `commit` inserts exactly these into an
+    index.
 
-    Of a request it keeps the sequence, the block table from position 0, where its KV comes from, and
+    Of a request it keeps the sequence, the block table from position 0, the source of its KV, and
     these positions, in tokens:
 
-    - the final ids: `len(seq)`. While the ledger has a sequence nobody else changes it: `seq.extend`
-      and `seq.truncate` raise.
+    - the final ids: `len(seq)`. Only the ledger changes the sequence: `seq.extend` and
+      `seq.truncate` raise.
     - computed, as the engine claims it. It may run ahead of the ids.
     - issued: what the engine has scheduled, never after the end of the table.
     - final *and* computed: below both of the former and below unverified drafts. Only `rollback`
       lowers it.
-    - committed: handed to an index, whole blocks.
+    - committed: inserted into an index, whole blocks.
 
-    A call that contradicts what is known raises, with both numbers in the message, and changes nothing.
-    A request is named by any hashable. One lock guards a ledger; any thread may call it.
+    Arguments of another type raise `TypeError`. A request is named by any hashable; if it is not
+    live, calls raise `StaleHandleError`. A call that contradicts what is known raises `ValueError`
+    with both numbers. Any thread may call a ledger; one lock guards it.
 
-    What was committed stays in the index until the request ends: the plan that it began with holds it,
-    or one that the commits make. A ledger that is dropped releases them.
+    What was committed stays in the index until the request ends: its plan holds it, or one that the
+    commits make. A ledger that is dropped releases them.
 
     Args:
-        block_size: Token slots in a block, 1 to 4096.
+        block_size: Tokens per block, 1 to 4096.
 
     Raises:
-        TypeError: `block_size` is not an int.
         ValueError: `block_size` is not in 1..=4096.
 
     Example:
-        >>> import kvtrie
-        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-        >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
         >>> ledger = kvtrie.SequenceLedger(block_size=2)
-        >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
-        >>> ledger.begin("a", seq, [6, 0])
-        >>> ledger.step(["a"], num_scheduled=[3], num_computed=[0], ids=[], offsets=[0, 0])
-        >>> ledger.step(["a"], num_scheduled=[1], num_computed=[3], ids=[4], offsets=[0, 1])
-        >>> len(seq), ledger.final_range("a"), ledger.lookahead("a")
-        (4, (0, 3), (3, 4))
-        >>> done = ledger.finish("a", index)
-        >>> done.blocks, done.surplus
-        (array([6], dtype=int32), array([0], dtype=int32))
+        >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+        >>> ledger.begin("a", seq, [6, 0], num_computed=3)
+        >>> ledger.append("a", [4])
+        >>> len(seq), ledger.final_range("a")
+        (4, (0, 3))
     """
     def __contains__(self, request: object, /) -> bool: ...
     def __len__(self, /) -> int: ...
@@ -1888,12 +1688,9 @@ class SequenceLedger:
 
         Raises:
             BlockInUseError: An id is in the table already, or comes twice.
-            StaleHandleError: The request is not live.
-            TypeError: The blocks are no list of integers.
             ValueError: An id is outside 0..2**31.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> ledger = kvtrie.SequenceLedger(block_size=4)
             >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
@@ -1903,23 +1700,21 @@ class SequenceLedger:
         """
     def append(self, /, request: Hashable, ids: _Integers) -> None:
         """
-        Append ids that are final: sampled ones, or drafts that were accepted.
+        Append final ids: sampled ones, or accepted drafts.
 
         Args:
             request: A live request.
-            ids: Token ids. -1 at the end stands for tokens whose ids are not known yet; these are left
-                out, and come with a later call.
+            ids: Token ids. -1 at the end stands for ids that are not known yet; a later call brings
+                them.
 
         Raises:
-            StaleHandleError: The request is not live.
-            TypeError: The ids are no list of integers.
-            ValueError: An id is outside 0..2**32, or follows a -1; nothing is appended then.
+            ValueError: An id is outside 0..2**32, or follows a -1.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> ledger = kvtrie.SequenceLedger(block_size=4)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
             >>> ledger.begin("a", seq, [6])
             >>> ledger.append("a", [4, -1])
             >>> seq[:]
@@ -1938,39 +1733,35 @@ class SequenceLedger:
         plan: ReusePlan | None = None,
     ) -> None:
         """
-        Take a request over, until `finish` or `forget`.
+        Add a request, until `finish` or `forget`.
 
         With a plan as its source, its gaps and what follows its tokens are missing, and the rest counts
         as computed: apply its copies first. Its blocks in place count as committed.
 
-        Where the KV after the blocks in place comes from elsewhere, such as a `plan_transfer`, `plan`
-        holds these blocks, and `source` says how exact the rest is.
-
         Args:
             request: Any hashable.
-            seq: The final ids so far. Only the ledger changes it from here on.
-            blocks: Block ids from position 0, for as many tokens as are computed or more.
+            seq: The final ids so far.
+            blocks: Block ids from position 0, for at least the computed tokens.
             source: Where its KV comes from, as for `RadixIndex.insert`; None is `kvtrie.COMPUTED`.
             num_computed: Tokens whose KV is in the blocks; not with a plan, nor with `missing`.
             missing: Ranges of the sequence whose KV is not in the blocks, in tokens, ascending and
                 disjoint, as a list of pairs or an integer array of shape (n, 2); not with a plan. None:
                 all from `num_computed` on.
-            plan: Where `source` is no plan: one of this sequence, whose blocks in place lead `blocks`.
-                They count as committed, and it is released when the request ends.
+            plan: If `source` is not a plan: one of this sequence, whose blocks in place lead `blocks`.
+                They count as committed; `source`
+                describes the KV after them. It is released when the request ends.
 
         Raises:
             BlockInUseError: A block id comes twice.
             StaleHandleError: The plan was released.
-            TypeError: An argument has the wrong type, or `request` cannot be hashed.
-            ValueError: The request is live, or another one has the sequence; more is said to be computed
-                than the sequence has tokens or the blocks can hold; a range is not what it must be; the
-                plan pins nothing, or has another block size, other tokens, or other blocks in place.
+            ValueError: The request is live, or another one has the sequence; more is said to be
+                computed than the sequence has tokens or the blocks can hold; a range is wrong; the plan
+                pins nothing, or has another block size, other tokens, or other blocks in place.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> ledger = kvtrie.SequenceLedger(block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
+            >>> seq = kvtrie.TokenSequence(range(1, 7), space)
             >>> ledger.begin("a", seq, [6, 0, 3], missing=[(2, 3), (5, 6)])
             >>> ledger.schedule("a", 1)
             >>> ledger.confirm("a", 3)
@@ -1980,7 +1771,7 @@ class SequenceLedger:
     @property
     def block_size(self, /) -> int:
         """
-        Token slots in a block.
+        Tokens per block.
         """
     def blocks(self, /, request: Hashable) -> npt.NDArray[np.int32]:
         """
@@ -1990,24 +1781,22 @@ class SequenceLedger:
             request: A live request.
 
         Returns:
-            Block ids (int32). Its end may hold no final KV: `blocks_for` cuts it by tokens.
-
-        Raises:
-            StaleHandleError: The request is not live.
+            Block ids (int32). The last ones may hold no final KV: see `blocks_for`.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> ledger = kvtrie.SequenceLedger()
-            >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> ledger = kvtrie.SequenceLedger(block_size=2)
+            >>> ledger.begin("a", seq, [6, 0], num_computed=2)
             >>> ledger.blocks("a")
-            array([6], dtype=int32)
+            array([6, 0], dtype=int32)
         """
     def blocks_for(
         self, /, request: Hashable, start: SupportsIndex, end: SupportsIndex
     ) -> npt.NDArray[np.int32]:
         """
-        The blocks that hold exactly these tokens, all of them final and computed.
+        The blocks that hold these tokens, all of them final and computed.
 
         Args:
             request: A live request.
@@ -2018,91 +1807,68 @@ class SequenceLedger:
             Block ids (int32): the first holds `start`, the last `end - 1`.
 
         Raises:
-            StaleHandleError: The request is not live.
-            TypeError: A position is not an int.
             ValueError: The range is reversed, or ends after what is final and computed.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
             >>> ledger = kvtrie.SequenceLedger(block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
             >>> ledger.begin("a", seq, [6, 0, 3], num_computed=3)
             >>> ledger.blocks_for("a", 1, 3)
             array([6, 0], dtype=int32)
-            >>> try:
-            ...     ledger.blocks_for("a", 0, 4)
-            ... except ValueError:
-            ...     print("the last token has no KV")
-            the last token has no KV
         """
     def commit(self, /, request: Hashable, index: RadixIndex) -> InsertResult:
         """
-        Insert the whole blocks that are final and computed and that the index does not have of this
-        request yet: exactly these.
+        Insert into the index exactly the whole blocks that are final and computed and that it does not
+        have of this request yet.
 
-        The table has `blocks` of the result from here on. Its `duplicates` and `freed` are the caller's;
-        what was not taken stays in the table, so `surplus` is empty. Where nothing is new, all of it is
-        empty.
+        The table has `blocks` of the result from here on. Its `duplicates` and `freed` are the
+        caller's; `surplus` is empty, since what was not taken stays in the table.
 
         Args:
             request: A live request.
-            index: Whose blocks are as large as the ledger's; with a plan, the plan's index.
-
-        Returns:
-            The `InsertResult`.
+            index: Its block size is the ledger's; with a plan, it is the plan's index.
 
         Raises:
             BlockInUseError: As for `RadixIndex.insert`.
             StaleHandleError: The request is not live, or its plan was released.
-            TypeError: An argument has the wrong type.
             ValueError: The index has another block size, or refuses the insert.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
             >>> ledger = kvtrie.SequenceLedger(block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
             >>> ledger.begin("a", seq, [6, 0], num_computed=3)
             >>> ledger.commit("a", index)
             InsertResult(blocks=[6], num_exact=2, duplicates=[], surplus=[], freed=[])
-            >>> ledger.commit("a", index).blocks
-            array([], dtype=int32)
         """
     def confirm(self, /, request: Hashable, num_computed: SupportsIndex) -> None:
         """
-        Note a claim of the engine: KV of all positions below is written, or ordered before every reader.
+        The engine claims that KV of all positions below is written, or ordered before every reader.
 
-        It may be lower than the last one, where drafts were refused, but not below what is final and
-        computed. A claim that is lower, or that follows the ids of drafts, says where the engine is:
-        steps under way are counted in it, and nothing after it counts as issued. Drafts are not counted
-        out before their ids have come: `step` takes both at once.
+        A claim may be lower than the last one, where drafts were refused, but not below what is final
+        and computed. A claim that is lower, or that follows the ids of drafts, includes the steps under
+        way: nothing after it counts as issued. Drafts are not counted out before their ids have come;
+        `step` takes both at once.
 
-        What is final and computed is as true as the claim: who reads it on another stream, as a
-        transfer does, waits for the last claimed step first.
+        A reader on another stream, such as a transfer, waits until the last claimed step has run.
 
         Args:
             request: A live request.
             num_computed: A position in tokens.
 
         Raises:
-            StaleHandleError: The request is not live.
-            TypeError: `num_computed` is not an int.
             ValueError: It is below what is final and computed, which takes a `rollback`, or after what
                 was issued.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> ledger = kvtrie.SequenceLedger(block_size=4)
             >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
             >>> ledger.schedule("a", 2)
-            >>> try:
-            ...     ledger.confirm("a", 3)
-            ... except ValueError:
-            ...     print("was not issued")
-            was not issued
             >>> ledger.confirm("a", 2)
             >>> ledger.final_range("a")
             (0, 2)
@@ -2117,48 +1883,38 @@ class SequenceLedger:
         Returns:
             (0, end), in tokens.
 
-        Raises:
-            StaleHandleError: The request is not live.
-
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> ledger = kvtrie.SequenceLedger()
-            >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6], num_computed=2)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> ledger = kvtrie.SequenceLedger(block_size=2)
+            >>> ledger.begin("a", seq, [6, 0], num_computed=2)
             >>> ledger.final_range("a")
             (0, 2)
         """
     def finish(self, /, request: Hashable, index: RadixIndex) -> InsertResult:
         """
-        End a request: a last commit, then its plan is released and its sequence is free again.
+        `commit` for the last time and end the request: its plan is released and its sequence is free
+        again.
 
-        If the insert is refused the request stays live.
+        It raises as `commit` does; the request stays live then.
 
         Args:
             request: A live request.
             index: As for `commit`.
 
         Returns:
-            The `InsertResult`; `duplicates`, `surplus` (what is left of the table) and `freed` are the
-            caller's.
-
-        Raises:
-            BlockInUseError: As for `RadixIndex.insert`.
-            StaleHandleError: The request is not live, or its plan was released.
-            TypeError: An argument has the wrong type.
-            ValueError: The index has another block size, or refuses the insert.
+            The result; `duplicates`, `surplus` (the rest of the table) and `freed` are the caller's.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
             >>> ledger = kvtrie.SequenceLedger(block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
             >>> ledger.begin("a", seq, [6, 0], num_computed=3)
             >>> ledger.finish("a", index)
             InsertResult(blocks=[6], num_exact=2, duplicates=[], surplus=[0], freed=[])
-            >>> "a" in ledger
-            False
         """
     def forget(self, /, request: Hashable) -> npt.NDArray[np.int32]:
         """
@@ -2170,14 +1926,11 @@ class SequenceLedger:
         Returns:
             The blocks of its table that no commit has taken (int32); they are the caller's.
 
-        Raises:
-            StaleHandleError: The request is not live.
-
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> ledger = kvtrie.SequenceLedger()
-            >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
             >>> ledger.begin("a", seq, [6])
             >>> ledger.forget("a")
             array([6], dtype=int32)
@@ -2185,39 +1938,31 @@ class SequenceLedger:
         """
     def labels(self, /, request: Hashable) -> npt.NDArray[np.void]:
         """
-        How exact the KV is that is final and computed, as an index would label its blocks.
+        How exact the final and computed KV is, as an index would label its blocks.
 
-        A block is approximate as a whole: if it ends after the plan's first approximate token, or
-        after what `Imported` says is exact, or if a commit returned that what backs the sequence there
-        is approximate.
+        A whole block is approximate if it ends after the plan's first approximate token, or after what
+        `Imported` says is exact, or if a commit returned that what backs the sequence there is
+        approximate.
 
         Args:
             request: A live request.
 
         Returns:
             A structured array that covers `final_range` once, ascending: `start` and `end`, int64 in
-            tokens; `class`, uint8: 0 exact, 1 approximate; `hops`, uint16. Fields are aligned as C aligns
-            them.
-
-        Raises:
-            StaleHandleError: The request is not live.
+            tokens; `class`, uint8: 0 exact, 1 approximate; `hops`, uint16. Fields are aligned as C
+            aligns them.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> ledger = kvtrie.SequenceLedger(block_size=2)
-            >>> seq, source = (
-            ...     kvtrie.TokenSequence([1, 2, 3, 4, 5], space),
-            ...     kvtrie.Imported(3, hops=1),
-            ... )
+            >>> seq, source = kvtrie.TokenSequence(range(1, 6), space), kvtrie.Imported(3, hops=1)
             >>> ledger.begin("a", seq, [6, 0, 3], source=source, num_computed=5)
             >>> ledger.labels("a").tolist()
             [(0, 2, 0, 0), (2, 5, 1, 1)]
         """
     def lookahead(self, /, request: Hashable) -> tuple[int, int]:
         """
-        The positions that were issued after what is final and computed: look-ahead, drafts, a step that
-        is under way.
+        The positions issued after what is final and computed: look-ahead, drafts, a step under way.
 
         Args:
             request: A live request.
@@ -2225,11 +1970,7 @@ class SequenceLedger:
         Returns:
             (start, end), in tokens.
 
-        Raises:
-            StaleHandleError: The request is not live.
-
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> ledger = kvtrie.SequenceLedger()
             >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6], num_computed=2)
@@ -2239,7 +1980,7 @@ class SequenceLedger:
         """
     def missing(self, /, request: Hashable) -> npt.NDArray[np.int64]:
         """
-        The final tokens that have no KV, or none that is known to be theirs.
+        The final tokens without KV that is known to be theirs.
 
         Args:
             request: A live request.
@@ -2247,11 +1988,7 @@ class SequenceLedger:
         Returns:
             Ranges (start, end), int64 of shape (n, 2), ascending.
 
-        Raises:
-            StaleHandleError: The request is not live.
-
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> ledger = kvtrie.SequenceLedger()
             >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6], num_computed=2)
@@ -2268,46 +2005,35 @@ class SequenceLedger:
         Returns:
             (start, end), in tokens; start is a multiple of the block size.
 
-        Raises:
-            StaleHandleError: The request is not live.
-
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
             >>> ledger = kvtrie.SequenceLedger(block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
-            >>> ledger.begin("a", seq, [6, 0], num_computed=3)
-            >>> done = ledger.commit("a", index)
+            >>> ledger.begin("a", seq, [6, 0], num_computed=2)
             >>> ledger.new_range("a")
-            (2, 3)
+            (0, 2)
         """
     def rollback(
         self, /, request: Hashable, to: SupportsIndex, *, drop_blocks: bool = False
     ) -> RolledBack:
         """
-        Take back what was issued or computed at or after a position: a preemption, or refused drafts.
+        Undo what was issued or computed at or after a position: a preemption, or refused drafts.
 
-        The ids stay: what is final is computed again.
+        The ids stay: final tokens are computed again.
 
         Args:
             request: A live request.
-            to: A position in tokens; what is below stays as it is.
-            drop_blocks: Cut blocks wholly after `to` off the table.
-
-        Returns:
-            A `RolledBack`: whose KV does not count as computed any more, and the blocks that were cut.
+            to: A position in tokens; nothing below it changes.
+            drop_blocks: Also cut blocks wholly after `to` off the table.
 
         Raises:
-            StaleHandleError: The request is not live.
-            TypeError: `to` is not an int.
             ValueError: `to` is below what was committed, or after what was issued.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> ledger = kvtrie.SequenceLedger(block_size=2)
-            >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3, 4], space), [6, 7], num_computed=4)
+            >>> ledger.begin("a", kvtrie.TokenSequence(range(1, 5), space), [6, 7], num_computed=4)
             >>> ledger.rollback("a", to=1, drop_blocks=True)
             RolledBack(ranges=[[1, 4]], blocks=[7])
             >>> ledger.final_range("a")
@@ -2317,93 +2043,72 @@ class SequenceLedger:
         self, /, request: Hashable, num_tokens: SupportsIndex, *, num_drafts: SupportsIndex = 0
     ) -> None:
         """
-        Note that the engine issues the next positions: a piece of the prompt, a token, look-ahead.
+        The engine issues the next positions: a piece of the prompt, a token, look-ahead.
 
-        Tokens that have KV already, after a gap, are passed over.
+        Tokens that have KV already, after a gap, are skipped.
 
         Args:
             request: A live request.
             num_tokens: How many.
-            num_drafts: How many of these, the last ones, are unverified drafts. What is claimed of them
-                counts only once ids have arrived after the first of them and a claim follows.
+            num_drafts: How many of these, the last ones, are unverified drafts. A claim counts for them
+                only if it follows ids after the first of them.
 
         Raises:
-            StaleHandleError: The request is not live.
-            TypeError: An argument has the wrong type.
             ValueError: The blocks are too few, or the drafts more than the tokens.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> ledger = kvtrie.SequenceLedger(block_size=4)
             >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
-            >>> try:
-            ...     ledger.schedule("a", 5)
-            ... except ValueError:
-            ...     print("too few blocks")
-            too few blocks
+            >>> ledger.schedule("a", 5)  # doctest: +IGNORE_EXCEPTION_DETAIL
+            Traceback (most recent call last):
+            ValueError: too few blocks
         """
     def sequence(self, /, request: Hashable) -> TokenSequence:
         """
-        The sequence of a request: the object that it began with.
+        The sequence object that a request began with.
 
         Args:
             request: A live request.
 
-        Returns:
-            The `TokenSequence`.
-
-        Raises:
-            StaleHandleError: The request is not live.
-
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> ledger = kvtrie.SequenceLedger()
-            >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
-            >>> ledger.begin("a", seq, [6])
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> ledger = kvtrie.SequenceLedger(block_size=2)
+            >>> ledger.begin("a", seq, [6, 0], num_computed=2)
             >>> ledger.sequence("a") is seq
             True
         """
     def source(self, /, request: Hashable) -> ReusePlan | ComputedSource | Imported:
         """
-        Where the KV of a request comes from, as it began.
+        The source that a request began with.
 
         Args:
             request: A live request.
 
-        Returns:
-            The plan, `kvtrie.COMPUTED`, or the `Imported`.
-
-        Raises:
-            StaleHandleError: The request is not live.
-
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> ledger = kvtrie.SequenceLedger()
-            >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> ledger = kvtrie.SequenceLedger(block_size=2)
+            >>> ledger.begin("a", seq, [6, 0], num_computed=2)
             >>> ledger.source("a")
             COMPUTED
         """
     def spans(self, /, request: Hashable) -> list[Span]:
         """
-        The spans that a request was tagged with.
+        The spans that a request was tagged with, in the order in which they came.
 
         Args:
             request: A live request.
 
-        Returns:
-            A list, in the order in which they came.
-
-        Raises:
-            StaleHandleError: The request is not live.
-
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> ledger = kvtrie.SequenceLedger()
-            >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> ledger = kvtrie.SequenceLedger(block_size=2)
+            >>> ledger.begin("a", seq, [6, 0], num_computed=2)
             >>> ledger.spans("a")
             []
         """
@@ -2419,30 +2124,28 @@ class SequenceLedger:
         num_drafts: _Integers | None = None,
     ) -> None:
         """
-        Note one scheduler step of many requests, all of it or nothing.
+        One scheduler step of many requests, all of it or nothing.
 
         For each request, in this order: `append` of its new ids, `confirm` of the engine's counter, and
-        `schedule` from that counter on. Numpy arrays are read as they are, without an object an item.
+        `schedule` from that counter on. Numpy arrays are read without an object per item.
 
         Args:
             requests: Live requests, each once.
-            num_scheduled: Positions that this step issues, one a request.
-            num_computed: The engine's counters before this step, in tokens, one a request. They may count
-                steps under way, run ahead of the ids, and come down where drafts were refused.
-            ids: What became final since the last step, request after request, with -1 at the end of a
-                request's ids for those that are not known yet.
+            num_scheduled: Positions that this step issues, one number per request.
+            num_computed: The engine's counters before this step, in tokens, one per request. They may
+                count steps under way, run ahead of the ids, and come down where drafts were refused.
+            ids: Ids that became final since the last step, request after request, each as for `append`.
             offsets: Where each request's ids begin, with the end after the last.
-            num_drafts: How many of `num_scheduled`, the last ones, are unverified drafts, one a request;
-                None is 0 for all.
+            num_drafts: How many of `num_scheduled`, the last ones, are unverified drafts, one number
+                per request; None is 0 for all.
 
         Raises:
             StaleHandleError: A request is not live; the message names it.
-            TypeError: An argument has the wrong type.
-            ValueError: A request comes twice, lists have different lengths, offsets do not ascend from 0
-                to the number of ids, or a request is contradicted; the message names it and both numbers.
+            ValueError: A request comes twice, lists have different lengths, offsets do not ascend from
+                0 to the number of ids, or a request is contradicted; the message names it.
 
         Example:
-            >>> import numpy as np, kvtrie
+            >>> import numpy as np
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> ledger = kvtrie.SequenceLedger(block_size=4)
             >>> for name in "ab":
@@ -2461,12 +2164,9 @@ class SequenceLedger:
             spans: Ranges of final tokens with their kinds; they may overlap.
 
         Raises:
-            StaleHandleError: The request is not live.
-            TypeError: An argument has the wrong type.
-            ValueError: A span ends after the final ids; nothing is kept then.
+            ValueError: A span ends after the final ids.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> ledger = kvtrie.SequenceLedger(block_size=4)
             >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
@@ -2476,39 +2176,31 @@ class SequenceLedger:
         """
     def untag(self, /, request: Hashable) -> None:
         """
-        Take back the spans that no index has yet.
+        Remove the spans that no index has yet.
 
-        An index has 64 kinds at most: where it refuses one, no commit of the request goes through
-        before these are taken back.
+        An index has at most 64 kinds: if it refuses one, every commit of the request fails until the
+        spans are removed.
 
         Args:
             request: A live request.
 
-        Raises:
-            StaleHandleError: The request is not live.
-
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> ledger = kvtrie.SequenceLedger()
-            >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
-            >>> ledger.tag("a", [kvtrie.Span(1, 3, "reasoning")])
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> ledger = kvtrie.SequenceLedger(block_size=2)
+            >>> ledger.begin("a", seq, [6, 0], num_computed=2)
             >>> ledger.untag("a")
-            >>> ledger.spans("a")
-            []
         """
 
 @final
 class SharedSalt:
     """
-    The type of `kvtrie.SHARED`, of which there is one value.
+    The type of `kvtrie.SHARED`, its one value.
 
     Example:
-        >>> import copy, kvtrie
         >>> kvtrie.SHARED
         SHARED
-        >>> copy.deepcopy(kvtrie.SHARED) is kvtrie.SHARED
-        True
     """
     def __reduce__(self, /) -> str: ...
 
@@ -2517,8 +2209,9 @@ class Span:
     """
     A half-open range of tokens with the name of its kind.
 
-    `"system"`, `"user"`, `"reasoning"`, `"answer"`, `"tool_call"`, `"tool_result"` and `"lookahead"`
-    are known to every index; any other name becomes a kind of the index that it is first used with.
+    Every index knows `"system"`, `"user"`, `"reasoning"`, `"answer"`, `"tool_call"`,
+    `"tool_result"` and `"lookahead"`; any other name becomes a kind of the index that first uses
+    it.
 
     Args:
         start: First token, a position in the sequence.
@@ -2530,12 +2223,8 @@ class Span:
         ValueError: The range is reversed or negative, or the kind is empty.
 
     Example:
-        >>> import kvtrie
-        >>> span = kvtrie.Span(120, 1620, "reasoning")
-        >>> span
+        >>> kvtrie.Span(120, 1620, "reasoning")
         Span(120, 1620, 'reasoning')
-        >>> span.end - span.start
-        1500
     """
     def __eq__(self, value: object, /) -> bool: ...
     def __getnewargs__(self, /) -> tuple[int, int, str]: ...
@@ -2544,7 +2233,7 @@ class Span:
     def __new__(cls, /, start: SupportsIndex, end: SupportsIndex, kind: str) -> Span: ...
     def __replace__(self, /, **changes: object) -> Span:
         """
-        The same, for `copy.replace`.
+        `replace`, for `copy.replace`.
         """
     @property
     def end(self, /) -> int:
@@ -2558,17 +2247,16 @@ class Span:
         """
     def replace(self, /, **changes: object) -> Span:
         """
-        This span with some fields changed.
+        A copy with some fields changed.
 
         Args:
-            changes: New values by the names of the fields.
+            changes: New values by field name.
 
         Raises:
             TypeError: There is no such field, or a value has the wrong type.
             ValueError: A value is out of its range.
 
         Example:
-            >>> import kvtrie
             >>> kvtrie.Span(0, 4, "user").replace(end=6)
             Span(0, 6, 'user')
         """
@@ -2583,12 +2271,12 @@ class TokenSequence:
     """
     Token ids from position 0, in a namespace.
 
-    Make one sequence a request and extend it: it remembers how far it was matched in the index that
-    it was last used with, so what has grown costs its new tokens only. Ids are converted once, here.
+    Make one sequence per request and extend it: it remembers how far it matched in the index that
+    last used it, so a call costs its new tokens only.
 
     `len(seq)` is the number of tokens, `seq[i]` the id at a position (an int), `seq[a:b]` a copy as
-    a numpy array of uint32; iterating goes over the ids as they are then. Two sequences with the
-    same ids are different objects; compare slices.
+    a numpy array of uint32; iteration covers the ids of that moment. Sequences compare by identity;
+    compare slices for equal ids.
 
     Args:
         ids: Token ids, each in 0..2**32: a list or tuple of int, an `array.array`, a memoryview, a
@@ -2597,12 +2285,12 @@ class TokenSequence:
         items: Ranges that stand for something else, ascending, disjoint and inside the ids.
 
     Raises:
-        TypeError: The ids hold bools, floats or anything else that is no integer.
-        ValueError: An id is negative or too large, the array is not one-dimensional, or an item is
-            elsewhere. Values are checked, never wrapped.
+        TypeError: The ids hold bools, floats or anything else that is not an integer.
+        ValueError: An id is negative or too large (it is never wrapped), the array is not
+            one-dimensional, or an item is elsewhere.
 
     Example:
-        >>> import numpy as np, kvtrie
+        >>> import numpy as np
         >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
         >>> seq = kvtrie.TokenSequence(np.array([5, 6, 7]), space)
         >>> seq.extend([8, 9])
@@ -2627,16 +2315,13 @@ class TokenSequence:
             items: Items over the new tokens; positions count from the start of the sequence.
 
         Raises:
-            TypeError: As for the class; nothing is appended then.
-            ValueError: As for the class; nothing is appended then.
+            TypeError, ValueError: As for the class.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> seq = kvtrie.TokenSequence([1, 2], space)
-            >>> seq.extend([3])
-            >>> len(seq)
-            3
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
+            >>> seq.extend([4])
         """
     @property
     def items(self, /) -> tuple[Item, ...]:
@@ -2646,7 +2331,7 @@ class TokenSequence:
     @property
     def namespace(self, /) -> Namespace:
         """
-        The namespace that the sequence was made in.
+        The namespace.
         """
     def truncate(self, /, n: SupportsIndex) -> None:
         """
@@ -2656,12 +2341,12 @@ class TokenSequence:
             n: The new length in tokens. An item that is cut ends at the cut.
 
         Raises:
-            ValueError: `n` is negative or beyond the sequence; nothing is cut then.
+            ValueError: `n` is negative or beyond the sequence.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
             >>> seq.truncate(2)
             >>> seq[:]
             array([1, 2], dtype=uint32)
@@ -2670,8 +2355,8 @@ class TokenSequence:
 @final
 class TransferLimits:
     """
-    The largest manifest that `TransferManifest.from_bytes` reads. Counts are those of all
-    groups together.
+    The largest manifest that `TransferManifest.from_bytes` reads. Counts are those of all groups
+    together.
 
     Args:
         max_bytes: Bytes of the manifest, 64 MiB.
@@ -2679,14 +2364,13 @@ class TransferLimits:
         max_runs: Runs of blocks.
         max_blocks: Block ids.
         max_tokens: Position after the last token that a run may reach.
-        max_block_size: Tokens of a block.
+        max_block_size: Tokens per block.
 
     Raises:
         TypeError: A limit is not an int.
         ValueError: A limit is negative.
 
     Example:
-        >>> import kvtrie
         >>> kvtrie.TransferLimits(max_bytes=1 << 20).max_groups
         64
     """
@@ -2707,12 +2391,12 @@ class TransferLimits:
     ) -> TransferLimits: ...
     def __replace__(self, /, **changes: object) -> TransferLimits:
         """
-        The same, for `copy.replace`.
+        `replace`, for `copy.replace`.
         """
     @property
     def max_block_size(self, /) -> int:
         """
-        Tokens of a block.
+        Tokens per block.
         """
     @property
     def max_blocks(self, /) -> int:
@@ -2741,17 +2425,16 @@ class TransferLimits:
         """
     def replace(self, /, **changes: object) -> TransferLimits:
         """
-        This set of limits with some fields changed.
+        A copy with some fields changed.
 
         Args:
-            changes: New values by the names of the fields.
+            changes: New values by field name.
 
         Raises:
             TypeError: There is no such field, or a value has the wrong type.
             ValueError: A value is out of its range.
 
         Example:
-            >>> import kvtrie
             >>> kvtrie.TransferLimits(max_runs=5).replace(max_groups=1).max_runs
             5
         """
@@ -2759,26 +2442,18 @@ class TransferLimits:
 @final
 class TransferManifest:
     """
-    What a sender offers of one request: runs of blocks with where they stand, what they hold,
-    and how exact that is.
+    What a sender offers of one request: runs of blocks with their positions, token digests and
+    labels.
 
-    A manifest is made with `from_ledger` or `from_blocks`, or read with `from_bytes`. It
-    travels with the KV, never instead of it: which bytes of a block are whose (layers, heads,
-    ranks) is the engines' business. What it says of its blocks is believed by `plan_transfer`
-    alone, which checks it with the key.
+    It travels with the KV. The engines agree on which bytes of a block belong to which layer, head
+    and rank. `plan_transfer` checks it with the key.
 
     Example:
-        >>> import kvtrie
-        >>> space = kvtrie.Namespace(model="m", salt="tenant-a")
-        >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
-        >>> manifest = kvtrie.TransferManifest.from_blocks(
-        ...     seq, [8, 3, 5], key=b"k" * 32, num_computed=4, block_size=2
+        >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt="tenant-a"))
+        >>> kvtrie.TransferManifest.from_blocks(
+        ...     seq, [8, 3], key=b"k" * 32, num_computed=2, block_size=2
         ... )
-        >>> raw = manifest.to_bytes()
-        >>> kvtrie.TransferManifest.from_bytes(raw) == manifest
-        True
-        >>> manifest
-        <TransferManifest of 4 tokens of 'm' in 1 run>
+        <TransferManifest of 2 tokens of 'm' in 1 run>
     """
     def __eq__(self, value: object, /) -> bool: ...
     def __hash__(self, /) -> int: ...
@@ -2792,7 +2467,7 @@ class TransferManifest:
     @property
     def block_sizes(self, /) -> dict[int, int]:
         """
-        The block size of each group, by the group's number, ascending.
+        The block size of each group, by group number, ascending.
         """
     @staticmethod
     def from_blocks(
@@ -2811,45 +2486,39 @@ class TransferManifest:
 
         Args:
             seq: The request's tokens.
-            blocks: Its block table from position 0: ids, or for engines with several groups of
-                layers a dict from a group's number to its ids. Ids after the last position named
-                below are not looked at.
+            blocks: Its block table from position 0: ids, or a dict from group number to ids if groups
+                of layers have their own tables. Ids after the last position named below are ignored.
             key: The deployment's key, 16 to 64 bytes.
-            num_computed: How many tokens of `seq` have KV: all below it. The token sampled last has
-                none, nor have drafts.
-            block_size: Tokens of a block, or a dict from a group's number to them.
-            source: Where the KV came from: `kvtrie.COMPUTED`, which None is, or a
-                `kvtrie.Imported`.
+            num_computed: Tokens of `seq`, from 0, that have KV. The token sampled last and drafts have
+                none.
+            block_size: Tokens per block, or a dict from group number to them.
+            source: Where the KV came from: `kvtrie.COMPUTED`, which None is, or a `kvtrie.Imported`.
             num_lookahead: Positions issued after `num_computed`. Blocks that hold nothing else are
-                named as look-ahead.
-            context: What the manifest is about, in the deployment's own words, up to 1,024 bytes: such as
-                engine, request and a count of its transfers. The reader says the same, or is refused.
-                Without it, runs of another engine or of a request that has ended pass for true.
-
-        Returns:
-            A manifest whose last block may hold fewer tokens than its block size.
+                look-ahead.
+            context: What the manifest is about, up to 1,024 bytes, such as engine, request and a count
+                of its transfers. A reader with another context is refused. Without one, runs of another
+                engine or of an ended request verify.
 
         Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: `num_computed` is beyond the sequence, there are too few blocks (both
-                numbers are named), a block comes twice, groups of blocks and of block sizes differ,
-                or the key has another length.
+            ValueError: `num_computed` is beyond the sequence, there are too few blocks (both numbers
+                are named), a block comes twice, groups of blocks and of block sizes differ, or the key
+                has another length.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
             >>> source = kvtrie.Imported(exact_until=2, hops=1)
             >>> manifest = kvtrie.TransferManifest.from_blocks(
-            ...     seq, [8, 3, 5], key=b"k" * 32, num_computed=5, block_size=2, source=source
+            ...     seq, [8, 3], key=b"k" * 32, num_computed=3, block_size=2, source=source
             ... )
             >>> [(run.start, run.num_tokens, run.class_, run.hops) for run in manifest.runs]
-            [(0, 2, 0, 0), (2, 3, 1, 1)]
+            [(0, 2, 0, 0), (2, 1, 1, 1)]
         """
     @staticmethod
     def from_bytes(raw: Buffer, limits: TransferLimits | None = None) -> TransferManifest:
         """
-        Read a manifest. It is checked to be one, not to be true: `plan_transfer` does that.
+        Read a manifest. Its form is checked here, its truth by `plan_transfer`.
 
         Args:
             raw: Bytes, from anybody.
@@ -2861,10 +2530,9 @@ class TransferManifest:
 
         Raises:
             TransferRefused: With the reason `"malformed"`, `"version"` or `"limits"`.
-            TypeError: `raw` is no buffer of bytes.
+            TypeError: `raw` is not a buffer of bytes.
 
         Example:
-            >>> import kvtrie
             >>> try:
             ...     kvtrie.TransferManifest.from_bytes(b"\\x93nonsense")
             ... except kvtrie.TransferRefused as refused:
@@ -2881,35 +2549,28 @@ class TransferManifest:
         context: bytes = ...,
     ) -> TransferManifest:
         """
-        The manifest of a live request: what of it is final and computed, with its labels, and its
+        The manifest of a live request: its final and computed tokens with their labels, and its
         look-ahead blocks.
 
-        Blocks after a missing range are offered too. Of a range that ends inside a block, the
-        tokens of that block are offered only if nothing computed comes after.
-
-        The ledger believes the engine's claims, which may count steps under way: a reader that is
-        not on the engine's stream waits until the last claimed step has run.
+        Blocks after a missing range are offered too. If a range ends inside a block, the tokens of that
+        block are offered only if nothing computed comes after. See `SequenceLedger.confirm` for claims
+        that include steps under way.
 
         Args:
             ledger: The ledger of the engine.
             request: A live request of it.
             key: The deployment's key, 16 to 64 bytes.
-            group: The number of the group of layers that the ledger's blocks belong to.
+            group: The group number of the ledger's blocks.
             context: As for `from_blocks`.
-
-        Returns:
-            A manifest of what the ledger knows at this moment.
 
         Raises:
             StaleHandleError: The request is not live, or its plan was released.
-            TypeError: An argument has the wrong type.
             ValueError: `group` is negative, or the key has another length.
 
         Example:
-            >>> import kvtrie
             >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
             >>> ledger = kvtrie.SequenceLedger(block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+            >>> seq = kvtrie.TokenSequence(range(1, 6), space)
             >>> ledger.begin("a", seq, [8, 3, 5, 6], num_computed=3)
             >>> ledger.schedule("a", 4)
             >>> manifest = kvtrie.TransferManifest.from_ledger(ledger, "a", key=b"k" * 32)
@@ -2919,7 +2580,7 @@ class TransferManifest:
     @property
     def is_shared(self, /) -> bool:
         """
-        Whether the KV is shared with everybody. Of a tenant's salt a manifest holds a digest alone.
+        Whether the KV is shared with everybody. A manifest has no salt of a tenant, only its digest.
         """
     @property
     def kv_dtype(self, /) -> str:
@@ -2934,12 +2595,12 @@ class TransferManifest:
     @property
     def num_tokens(self, /) -> int:
         """
-        One past the last position that a run has KV of.
+        The highest end of a run with KV.
         """
     @property
     def rope(self, /) -> str:
         """
-        How positions turn K.
+        How positions rotate K.
         """
     @property
     def runs(self, /) -> list[BlockRun]:
@@ -2948,16 +2609,14 @@ class TransferManifest:
         """
     def to_bytes(self, /) -> bytes:
         """
-        The manifest as bytes: MessagePack, version 1. Equal manifests have equal bytes.
+        The manifest for `from_bytes`: MessagePack, version 1. Equal manifests have equal bytes.
 
-        Returns:
-            Bytes for `from_bytes`. They hold block ids, positions and digests, no token ids and no
-            salt.
+        The bytes contain block ids, positions and digests, no token ids and no salt.
 
         Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+            >>> seq = kvtrie.TokenSequence(
+            ...     [1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            ... )
             >>> manifest = kvtrie.TransferManifest.from_blocks(
             ...     seq, [8, 3], key=b"k" * 32, num_computed=3, block_size=2
             ... )
@@ -2968,22 +2627,18 @@ class TransferManifest:
 @final
 class TransferPlan:
     """
-    What to load of a manifest, and what to compute. `plan_transfer` makes it; it holds no
+    What to load of a manifest, and what to compute: the result of `plan_transfer`. It holds no
     blocks and needs no release.
 
     Example:
-        >>> import kvtrie
         >>> space, key = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), b"k" * 32
-        >>> theirs = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+        >>> theirs = kvtrie.TokenSequence(range(1, 6), space)
         >>> manifest = kvtrie.TransferManifest.from_blocks(
         ...     theirs, [8, 3, 5], key=key, num_computed=5, block_size=2
         ... )
-        >>> mine = kvtrie.TokenSequence([1, 2, 3, 4, 9], space)
-        >>> move = kvtrie.plan_transfer(manifest, mine, [6, 7, 1], key=key)
-        >>> move.pairs[["remote", "local", "start", "end"]].tolist()
-        [(8, 6, 0, 2), (3, 7, 2, 4)]
-        >>> move.compute
-        array([[4, 5]])
+        >>> mine = kvtrie.TokenSequence([1, 2, 9], space)
+        >>> kvtrie.plan_transfer(manifest, mine, [6, 7], key=key)
+        <TransferPlan of 3 tokens: 2 exact and 0 approximate to load, 0 cached, 1 to compute>
     """
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
@@ -2996,18 +2651,17 @@ class TransferPlan:
     @property
     def exact_until(self, /) -> int:
         """
-        Position of the first token that is loaded and approximate, or the length of the sequence if
-        none is.
+        Position of the first token that is loaded and approximate, or the length of the sequence.
         """
     @property
     def hops(self, /) -> int:
         """
-        The most hops of what is loaded, 0 if all of it is exact.
+        The most hops of loaded KV, 0 if all of it is exact.
         """
     @property
     def missing(self, /) -> npt.NDArray[np.int64]:
         """
-        The same as `compute`, by the name that `SequenceLedger.begin` has for it.
+        `compute`, under the name that `SequenceLedger.begin` has for it.
         """
     @property
     def num_approximate(self, /) -> int:
@@ -3023,19 +2677,17 @@ class TransferPlan:
     def pairs(self, /) -> npt.NDArray[np.void]:
         """
         What to load, a structured array by group and position: `group`, `remote` and `local` (block
-        ids, int32; `local` is -1 if the plan was made without `local_blocks`), `start` and `end`
-        (positions in the local sequence, int64), `delta` (position here minus position there, int64:
-        by how many positions K is rotated), `class` (0 exact, 1 approximate, uint8), `hops` (as the
-        KV will have them, uint16). Each pair is inside one remote and one local block, number
-        `start // block_size` of the local table; the first of its tokens is at
-        `(start - delta) % remote_block_size` in the remote one.
+        ids, int32), `start` and `end` (positions in the local sequence, int64), `delta` (position here
+        minus position there, int64: by how many positions K is rotated), `class` (0 exact, 1
+        approximate, uint8), `hops` (of the KV once loaded, uint16). Each pair is inside one remote and
+        one local block; its first token is at `(start - delta) % remote_block_size` in the remote one.
         """
     @property
     def source(self, /) -> Imported | ComputedSource:
         """
-        What to say to `insert` and `begin` of the sequence once this was loaded:
-        `Imported(exact_until, hops)`, or `COMPUTED` if all that is loaded is exact, so that what is
-        decoded after it counts as exact too. Both take what was cached for exact.
+        The source for `insert` and `begin` after loading: `Imported(exact_until, hops)`, or `COMPUTED`
+        if all loaded KV is exact, so that tokens decoded after it count as exact too. Both assume that
+        `cached` is exact.
         """
 
 @final
@@ -3044,11 +2696,9 @@ class WouldSave:
     What a plan would find of a prompt, in tokens.
 
     Example:
-        >>> import kvtrie
-        >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-        >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-        >>> index.explain(kvtrie.TokenSequence([1, 2], space)).would_save
-        WouldSave(exact=0, approximate=0, compute=2)
+        >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+        >>> kvtrie.RadixIndex(num_blocks=8).explain(seq).would_save
+        WouldSave(exact=0, approximate=0, compute=3)
     """
     @property
     def approximate(self, /) -> int:
@@ -3069,7 +2719,7 @@ class WouldSave:
 def plan_transfer(
     manifest: TransferManifest,
     local_seq: TokenSequence,
-    local_blocks: _Integers | Mapping[int, _Integers] | None = None,
+    local_blocks: _Integers | Mapping[int, _Integers],
     cached: tuple[SupportsIndex, SupportsIndex] = ...,
     *,
     key: bytes,
@@ -3079,65 +2729,50 @@ def plan_transfer(
     context: bytes = ...,
 ) -> TransferPlan:
     """
-    Plan which blocks of a sender to load for a sequence, and what to compute.
+    Plan which blocks of a sender to load for a sequence, and what to compute. Nothing is pinned.
 
-    Loaded is a token if a digest says that it is the one that the local sequence has there; no
-    length and no order of the sender's is believed. A token is exact if its run is, and all
-    tokens before it are those of the local sequence; such KV stays where it is, `delta` is 0.
-    Under an approximate policy, KV that the sender calls approximate is used in place, and
-    whole blocks (and the last one) whose tokens stand elsewhere in the local sequence are
-    moved: runs of at least `policy.min_run` (16) tokens with one delta, at one hop more than
-    they have. What is covered by neither is computed.
+    A token is loaded only if a digest proves that the local sequence has it there. It is exact if
+    its run is and all tokens before it are those of the local sequence; such KV stays in place,
+    `delta` is 0. An approximate policy also allows, in place, KV that the sender calls approximate,
+    and moved runs: whole blocks (and the last one) whose tokens are elsewhere in the local
+    sequence, at least `policy.min_run` (16) tokens with one delta, at one hop more.
 
-    Tokens after a divergence inside a block are not loaded: digests are of blocks. With
-    several groups each is planned on its own, and loaded are the tokens that all of them have;
-    a pair has the label of its own group, `exact_until` and `hops` are those of the worst.
-    Which heads of a block go to which rank is the engine's business, and so is moving the
-    bytes.
+    Digests are per block: if a block differs, none of its tokens is loaded. Each group is planned
+    separately, and a token is loaded if all groups have it; a pair has the label of its own group,
+    `exact_until` and `hops` are the worst of all groups.
 
-    The plan is made of the tokens that `local_seq` has at the call; nobody waits for it who
-    uses the sequence meanwhile. A search for moved blocks hashes one block for each token that
-    nothing else covers: its time grows with the sender's block size.
+    The plan uses a copy of `local_seq`, so other threads may use the sequence meanwhile. A search
+    for moved runs hashes one block per token that nothing else covers: its time grows with the
+    sender's block size.
 
     Args:
         manifest: What the sender offers.
         local_seq: The prompt here.
-        local_blocks: Its block table from position 0: ids (group 0), or a dict from a group's
-            number to its ids. It must have blocks for the whole sequence; more are fine and not
-            looked at. None: no block is allocated yet, and the pairs name none.
-        cached: Half-open range of positions whose KV is present here already, and exact. It is
-            not loaded.
+        local_blocks: Its block table from position 0: ids (group 0), or a dict from group number to
+            ids. It must cover the sequence; further ids are ignored.
+        cached: Half-open range of positions whose KV is present here and exact. It is not loaded.
         key: The deployment's key, 16 to 64 bytes.
-        policy: What may be loaded; None is `kvtrie.EXACT_ONLY`. `forbid_kinds`: a manifest says
-            nothing of kinds, so if any is forbidden nothing approximate is loaded.
-            `max_approximate_share` is one of the local sequence; beyond it nothing approximate
-            is loaded. `partial_blocks` means nothing here.
-        block_size: Tokens of a local block, or a dict by group; None takes the sender's.
+        policy: What may be loaded; None is `kvtrie.EXACT_ONLY`. A manifest has no kinds: with any
+            `forbid_kinds`, or beyond `max_approximate_share` of the local sequence, nothing
+            approximate is loaded. `partial_blocks` has no effect.
+        block_size: Tokens per local block, or a dict by group; None takes the sender's.
         keep_last: Tokens at the end that are computed in any case, cached or not.
-        context: What the sender said that the manifest is about; see `TransferManifest.from_blocks`.
-
-    Returns:
-        The plan. Nothing was changed anywhere, and nothing is pinned.
+        context: As the sender gave it to `TransferManifest.from_blocks`.
 
     Raises:
-        TransferRefused: With the reason `"digest"` (a run was written with another key, or
-            changed, or for another context), `"namespace"` (the message names the field), or `"groups"` (the sender has
+        TransferRefused: With the reason `"digest"` (a run was changed, or written with another key
+            or context), `"namespace"` (the message names the field), or `"groups"` (the sender has
             other groups).
-        TypeError: An argument has the wrong type.
         ValueError: There are too few local blocks (both numbers are named), one comes twice,
             `cached` is not a range inside the sequence, or the key has another length.
 
     Example:
-        >>> import kvtrie
         >>> space, key = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), b"k" * 32
         >>> theirs = kvtrie.TokenSequence(list(range(64)), space)
         >>> manifest = kvtrie.TransferManifest.from_blocks(
         ...     theirs, [8, 3, 5, 9], key=key, num_computed=64, block_size=16
         ... )
         >>> mine = kvtrie.TokenSequence([*range(16), *range(32, 64)], space)
-        >>> move = kvtrie.plan_transfer(manifest, mine, [1, 2, 4], key=key)
-        >>> move.pairs["remote"].tolist(), move.compute.tolist(), move.source
-        ([8], [[16, 48]], COMPUTED)
         >>> policy = kvtrie.ReusePolicy(approximate=True)
         >>> move = kvtrie.plan_transfer(manifest, mine, [1, 2, 4], key=key, policy=policy)
         >>> move.pairs[["remote", "local", "start", "delta", "class"]].tolist()

@@ -1,5 +1,3 @@
-//! `BlockAllocator`.
-
 use kvtrie_core::BlockAllocator;
 use pyo3::prelude::*;
 
@@ -12,23 +10,21 @@ use crate::index::PyRadixIndex;
 use crate::output::ids;
 use crate::shared::INDEX;
 
-/// What an allocator's lock guards, for messages.
 const ALLOCATOR: &str = "the allocator";
 
 /// A free list of block ids for engines that have none.
 ///
 /// Args:
-///     num_blocks: Ids lie in 0..num_blocks, at most 2**31; all are free at first.
+///     num_blocks: Ids are in 0..num_blocks, at most 2**31; all are free at first.
 ///
 /// Raises:
 ///     TypeError: `num_blocks` is not an int.
 ///     ValueError: `num_blocks` is not in 1..=2**31.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> pool = kvtrie.BlockAllocator(4)
 ///     >>> ids = pool.allocate(3)
-///     >>> pool.free(ids[1:])  # doctest: +ELLIPSIS
+///     >>> pool.free(ids[1:])
 ///     >>> pool.num_free
 ///     3
 ///     >>> pool.free(ids[1:])  # doctest: +ELLIPSIS
@@ -59,31 +55,24 @@ impl PyBlockAllocator {
         })
     }
 
-    /// Hand out `n` ids: free ones first, then what the index gives up. All of them or none.
+    /// Hand out `n` ids, all or none: free ones first, then evicted ones.
     ///
     /// Args:
     ///     n: How many.
-    ///     evict_from: The index that gives up its least recently used blocks when the free ones do
-    ///         not suffice. Its `num_blocks` must be the allocator's.
+    ///     evict_from: The index whose least recently used blocks are evicted if too few are free. Its
+    ///         `num_blocks` must be the allocator's.
     ///
     /// Returns:
     ///     The ids, as int32.
     ///
     /// Raises:
-    ///     OutOfBlocksError: Not so many can be had; nothing is evicted then.
-    ///     TypeError: `n` is not an int.
-    ///     ValueError: `n` is negative, or the index is made for a pool of another size.
+    ///     OutOfBlocksError: Fewer can be had; nothing is evicted then.
+    ///     ValueError: `n` is negative, or the index has another `num_blocks`.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> pool = kvtrie.BlockAllocator(4)
     ///     >>> len(pool.allocate(3))
     ///     3
-    ///     >>> try:
-    ///     ...     pool.allocate(2)
-    ///     ... except kvtrie.OutOfBlocksError:
-    ///     ...     print("later")
-    ///     later
     #[pyo3(signature = (n: "SupportsIndex", evict_from: "RadixIndex | None" = None))]
     fn allocate<'py>(
         &self,
@@ -111,16 +100,11 @@ impl PyBlockAllocator {
     ///     ids: Ids that were handed out here, each once.
     ///
     /// Raises:
-    ///     TypeError: The ids are no list of integers.
-    ///     ValueError: An id is outside the pool, free already, was never handed out, or comes twice;
-    ///         nothing is freed then.
+    ///     ValueError: An id is outside the pool, is free, or comes twice.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> pool = kvtrie.BlockAllocator(4)
     ///     >>> pool.free(pool.allocate(4))
-    ///     >>> pool.num_free
-    ///     4
     #[pyo3(signature = (ids: "_Integers"))]
     fn free(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let ids = block_ids(ids, self.num_blocks, Arg::new("BlockAllocator.free", "ids"))?;
@@ -130,7 +114,7 @@ impl PyBlockAllocator {
         })
     }
 
-    /// Ids that are free.
+    /// Free ids.
     #[getter]
     fn num_free(&self, py: Python<'_>) -> PyResult<u64> {
         py.enter(Cost::Short, |keys| {

@@ -1,7 +1,6 @@
-//! Arguments that are read where a signature names them: the functions that read them know the call and the argument.
+//! Reads arguments for `from_py_with`, with errors that name the call and the argument.
 //!
-//! PyO3 keeps an argument's name in a note, which `str(error)` lacks, and the call's name nowhere. So `from_py_with` is
-//! given one of the functions here, with two types that stand for the names. It costs nothing while all is well.
+//! PyO3 keeps an argument's name in a note, which `str(error)` lacks, and the call's name nowhere.
 
 use pyo3::prelude::*;
 use pyo3::types::PyBool;
@@ -9,7 +8,6 @@ use pyo3::{PyTypeCheck, PyTypeInfo};
 
 use crate::buffers::{self, Arg};
 
-/// A type that stands for a name.
 pub(crate) trait Name {
     const NAME: &'static str;
 }
@@ -131,23 +129,19 @@ const fn named<C: Name, A: Name>() -> Arg {
     Arg::new(C::NAME, A::NAME)
 }
 
-/// An integer of any size.
 pub(crate) fn int<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<i128> {
     buffers::int(value).map_err(|error| named::<C, A>().not_read(value, error, "an int"))
 }
 
-/// An integer of any size, or none.
 pub(crate) fn optional_int<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<Option<i128>> {
     optional(value, int::<C, A>)
 }
 
-/// A truth value.
 pub(crate) fn flag<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<bool> {
     let read = value.extract();
     read.map_err(|error| named::<C, A>().not_read(value, error, "a bool"))
 }
 
-/// A number in `[0, 1]`, or another one that is refused later.
 pub(crate) fn share<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<f64> {
     let (arg, wanted) = (named::<C, A>(), "a float");
     if value.is_instance_of::<PyBool>() {
@@ -157,20 +151,17 @@ pub(crate) fn share<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<f64>
     read.map_err(|error| arg.not_read(value, error, wanted))
 }
 
-/// A string.
 pub(crate) fn text<C: Name, A: Name>(value: &Bound<'_, PyAny>) -> PyResult<String> {
     let read = value.extract();
     read.map_err(|error| named::<C, A>().not_read(value, error, "a str"))
 }
 
-/// A string, or none.
 pub(crate) fn optional_text<C: Name, A: Name>(
     value: &Bound<'_, PyAny>,
 ) -> PyResult<Option<String>> {
     optional(value, text::<C, A>)
 }
 
-/// An object of one class.
 pub(crate) fn of<'a, 'py, C: Name, A: Name, T: PyTypeCheck + PyTypeInfo>(
     value: &'a Bound<'py, PyAny>,
 ) -> PyResult<&'a Bound<'py, T>> {
@@ -192,7 +183,6 @@ pub(crate) fn of<'a, 'py, C: Name, A: Name, T: PyTypeCheck + PyTypeInfo>(
     })
 }
 
-/// An object of one class, or none.
 pub(crate) fn optional_of<'a, 'py, C: Name, A: Name, T: PyTypeCheck + PyTypeInfo>(
     value: &'a Bound<'py, PyAny>,
 ) -> PyResult<Option<&'a Bound<'py, T>>> {

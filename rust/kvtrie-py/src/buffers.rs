@@ -18,7 +18,6 @@ use crate::span::PySpan;
 /// One past the largest token id.
 pub(crate) const TOKEN_IDS: u64 = 1 << 32;
 
-/// What an argument is called in messages.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Arg {
     pub(crate) call: &'static str,
@@ -48,28 +47,26 @@ pub(crate) fn int(value: &Bound<'_, PyAny>) -> PyResult<i128> {
     }
 }
 
-/// Whether an error is not about the argument: what is no `Exception`, such as `KeyboardInterrupt`, and lack of memory.
+/// Whether an error is not about the argument: no `Exception`, such as `KeyboardInterrupt`, or lack of memory.
 fn is_foreign(error: &PyErr, py: Python<'_>) -> bool {
     !error.is_instance_of::<PyException>(py) || error.is_instance_of::<PyMemoryError>(py)
 }
 
-/// The default of an argument that Python's signature shows as an empty tuple.
+/// Shown as an empty tuple in Python's signature.
 pub(crate) fn nothing<'a, 'py>() -> Option<&'a Bound<'py, PyAny>> {
     None
 }
 
-/// The default of an argument that Python's signature shows as empty bytes.
+/// Shown as empty bytes in Python's signature.
 pub(crate) fn no_bytes<'a, 'py>() -> Option<&'a Bound<'py, PyBytes>> {
     None
 }
 
 impl Arg {
-    /// A name for an argument of a call.
     pub(crate) const fn new(call: &'static str, name: &'static str) -> Self {
         Self { call, name }
     }
 
-    /// `value` if it is in `low..=high`.
     pub(crate) fn within<T>(self, value: i128, low: T, high: T) -> PyResult<T>
     where
         T: Copy + Into<i128> + TryFrom<i128>,
@@ -87,9 +84,7 @@ impl Arg {
         }
     }
 
-    /// A length or a position, in whatever unit.
     pub(crate) fn count(self, value: i128) -> PyResult<usize> {
-        // Python's own containers count as far.
         let count = self.within(value, 0, i64::MAX)?;
         usize::try_from(count).map_err(|error| PyValueError::new_err(error.to_string()))
     }
@@ -103,7 +98,6 @@ impl Arg {
         ))
     }
 
-    /// A `TypeError` for an argument that is not `wanted`.
     pub(crate) fn wrong_type(self, value: &Bound<'_, PyAny>, wanted: &str) -> PyErr {
         self.type_error(value, wanted)
     }
@@ -125,12 +119,10 @@ impl Arg {
         ))
     }
 
-    /// The error for an item that could not be read, because of `error`.
     fn element_error(self, position: usize, error: PyErr, py: Python<'_>) -> PyErr {
         self.because(&format!("[{position}]"), error, py)
     }
 
-    /// The error for an argument that could not be read as what is `wanted`, because of `error`.
     pub(crate) fn not_read(self, value: &Bound<'_, PyAny>, error: PyErr, wanted: &str) -> PyErr {
         let py = value.py();
         if !error.is_instance_of::<PyTypeError>(py) {
@@ -141,8 +133,8 @@ impl Arg {
         wrong
     }
 
-    /// `error` with the argument's name before it, and itself as the cause. A `ValueError` stays one; any other
-    /// exception of the value's own methods says that the value is no integer, so it is a `TypeError`.
+    /// `error` with the argument's name before it, and itself as the cause. Any other exception than `ValueError`
+    /// comes from the value's own methods, so it is a `TypeError`.
     fn because(self, place: &str, error: PyErr, py: Python<'_>) -> PyErr {
         if is_foreign(&error, py) {
             return error;
@@ -157,7 +149,6 @@ impl Arg {
         wrong
     }
 
-    /// Goes over an argument that should be `wanted`.
     pub(crate) fn iterate<'py>(
         self,
         value: &Bound<'py, PyAny>,
@@ -167,7 +158,6 @@ impl Arg {
         iterator.map_err(|error| self.not_read(value, error, wanted))
     }
 
-    /// The error for a buffer that is not of bytes, because of `error`.
     pub(crate) fn not_buffer(self, value: &Bound<'_, PyAny>, error: PyErr, wanted: &str) -> PyErr {
         let py = value.py();
         if is_foreign(&error, py) {
@@ -178,12 +168,10 @@ impl Arg {
         wrong
     }
 
-    /// An integer among others.
     pub(crate) fn int_at(self, position: usize, value: &Bound<'_, PyAny>) -> PyResult<i128> {
         int(value).map_err(|error| self.element_error(position, error, value.py()))
     }
 
-    /// A `TypeError` for an item that is not `wanted`.
     pub(crate) fn wrong_item(
         self,
         position: usize,
@@ -199,7 +187,6 @@ impl Arg {
     }
 }
 
-/// The name of a value's type, for messages.
 pub(crate) fn type_name(value: &Bound<'_, PyAny>) -> String {
     value
         .get_type()
@@ -207,19 +194,14 @@ pub(crate) fn type_name(value: &Bound<'_, PyAny>) -> String {
         .map_or_else(|_| "?".to_owned(), |name| name.to_string())
 }
 
-/// A list of integers that was found to be one, not read yet.
+/// A list of integers, not read yet.
 pub(crate) enum Integers<'py> {
-    /// A Python list.
     List(Bound<'py, PyList>),
-    /// A Python tuple.
     Tuple(Bound<'py, PyTuple>),
-    /// Contiguous and aligned.
+    // Arrays are contiguous and aligned.
     I64(PyReadonlyArray1<'py, i64>),
-    /// Contiguous and aligned.
     I32(PyReadonlyArray1<'py, i32>),
-    /// Contiguous and aligned.
     U32(PyReadonlyArray1<'py, u32>),
-    /// Contiguous and aligned.
     U64(PyReadonlyArray1<'py, u64>),
 }
 
@@ -227,7 +209,7 @@ impl<'py> Integers<'py> {
     const WANTED: &'static str = "a list, a tuple, a range, an array.array, a memoryview, a one-dimensional \
         numpy array or a CPU tensor of integers";
 
-    /// Accepts what [`Self::WANTED`] says; looks at the elements of lists and tuples later.
+    /// Does not look at the elements of lists and tuples.
     pub(crate) fn open(value: &Bound<'py, PyAny>, arg: Arg) -> PyResult<Self> {
         if let Ok(list) = value.cast::<PyList>() {
             return Ok(Self::List(list.clone()));
@@ -276,7 +258,7 @@ impl<'py> Integers<'py> {
             let borrowed = array.try_readonly().ok()?;
             borrowed.as_slice().is_ok().then_some(borrowed)
         }
-        // What is asked for first is found first: tokens are uint32, block ids int32.
+        // The most frequent first: tokens are uint32, block ids int32.
         typed(value)
             .map(Self::U32)
             .or_else(|| typed(value).map(Self::I32))
@@ -321,7 +303,6 @@ impl<'py> Integers<'py> {
         Self::ready(&copy).ok_or_else(|| arg.type_error(array, Self::WANTED))
     }
 
-    /// How many there are.
     pub(crate) fn len(&self) -> usize {
         match self {
             Self::List(list) => list.len(),
@@ -333,7 +314,7 @@ impl<'py> Integers<'py> {
         }
     }
 
-    /// Copies the integers of a range, each in `0..limit`; the range is inside.
+    /// The integers of a range, each in `0..limit`.
     pub(crate) fn read(&self, range: Range<usize>, limit: u64, arg: Arg) -> PyResult<Vec<u32>> {
         match self {
             Self::List(list) => read_objects(list.py(), range, limit, arg, |at| list.get_item(at)),
@@ -348,7 +329,6 @@ impl<'py> Integers<'py> {
     }
 }
 
-/// Reads the whole of a list of integers, each within limits that lie inside those of `i64`.
 pub(crate) fn signed_integers(
     value: &Bound<'_, PyAny>,
     limits: &RangeInclusive<i64>,
@@ -403,36 +383,33 @@ fn signed_object(
     }
 }
 
-/// Reads the whole of a list of lengths or positions.
 pub(crate) fn count_list(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<usize>> {
     let counts = signed_integers(value, &(0..=i64::MAX), arg)?;
-    // None is negative. The map is free of charge: the numbers stay where they are.
+    // The map is free: the numbers stay in place.
     Ok(counts
         .into_iter()
         .map(|count| usize::try_from(count).unwrap_or(usize::MAX))
         .collect())
 }
 
-/// Reads the whole of a list of integers, each in `0..limit`; `limit` is at most 2³².
+/// Integers in `0..limit`; `limit` is at most 2³².
 pub(crate) fn integers(value: &Bound<'_, PyAny>, limit: u64, arg: Arg) -> PyResult<Vec<u32>> {
     let integers = Integers::open(value, arg)?;
     integers.read(0..integers.len(), limit, arg)
 }
 
-/// Reads block ids of a pool of `num_blocks`.
 pub(crate) fn block_ids(
     value: &Bound<'_, PyAny>,
     num_blocks: u64,
     arg: Arg,
 ) -> PyResult<Vec<kvtrie_core::BlockId>> {
-    // The map is free of charge: the ids stay where they are.
+    // The map is free: the ids stay in place.
     Ok(integers(value, num_blocks, arg)?
         .into_iter()
         .map(kvtrie_core::BlockId)
         .collect())
 }
 
-/// Token ranges: a list or a tuple of pairs, or an integer array of shape (n, 2).
 pub(crate) fn ranges(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<(usize, usize)>> {
     const WANTED: &str =
         "a list or a tuple of pairs of positions, or an integer array of shape (n, 2)";
@@ -486,7 +463,6 @@ pub(crate) fn ranges(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<Vec<(usize,
     items.into_iter().enumerate().map(pair).collect()
 }
 
-/// The items of a list or a tuple.
 fn listed<'py>(value: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
     if let Ok(list) = value.cast::<PyList>() {
         return Some(list.iter().collect());
@@ -495,7 +471,6 @@ fn listed<'py>(value: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
     Some(tuple.iter().collect())
 }
 
-/// An end of the range at `at` in an argument.
 fn position(value: &Bound<'_, PyAny>, at: usize, arg: Arg) -> PyResult<usize> {
     let number = arg.int_at(at, value)?;
     i64::try_from(number)
@@ -538,7 +513,6 @@ fn read_objects<'py>(
     Ok(out)
 }
 
-/// An integer type that arrays hold.
 trait Whole: Element + Copy + Into<i128> {
     /// Sign-extended, so that a negative value is a very large one.
     fn wide(self) -> u64;
@@ -546,7 +520,7 @@ trait Whole: Element + Copy + Into<i128> {
     /// The value, or the nearest to it.
     fn signed(self) -> i64;
 
-    /// The values as they are, if they need no conversion.
+    /// The values, if they need no conversion.
     fn tokens(_values: &[Self]) -> Option<&[u32]> {
         None
     }
@@ -607,13 +581,12 @@ fn read_array<T: Whole>(
     narrow(values, limit).map_err(|at| arg.range_error(first + at, values[at].into(), limit))
 }
 
-/// The values as `u32`, or the position of the first that is not in `0..limit`.
+/// Fails with the position of the first value that is not in `0..limit`.
 fn narrow<T: Whole>(values: &[T], limit: u64) -> Result<Vec<u32>, usize> {
     if let (Some(tokens), true) = (T::tokens(values), limit == TOKEN_IDS) {
         return Ok(tokens.to_vec());
     }
-    // Two passes without branches that the compiler turns into vector code; the search comes only
-    // after a failure.
+    // Two passes without branches become vector code; the search comes only after a failure.
     let bits = values.iter().fold(0, |bits, value| bits | value.wide());
     if bits < TOKEN_IDS {
         #[expect(

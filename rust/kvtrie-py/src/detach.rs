@@ -1,13 +1,11 @@
 //! The one door to what is under locks, and out of the interpreter.
 //!
-//! [`Enter::enter`] runs a piece of work that may take locks and must not touch Python. Short work
-//! stays attached to the interpreter, because letting go and coming back costs more than the work;
-//! long work lets go, so that other threads run. [`Enter::enter_briefly`] finds out which it is: by
-//! effort that the work counts, or by numbers that the index keeps and the work asks first.
+//! [`Enter::enter`] runs work that may take locks and must not touch Python. Long work releases the interpreter; for
+//! short work that would cost more than the work. [`Enter::enter_briefly`] finds out which it is, by the effort that
+//! the work counts.
 //!
-//! [`Lock`] is the one kind of lock. Those that a forked child inherits are never taken there: a thread that the
-//! child does not have may hold them, and what they guard may be half changed. Taking one is an error in the child,
-//! and what it guards is not dropped there.
+//! A forked child must not take or drop a [`Lock`] that it inherits: a thread of the parent may hold it, and what it
+//! guards may be half changed.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -21,7 +19,7 @@ use pyo3::types::{PyCFunction, PyDict};
 
 use crate::errors::{KvTrieError, StaleHandleError, exception, transfer_exception};
 
-/// Whether a piece of work is expected to take longer than about 50 µs.
+/// Whether work is expected to take longer than about 50 µs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cost {
     Short,
@@ -29,13 +27,11 @@ pub(crate) enum Cost {
 }
 
 impl Cost {
-    /// Blocks that are found in 50 to 100 µs where each is an edge of its own and none is in the
-    /// CPU's cache; in long edges or a warm cache they take a tenth of it.
+    /// Blocks that are found in 50 to 100 µs if each is an edge of its own and none is in the CPU's cache.
     const BLOCKS: usize = 256;
-    /// Tokens that are copied in about 10 µs.
+    /// Copied in about 10 µs.
     const TOKENS: usize = 1 << 16;
 
-    /// The cost of work on so many blocks.
     pub(crate) fn blocks(blocks: usize) -> Self {
         if blocks >= Self::BLOCKS {
             Self::Long
@@ -44,7 +40,6 @@ impl Cost {
         }
     }
 
-    /// The cost of copying so many tokens.
     pub(crate) fn copy(tokens: usize) -> Self {
         if tokens >= 4 * Self::TOKENS {
             Self::Long
@@ -54,18 +49,15 @@ impl Cost {
     }
 }
 
-/// Why work under a lock failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The core refused.
     Core(kvtrie_core::Error),
-    /// A transfer failed.
     Transfer(kvtrie_transfer::TransferError),
     /// A call panicked earlier while it held this lock.
     Poisoned(&'static str),
     /// The work panicked: a bug in the core.
     Panicked(String),
-    /// This was made before this process was forked.
+    /// It was made before this process was forked.
     Inherited(&'static str),
 }
 
@@ -97,17 +89,15 @@ impl From<Failure> for PyErr {
     }
 }
 
-/// How often this process and those before it were forked, up to here: each child counts one more.
+/// Forks from the first process to this one.
 static FORKS: AtomicU64 = AtomicU64::new(0);
 
-/// The error of a handle in a process that inherited it.
 pub(crate) fn inherited(what: &str) -> PyErr {
     StaleHandleError::new_err(format!(
         "{what} was made before os.fork, in the parent; this child makes its own (RadixIndex.restore brings a snapshot over)"
     ))
 }
 
-/// Counts the forks of the interpreter, from the import of the module on.
 pub(crate) fn count_forks(py: Python<'_>) -> PyResult<()> {
     let count = PyCFunction::new_closure(py, None, None, |_, _| {
         FORKS.fetch_add(1, Ordering::Relaxed);
@@ -121,23 +111,20 @@ pub(crate) fn count_forks(py: Python<'_>) -> PyResult<()> {
     Ok(())
 }
 
-/// The process in which something was made.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Birth(u64);
 
 impl Birth {
-    /// This process.
     pub(crate) fn here() -> Self {
         Self(FORKS.load(Ordering::Relaxed))
     }
 
-    /// Whether it was another process, which forked this one.
     pub(crate) fn is_inherited(self) -> bool {
         self.0 != FORKS.load(Ordering::Relaxed)
     }
 }
 
-/// A lock that only the process can take that made it. O(1) more than a mutex: one comparison.
+/// A mutex that only the process can take that made it.
 pub(crate) struct Lock<T> {
     /// None only while it is dropped.
     mutex: Option<Mutex<T>>,
@@ -152,12 +139,10 @@ impl<T> Lock<T> {
         }
     }
 
-    /// Whether another process made it, which forked this one.
     pub(crate) fn is_inherited(&self) -> bool {
         self.birth.is_inherited()
     }
 
-    /// The mutex, in the process that made it.
     fn mutex(&self, what: &'static str) -> Result<&Mutex<T>, Failure> {
         match &self.mutex {
             Some(mutex) if !self.is_inherited() => Ok(mutex),
@@ -169,20 +154,18 @@ impl<T> Lock<T> {
 impl<T> Drop for Lock<T> {
     fn drop(&mut self) {
         if self.is_inherited() {
-            // A thread of the parent may have been changing it: its memory is left alone.
             Box::leak(Box::new(self.mutex.take()));
         }
     }
 }
 
-/// Takes locks inside the door.
 pub(crate) struct Keys<'py> {
-    /// None where the thread has let go of the interpreter.
+    /// None if the thread has released the interpreter.
     py: Option<Python<'py>>,
 }
 
 impl Keys<'_> {
-    /// Takes `lock`, which guards `what`; lets go of the interpreter while it has to wait.
+    /// Takes `lock`, which guards `what`; releases the interpreter while it waits.
     pub(crate) fn lock<'a, T>(
         &self,
         lock: &'a Lock<T>,
@@ -197,21 +180,20 @@ impl Keys<'_> {
     }
 }
 
-/// What work may take that stays attached: 50 to 100 µs where nothing of it is in the CPU's cache.
+/// The effort of work that stays attached: 50 to 100 µs with a cold cache.
 const BRIEF: Effort = Effort {
     nodes: Cost::BLOCKS as u64,
     bytes: 1 << 20,
 };
 
-/// The door.
 pub(crate) trait Enter {
-    /// Runs `work` attached, as far as little effort takes it. Where it gives up it runs again, detached.
+    /// Runs `work` attached with little effort. If it gives up it runs again, detached.
     fn enter_briefly<R, F>(self, work: F) -> PyResult<R>
     where
         R: Send,
         F: Fn(&Keys<'_>, Effort) -> Result<Option<R>, Failure> + Send + Sync;
 
-    /// Runs `work`, which takes its locks from [`Keys`] and calls no Python.
+    /// Runs `work`, which calls no Python.
     fn enter<R, F>(self, cost: Cost, work: F) -> PyResult<R>
     where
         R: Send,
@@ -245,7 +227,7 @@ impl Enter for Python<'_> {
 }
 
 fn catch<R>(work: impl FnOnce() -> Result<R, Failure>) -> Result<R, Failure> {
-    // Unwinding poisons every lock that the work holds, so nobody sees what it left half-done.
+    // Unwinding poisons every lock that the work holds, so nobody sees half-done work.
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|panic| Err(Failure::Panicked(message_of(panic.as_ref()))))
 }

@@ -55,7 +55,6 @@ create_exception!(
     "The keys of a model cannot be moved by turning them, or its config does not say how they turn."
 );
 
-/// The exception for an error of the core.
 #[expect(
     clippy::match_same_arms,
     reason = "every kind is named; the last arm is there because the list may grow"
@@ -73,7 +72,7 @@ pub(crate) fn exception(error: &Error) -> PyErr {
     }
 }
 
-/// A message of the core, with Python's name of the Rust call that it begins with.
+/// A message of the core, with Python's name of the call.
 fn in_python(message: String) -> String {
     let Some((call, rest)) = message.split_once(": ") else {
         return message;
@@ -90,20 +89,18 @@ fn in_python(message: String) -> String {
     format!("{name}: {rest}")
 }
 
-/// The exception for a core error that one argument of a Python call is the cause of: the call has another name in Rust.
+/// The exception for a core error of a call that has another name in Rust.
 pub(crate) fn exception_in(call: &str, error: &Error) -> PyErr {
     let message = error.to_string();
     let rest = message.split_once(": ").map_or(&*message, |(_, rest)| rest);
     exception(&Error::new(error.kind(), format!("{call}: {rest}")))
 }
 
-/// The error of a plan that is used after it was released.
 #[cold]
 pub(crate) fn released(call: &str) -> PyErr {
     StaleHandleError::new_err(format!("{call}: the plan was released already"))
 }
 
-/// The exception for an error of a transfer.
 pub(crate) fn transfer_exception(error: &TransferError) -> PyErr {
     let (refusal, message) = match error {
         TransferError::Argument(error) => return exception(error),

@@ -1,5 +1,3 @@
-//! `Explanation` and its parts.
-
 use kvtrie_core::{Context, ExplainOptions, Explanation, NamespaceDifference, WouldSave};
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -12,7 +10,6 @@ use crate::policy::PyReusePolicy;
 use crate::sequence::{PyTokenSequence, SEQUENCE};
 use crate::shared::{INDEX, SharedIndex};
 
-/// Asks an index.
 pub(crate) fn explain(
     py: Python<'_>,
     shared: &SharedIndex,
@@ -38,19 +35,13 @@ pub(crate) fn explain(
     Ok(PyExplanation { core })
 }
 
-/// Why the exact match of a prompt ended where it did: what `RadixIndex.explain` returns.
-///
-/// `str()` says it to people, `to_dict()` to machines.
+/// Why the exact match of a prompt ended where it did: the result of `RadixIndex.explain`. `str()`
+/// says it in words.
 ///
 /// Example:
-///     >>> import kvtrie
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
-///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-///     >>> why = index.explain(kvtrie.TokenSequence([1, 2, 3, 9, 9], space))
-///     >>> why.reason, why.position, why.context.ours, why.context.theirs
-///     ('diverged', 3, array([1, 2, 3, 9, 9], dtype=uint32), array([1, 2, 3, 4], dtype=uint32))
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+///     >>> kvtrie.RadixIndex(num_blocks=8, block_size=2).explain(seq)
+///     <Explanation: not_cached at 0, 0 of 3 tokens exact>
 #[pyclass(frozen, module = "kvtrie", name = "Explanation")]
 pub(crate) struct PyExplanation {
     core: Explanation,
@@ -58,18 +49,18 @@ pub(crate) struct PyExplanation {
 
 #[pymethods]
 impl PyExplanation {
-    /// `"complete"`: every whole block is there and exact. `"diverged"`: other tokens stand there.
-    /// `"evicted"`: what the prompt has there was cached after this very prefix, and left by
-    /// eviction, discard or removal. `"approximate_only"`: the same tokens stand there, but
-    /// their KV is approximate. `"other_namespace"`: more of the prompt is cached under another
-    /// namespace of the same salt. `"not_cached"`: nothing is known.
+    /// `"complete"`: every whole block is there and exact. `"diverged"`: other tokens are cached there.
+    /// `"evicted"`: the prompt's tokens were cached after this prefix, and left by eviction, discard or
+    /// removal. `"approximate_only"`: the same tokens are there, but their KV is approximate.
+    /// `"other_namespace"`: more of the prompt is cached under another namespace of the same salt.
+    /// `"not_cached"`: nothing is known.
     #[getter]
     fn reason(&self) -> &'static str {
         self.core.reason.name()
     }
 
-    /// First token of the prompt that does not match: where other tokens stand that one, else the
-    /// first of its block.
+    /// First token of the prompt that does not match if other tokens are cached there, else the first
+    /// of its block.
     #[getter]
     fn position(&self) -> usize {
         self.core.position
@@ -87,7 +78,7 @@ impl PyExplanation {
         self.core.num_tokens
     }
 
-    /// Tokens of a block.
+    /// Tokens per block.
     #[getter]
     fn block_size(&self) -> usize {
         self.core.block_size
@@ -128,17 +119,12 @@ impl PyExplanation {
         }
     }
 
-    /// Everything as a dictionary that `json.dumps` takes. Its keys are the attributes' names.
-    ///
-    /// Returns:
-    ///     A new dictionary of ints, strings, lists and dictionaries.
+    /// A new dictionary by attribute names, for `json.dumps`.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> index.explain(kvtrie.TokenSequence([1, 2], space)).to_dict()["would_save"]
-    ///     {'exact': 0, 'approximate': 0, 'compute': 2}
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> kvtrie.RadixIndex(num_blocks=8).explain(seq).to_dict()["would_save"]
+    ///     {'exact': 0, 'approximate': 0, 'compute': 3}
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Document<'py>> {
         let core = &self.core;
         let context = PyDict::new(py);
@@ -189,10 +175,7 @@ impl PyExplanation {
 
 /// Token ids around the position at which a match ended.
 ///
-/// Array attributes are fresh arrays at every access.
-///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> index.explain(kvtrie.TokenSequence([1, 2], space), context=1).context
@@ -216,7 +199,7 @@ impl PyExplanationContext {
         PyArray1::from_slice(py, &self.core.ours).into()
     }
 
-    /// What is cached (uint32); it ends where the cache does, and where it goes on in several ways.
+    /// What is cached (uint32), up to the end of the cache or the point where it branches.
     #[getter]
     fn theirs<'py>(&self, py: Python<'py>) -> TokenIds<'py> {
         PyArray1::from_slice(py, &self.core.theirs).into()
@@ -235,7 +218,6 @@ impl PyExplanationContext {
 /// Another namespace of the same salt in which more of a prompt is cached.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> spaces = [kvtrie.Namespace(model=model, salt=kvtrie.SHARED) for model in ("m", "n")]
 ///     >>> seqs = [kvtrie.TokenSequence([1, 2], space) for space in spaces]
@@ -274,11 +256,9 @@ impl PyNamespaceDifference {
 /// What a plan would find of a prompt, in tokens.
 ///
 /// Example:
-///     >>> import kvtrie
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> index.explain(kvtrie.TokenSequence([1, 2], space)).would_save
-///     WouldSave(exact=0, approximate=0, compute=2)
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+///     >>> kvtrie.RadixIndex(num_blocks=8).explain(seq).would_save
+///     WouldSave(exact=0, approximate=0, compute=3)
 #[pyclass(frozen, module = "kvtrie", name = "WouldSave")]
 pub(crate) struct PyWouldSave {
     core: WouldSave,

@@ -1,9 +1,9 @@
-//! Failures on demand from Python, for tests: built with the feature `failpoints` alone, never in a release.
+//! Failures on demand, for tests: only with the feature `failpoints`, never in a release.
 
 use kvtrie_core::failpoints::{self, Failure};
 use pyo3::prelude::*;
 
-/// Let the point that this thread comes to as the `nth`, counted from 1, fail: with a panic, or with an error.
+/// Let the `nth` point that this thread reaches, from 1, fail.
 #[pyfunction]
 #[pyo3(signature = (nth, panics))]
 pub(crate) fn _arm_failpoint(nth: u64, panics: bool) {
@@ -15,7 +15,7 @@ pub(crate) fn _arm_failpoint(nth: u64, panics: bool) {
     failpoints::arm(failure, nth);
 }
 
-/// Let nothing fail any more; the name of the point that failed, and whether its call may have changed anything.
+/// Let nothing fail; returns the point that failed, and whether its call may have changed anything.
 #[pyfunction]
 pub(crate) fn _disarm_failpoint() -> Option<(&'static str, bool)> {
     failpoints::disarm().map(|fired| (fired.place, fired.within))

@@ -6,34 +6,104 @@ use pyo3::{PyTypeCheck, PyTypeInfo};
 
 use crate::hints::NewArguments;
 
-fn fields<'py, T>(value: &Bound<'py, T>, names: &[&str]) -> PyResult<Bound<'py, PyDict>> {
+/// A class whose constructor takes all its fields by name.
+pub(crate) trait Value {
+    const FIELDS: &[&str];
+}
+
+/// `#[pymethods]` of a [`Value`]: its own ones, `replace` with the example that the doc comment gives, and `__replace__`.
+macro_rules! value_methods {
+    ($(#[doc = $example:literal])* impl $class:ident { $($own:tt)* }) => {
+        #[pymethods]
+        impl $class {
+            $($own)*
+
+            /// A copy with some fields changed.
+            ///
+            /// Args:
+            ///     changes: New values by field name.
+            ///
+            /// Raises:
+            ///     TypeError: There is no such field, or a value has the wrong type.
+            ///     ValueError: A value is out of its range.
+            ///
+            /// Example:
+            $(#[doc = $example])*
+            #[pyo3(signature = (**changes: "object"))]
+            fn replace<'py>(
+                slf: &Bound<'py, Self>,
+                changes: Option<&Bound<'py, pyo3::types::PyDict>>,
+            ) -> PyResult<Bound<'py, Self>> {
+                crate::fields::replaced(slf, changes)
+            }
+
+            /// `replace`, for `copy.replace`.
+            #[pyo3(signature = (**changes: "object"))]
+            fn __replace__<'py>(
+                slf: &Bound<'py, Self>,
+                changes: Option<&Bound<'py, pyo3::types::PyDict>>,
+            ) -> PyResult<Bound<'py, Self>> {
+                crate::fields::replaced(slf, changes)
+            }
+        }
+    };
+}
+
+/// `#[pymethods]` of a class with one value, `kvtrie._core.NAME`, and a function that returns it.
+macro_rules! singleton {
+    ($class:ident, $get:ident, $name:literal) => {
+        #[pymethods]
+        impl $class {
+            fn __repr__(&self) -> &'static str {
+                $name
+            }
+
+            fn __reduce__(&self) -> &'static str {
+                $name
+            }
+        }
+
+        pub(crate) fn $get(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
+            static VALUE: pyo3::sync::PyOnceLock<Py<PyAny>> = pyo3::sync::PyOnceLock::new();
+            let found = || py.import("kvtrie._core")?.getattr($name).map(Bound::unbind);
+            Ok(VALUE.get_or_try_init(py, found)?.bind(py).clone())
+        }
+    };
+}
+
+pub(crate) use {singleton, value_methods};
+
+fn fields<'py, T: Value>(value: &Bound<'py, T>) -> PyResult<Bound<'py, PyDict>> {
     let fields = PyDict::new(value.py());
-    for name in names {
+    for name in T::FIELDS {
         fields.set_item(name, value.as_any().getattr(*name)?)?;
     }
     Ok(fields)
 }
 
-/// What `__new__` takes for this value.
-pub(crate) fn new_arguments<'py, T>(
-    value: &Bound<'py, T>,
-    names: &[&str],
-) -> PyResult<NewArguments<'py>> {
+pub(crate) fn new_arguments<'py, T: Value>(value: &Bound<'py, T>) -> PyResult<NewArguments<'py>> {
     let py = value.py();
-    let arguments = (PyTuple::empty(py), fields(value, names)?);
+    let arguments = (PyTuple::empty(py), fields(value)?);
     Ok(arguments.into_pyobject(py)?.into())
 }
 
-/// This value with some fields changed, made and checked as every other one.
-pub(crate) fn replaced<'py, T: PyTypeInfo + PyTypeCheck>(
+pub(crate) fn replaced<'py, T: Value + PyTypeInfo + PyTypeCheck>(
     value: &Bound<'py, T>,
-    names: &[&str],
     changes: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, T>> {
-    let fields = fields(value, names)?;
+    let fields = fields(value)?;
     if let Some(changes) = changes {
         fields.update(changes.as_mapping())?;
     }
     let made = T::type_object(value.py()).call((), Some(&fields))?;
     Ok(made.cast_into()?)
+}
+
+/// `Class(field=value, …)`.
+pub(crate) fn shown<T: Value + pyo3::PyClass>(value: &Bound<'_, T>) -> PyResult<String> {
+    let mut shown = Vec::with_capacity(T::FIELDS.len());
+    for (name, field) in fields(value)? {
+        shown.push(format!("{name}={}", field.repr()?));
+    }
+    Ok(format!("{}({})", T::NAME, shown.join(", ")))
 }

@@ -1,7 +1,4 @@
-//! Values that are on their way out, with the type that the stub gives them.
-//!
-//! PyO3 writes the stub from Rust's types. Where these say less than Python's could (any array is
-//! an `ndarray`, any dictionary a `dict`), the value leaves in one of the wrappers here.
+//! Results with a type for the stub, where Rust's says less (any array is an `ndarray`).
 
 use std::convert::Infallible;
 
@@ -36,32 +33,18 @@ macro_rules! hints {
 }
 
 hints! {
-    /// Block ids.
     Ids: "npt.NDArray[np.int32]",
-    /// Token ids.
     Tokens: "int | npt.NDArray[np.uint32]",
-    /// Token ids in an array.
     TokenIds: "npt.NDArray[np.uint32]",
-    /// What `json.dumps` takes.
     Document: "dict[str, Any]",
-    /// Token ids, one after the other.
     TokenIterator: "Iterator[int]",
-    /// Counts, positions or offsets.
     Counts: "npt.NDArray[np.int64]",
-    /// Truth values.
     Flags: "npt.NDArray[np.bool_]",
-    /// A structured array.
     Records: "npt.NDArray[np.void]",
-    /// Names.
     Names: "tuple[str, ...]",
-    /// Items of a sequence.
     Items: "tuple[Item, ...]",
-    /// A salt.
     SaltValue: "str | SharedSalt",
-    /// What a sequence's KV is said to come from.
     SourceValue: "Imported | ComputedSource",
-    /// How a manifest is pickled.
     ReducedManifest: "tuple[object, tuple[bytes, TransferLimits]]",
-    /// What `__new__` takes, for copies and pickles.
     NewArguments: "tuple[tuple[()], dict[str, object]]",
 }

@@ -1,5 +1,3 @@
-//! `RadixIndex`.
-
 use std::sync::Arc;
 
 use kvtrie_core::{
@@ -28,44 +26,40 @@ use crate::source::SourceArg;
 use crate::span::PySpan;
 use crate::stats::PyIndexStats;
 
-/// A forest of radix trees, one a namespace, that maps token runs to block ids.
+/// A forest of radix trees, one per namespace, that maps tokens to block ids.
 ///
-/// The index decides which KV blocks back which tokens; it never touches KV. It knows block ids in
-/// 0..num_blocks, each for at most one place. Ids that it does not know belong to the caller:
-/// `insert` gives ids to the index, every other call that returns ids gives them back.
+/// The index knows block ids in 0..num_blocks, each in at most one place, and never touches KV. Ids
+/// that it does not know belong to the caller: `insert` gives ids to the index, every other call
+/// that returns ids gives them back.
 ///
-/// One lock guards an index; any thread may call it. A call that turns out to take longer than about
-/// 100 µs lets go of the interpreter. After `os.fork` it is the parent's: in the child it raises
-/// `StaleHandleError`, as do plans, sequences, ledgers and allocators that the child inherited.
+/// Arguments of another type raise `TypeError`. Any thread may call an index; one lock guards it. A
+/// call that takes longer than about 100 µs releases the interpreter. After `os.fork` every call in
+/// the child raises `StaleHandleError`, as do inherited plans, sequences, ledgers and allocators.
 ///
 /// Args:
 ///     num_blocks: Blocks in the engine's KV pool, 1 to 2**31.
-///     block_size: Tokens in a block, 1 to 4096; no power of two is needed.
-///     min_run: Shortest moved run in tokens, at least 8. One window of eight tokens is kept for every
-///         `min_run - 7` positions.
-///     max_candidates: Places at which a window of a prompt is tried, at least 1: the most recent ones.
-///         `ReusePlan.candidates_dropped` counts the others.
-///     moved_runs: Whether windows of everything cached are kept, by which moved runs are found: about
-///         1.1 bytes and 10 ns a token at the default `min_run`. Where only exact KV is reused, False
-///         saves that.
-///     seed: Seeds every internal hash, 0 to 2**64-1. None draws one from the operating system, which
-///         is right unless replicas must agree: give them the same one, and draw that at random too
-///         where prompts come from people that are not trusted. Results do not depend on it, but for
-///         plans with `candidates_dropped`.
-///     pool_id: Names the KV pool, 1 to 64 bytes; None draws 16 at random. A snapshot of this index is
-///         restored for the pool of this name only.
-///     hash_bits: Bits kept of every internal hash, 0 to 64: a testing aid that makes collisions.
-///         Results depend on it no more than on the seed.
+///     block_size: Tokens per block, 1 to 4096; any number, not only powers of two.
+///     min_run: Shortest moved run in tokens, at least 8. The index keeps one window of eight
+///         tokens per `min_run - 7` positions.
+///     max_candidates: Places at which a window of a prompt is tried, at least 1: the most recent
+///         ones. `ReusePlan.candidates_dropped` counts the others.
+///     moved_runs: Whether the index can find moved runs. It costs about 1.1 bytes and 10 ns per
+///         cached token at the default `min_run`; False saves that where only exact KV is reused.
+///     seed: Seeds every internal hash, 0 to 2**64-1. None draws one from the operating system.
+///         Replicas that must agree need the same one; draw it at random if prompts are untrusted.
+///         Results depend on it only in plans with `candidates_dropped`.
+///     pool_id: Names the KV pool, 1 to 64 bytes; None draws 16 at random. `restore` compares it.
+///     hash_bits: Bits kept of every internal hash, 0 to 64, for tests: few bits collide. Results
+///         depend on it as on the seed.
 ///
 /// Raises:
 ///     TypeError: An argument has the wrong type.
 ///     ValueError: An argument is out of its range.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4)
-///     >>> first = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6, 7, 8], space)
+///     >>> first = kvtrie.TokenSequence(range(1, 9), space)
 ///     >>> done = index.insert(first, [0, 1], num_computed=8, source=kvtrie.COMPUTED)
 ///     >>> second = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6, 70, 80], space)
 ///     >>> with index.plan(second) as plan:
@@ -131,38 +125,28 @@ impl PyRadixIndex {
         Ok(Self::around(core.map_err(|error| exception(&error))?))
     }
 
-    /// An index from what `snapshot` returned: one that gives the same answers to all later calls.
+    /// An index from a snapshot. It returns the same results to all later calls.
     ///
-    /// Plans are no part of it: what was pinned is not, and what was condemned waits for `take_freed`.
-    /// The bytes are checked from end to end; still, whoever could write them can say what blocks hold.
-    ///
-    /// An index without its KV names blocks that hold something else. So say which pool the index is
-    /// restored for: `index.pool_id`, kept with the pool, or None if the KV is gone. Then the index
-    /// is empty: it has the arguments of the old one, its seed among them, and a new `pool_id`.
+    /// A snapshot has no plans: nothing is pinned, and condemned blocks wait for `take_freed`. The
+    /// bytes are checked from end to end, but whoever can write them can say what blocks hold.
     ///
     /// Args:
     ///     blob: The bytes, in any buffer of bytes.
-    ///     pool_id: The name of the pool that the blocks are in, 1 to 64 bytes; None: their KV is gone.
-    ///     max_blocks: The largest pool, in blocks, that an index is restored for.
-    ///
-    /// Returns:
-    ///     A new index.
+    ///     pool_id: The pool that holds the blocks: `index.pool_id`, kept with the pool. None if the KV
+    ///         is gone: the new index is empty, with the arguments and seed of the old one and a new
+    ///         `pool_id`.
+    ///     max_blocks: The largest pool to accept, in blocks.
     ///
     /// Raises:
-    ///     SnapshotError: The bytes are no snapshot, are damaged, come from another version, are made
-    ///         for a larger pool, or speak of another pool than `pool_id`.
-    ///     TypeError: An argument has the wrong type.
-    ///     ValueError: `max_blocks` is out of its range, or `pool_id` has not 1 to 64 bytes.
+    ///     SnapshotError: The bytes are not a snapshot, are damaged, or are of another version, a
+    ///         larger pool or another `pool_id`.
+    ///     ValueError: `max_blocks` is out of its range, or `pool_id` does not have 1 to 64 bytes.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
     ///     >>> again = kvtrie.RadixIndex.restore(index.snapshot(), pool_id=index.pool_id)
     ///     >>> again.digest() == index.digest()
     ///     True
-    ///     >>> kvtrie.RadixIndex.restore(b"something else", pool_id=None)
-    ///     Traceback (most recent call last):
-    ///     kvtrie.SnapshotError: RadixIndex.restore: these bytes are no snapshot of an index
     #[staticmethod]
     #[pyo3(signature = (
         blob: "Buffer", *, pool_id: "bytes | None", max_blocks: "SupportsIndex" = 16_777_216
@@ -184,20 +168,16 @@ impl PyRadixIndex {
         Ok(Self::around(core))
     }
 
-    /// Which pool a snapshot speaks of: for those who have several, and for tools without any KV.
+    /// The `pool_id` of the index that a snapshot was made of.
     ///
     /// Args:
     ///     blob: The bytes, in any buffer of bytes.
     ///
-    /// Returns:
-    ///     The `pool_id` of the index that was snapshotted.
-    ///
     /// Raises:
-    ///     SnapshotError: The bytes are no snapshot, are damaged, or come from another version.
-    ///     TypeError: `blob` is no buffer of bytes.
+    ///     SnapshotError: The bytes are not a snapshot, are damaged, or are of another version.
+    ///     TypeError: `blob` is not a buffer of bytes.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, pool_id=b"gpu0")
     ///     >>> kvtrie.RadixIndex.pool_of_snapshot(index.snapshot())
     ///     b'gpu0'
@@ -211,16 +191,12 @@ impl PyRadixIndex {
         Ok(PyBytes::new(py, &id))
     }
 
-    /// Everything but plans as bytes, for `restore`: in this process or a later one.
+    /// Everything but plans, as bytes for `restore`. Equal indexes give equal bytes.
     ///
-    /// They contain the prompts and salts of all tenants, and the seed: keep them as secret as these.
-    /// They take 4 * (block_size + 1) bytes a block, and little else.
-    ///
-    /// Returns:
-    ///     The bytes; equal calls on equal indexes give equal bytes.
+    /// The bytes contain the prompts and salts of all tenants, and the seed: keep them secret. They
+    /// take little more than 4 * (block_size + 1) bytes per block.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> len(kvtrie.RadixIndex(num_blocks=8).snapshot()) < 400
     ///     True
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
@@ -229,30 +205,25 @@ impl PyRadixIndex {
 
     /// Say why the exact match of a prompt ends where it does, and what a plan would find.
     ///
-    /// Nothing counts as used. What left is known of holes, and of the latest 4,096 departures as long
-    /// as the prefix before them has stayed; what is forgotten, or was dropped with its
-    /// namespace, is `"not_cached"`, or `"diverged"` where other tokens stand. Other namespaces are
-    /// looked at under the same salt alone, 64 at most: those next to its own by their fields.
+    /// Nothing counts as used. The index remembers holes and the latest 4,096 departures while the
+    /// prefix before them stays; what it forgot, or dropped with its namespace, is `"not_cached"`, or
+    /// `"diverged"` if other tokens are cached there. Up to 64 namespaces with the same salt are
+    /// searched too, those with the nearest fields.
     ///
     /// Args:
     ///     seq: The prompt.
     ///     policy: What the plan may reuse; None is `ReusePolicy()`, which allows approximate reuse.
-    ///     context: Token ids that are shown before and after the position.
+    ///     context: Token ids to show before and after the position.
     ///     keep_last: Tokens at the end that the plan computes in any case.
     ///
-    /// Returns:
-    ///     The reason, the position, what is there on both sides, and what a plan would find.
-    ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
-    ///     ValueError: `context` or `keep_last` is negative, or the policy asks for shorter runs than the
-    ///         index finds.
+    ///     ValueError: `context` or `keep_last` is negative, or the policy's `min_run` is below the
+    ///         index's.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> gone = index.evict(1)
     ///     >>> index.explain(seq)
@@ -283,7 +254,7 @@ impl PyRadixIndex {
         self.shared.num_blocks
     }
 
-    /// Tokens in a block.
+    /// Tokens per block.
     #[getter]
     fn block_size(&self) -> usize {
         self.shared.block_size
@@ -295,19 +266,19 @@ impl PyRadixIndex {
         self.min_run
     }
 
-    /// Places at which a window of a prompt is tried, the most recent ones, where it has more.
+    /// Places at which a window of a prompt is tried.
     #[getter]
     fn max_candidates(&self) -> usize {
         self.max_candidates
     }
 
-    /// Whether windows are kept to find moved runs by.
+    /// Whether the index can find moved runs.
     #[getter]
     fn moved_runs(&self) -> bool {
         self.moved_runs
     }
 
-    /// What seeds every internal hash: a secret where prompts come from people that are not trusted.
+    /// The seed of every internal hash: a secret if prompts are untrusted.
     #[getter]
     fn seed(&self) -> u64 {
         self.shared.seed
@@ -327,8 +298,8 @@ impl PyRadixIndex {
 
     /// Find the longest run of present exact blocks from position 0.
     ///
-    /// The cost grows with the prompt alone, and with the new tokens alone for a sequence that has
-    /// grown since it was last used here.
+    /// The cost grows with the prompt alone; for a sequence that has grown since its last use here,
+    /// with the new tokens alone.
     ///
     /// Args:
     ///     seq: What to look for.
@@ -336,23 +307,17 @@ impl PyRadixIndex {
     ///     touch: Whether the blocks found count as used, which keeps them longer.
     ///     start: Position in tokens of the first block wanted, a multiple of the block size.
     ///
-    /// Returns:
-    ///     The tokens matched, counted from 0, and the blocks from `start` on.
-    ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: `keep_last` or `start` is negative, or `start` is inside a block or beyond the
     ///         sequence.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-    ///     >>> match = index.lookup(seq, keep_last=1)
-    ///     >>> match.num_tokens, match.blocks
-    ///     (2, array([6], dtype=int32))
+    ///     >>> index.lookup(seq, keep_last=1)
+    ///     Match(num_tokens=2, blocks=[6])
     #[pyo3(signature = (seq: "TokenSequence", *, keep_last: "SupportsIndex" = 0, touch: "bool" = true, start: "SupportsIndex" = 0))]
     fn lookup(
         &self,
@@ -384,10 +349,9 @@ impl PyRadixIndex {
 
     /// Plan how to build the KV of a prompt, and pin what the plan uses.
     ///
-    /// Whole exact blocks are used in place. After them, the exact tokens of the one block that shares
-    /// most of the rest are copied, unless the policy says `partial_blocks=False`. Where the policy
-    /// allows approximate reuse, the rest is covered by runs of cached tokens that stand elsewhere. What
-    /// is left is computed.
+    /// Whole exact blocks are used in place. After them, the exact tokens of the block that shares most
+    /// of the rest are copied, unless the policy has `partial_blocks=False`. If the policy allows it,
+    /// moved runs cover more. The rest is computed.
     ///
     /// Args:
     ///     seq: The prompt.
@@ -395,39 +359,23 @@ impl PyRadixIndex {
     ///     keep_last: Tokens at the end that are computed in any case: an engine needs the last one's
     ///         logits.
     ///     pin: Whether what the plan uses stays until the plan is released.
-    ///     path: A sequence of the same namespace: the plan is made as if only its path were cached. Of
-    ///         two runs at the same distance, the one at the lower position is used. If a window of the
-    ///         prompt is on more paths than a plan looks at, `candidates_dropped` is not 0.
-    ///
-    /// Returns:
-    ///     The plan. Release it, or use it in a `with` statement.
+    ///     path: A sequence of the same namespace: plan as if only its path were cached. Of two runs at
+    ///         the same distance, the one at the lower position is used. If a window of the prompt is
+    ///         on more paths than a plan looks at, `candidates_dropped` is not 0.
     ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
-    ///     ValueError: `keep_last` is negative, the policy asks for runs shorter than the index's
-    ///         `min_run`, or `path` is of another namespace.
+    ///     ValueError: `keep_last` is negative, the policy's `min_run` is below the index's, or `path`
+    ///         is of another namespace.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
-    ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-    ///     >>> with index.plan(seq) as plan:
-    ///     ...     print(plan.blocks, plan.num_new_blocks, plan.gaps.tolist())
-    ///     [6] 1 [[3, 4]]
-    ///     >>> text = list(range(40))
+    ///     >>> space, text = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), list(range(40))
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4, min_run=8)
     ///     >>> seq = kvtrie.TokenSequence(text, space)
-    ///     >>> done = index.insert(seq, list(range(8)), num_computed=32, source=kvtrie.COMPUTED)
+    ///     >>> done = index.insert(seq, range(8), num_computed=32, source=kvtrie.COMPUTED)
     ///     >>> prompt = kvtrie.TokenSequence(text[:5] + text[20:], space)
     ///     >>> with index.plan(prompt, kvtrie.ReusePolicy()) as plan:
-    ///     ...     for segment in plan.segments[["start", "end", "delta", "class"]]:
-    ///     ...         print(segment)
-    ///     (0, 4, 0, 0)
-    ///     (4, 5, 0, 0)
-    ///     (5, 17, -15, 1)
-    ///     (17, 25, 0, 2)
+    ///     ...     plan.segments[["start", "end", "delta", "class"]].tolist()
+    ///     [(0, 4, 0, 0), (4, 5, 0, 0), (5, 17, -15, 1), (17, 25, 0, 2)]
     #[pyo3(signature = (seq: "TokenSequence", policy: "ReusePolicy | None" = None, *, keep_last: "SupportsIndex" = 1, pin: "bool" = true, path: "TokenSequence | None" = None))]
     fn plan(
         &self,
@@ -472,37 +420,30 @@ impl PyRadixIndex {
 
     /// Offer blocks for the front of a sequence.
     ///
-    /// Blocks that lie wholly below `num_computed` are taken, labelled by their source, and pinned under
-    /// the plan if the source is one. Where another block is cached already, that one stays and the
+    /// The index takes blocks wholly below `num_computed`, labels them by their source, and pins them
+    /// under the plan if the source is one. Where a block is cached already, that one stays and the
     /// offered one is a duplicate.
     ///
     /// Args:
     ///     seq: The sequence that the blocks belong to.
-    ///     blocks: Block ids (a list, a tuple or an int array), the first for the tokens at `start`.
+    ///     blocks: Block ids, the first for the tokens at `start`.
     ///     num_computed: Tokens from position 0 whose KV is computed.
     ///     start: Position in tokens of the first id, a multiple of the block size.
     ///     source: Where the KV came from: the plan that it was built by, `kvtrie.COMPUTED`, or
     ///         `kvtrie.Imported(...)`.
     ///     spans: Tags to set afterwards, as `tag` does.
     ///
-    /// Returns:
-    ///     The ids that back the sequence from `start` on, and what became of the others.
-    ///
     /// Raises:
     ///     BlockInUseError: An id backs another place, or comes twice.
     ///     StaleHandleError: The plan was released.
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: An id is outside the pool, there are too few ids, a position is out of range, a
-    ///         span is bad, or the plan is of another index or prompt. Nothing is changed then.
+    ///         span is bad, or the plan is of another index or prompt.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
-    ///     >>> done = index.insert(seq, [4, 5], num_computed=3, source=kvtrie.COMPUTED)
-    ///     >>> done.blocks, done.surplus, done.num_exact
-    ///     (array([4], dtype=int32), array([5], dtype=int32), 2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> index.insert(seq, [4, 5], num_computed=3, source=kvtrie.COMPUTED)
+    ///     InsertResult(blocks=[4], num_exact=2, duplicates=[], surplus=[5], freed=[])
     #[pyo3(signature = (
         seq: "TokenSequence", blocks: "_Integers", *,
         num_computed: "SupportsIndex", start: "SupportsIndex" = 0,
@@ -550,16 +491,14 @@ impl PyRadixIndex {
         Ok(PyInsertResult { core })
     }
 
-    /// Hand out the blocks whose last pin ended after they had left the index.
+    /// Return the blocks whose last pin ended after they had left the index.
     ///
     /// Returns:
     ///     Their ids (int32), oldest release first. They are the caller's from here on.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
     ///     >>> with index.plan(seq):
     ///     ...     index.discard([6])
@@ -576,9 +515,11 @@ impl PyRadixIndex {
         Ok(ids(py, &freed))
     }
 
-    /// Take at most `n` blocks from the index: those that wait for `take_freed` first, then those that
-    /// `mark_dead` marked, then the least recently used ones, the deepest of a path first. Pinned blocks
-    /// stay, and so do blocks above them, dead ones above sources of copies aside.
+    /// Remove at most `n` blocks: those that wait for `take_freed` first, then those that `mark_dead`
+    /// marked, then the least recently used ones, the deepest of a path first.
+    ///
+    /// Pinned blocks and blocks above them stay, but a dead block goes if nothing below it is pinned
+    /// except sources of copies.
     ///
     /// Args:
     ///     n: How many.
@@ -588,14 +529,12 @@ impl PyRadixIndex {
     ///     caller's from here on.
     ///
     /// Raises:
-    ///     TypeError: `n` is not an int.
     ///     ValueError: `n` is negative.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> index.evict(1)
     ///     array([0], dtype=int32)
@@ -613,10 +552,10 @@ impl PyRadixIndex {
         Ok(ids(py, &evicted))
     }
 
-    /// Take these blocks out of the index wherever they stand, for instance because their KV is gone.
+    /// Remove these blocks wherever they are, for instance because their KV is gone.
     ///
-    /// What is below a discarded block stays, and counts again once the hole is filled. Ids that the
-    /// index does not hold are counted in `stats().unknown_discards`.
+    /// Blocks below them stay, and match again once the hole is filled. `stats().unknown_discards`
+    /// counts ids that the index does not hold.
     ///
     /// Args:
     ///     block_ids: Ids in 0..num_blocks.
@@ -625,19 +564,15 @@ impl PyRadixIndex {
     ///     The ids that are free now (int32), in call order. Pinned ones come later, by `take_freed`.
     ///
     /// Raises:
-    ///     TypeError: The ids are no list of integers.
-    ///     ValueError: An id is outside the pool; nothing is discarded then.
+    ///     ValueError: An id is outside the pool.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> index.discard([6, 7])
     ///     array([6], dtype=int32)
-    ///     >>> index.lookup(seq).num_tokens, index.stats().holes
-    ///     (0, 1)
     #[pyo3(signature = (
         block_ids: "_Integers"
     ) -> "npt.NDArray[np.int32]")]
@@ -653,29 +588,26 @@ impl PyRadixIndex {
         Ok(ids(py, &freed))
     }
 
-    /// Take blocks out of use for good, since their KV is not finite.
+    /// Take blocks out of use for good, because their KV is not finite.
     ///
-    /// They leave the index wherever they are, and are handed out by no call from here on, nor taken by
-    /// `insert`. Pinned ones are condemned, and in quarantine after their last release. Ids that the index
-    /// did not know are in quarantine as well: whoever held them does not free them any more.
-    /// Quarantine survives `reset`, `drop` and snapshots, and `digest` covers it.
+    /// They leave the index; no call returns them and `insert` refuses them. Pinned ones are condemned
+    /// until their last release. Ids that the index did not know are quarantined too: their holder no
+    /// longer frees them. Quarantine survives `reset`, `drop` and snapshots, and `digest` covers it.
     ///
     /// Args:
-    ///     block_ids: Ids in 0..num_blocks. Repeated ids count once. Those that are not indexed are
-    ///         counted in `stats().unknown_discards`, as by `discard`.
+    ///     block_ids: Ids in 0..num_blocks. Repeated ids count once. `stats().unknown_discards` counts
+    ///         those that are not indexed.
     ///
     /// Returns:
-    ///     How many were not in quarantine before, nor on the way there.
+    ///     How many are newly quarantined or condemned to it.
     ///
     /// Raises:
-    ///     TypeError: The ids are no list of integers.
-    ///     ValueError: An id is outside the pool; nothing is changed then.
+    ///     ValueError: An id is outside the pool.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> index.quarantine([0])
     ///     1
@@ -692,7 +624,7 @@ impl PyRadixIndex {
         })
     }
 
-    /// The ids that are in quarantine or on the way there, ascending, as int32.
+    /// The ids in quarantine or condemned to it, ascending (int32).
     #[getter]
     fn quarantined<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
         let shared = &*self.shared;
@@ -702,13 +634,12 @@ impl PyRadixIndex {
         Ok(ids(py, &all))
     }
 
-    /// Mark blocks that are not wanted any more: they are evicted before anything else.
+    /// Mark blocks that are no longer wanted: they are evicted before anything else.
     ///
-    /// Marked are the blocks wholly inside the ranges, but for those that somebody else may want: a
-    /// present block below them is not on the path of the sequence. The oldest mark goes first, of one
-    /// mark the last block. A block that is used after that (by `lookup`, `plan` or `insert`) is dead no
-    /// more; a pinned one goes when its pins have ended. What is evicted may leave a hole: the tokens
-    /// after it match again once the hole is filled.
+    /// It marks the blocks wholly inside the ranges, except those above a present block that is not on
+    /// the path of the sequence. The oldest mark is evicted first, within one mark the last block.
+    /// `lookup`, `plan` and `insert` unmark blocks that they use; a pinned block goes when its pins
+    /// have ended. Tokens after a hole match again once it is filled.
     ///
     /// Args:
     ///     seq: The sequence whose positions the ranges mean.
@@ -719,15 +650,12 @@ impl PyRadixIndex {
     ///     How many blocks this call marked.
     ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
-    ///     ValueError: A range is reversed, overlaps the one before it, or ends beyond the sequence;
-    ///         nothing is marked then.
+    ///     ValueError: A range is reversed, overlaps the one before it, or ends beyond the sequence.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 7), space)
     ///     >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
     ///     >>> index.mark_dead(seq, [(1, 4)])
     ///     1
@@ -750,33 +678,25 @@ impl PyRadixIndex {
         })
     }
 
-    /// Take blocks out of the index, and leave a hole where something hangs below them.
+    /// Remove blocks, and leave holes where cached blocks are below.
     ///
-    /// Taken are the blocks wholly inside the ranges, but for those that somebody else may want: a
-    /// present block below them is not on the path of the sequence. Blocks that a range cuts stay whole:
-    /// this frees memory, it does not redact. What is cached after a hole is found again once the hole is
-    /// filled with exact KV. Token ids of holes are kept, up to one for each block of the pool; past that
-    /// the least recently used tails after holes leave too, and wait for `take_freed`.
+    /// It removes the blocks that `mark_dead` marks. Blocks that a range cuts stay: this frees
+    /// memory, it does not redact. Tokens after a hole match again once it is filled with exact KV.
+    /// The index keeps token ids of up to one hole per block of the pool; beyond that the least
+    /// recently used tails after holes leave too, and wait for `take_freed`.
     ///
     /// Args:
     ///     seq: The sequence whose positions the ranges mean.
-    ///     ranges: Pairs of positions (start, end), ascending and disjoint, as a list, a tuple or an
-    ///         integer array of shape (n, 2). Ranges that touch are one.
-    ///     force: Take blocks too that somebody else may want.
-    ///
-    /// Returns:
-    ///     A `Removed`: which ids are free now, which stayed, and which come later by `take_freed`.
+    ///     ranges: As for `mark_dead`.
+    ///     force: Also remove blocks above ones that are on other paths.
     ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
-    ///     ValueError: A range is reversed, overlaps the one before it, or ends beyond the sequence;
-    ///         nothing is removed then.
+    ///     ValueError: As for `mark_dead`.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 7), space)
     ///     >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
     ///     >>> index.remove_spans(seq, [(1, 4)]).freed
     ///     array([0], dtype=int32)
@@ -801,19 +721,18 @@ impl PyRadixIndex {
         Ok(PyRemoved { core })
     }
 
-    /// Forget a namespace. Plans made in it before can insert nothing any more.
+    /// Forget a namespace. Plans made in it before can insert nothing.
     ///
     /// Args:
-    ///     namespace: Which one; one that holds nothing is fine.
+    ///     namespace: Which one; it may hold nothing.
     ///
     /// Returns:
     ///     The ids that are free now (int32), ascending. Pinned ones come later, by `take_freed`.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> index.drop(space)
     ///     array([0, 6], dtype=int32)
@@ -831,19 +750,11 @@ impl PyRadixIndex {
         Ok(ids(py, &freed))
     }
 
-    /// Forget everything. Plans made before can insert nothing any more.
-    ///
-    /// Returns:
-    ///     The ids that are free now (int32), ascending. Pinned ones come later, by `take_freed`.
+    /// `drop` of every namespace.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2], space)
-    ///     >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
-    ///     >>> index.reset()
-    ///     array([6], dtype=int32)
+    ///     >>> kvtrie.RadixIndex(num_blocks=8).reset()
+    ///     array([], dtype=int32)
     fn reset<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
         let shared = &*self.shared;
         let freed = py.enter(Cost::Long, |keys| {
@@ -852,8 +763,7 @@ impl PyRadixIndex {
         Ok(ids(py, &freed))
     }
 
-    /// Blocks that `evict` could take from the index: neither pinned nor above a pinned one, and dead
-    /// ones above nothing pinned but sources of copies.
+    /// Blocks that `evict` can remove now.
     #[getter]
     fn num_evictable(&self, py: Python<'_>) -> PyResult<u64> {
         let shared = &*self.shared;
@@ -862,8 +772,7 @@ impl PyRadixIndex {
         })
     }
 
-    /// Blocks whose KV is approximate. Unlike `stats().approximate`, it takes no time that grows with the
-    /// index.
+    /// Blocks whose KV is approximate, in O(1); `stats().approximate` takes longer.
     #[getter]
     fn num_approximate(&self, py: Python<'_>) -> PyResult<u64> {
         let shared = &*self.shared;
@@ -872,19 +781,11 @@ impl PyRadixIndex {
         })
     }
 
-    /// The namespaces that hold something.
-    ///
-    /// Returns:
-    ///     A list, sorted by the fields. It names the salts of all tenants.
+    /// The namespaces that hold something, sorted by field. It shows the salts of all tenants.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2], space)
-    ///     >>> done = index.insert(seq, [6], num_computed=2, source=kvtrie.COMPUTED)
-    ///     >>> index.namespaces() == [space]
-    ///     True
+    ///     >>> kvtrie.RadixIndex(num_blocks=8).namespaces()
+    ///     []
     fn namespaces(&self, py: Python<'_>) -> PyResult<Vec<PyNamespace>> {
         let shared = &*self.shared;
         let all = py.enter(Cost::Long, |keys| {
@@ -893,7 +794,7 @@ impl PyRadixIndex {
         Ok(all.into_iter().map(|core| PyNamespace { core }).collect())
     }
 
-    /// Names of the span kinds, by the bit that they have in `ReusePlan.segments`.
+    /// Names of the span kinds, by their bit in `ReusePlan.segments`.
     #[getter]
     fn kinds<'py>(&self, py: Python<'py>) -> PyResult<Names<'py>> {
         let shared = &*self.shared;
@@ -903,7 +804,7 @@ impl PyRadixIndex {
         Ok(PyTuple::new(py, kinds)?.into())
     }
 
-    /// Tag the tokens of spans where the sequence has blocks. Others that share the prefix share the
+    /// Tag the tokens of spans where the sequence has blocks. Sequences that share the prefix share the
     /// tags.
     ///
     /// Args:
@@ -911,14 +812,12 @@ impl PyRadixIndex {
     ///     spans: Ranges with their kinds; they may overlap. A new kind takes the next of 64 bits.
     ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
-    ///     ValueError: A span ends beyond the sequence, or brings a 65th kind; nothing is tagged then.
+    ///     ValueError: A span ends beyond the sequence, or brings a 65th kind.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> index.tag(seq, [kvtrie.Span(1, 3, "reasoning")])
     ///     >>> index.tags(seq)
@@ -948,13 +847,11 @@ impl PyRadixIndex {
     ///     seq: The sequence.
     ///
     /// Returns:
-    ///     For each kind the longest ranges, sorted by (start, end, kind).
+    ///     The longest ranges of each kind, sorted by (start, end, kind).
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
-    ///     >>> index.tags(kvtrie.TokenSequence([1, 2], space))
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> kvtrie.RadixIndex(num_blocks=8).tags(seq)
     ///     []
     #[pyo3(signature = (seq: "TokenSequence"))]
     fn tags(
@@ -976,13 +873,8 @@ impl PyRadixIndex {
 
     /// Counters of the index at this moment.
     ///
-    /// Returns:
-    ///     An `IndexStats`.
-    ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> stats = kvtrie.RadixIndex(num_blocks=8).stats()
-    ///     >>> stats.indexed + stats.condemned
+    ///     >>> kvtrie.RadixIndex(num_blocks=8).stats().indexed
     ///     0
     fn stats(&self, py: Python<'_>) -> PyResult<PyIndexStats> {
         let shared = &*self.shared;
@@ -992,13 +884,9 @@ impl PyRadixIndex {
         Ok(stats.into())
     }
 
-    /// A number that two indexes have in common when they were made alike and got the same calls.
-    ///
-    /// Returns:
-    ///     An int in 0..2**64.
+    /// An int in 0..2**64, equal for two indexes made alike that got the same calls.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> a, b = kvtrie.RadixIndex(num_blocks=8), kvtrie.RadixIndex(num_blocks=8)
     ///     >>> a.digest() == b.digest()
     ///     True
@@ -1009,13 +897,12 @@ impl PyRadixIndex {
         })
     }
 
-    /// Check every invariant of the index. For tests: it looks at everything.
+    /// Check every invariant of the whole index, for tests.
     ///
     /// Raises:
     ///     KvTrieError: An invariant is broken, which is a bug in kvtrie.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> kvtrie.RadixIndex(num_blocks=8).check()
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         let shared = &*self.shared;
@@ -1066,7 +953,6 @@ impl PyRadixIndex {
     }
 }
 
-/// Bytes that the operating system draws.
 fn random<const N: usize>() -> PyResult<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).map_err(|error| {
@@ -1077,7 +963,6 @@ fn random<const N: usize>() -> PyResult<[u8; N]> {
     Ok(bytes)
 }
 
-/// The name of a pool that was given, or a new one.
 fn pool_id_or_random(given: Option<&Bound<'_, PyAny>>, call: &'static str) -> PyResult<Vec<u8>> {
     let Some(given) = given else {
         return Ok(random::<16>()?.to_vec());

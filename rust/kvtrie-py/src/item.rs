@@ -1,21 +1,19 @@
-//! `Item`.
-
 use std::hash::{Hash, Hasher};
 
 use kvtrie_core::Item;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyString};
+use pyo3::types::{PyBytes, PyString};
 
 use crate::arguments::{arg, call, int, of};
 use crate::buffers::Arg;
 use crate::errors::exception;
-use crate::fields::replaced;
+use crate::fields::{Value, value_methods};
 use crate::output::signed;
 
 /// A range of tokens that stands for something else, such as an image.
 ///
-/// Inside an item a token is compared by its id, the item's digest and its offset from `start`. So
-/// two prompts with the same placeholder ids and different images share nothing from the image on.
+/// Inside an item tokens are compared by id, the item's digest and offset: two prompts with the
+/// same placeholder ids and different images share nothing from the image on.
 ///
 /// Args:
 ///     start: First token, a position in the sequence.
@@ -27,9 +25,8 @@ use crate::output::signed;
 ///     ValueError: The range is empty, reversed or negative, or the digest too short or too long.
 ///
 /// Example:
-///     >>> import hashlib, kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> image = kvtrie.Item(1, 4, hashlib.sha256(b"pixels").digest())
+///     >>> image = kvtrie.Item(1, 4, b"digest of the image")
 ///     >>> seq = kvtrie.TokenSequence([7, 0, 0, 0, 8], space, items=[image])
 ///     >>> seq.items == (image,)
 ///     True
@@ -45,79 +42,54 @@ impl Hash for PyItem {
     }
 }
 
-const FIELDS: [&str; 3] = ["start", "end", "digest"];
+impl Value for PyItem {
+    const FIELDS: &[&str] = &["start", "end", "digest"];
+}
 
-#[pymethods]
-impl PyItem {
-    #[new]
-    #[pyo3(signature = (start: "SupportsIndex", end: "SupportsIndex", digest: "bytes"))]
-    fn new(
-        #[pyo3(from_py_with = int::<call::Item, arg::Start>)] start: i128,
-        #[pyo3(from_py_with = int::<call::Item, arg::End>)] end: i128,
-        #[pyo3(from_py_with = of::<call::Item, arg::Digest, PyBytes>)] digest: &Bound<'_, PyBytes>,
-    ) -> PyResult<Self> {
-        let start = Arg::new("Item", "start").count(start)?;
-        let end = Arg::new("Item", "end").count(end)?;
-        let core = Item::new(start, end, digest.as_bytes());
-        Ok(Self {
-            core: core.map_err(|error| exception(&error))?,
-        })
-    }
-
-    /// First token.
-    #[getter]
-    fn start(&self) -> usize {
-        self.core.start()
-    }
-
-    /// One past the last token.
-    #[getter]
-    fn end(&self) -> usize {
-        self.core.end()
-    }
-
-    /// What the range stands for.
-    #[getter]
-    fn digest<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, self.core.digest())
-    }
-
-    /// This item with some fields changed.
-    ///
-    /// Args:
-    ///     changes: New values by the names of the fields.
-    ///
-    /// Raises:
-    ///     TypeError: There is no such field, or a value has the wrong type.
-    ///     ValueError: A value is out of its range.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
+value_methods! {
     ///     >>> kvtrie.Item(0, 4, b"image").replace(start=2)
     ///     Item(2, 4, b'image')
-    #[pyo3(signature = (**changes: "object"))]
-    fn replace<'py>(
-        slf: &Bound<'py, Self>,
-        changes: Option<&Bound<'py, PyDict>>,
-    ) -> PyResult<Bound<'py, Self>> {
-        replaced(slf, &FIELDS, changes)
-    }
+    impl PyItem {
+        #[new]
+        #[pyo3(signature = (start: "SupportsIndex", end: "SupportsIndex", digest: "bytes"))]
+        fn new(
+            #[pyo3(from_py_with = int::<call::Item, arg::Start>)] start: i128,
+            #[pyo3(from_py_with = int::<call::Item, arg::End>)] end: i128,
+            #[pyo3(from_py_with = of::<call::Item, arg::Digest, PyBytes>)] digest: &Bound<'_, PyBytes>,
+        ) -> PyResult<Self> {
+            let start = Arg::new("Item", "start").count(start)?;
+            let end = Arg::new("Item", "end").count(end)?;
+            let core = Item::new(start, end, digest.as_bytes());
+            Ok(Self {
+                core: core.map_err(|error| exception(&error))?,
+            })
+        }
 
-    /// The same, for `copy.replace`.
-    #[pyo3(signature = (**changes: "object"))]
-    fn __replace__<'py>(
-        slf: &Bound<'py, Self>,
-        changes: Option<&Bound<'py, PyDict>>,
-    ) -> PyResult<Bound<'py, Self>> {
-        replaced(slf, &FIELDS, changes)
-    }
+        /// First token.
+        #[getter]
+        fn start(&self) -> usize {
+            self.core.start()
+        }
 
-    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        let digest: Bound<'_, PyString> = self.digest(py).repr()?;
-        Ok(format!("Item({}, {}, {digest})", self.start(), self.end()))
-    }
+        /// One past the last token.
+        #[getter]
+        fn end(&self) -> usize {
+            self.core.end()
+        }
 
-    fn __getnewargs__<'py>(&self, py: Python<'py>) -> (i64, i64, Bound<'py, PyBytes>) {
-        (signed(self.start()), signed(self.end()), self.digest(py))
+        /// What the range stands for.
+        #[getter]
+        fn digest<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+            PyBytes::new(py, self.core.digest())
+        }
+
+        fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+            let digest: Bound<'_, PyString> = self.digest(py).repr()?;
+            Ok(format!("Item({}, {}, {digest})", self.start(), self.end()))
+        }
+
+        fn __getnewargs__<'py>(&self, py: Python<'py>) -> (i64, i64, Bound<'py, PyBytes>) {
+            (signed(self.start()), signed(self.end()), self.digest(py))
+        }
     }
 }

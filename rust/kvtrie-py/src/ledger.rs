@@ -1,5 +1,3 @@
-//! `SequenceLedger`.
-
 use std::sync::{Arc, Mutex};
 
 use kvtrie_core::{BlockId, RadixIndex, ReusePlan, TokenSequence};
@@ -25,9 +23,7 @@ use crate::shared::{INDEX, SharedIndex};
 use crate::source::{PyComputedSource, SourceArg};
 use crate::span::PySpan;
 
-/// What a ledger's lock guards, for messages.
 pub(crate) const LEDGER: &str = "the ledger";
-/// Ids as engines have them: -1 stands for one that is not known yet.
 const IDS: std::ops::RangeInclusive<i64> = kvtrie_transfer::PLACEHOLDER..=0xFFFF_FFFF;
 
 /// A live request, as the ledger's dictionary has it.
@@ -38,13 +34,11 @@ pub(crate) struct PyLiveRequest {
     plan: Option<Py<PyReusePlan>>,
     /// As it was given; none stands for `COMPUTED`.
     source: Option<Py<PyAny>>,
-    /// What commits without a plan made. If the ledger is dropped they release themselves, as every plan. Locked by
-    /// attached threads alone, for a few instructions, so a fork never happens meanwhile.
+    /// What commits without a plan made. Only attached threads lock it, so a fork never happens meanwhile.
     pins: Mutex<Vec<Py<PyReusePlan>>>,
 }
 
 impl PyLiveRequest {
-    /// Keeps what commits made, and lets go of what they have released.
     fn keep_pins(
         &self,
         py: Python<'_>,
@@ -96,55 +90,48 @@ impl PyLiveRequest {
     }
 }
 
-/// What is known to be *computed* for every live request of an engine: the one owner of its lengths.
+/// What is *computed* of every live request of an engine: the only owner of its lengths.
 ///
-/// Engines count tokens that are scheduled, computed, sampled and allocated, and these counters run
-/// ahead of each other. A ledger takes what an engine has at hand, ids and counters, and returns which
-/// tokens are final *and* computed. `commit` inserts exactly these into an index.
+/// An engine's counters run ahead of each other. A ledger takes ids and counters as the engine has
+/// them, and returns which tokens are final *and* computed. `commit` inserts exactly these into an
+/// index.
 ///
-/// Of a request it keeps the sequence, the block table from position 0, where its KV comes from, and
+/// Of a request it keeps the sequence, the block table from position 0, the source of its KV, and
 /// these positions, in tokens:
 ///
-/// - the final ids: `len(seq)`. While the ledger has a sequence nobody else changes it: `seq.extend`
-///   and `seq.truncate` raise.
+/// - the final ids: `len(seq)`. Only the ledger changes the sequence: `seq.extend` and
+///   `seq.truncate` raise.
 /// - computed, as the engine claims it. It may run ahead of the ids.
 /// - issued: what the engine has scheduled, never after the end of the table.
 /// - final *and* computed: below both of the former and below unverified drafts. Only `rollback`
 ///   lowers it.
-/// - committed: handed to an index, whole blocks.
+/// - committed: inserted into an index, whole blocks.
 ///
-/// A call that contradicts what is known raises, with both numbers in the message, and changes nothing.
-/// A request is named by any hashable. One lock guards a ledger; any thread may call it.
+/// Arguments of another type raise `TypeError`. A request is named by any hashable; if it is not
+/// live, calls raise `StaleHandleError`. A call that contradicts what is known raises `ValueError`
+/// with both numbers. Any thread may call a ledger; one lock guards it.
 ///
-/// What was committed stays in the index until the request ends: the plan that it began with holds it,
-/// or one that the commits make. A ledger that is dropped releases them.
+/// What was committed stays in the index until the request ends: its plan holds it, or one that the
+/// commits make. A ledger that is dropped releases them.
 ///
 /// Args:
-///     block_size: Token slots in a block, 1 to 4096.
+///     block_size: Tokens per block, 1 to 4096.
 ///
 /// Raises:
-///     TypeError: `block_size` is not an int.
 ///     ValueError: `block_size` is not in 1..=4096.
 ///
 /// Example:
-///     >>> import kvtrie
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
-///     >>> ledger.begin("a", seq, [6, 0])
-///     >>> ledger.step(["a"], num_scheduled=[3], num_computed=[0], ids=[], offsets=[0, 0])
-///     >>> ledger.step(["a"], num_scheduled=[1], num_computed=[3], ids=[4], offsets=[0, 1])
-///     >>> len(seq), ledger.final_range("a"), ledger.lookahead("a")
-///     (4, (0, 3), (3, 4))
-///     >>> done = ledger.finish("a", index)
-///     >>> done.blocks, done.surplus
-///     (array([6], dtype=int32), array([0], dtype=int32))
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+///     >>> ledger.begin("a", seq, [6, 0], num_computed=3)
+///     >>> ledger.append("a", [4])
+///     >>> len(seq), ledger.final_range("a")
+///     (4, (0, 3))
 #[pyclass(frozen, weakref, module = "kvtrie", name = "SequenceLedger")]
 pub(crate) struct PySequenceLedger {
     pub(crate) core: Lock<SequenceLedger>,
     block_size: usize,
-    /// Live requests by what the engine calls them. Whoever asks it holds no lock: hashing is Python.
+    /// No lock is held while it is used: hashing is Python.
     requests: Py<PyDict>,
 }
 
@@ -165,7 +152,7 @@ impl PySequenceLedger {
         })
     }
 
-    /// Token slots in a block.
+    /// Tokens per block.
     #[getter]
     fn block_size(&self) -> usize {
         self.block_size
@@ -186,39 +173,35 @@ impl PySequenceLedger {
         })
     }
 
-    /// Take a request over, until `finish` or `forget`.
+    /// Add a request, until `finish` or `forget`.
     ///
     /// With a plan as its source, its gaps and what follows its tokens are missing, and the rest counts
     /// as computed: apply its copies first. Its blocks in place count as committed.
     ///
-    /// Where the KV after the blocks in place comes from elsewhere, such as a `plan_transfer`, `plan`
-    /// holds these blocks, and `source` says how exact the rest is.
-    ///
     /// Args:
     ///     request: Any hashable.
-    ///     seq: The final ids so far. Only the ledger changes it from here on.
-    ///     blocks: Block ids from position 0, for as many tokens as are computed or more.
+    ///     seq: The final ids so far.
+    ///     blocks: Block ids from position 0, for at least the computed tokens.
     ///     source: Where its KV comes from, as for `RadixIndex.insert`; None is `kvtrie.COMPUTED`.
     ///     num_computed: Tokens whose KV is in the blocks; not with a plan, nor with `missing`.
     ///     missing: Ranges of the sequence whose KV is not in the blocks, in tokens, ascending and
     ///         disjoint, as a list of pairs or an integer array of shape (n, 2); not with a plan. None:
     ///         all from `num_computed` on.
-    ///     plan: Where `source` is no plan: one of this sequence, whose blocks in place lead `blocks`.
-    ///         They count as committed, and it is released when the request ends.
+    ///     plan: If `source` is not a plan: one of this sequence, whose blocks in place lead `blocks`.
+    ///         They count as committed; `source`
+    ///         describes the KV after them. It is released when the request ends.
     ///
     /// Raises:
     ///     BlockInUseError: A block id comes twice.
     ///     StaleHandleError: The plan was released.
-    ///     TypeError: An argument has the wrong type, or `request` cannot be hashed.
-    ///     ValueError: The request is live, or another one has the sequence; more is said to be computed
-    ///         than the sequence has tokens or the blocks can hold; a range is not what it must be; the
-    ///         plan pins nothing, or has another block size, other tokens, or other blocks in place.
+    ///     ValueError: The request is live, or another one has the sequence; more is said to be
+    ///         computed than the sequence has tokens or the blocks can hold; a range is wrong; the plan
+    ///         pins nothing, or has another block size, other tokens, or other blocks in place.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 7), space)
     ///     >>> ledger.begin("a", seq, [6, 0, 3], missing=[(2, 3), (5, 6)])
     ///     >>> ledger.schedule("a", 1)
     ///     >>> ledger.confirm("a", 3)
@@ -291,31 +274,26 @@ impl PySequenceLedger {
         })
     }
 
-    /// Note that the engine issues the next positions: a piece of the prompt, a token, look-ahead.
+    /// The engine issues the next positions: a piece of the prompt, a token, look-ahead.
     ///
-    /// Tokens that have KV already, after a gap, are passed over.
+    /// Tokens that have KV already, after a gap, are skipped.
     ///
     /// Args:
     ///     request: A live request.
     ///     num_tokens: How many.
-    ///     num_drafts: How many of these, the last ones, are unverified drafts. What is claimed of them
-    ///         counts only once ids have arrived after the first of them and a claim follows.
+    ///     num_drafts: How many of these, the last ones, are unverified drafts. A claim counts for them
+    ///         only if it follows ids after the first of them.
     ///
     /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: The blocks are too few, or the drafts more than the tokens.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
-    ///     >>> try:
-    ///     ...     ledger.schedule("a", 5)
-    ///     ... except ValueError:
-    ///     ...     print("too few blocks")
-    ///     too few blocks
+    ///     >>> ledger.schedule("a", 5)  # doctest: +IGNORE_EXCEPTION_DETAIL
+    ///     Traceback (most recent call last):
+    ///     ValueError: too few blocks
     #[pyo3(signature = (
         request: "Hashable", num_tokens: "SupportsIndex", *, num_drafts: "SupportsIndex" = 0
     ))]
@@ -336,23 +314,19 @@ impl PySequenceLedger {
         })
     }
 
-    /// Append ids that are final: sampled ones, or drafts that were accepted.
+    /// Append final ids: sampled ones, or accepted drafts.
     ///
     /// Args:
     ///     request: A live request.
-    ///     ids: Token ids. -1 at the end stands for tokens whose ids are not known yet; these are left
-    ///         out, and come with a later call.
+    ///     ids: Token ids. -1 at the end stands for ids that are not known yet; a later call brings
+    ///         them.
     ///
     /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///     TypeError: The ids are no list of integers.
-    ///     ValueError: An id is outside 0..2**32, or follows a -1; nothing is appended then.
+    ///     ValueError: An id is outside 0..2**32, or follows a -1.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> ledger.begin("a", seq, [6])
     ///     >>> ledger.append("a", [4, -1])
     ///     >>> seq[:]
@@ -378,37 +352,28 @@ impl PySequenceLedger {
         done.map_err(of_request(request))
     }
 
-    /// Note a claim of the engine: KV of all positions below is written, or ordered before every reader.
+    /// The engine claims that KV of all positions below is written, or ordered before every reader.
     ///
-    /// It may be lower than the last one, where drafts were refused, but not below what is final and
-    /// computed. A claim that is lower, or that follows the ids of drafts, says where the engine is:
-    /// steps under way are counted in it, and nothing after it counts as issued. Drafts are not counted
-    /// out before their ids have come: `step` takes both at once.
+    /// A claim may be lower than the last one, where drafts were refused, but not below what is final
+    /// and computed. A claim that is lower, or that follows the ids of drafts, includes the steps under
+    /// way: nothing after it counts as issued. Drafts are not counted out before their ids have come;
+    /// `step` takes both at once.
     ///
-    /// What is final and computed is as true as the claim: who reads it on another stream, as a
-    /// transfer does, waits for the last claimed step first.
+    /// A reader on another stream, such as a transfer, waits until the last claimed step has run.
     ///
     /// Args:
     ///     request: A live request.
     ///     num_computed: A position in tokens.
     ///
     /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///     TypeError: `num_computed` is not an int.
     ///     ValueError: It is below what is final and computed, which takes a `rollback`, or after what
     ///         was issued.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
     ///     >>> ledger.schedule("a", 2)
-    ///     >>> try:
-    ///     ...     ledger.confirm("a", 3)
-    ///     ... except ValueError:
-    ///     ...     print("was not issued")
-    ///     was not issued
     ///     >>> ledger.confirm("a", 2)
     ///     >>> ledger.final_range("a")
     ///     (0, 2)
@@ -427,30 +392,28 @@ impl PySequenceLedger {
         })
     }
 
-    /// Note one scheduler step of many requests, all of it or nothing.
+    /// One scheduler step of many requests, all of it or nothing.
     ///
     /// For each request, in this order: `append` of its new ids, `confirm` of the engine's counter, and
-    /// `schedule` from that counter on. Numpy arrays are read as they are, without an object an item.
+    /// `schedule` from that counter on. Numpy arrays are read without an object per item.
     ///
     /// Args:
     ///     requests: Live requests, each once.
-    ///     num_scheduled: Positions that this step issues, one a request.
-    ///     num_computed: The engine's counters before this step, in tokens, one a request. They may count
-    ///         steps under way, run ahead of the ids, and come down where drafts were refused.
-    ///     ids: What became final since the last step, request after request, with -1 at the end of a
-    ///         request's ids for those that are not known yet.
+    ///     num_scheduled: Positions that this step issues, one number per request.
+    ///     num_computed: The engine's counters before this step, in tokens, one per request. They may
+    ///         count steps under way, run ahead of the ids, and come down where drafts were refused.
+    ///     ids: Ids that became final since the last step, request after request, each as for `append`.
     ///     offsets: Where each request's ids begin, with the end after the last.
-    ///     num_drafts: How many of `num_scheduled`, the last ones, are unverified drafts, one a request;
-    ///         None is 0 for all.
+    ///     num_drafts: How many of `num_scheduled`, the last ones, are unverified drafts, one number
+    ///         per request; None is 0 for all.
     ///
     /// Raises:
     ///     StaleHandleError: A request is not live; the message names it.
-    ///     TypeError: An argument has the wrong type.
-    ///     ValueError: A request comes twice, lists have different lengths, offsets do not ascend from 0
-    ///         to the number of ids, or a request is contradicted; the message names it and both numbers.
+    ///     ValueError: A request comes twice, lists have different lengths, offsets do not ascend from
+    ///         0 to the number of ids, or a request is contradicted; the message names it.
     ///
     /// Example:
-    ///     >>> import numpy as np, kvtrie
+    ///     >>> import numpy as np
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
     ///     >>> for name in "ab":
@@ -525,12 +488,9 @@ impl PySequenceLedger {
     ///
     /// Raises:
     ///     BlockInUseError: An id is in the table already, or comes twice.
-    ///     StaleHandleError: The request is not live.
-    ///     TypeError: The blocks are no list of integers.
     ///     ValueError: An id is outside 0..2**31.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
@@ -551,28 +511,22 @@ impl PySequenceLedger {
         })
     }
 
-    /// Take back what was issued or computed at or after a position: a preemption, or refused drafts.
+    /// Undo what was issued or computed at or after a position: a preemption, or refused drafts.
     ///
-    /// The ids stay: what is final is computed again.
+    /// The ids stay: final tokens are computed again.
     ///
     /// Args:
     ///     request: A live request.
-    ///     to: A position in tokens; what is below stays as it is.
-    ///     drop_blocks: Cut blocks wholly after `to` off the table.
-    ///
-    /// Returns:
-    ///     A `RolledBack`: whose KV does not count as computed any more, and the blocks that were cut.
+    ///     to: A position in tokens; nothing below it changes.
+    ///     drop_blocks: Also cut blocks wholly after `to` off the table.
     ///
     /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///     TypeError: `to` is not an int.
     ///     ValueError: `to` is below what was committed, or after what was issued.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3, 4], space), [6, 7], num_computed=4)
+    ///     >>> ledger.begin("a", kvtrie.TokenSequence(range(1, 5), space), [6, 7], num_computed=4)
     ///     >>> ledger.rollback("a", to=1, drop_blocks=True)
     ///     RolledBack(ranges=[[1, 4]], blocks=[7])
     ///     >>> ledger.final_range("a")
@@ -601,12 +555,9 @@ impl PySequenceLedger {
     ///     spans: Ranges of final tokens with their kinds; they may overlap.
     ///
     /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///     TypeError: An argument has the wrong type.
-    ///     ValueError: A span ends after the final ids; nothing is kept then.
+    ///     ValueError: A span ends after the final ids.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=4)
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
@@ -625,47 +576,33 @@ impl PySequenceLedger {
         self.on(py, request, CALL, |ledger, id| ledger.tag(id, &spans))
     }
 
-    /// Take back the spans that no index has yet.
+    /// Remove the spans that no index has yet.
     ///
-    /// An index has 64 kinds at most: where it refuses one, no commit of the request goes through
-    /// before these are taken back.
+    /// An index has at most 64 kinds: if it refuses one, every commit of the request fails until the
+    /// spans are removed.
     ///
     /// Args:
     ///     request: A live request.
     ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> ledger = kvtrie.SequenceLedger()
-    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
-    ///     >>> ledger.tag("a", [kvtrie.Span(1, 3, "reasoning")])
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
     ///     >>> ledger.untag("a")
-    ///     >>> ledger.spans("a")
-    ///     []
     #[pyo3(signature = (request: "Hashable"))]
     fn untag(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<()> {
         self.on(py, request, "SequenceLedger.untag", SequenceLedger::untag)
     }
 
-    /// The spans that a request was tagged with.
+    /// The spans that a request was tagged with, in the order in which they came.
     ///
     /// Args:
     ///     request: A live request.
     ///
-    /// Returns:
-    ///     A list, in the order in which they came.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> ledger = kvtrie.SequenceLedger()
-    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
     ///     >>> ledger.spans("a")
     ///     []
     #[pyo3(signature = (request: "Hashable"))]
@@ -684,14 +621,10 @@ impl PySequenceLedger {
     /// Returns:
     ///     (0, end), in tokens.
     ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> ledger = kvtrie.SequenceLedger()
-    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6], num_computed=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
     ///     >>> ledger.final_range("a")
     ///     (0, 2)
     #[pyo3(signature = (request: "Hashable"))]
@@ -710,19 +643,12 @@ impl PySequenceLedger {
     /// Returns:
     ///     (start, end), in tokens; start is a multiple of the block size.
     ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
-    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=3)
-    ///     >>> done = ledger.commit("a", index)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
     ///     >>> ledger.new_range("a")
-    ///     (2, 3)
+    ///     (0, 2)
     #[pyo3(signature = (request: "Hashable"))]
     fn new_range(&self, py: Python<'_>, request: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
         self.on(py, request, "SequenceLedger.new_range", |ledger, id| {
@@ -730,8 +656,7 @@ impl PySequenceLedger {
         })
     }
 
-    /// The positions that were issued after what is final and computed: look-ahead, drafts, a step that
-    /// is under way.
+    /// The positions issued after what is final and computed: look-ahead, drafts, a step under way.
     ///
     /// Args:
     ///     request: A live request.
@@ -739,11 +664,7 @@ impl PySequenceLedger {
     /// Returns:
     ///     (start, end), in tokens.
     ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger()
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6], num_computed=2)
@@ -757,7 +678,7 @@ impl PySequenceLedger {
         })
     }
 
-    /// The final tokens that have no KV, or none that is known to be theirs.
+    /// The final tokens without KV that is known to be theirs.
     ///
     /// Args:
     ///     request: A live request.
@@ -765,11 +686,7 @@ impl PySequenceLedger {
     /// Returns:
     ///     Ranges (start, end), int64 of shape (n, 2), ascending.
     ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger()
     ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6], num_computed=2)
@@ -789,18 +706,14 @@ impl PySequenceLedger {
     ///     request: A live request.
     ///
     /// Returns:
-    ///     Block ids (int32). Its end may hold no final KV: `blocks_for` cuts it by tokens.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
+    ///     Block ids (int32). The last ones may hold no final KV: see `blocks_for`.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> ledger = kvtrie.SequenceLedger()
-    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
     ///     >>> ledger.blocks("a")
-    ///     array([6], dtype=int32)
+    ///     array([6, 0], dtype=int32)
     #[pyo3(signature = (request: "Hashable"))]
     fn blocks<'py>(&self, py: Python<'py>, request: &Bound<'py, PyAny>) -> PyResult<Ids<'py>> {
         let found = self.on(py, request, "SequenceLedger.blocks", |ledger, id| {
@@ -809,7 +722,7 @@ impl PySequenceLedger {
         Ok(ids(py, &found))
     }
 
-    /// The blocks that hold exactly these tokens, all of them final and computed.
+    /// The blocks that hold these tokens, all of them final and computed.
     ///
     /// Args:
     ///     request: A live request.
@@ -820,23 +733,14 @@ impl PySequenceLedger {
     ///     Block ids (int32): the first holds `start`, the last `end - 1`.
     ///
     /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///     TypeError: A position is not an int.
     ///     ValueError: The range is reversed, or ends after what is final and computed.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
     ///     >>> ledger.begin("a", seq, [6, 0, 3], num_computed=3)
     ///     >>> ledger.blocks_for("a", 1, 3)
     ///     array([6, 0], dtype=int32)
-    ///     >>> try:
-    ///     ...     ledger.blocks_for("a", 0, 4)
-    ///     ... except ValueError:
-    ///     ...     print("the last token has no KV")
-    ///     the last token has no KV
     #[pyo3(signature = (request: "Hashable", start: "SupportsIndex", end: "SupportsIndex"))]
     fn blocks_for<'py>(
         &self,
@@ -854,28 +758,24 @@ impl PySequenceLedger {
         Ok(ids(py, &found))
     }
 
-    /// How exact the KV is that is final and computed, as an index would label its blocks.
+    /// How exact the final and computed KV is, as an index would label its blocks.
     ///
-    /// A block is approximate as a whole: if it ends after the plan's first approximate token, or
-    /// after what `Imported` says is exact, or if a commit returned that what backs the sequence there
-    /// is approximate.
+    /// A whole block is approximate if it ends after the plan's first approximate token, or after what
+    /// `Imported` says is exact, or if a commit returned that what backs the sequence there is
+    /// approximate.
     ///
     /// Args:
     ///     request: A live request.
     ///
     /// Returns:
     ///     A structured array that covers `final_range` once, ascending: `start` and `end`, int64 in
-    ///     tokens; `class`, uint8: 0 exact, 1 approximate; `hops`, uint16. Fields are aligned as C aligns
-    ///     them.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
+    ///     tokens; `class`, uint8: 0 exact, 1 approximate; `hops`, uint16. Fields are aligned as C
+    ///     aligns them.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> seq, source = kvtrie.TokenSequence([1, 2, 3, 4, 5], space), kvtrie.Imported(3, hops=1)
+    ///     >>> seq, source = kvtrie.TokenSequence(range(1, 6), space), kvtrie.Imported(3, hops=1)
     ///     >>> ledger.begin("a", seq, [6, 0, 3], source=source, num_computed=5)
     ///     >>> ledger.labels("a").tolist()
     ///     [(0, 2, 0, 0), (2, 5, 1, 1)]
@@ -887,23 +787,15 @@ impl PySequenceLedger {
         output::labels(py, &runs)
     }
 
-    /// The sequence of a request: the object that it began with.
+    /// The sequence object that a request began with.
     ///
     /// Args:
     ///     request: A live request.
     ///
-    /// Returns:
-    ///     The `TokenSequence`.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> ledger = kvtrie.SequenceLedger()
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
-    ///     >>> ledger.begin("a", seq, [6])
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
     ///     >>> ledger.sequence("a") is seq
     ///     True
     #[pyo3(signature = (request: "Hashable"))]
@@ -916,22 +808,15 @@ impl PySequenceLedger {
         Ok(live.get().seq.clone_ref(py))
     }
 
-    /// Where the KV of a request comes from, as it began.
+    /// The source that a request began with.
     ///
     /// Args:
     ///     request: A live request.
     ///
-    /// Returns:
-    ///     The plan, `kvtrie.COMPUTED`, or the `Imported`.
-    ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> ledger = kvtrie.SequenceLedger()
-    ///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3], space), [6])
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
+    ///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
     ///     >>> ledger.source("a")
     ///     COMPUTED
     #[pyo3(signature = (request: "Hashable") -> "ReusePlan | ComputedSource | Imported")]
@@ -947,37 +832,28 @@ impl PySequenceLedger {
         }
     }
 
-    /// Insert the whole blocks that are final and computed and that the index does not have of this
-    /// request yet: exactly these.
+    /// Insert into the index exactly the whole blocks that are final and computed and that it does not
+    /// have of this request yet.
     ///
-    /// The table has `blocks` of the result from here on. Its `duplicates` and `freed` are the caller's;
-    /// what was not taken stays in the table, so `surplus` is empty. Where nothing is new, all of it is
-    /// empty.
+    /// The table has `blocks` of the result from here on. Its `duplicates` and `freed` are the
+    /// caller's; `surplus` is empty, since what was not taken stays in the table.
     ///
     /// Args:
     ///     request: A live request.
-    ///     index: Whose blocks are as large as the ledger's; with a plan, the plan's index.
-    ///
-    /// Returns:
-    ///     The `InsertResult`.
+    ///     index: Its block size is the ledger's; with a plan, it is the plan's index.
     ///
     /// Raises:
     ///     BlockInUseError: As for `RadixIndex.insert`.
     ///     StaleHandleError: The request is not live, or its plan was released.
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: The index has another block size, or refuses the insert.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> ledger.begin("a", seq, [6, 0], num_computed=3)
     ///     >>> ledger.commit("a", index)
     ///     InsertResult(blocks=[6], num_exact=2, duplicates=[], surplus=[], freed=[])
-    ///     >>> ledger.commit("a", index).blocks
-    ///     array([], dtype=int32)
     #[pyo3(signature = (request: "Hashable", index: "RadixIndex"))]
     fn commit(
         &self,
@@ -1009,35 +885,25 @@ impl PySequenceLedger {
         Ok(PyInsertResult { core })
     }
 
-    /// End a request: a last commit, then its plan is released and its sequence is free again.
+    /// `commit` for the last time and end the request: its plan is released and its sequence is free
+    /// again.
     ///
-    /// If the insert is refused the request stays live.
+    /// It raises as `commit` does; the request stays live then.
     ///
     /// Args:
     ///     request: A live request.
     ///     index: As for `commit`.
     ///
     /// Returns:
-    ///     The `InsertResult`; `duplicates`, `surplus` (what is left of the table) and `freed` are the
-    ///     caller's.
-    ///
-    /// Raises:
-    ///     BlockInUseError: As for `RadixIndex.insert`.
-    ///     StaleHandleError: The request is not live, or its plan was released.
-    ///     TypeError: An argument has the wrong type.
-    ///     ValueError: The index has another block size, or refuses the insert.
+    ///     The result; `duplicates`, `surplus` (the rest of the table) and `freed` are the caller's.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> ledger.begin("a", seq, [6, 0], num_computed=3)
     ///     >>> ledger.finish("a", index)
     ///     InsertResult(blocks=[6], num_exact=2, duplicates=[], surplus=[0], freed=[])
-    ///     >>> "a" in ledger
-    ///     False
     #[pyo3(signature = (request: "Hashable", index: "RadixIndex"))]
     fn finish(
         &self,
@@ -1076,14 +942,9 @@ impl PySequenceLedger {
     /// Returns:
     ///     The blocks of its table that no commit has taken (int32); they are the caller's.
     ///
-    /// Raises:
-    ///     StaleHandleError: The request is not live.
-    ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger()
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> ledger.begin("a", seq, [6])
     ///     >>> ledger.forget("a")
     ///     array([6], dtype=int32)
@@ -1119,7 +980,6 @@ impl PySequenceLedger {
 }
 
 impl PySequenceLedger {
-    /// The live request of this name.
     pub(crate) fn live<'py>(
         &self,
         py: Python<'py>,
@@ -1154,7 +1014,6 @@ impl PySequenceLedger {
             .map_err(|_| not_live(request, call))
     }
 
-    /// Puts a request back that did not end.
     fn put_back(
         &self,
         py: Python<'_>,
@@ -1167,7 +1026,6 @@ impl PySequenceLedger {
         }
     }
 
-    /// Puts a request into the dictionary, unless one of its name is there.
     fn enlist(
         &self,
         py: Python<'_>,
@@ -1202,7 +1060,7 @@ impl PySequenceLedger {
     }
 }
 
-/// How many steps handing the blocks of a request over takes at most, and ending its plans.
+/// An upper bound of the steps of a commit and of ending the plans.
 fn commit_steps(
     ledger: &SequenceLedger,
     live: &PyLiveRequest,
@@ -1222,7 +1080,6 @@ fn commit_steps(
     ends.fold(insert.saturating_add(pins), u64::saturating_add)
 }
 
-/// What may be asked for.
 struct Name<'py>(Bound<'py, PyAny>);
 
 impl<'py> FromPyObject<'_, 'py> for Name<'py> {
@@ -1286,7 +1143,6 @@ fn list_of<'py>(value: &Bound<'py, PyAny>, arg: Arg) -> PyResult<Bound<'py, PyLi
     PyList::new(value.py(), items?)
 }
 
-/// The source of a request, and its plan if it is one.
 fn read_source(
     value: Option<&Bound<'_, PyAny>>,
     arg: Arg,
@@ -1305,18 +1161,14 @@ fn read_source(
     }
 }
 
-/// What `SequenceLedger.rollback` took back.
-///
-/// Array attributes are fresh arrays at every access.
+/// What `SequenceLedger.rollback` undid.
 ///
 /// Example:
-///     >>> import kvtrie
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
 ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-///     >>> ledger.begin("a", kvtrie.TokenSequence([1, 2, 3, 4], space), [6, 7], num_computed=4)
-///     >>> back = ledger.rollback("a", to=2, drop_blocks=True)
-///     >>> back.ranges, back.blocks
-///     (array([[2, 4]]), array([7], dtype=int32))
+///     >>> ledger.begin("a", seq, [6, 0], num_computed=2)
+///     >>> ledger.rollback("a", to=1, drop_blocks=True)
+///     RolledBack(ranges=[[1, 2]], blocks=[0])
 #[pyclass(frozen, module = "kvtrie", name = "RolledBack")]
 pub(crate) struct PyRolledBack {
     core: RolledBack,
@@ -1324,8 +1176,7 @@ pub(crate) struct PyRolledBack {
 
 #[pymethods]
 impl PyRolledBack {
-    /// Tokens whose KV counted as computed and does not any more: ranges (start, end), int64 of shape
-    /// (n, 2), ascending.
+    /// Tokens that no longer count as computed: ranges (start, end), int64 of shape (n, 2), ascending.
     #[getter]
     fn ranges<'py>(&self, py: Python<'py>) -> PyResult<Counts<'py>> {
         output::ranges(py, &self.core.ranges)

@@ -1,9 +1,8 @@
 //! The compiled module `kvtrie._core`: what Python sees of `kvtrie-core`.
 //!
-//! Every class is frozen; what changes is under a lock. Locks are taken in one order: the ledger,
-//! then a sequence, then the block allocator, then the index, then the names that it has warned of.
-//! While one is held no Python runs and no Python object is made: a collection of garbage may drop a plan, which
-//! takes the index's lock. A child after `os.fork` takes no lock that it inherited: its handles raise.
+//! Every class is frozen; what changes is under a lock. Locks are taken in one order: ledger, sequence, block
+//! allocator, index, the names that it has warned of. While one is held no Python object is made: a collection of
+//! garbage may drop a plan, which takes the index's lock.
 #![expect(
     clippy::doc_markdown,
     clippy::doc_link_with_quotes,
@@ -80,7 +79,7 @@ mod _core {
     #[pymodule_export]
     use crate::transfer_plan::{PyTransferPlan, plan_transfer};
 
-    /// Share KV with everybody who says so: the salt of a namespace without walls.
+    /// The salt of namespaces that share KV with everybody who uses it too.
     #[pymodule_export]
     const SHARED: PySharedSalt = PySharedSalt;
 
@@ -92,7 +91,6 @@ mod _core {
     #[pymodule_export]
     const EXACT_ONLY: PyReusePolicy = PyReusePolicy::EXACT_ONLY;
 
-    /// Counts forks; and what a `TransferRefused` that nobody filled in has for a reason.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let py = module.py();

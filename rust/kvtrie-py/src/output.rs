@@ -1,4 +1,4 @@
-//! What goes out: numpy arrays, always fresh ones that belong to the caller.
+//! Results: fresh numpy arrays that belong to the caller.
 
 use kvtrie_core::{BlockId, Class, Move, Segment};
 use kvtrie_transfer::{BlockPair, LabelRun};
@@ -9,9 +9,8 @@ use pyo3::types::PyString;
 
 use crate::hints::{Counts, Ids, Records};
 
-/// Block ids as int32.
 pub(crate) fn ids<'py>(py: Python<'py>, ids: &[BlockId]) -> Ids<'py> {
-    /// An array of more ids takes over a list; for fewer, the object that owns the list costs more than a copy.
+    /// For fewer ids, a copy costs less than the object that owns a list.
     const FEW: usize = 128;
     let mut few = [0; FEW];
     if let Some(few) = few.get_mut(..ids.len()) {
@@ -28,13 +27,10 @@ pub(crate) fn raw(id: BlockId) -> i32 {
     id.0.cast_signed()
 }
 
-/// A length or a position as Python's arrays hold it.
 pub(crate) fn signed(count: usize) -> i64 {
-    // Lengths of things in memory lie below 2⁶³.
     i64::try_from(count).unwrap_or(i64::MAX)
 }
 
-/// Ranges as int64 of shape (n, 2).
 pub(crate) fn ranges<'py>(py: Python<'py>, ranges: &[(usize, usize)]) -> PyResult<Counts<'py>> {
     let flat = ranges
         .iter()
@@ -45,7 +41,6 @@ pub(crate) fn ranges<'py>(py: Python<'py>, ranges: &[(usize, usize)]) -> PyResul
         .into())
 }
 
-/// The segments of a plan as a structured array.
 pub(crate) fn segments<'py>(py: Python<'py>, segments: &[Segment]) -> PyResult<Records<'py>> {
     static DTYPE: PyOnceLock<Py<PyArrayDescr>> = PyOnceLock::new();
     let mut bytes = Vec::with_capacity(segments.len() * 48);
@@ -75,7 +70,6 @@ pub(crate) fn segments<'py>(py: Python<'py>, segments: &[Segment]) -> PyResult<R
     structured(py, bytes, &DTYPE, &fields)
 }
 
-/// The labels of a request's tokens as a structured array.
 pub(crate) fn labels<'py>(py: Python<'py>, runs: &[LabelRun]) -> PyResult<Records<'py>> {
     static DTYPE: PyOnceLock<Py<PyArrayDescr>> = PyOnceLock::new();
     let mut bytes = Vec::with_capacity(runs.len() * 24);
@@ -95,7 +89,6 @@ pub(crate) fn labels<'py>(py: Python<'py>, runs: &[LabelRun]) -> PyResult<Record
     structured(py, bytes, &DTYPE, &fields)
 }
 
-/// A class as arrays hold it.
 pub(crate) fn number(class: Class) -> u8 {
     match class {
         Class::Exact => 0,
@@ -104,12 +97,10 @@ pub(crate) fn number(class: Class) -> u8 {
     }
 }
 
-/// The copies of a plan as a structured array.
 pub(crate) fn moves<'py>(py: Python<'py>, moves: &[Move]) -> PyResult<Records<'py>> {
     static DTYPE: PyOnceLock<Py<PyArrayDescr>> = PyOnceLock::new();
     let mut bytes = Vec::with_capacity(moves.len() * 32);
     for copy in moves {
-        // Slots lie below 2³¹ · 2¹².
         bytes.extend(copy.source_slot.to_ne_bytes());
         bytes.extend(copy.dest_slot.to_ne_bytes());
         bytes.extend(copy.num_tokens.to_ne_bytes());
@@ -124,7 +115,6 @@ pub(crate) fn moves<'py>(py: Python<'py>, moves: &[Move]) -> PyResult<Records<'p
     structured(py, bytes, &DTYPE, &fields)
 }
 
-/// What a transfer loads as a structured array.
 pub(crate) fn pairs<'py>(py: Python<'py>, pairs: &[BlockPair]) -> PyResult<Records<'py>> {
     static DTYPE: PyOnceLock<Py<PyArrayDescr>> = PyOnceLock::new();
     let mut bytes = Vec::with_capacity(pairs.len() * 48);
@@ -157,7 +147,6 @@ pub(crate) fn pairs<'py>(py: Python<'py>, pairs: &[BlockPair]) -> PyResult<Recor
     structured(py, bytes, &DTYPE, &fields)
 }
 
-/// Records in memory as an array; fields are aligned as C aligns them.
 fn structured<'py>(
     py: Python<'py>,
     bytes: Vec<u8>,
@@ -176,12 +165,11 @@ fn structured<'py>(
         .into())
 }
 
-/// A string as Python shows it.
 pub(crate) fn quoted(py: Python<'_>, text: &str) -> PyResult<String> {
     Ok(PyString::new(py, text).repr()?.to_string())
 }
 
-/// A string that somebody else chose, for a `repr`: its first characters, and how many there are if these are not all.
+/// A string that somebody else chose, for a `repr`: cut after 80 characters.
 pub(crate) fn quoted_in_short(py: Python<'_>, text: &str) -> PyResult<String> {
     const SHOWN: usize = 80;
     match text.char_indices().nth(SHOWN) {
@@ -193,7 +181,7 @@ pub(crate) fn quoted_in_short(py: Python<'_>, text: &str) -> PyResult<String> {
     }
 }
 
-/// A list of ids for a `repr`, cut where it gets long.
+/// A list for a `repr`, cut after 8 ids.
 pub(crate) fn listed(ids: &[impl ToString]) -> String {
     const SHOWN: usize = 8;
     let mut shown: Vec<String> = ids.iter().take(SHOWN).map(ToString::to_string).collect();
@@ -203,7 +191,6 @@ pub(crate) fn listed(ids: &[impl ToString]) -> String {
     format!("[{}]", shown.join(", "))
 }
 
-/// A truth value as Python shows it.
 pub(crate) fn truth(value: bool) -> &'static str {
     if value { "True" } else { "False" }
 }

@@ -16,31 +16,20 @@ use crate::hints::{Counts, Flags, Ids, Records};
 use crate::output::{self, ids, listed, truth};
 use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
 
-/// How to build the KV of one prompt; until it is released, what it uses stays.
+/// How to build the KV of one prompt. What it uses stays until it is released.
 ///
-/// `RadixIndex.plan` makes plans. Blocks used in place come first; after them come tokens that are
-/// copied and tokens that must be computed. Release every plan, or use it in a `with` statement.
-/// A plan that is collected unreleased releases itself and emits a `ResourceWarning`.
-///
-/// Once it was released a plan names no block, for these may be others' by then: `blocks`,
-/// `source_blocks` and `moves` raise `StaleHandleError`, as does whatever needs its pins. What it
-/// says of the prompt stays: its counts, `gaps`, `segments` and `validate`.
+/// Release every plan, or use it in a `with` statement. A plan that is collected unreleased
+/// releases itself and emits a `ResourceWarning`. A released plan names no block, because these may
+/// be others' by then: `blocks`, `source_blocks`, `moves` and whatever needs its pins raise
+/// `StaleHandleError`. Counts, `gaps`, `segments` and `validate` still work.
 ///
 /// Array attributes are fresh arrays at every access: take them once and keep them.
 ///
 /// Example:
-///     >>> import kvtrie
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
-///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-///     >>> prompt = kvtrie.TokenSequence([1, 2, 3, 9, 9], space)
-///     >>> with index.plan(prompt) as plan:
-///     ...     table = [*plan.blocks, 1, 2]
-///     ...     print(plan.moves(table)["num_tokens"], plan.gaps.tolist())
-///     [1] [[3, 5]]
-///     >>> plan.released
-///     True
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+///     >>> with kvtrie.RadixIndex(num_blocks=8).plan(seq) as plan:
+///     ...     plan
+///     <ReusePlan of 3 tokens: blocks=[], num_exact=0, num_compute=3, pinned=True, released=False>
 #[pyclass(frozen, weakref, module = "kvtrie", name = "ReusePlan")]
 pub(crate) struct PyReusePlan {
     core: Arc<ReusePlan>,
@@ -49,7 +38,7 @@ pub(crate) struct PyReusePlan {
     /// Of each class: exact, approximate, computed.
     counts: [usize; 3],
     released: AtomicBool,
-    /// Whether a caller has it, which is warned if it is collected unreleased.
+    /// Whether a caller has it, and is warned if it is collected unreleased.
     is_callers: bool,
 }
 
@@ -58,7 +47,7 @@ impl PyReusePlan {
         Self::around(Arc::new(core), index, true)
     }
 
-    /// A plan that no caller sees; what a ledger keeps.
+    /// A plan that only a ledger has.
     pub(crate) fn internal(core: Arc<ReusePlan>, index: Arc<SharedIndex>) -> Self {
         Self::around(core, index, false)
     }
@@ -78,12 +67,10 @@ impl PyReusePlan {
         }
     }
 
-    /// Whether it is this plan.
     pub(crate) fn is_of(&self, core: &Arc<ReusePlan>) -> bool {
         Arc::ptr_eq(&self.core, core)
     }
 
-    /// Notes whether the plan was released in an index that is locked.
     pub(crate) fn look(&self, index: &RadixIndex) {
         if index.is_released(&self.core) {
             self.was_released();
@@ -94,19 +81,16 @@ impl PyReusePlan {
         &self.core
     }
 
-    /// The plan, for somebody who keeps it.
     pub(crate) fn share(&self) -> Arc<ReusePlan> {
         Arc::clone(&self.core)
     }
 
-    /// Releases the plan in an index that is locked.
     pub(crate) fn release_in(&self, index: &mut RadixIndex) -> kvtrie_core::Result<()> {
         index.release(&self.core)?;
         self.was_released();
         Ok(())
     }
 
-    /// Notes that the plan was released in an index that is locked.
     pub(crate) fn was_released(&self) {
         self.released.store(true, Ordering::Relaxed);
     }
@@ -115,7 +99,7 @@ impl PyReusePlan {
         self.released.load(Ordering::Relaxed)
     }
 
-    /// The plan, for what names its blocks: these may be others' once it was released, or in a forked child.
+    /// The plan, unless it was released or this is a forked child.
     fn live(&self, call: &str) -> PyResult<&ReusePlan> {
         if self.index.core.is_inherited() {
             return Err(inherited("the plan"));
@@ -126,7 +110,6 @@ impl PyReusePlan {
         Ok(&self.core)
     }
 
-    /// What going over the plan costs.
     fn cost(&self) -> Cost {
         Cost::blocks(self.core.num_entries() / OFFERS_A_VISIT)
     }
@@ -134,14 +117,13 @@ impl PyReusePlan {
 
 #[pymethods]
 impl PyReusePlan {
-    /// Ids used in place for the first whole blocks of the prompt (int32). Nobody writes to them. A
-    /// `StaleHandleError` once the plan was released.
+    /// Ids used in place for the first whole blocks of the prompt (int32). Nobody writes to them.
     #[getter]
     fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
         Ok(ids(py, self.live("ReusePlan.blocks")?.blocks()))
     }
 
-    /// How many blocks the caller brings for the rest of the prompt.
+    /// Blocks that the caller brings for the rest of the prompt.
     #[getter]
     fn num_new_blocks(&self) -> usize {
         self.core.num_new_blocks()
@@ -153,7 +135,7 @@ impl PyReusePlan {
         self.counts[0]
     }
 
-    /// Tokens that are reused approximately: KV of another context or position.
+    /// Tokens that are reused approximately.
     #[getter]
     fn num_approximate(&self) -> usize {
         self.counts[1]
@@ -165,7 +147,7 @@ impl PyReusePlan {
         self.counts[2]
     }
 
-    /// What must be computed, as rows of (start, end): int64 of shape (n, 2), ascending.
+    /// Ranges (start, end) to compute: int64 of shape (n, 2), ascending.
     #[getter]
     fn gaps<'py>(&self, py: Python<'py>) -> PyResult<Counts<'py>> {
         let gaps: Vec<(usize, usize)> = self
@@ -180,17 +162,16 @@ impl PyReusePlan {
 
     /// Where each token of the prompt comes from: a structured array that covers it once, ascending.
     ///
-    /// Fields: `start`, `end`, `old_start` (position of the source's first token) and `delta`
-    /// (`start - old_start`), int64 in tokens; `class`, uint8: 0 exact, 1 approximate, 2 compute;
-    /// `hops`, uint16, those of the KV once it is in place; `kinds`, uint64: the tags on the source's
-    /// tokens, bit i being `RadixIndex.kinds[i]`. Fields are aligned as C aligns them.
+    /// Fields, aligned as C aligns them: `start`, `end`, `old_start` (position of the source's first
+    /// token) and `delta` (`start - old_start`), int64 in tokens; `class`, uint8: 0 exact, 1
+    /// approximate, 2 compute; `hops`, uint16, of the KV once in place; `kinds`, uint64, the source's
+    /// tags: bit i is `RadixIndex.kinds[i]`.
     #[getter]
     fn segments<'py>(&self, py: Python<'py>) -> PyResult<Records<'py>> {
         output::segments(py, self.core.segments())
     }
 
-    /// Ids that are copied from, ascending, each once (int32). A block in place may be among them. A
-    /// `StaleHandleError` once the plan was released.
+    /// Ids that are copied from, ascending, each once (int32). A block in place may be among them.
     #[getter]
     fn source_blocks<'py>(&self, py: Python<'py>) -> PyResult<Ids<'py>> {
         Ok(ids(
@@ -199,8 +180,8 @@ impl PyReusePlan {
         ))
     }
 
-    /// Places that the search for moved runs did not try, because a window of the prompt has more than
-    /// the index's `max_candidates`. While it is 0 the plan does not depend on the index's seed.
+    /// Places that the search for moved runs did not try because of the index's `max_candidates`. While
+    /// it is 0 the plan does not depend on the index's seed.
     #[getter]
     fn candidates_dropped(&self) -> u64 {
         self.core.candidates_dropped()
@@ -218,10 +199,10 @@ impl PyReusePlan {
         self.core.is_pinned()
     }
 
-    /// The copies that fill a block table, as plain data for whoever has the memory.
+    /// The copies that fill a block table, as plain data for the owner of the memory.
     ///
     /// A slot is block id · block size + offset. Pieces end at block edges on both sides. The whole
-    /// table is checked, which takes about 10 ns a block.
+    /// table is checked, about 10 ns per block.
     ///
     /// Args:
     ///     table: Block ids of the prompt from position 0: `blocks`, then the new ones, each id once.
@@ -234,21 +215,18 @@ impl PyReusePlan {
     ///
     /// Raises:
     ///     StaleHandleError: The plan was released.
-    ///     TypeError: The table is no list of integers.
     ///     ValueError: The range is reversed or beyond the prompt, or the table is too short, does not
     ///         start with `blocks`, holds an id outside the pool or an id twice, or has a source block
     ///         where the range is filled.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=4)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
     ///     >>> done = index.insert(seq, [5], num_computed=4, source=kvtrie.COMPUTED)
     ///     >>> with index.plan(kvtrie.TokenSequence([1, 2, 9], space)) as plan:
-    ///     ...     move = plan.moves([3])[0]
-    ///     >>> move["source_slot"], move["dest_slot"], move["num_tokens"]
-    ///     (np.int64(20), np.int64(12), np.int64(2))
+    ///     ...     plan.moves([3]).tolist()
+    ///     [(20, 12, 2, 0)]
     #[pyo3(signature = (
         table: "_Integers", start: "SupportsIndex" = 0,
         end: "SupportsIndex | None" = None
@@ -268,27 +246,20 @@ impl PyReusePlan {
         };
         let table = block_ids(table, self.index.num_blocks, Arg::new(CALL, "table"))?;
         let plan = self.live(CALL)?;
-        // Checking a block takes a fraction of looking one up.
         let entries = plan.num_entries() + table.len();
         let cost = Cost::blocks(entries / OFFERS_A_VISIT);
         let moves = py.enter(cost, |_| Ok(plan.moves(&table, start, end)?))?;
         output::moves(py, &moves)
     }
 
-    /// Whether what the plan uses is still there as it was planned.
+    /// One bool per segment: whether what the plan uses is still there as it was planned.
     ///
-    /// True while it is pinned; without pins, true as long as none of the blocks has left the index
-    /// since the plan was made. What is computed is always true. After `release_sources` the copied
-    /// segments are without pins, after `release` all are.
-    ///
-    /// Returns:
-    ///     One bool a segment, as an array.
+    /// True for computed and pinned segments; without pins, true until one of the blocks leaves the
+    /// index. `release_sources` unpins the copied segments, `release` all.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> done = index.insert(seq, [5], num_computed=2, source=kvtrie.COMPUTED)
     ///     >>> with index.plan(seq, pin=False) as plan:
     ///     ...     freed = index.evict(1)
@@ -301,19 +272,18 @@ impl PyReusePlan {
         Ok(PyArray1::from_vec(py, answers).into())
     }
 
-    /// Let go of the blocks that are copied from; a second call does nothing.
+    /// Unpin the blocks that are copied from; a second call does nothing.
     ///
     /// Call it once every later write to the pool is ordered after the copies: on one CUDA stream,
-    /// right after they were launched.
+    /// right after their launch.
     ///
     /// Raises:
     ///     StaleHandleError: The plan was released.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
-    ///     >>> with index.plan(kvtrie.TokenSequence([1, 2], space)) as plan:
+    ///     >>> with index.plan(seq) as plan:
     ///     ...     plan.release_sources()
     fn release_sources(&self, py: Python<'_>) -> PyResult<()> {
         py.enter_briefly(|keys, effort| {
@@ -325,7 +295,7 @@ impl PyReusePlan {
         })
     }
 
-    /// End the plan: nothing is pinned under it any more.
+    /// End the plan: it pins nothing any more.
     ///
     /// Blocks that left the index while only this plan pinned them wait for `RadixIndex.take_freed`.
     ///
@@ -333,7 +303,6 @@ impl PyReusePlan {
     ///     StaleHandleError: The plan was released before.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> index = kvtrie.RadixIndex(num_blocks=8)
     ///     >>> plan = index.plan(kvtrie.TokenSequence([1, 2], space))
@@ -408,7 +377,7 @@ impl PyReusePlan {
     }
 
     fn release_late(&self, py: Python<'_>) {
-        // Where the index is unusable every call on it says so; that need not be said here.
+        // If the index is unusable, every other call on it raises.
         let Ok(true) = self.release_once(py) else {
             return;
         };
@@ -430,7 +399,6 @@ impl Drop for PyReusePlan {
         if self.is_released() || self.index.core.is_inherited() {
             return;
         }
-        // Without an interpreter, or with one that is going away, nobody is left to use the index.
         Python::try_attach(|py| {
             // A plan may be collected while an exception is on its way.
             let pending = PyErr::take(py);

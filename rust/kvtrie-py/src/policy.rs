@@ -1,55 +1,47 @@
-//! `ReusePolicy`.
-
 use std::hash::{Hash, Hasher};
 
 use kvtrie_core::ReusePolicy;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString, PyTuple};
+use pyo3::types::{PyString, PyTuple};
 
 use crate::arguments::{arg, call, flag, int, optional_int, share};
 use crate::buffers::{Arg, nothing};
-use crate::fields::{new_arguments, replaced};
+use crate::fields::{Value, new_arguments, value_methods};
 use crate::hints::{Names, NewArguments};
 use crate::output::{quoted, truth};
 
-/// The most hops that the index can note.
 pub(crate) const MAX_HOPS: u16 = ReusePolicy::MAX_HOPS;
-/// The default everywhere.
 pub(crate) static EXACT_ONLY: PyReusePolicy = PyReusePolicy::EXACT_ONLY;
-/// The shortest run that may be moved, in tokens.
 pub(crate) const MIN_RUN: i64 = 8;
 
 /// What a plan may reuse.
 ///
-/// Exact KV may always be reused. The other fields limit what is reused approximately, that is KV of
-/// another context or position; what they forbid counts as not cached. `kvtrie.EXACT_ONLY` is
+/// Exact KV may always be reused. The other fields limit approximate reuse, of KV from another
+/// context or position; what they forbid counts as not cached. `kvtrie.EXACT_ONLY` is
 /// `ReusePolicy(approximate=False)` and the default everywhere.
 ///
 /// Args:
 ///     approximate: Whether KV of another context or position may be used at all.
-///     min_run: Shortest run in tokens that is looked for, at least the index's; None takes that.
-///     max_hops: Most hops of approximate KV once it is in place, 0 to 32767: a moved run has one more
-///         than its source, so with 1 it comes from first-hand KV.
+///     min_run: Shortest moved run in tokens, at least the index's; None takes that.
+///     max_hops: Most hops of approximate KV once it is in place, 0 to 32767. A moved run has one
+///         more than its source.
 ///     max_approximate_share: Share of the prompt's tokens, 0 to 1, that may be approximate. A plan
-///         with more of them is made exact only.
+///         with more is made exact only.
 ///     recompute_first: Tokens at the front of every moved run that are computed anyway.
 ///     recompute_last: Tokens at the end of every moved run that are computed anyway.
-///     forbid_kinds: Kinds of spans that are not reused approximately. Where no tag of an index has
-///         such a kind, it is a `UserWarning` once, with the nearest kind: the name may be misspelt.
+///     forbid_kinds: Kinds of spans that are not reused approximately. A kind that no tag of an
+///         index has is a `UserWarning`, once, with the nearest kind.
 ///     partial_blocks: Whether the exact tokens of the block in which the match ends are copied. An
-///         engine that copies nothing says False, and `approximate=False`.
+///         engine that copies nothing needs False, and `approximate=False`.
 ///
 /// Raises:
 ///     TypeError: A field has the wrong type.
 ///     ValueError: A field is out of its range.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> kvtrie.ReusePolicy(approximate=False) == kvtrie.EXACT_ONLY
 ///     True
-///     >>> kvtrie.ReusePolicy(approximate=False, partial_blocks=False).partial_blocks
-///     False
 #[pyclass(frozen, eq, hash, module = "kvtrie", name = "ReusePolicy")]
 #[derive(Clone, PartialEq)]
 pub(crate) struct PyReusePolicy {
@@ -79,175 +71,150 @@ impl PyReusePolicy {
     }
 }
 
-const FIELDS: [&str; 8] = [
-    "approximate",
-    "min_run",
-    "max_hops",
-    "max_approximate_share",
-    "recompute_first",
-    "recompute_last",
-    "forbid_kinds",
-    "partial_blocks",
-];
+impl Value for PyReusePolicy {
+    const FIELDS: &[&str] = &[
+        "approximate",
+        "min_run",
+        "max_hops",
+        "max_approximate_share",
+        "recompute_first",
+        "recompute_last",
+        "forbid_kinds",
+        "partial_blocks",
+    ];
+}
 
-#[pymethods]
-impl PyReusePolicy {
-    #[new]
-    #[pyo3(signature = (
-        *, approximate: "bool" = true, min_run: "SupportsIndex | None" = None, max_hops: "SupportsIndex" = 1,
-        max_approximate_share: "SupportsFloat" = 1.0, recompute_first: "SupportsIndex" = 0,
-        recompute_last: "SupportsIndex" = 0, forbid_kinds: "Iterable[str]" = nothing(),
-        partial_blocks: "bool" = true
-    ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), partial_blocks=True)")]
-    #[expect(clippy::too_many_arguments, reason = "all are keywords")]
-    fn new(
-        #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::Approximate>)] approximate: bool,
-        #[pyo3(from_py_with = optional_int::<call::ReusePolicy, arg::MinRun>)] min_run: Option<
-            i128,
-        >,
-        #[pyo3(from_py_with = int::<call::ReusePolicy, arg::MaxHops>)] max_hops: i128,
-        #[pyo3(from_py_with = share::<call::ReusePolicy, arg::MaxApproximateShare>)]
-        max_approximate_share: f64,
-        #[pyo3(from_py_with = int::<call::ReusePolicy, arg::RecomputeFirst>)] recompute_first: i128,
-        #[pyo3(from_py_with = int::<call::ReusePolicy, arg::RecomputeLast>)] recompute_last: i128,
-        forbid_kinds: Option<&Bound<'_, PyAny>>,
-        #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::PartialBlocks>)] partial_blocks: bool,
-    ) -> PyResult<Self> {
-        const CALL: &str = "ReusePolicy";
-        let min_run = match min_run {
-            Some(min_run) => {
-                let min_run = Arg::new(CALL, "min_run").within(min_run, MIN_RUN, i64::MAX)?;
-                Some(Arg::new(CALL, "min_run").count(min_run.into())?)
-            }
-            None => None,
-        };
-        if !(0.0..=1.0).contains(&max_approximate_share) {
-            return Err(PyValueError::new_err(format!(
-                "{CALL}: max_approximate_share is {max_approximate_share}; it must be in [0, 1]"
-            )));
-        }
-        Ok(Self {
-            core: ReusePolicy {
-                approximate,
-                min_run,
-                max_hops: Arg::new(CALL, "max_hops").within(max_hops, 0, MAX_HOPS)?,
-                // Without the sign of a negative zero, so that equal policies hash alike.
-                max_approximate_share: max_approximate_share.abs(),
-                recompute_first: Arg::new(CALL, "recompute_first").count(recompute_first)?,
-                recompute_last: Arg::new(CALL, "recompute_last").count(recompute_last)?,
-                forbid_kinds: kinds(forbid_kinds)?,
-                partial_blocks,
-            },
-        })
-    }
-
-    /// Whether KV of another context or position may be used at all.
-    #[getter]
-    fn approximate(&self) -> bool {
-        self.core.approximate
-    }
-
-    /// Shortest moved run in tokens; None takes the index's.
-    #[getter]
-    fn min_run(&self) -> Option<usize> {
-        self.core.min_run
-    }
-
-    /// Most hops of what is used.
-    #[getter]
-    fn max_hops(&self) -> u16 {
-        self.core.max_hops
-    }
-
-    /// Share of approximate tokens beyond which a plan is exact only.
-    #[getter]
-    fn max_approximate_share(&self) -> f64 {
-        self.core.max_approximate_share
-    }
-
-    /// Tokens at the front of every moved run that are computed anyway.
-    #[getter]
-    fn recompute_first(&self) -> usize {
-        self.core.recompute_first
-    }
-
-    /// Tokens at the end of every moved run that are computed anyway.
-    #[getter]
-    fn recompute_last(&self) -> usize {
-        self.core.recompute_last
-    }
-
-    /// Kinds of spans that are not reused approximately.
-    #[getter]
-    fn forbid_kinds<'py>(&self, py: Python<'py>) -> PyResult<Names<'py>> {
-        Ok(PyTuple::new(py, &self.core.forbid_kinds)?.into())
-    }
-
-    /// Whether the exact tokens of the block in which the match ends are copied.
-    #[getter]
-    fn partial_blocks(&self) -> bool {
-        self.core.partial_blocks
-    }
-
-    /// This policy with some fields changed.
-    ///
-    /// Args:
-    ///     changes: New values by the names of the fields.
-    ///
-    /// Raises:
-    ///     TypeError: There is no such field, or a value has the wrong type.
-    ///     ValueError: A value is out of its range.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
+value_methods! {
     ///     >>> policy = kvtrie.ReusePolicy(max_hops=2)
     ///     >>> policy.replace(min_run=32) == kvtrie.ReusePolicy(max_hops=2, min_run=32)
     ///     True
-    #[pyo3(signature = (**changes: "object"))]
-    fn replace<'py>(
-        slf: &Bound<'py, Self>,
-        changes: Option<&Bound<'py, PyDict>>,
-    ) -> PyResult<Bound<'py, Self>> {
-        replaced(slf, &FIELDS, changes)
-    }
-
-    /// The same, for `copy.replace`.
-    #[pyo3(signature = (**changes: "object"))]
-    fn __replace__<'py>(
-        slf: &Bound<'py, Self>,
-        changes: Option<&Bound<'py, PyDict>>,
-    ) -> PyResult<Bound<'py, Self>> {
-        replaced(slf, &FIELDS, changes)
-    }
-
-    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        let policy = &self.core;
-        let mut kinds = String::new();
-        for kind in &policy.forbid_kinds {
-            kinds += &quoted(py, kind)?;
-            kinds += ", ";
+    impl PyReusePolicy {
+        #[new]
+        #[pyo3(signature = (
+            *, approximate: "bool" = true, min_run: "SupportsIndex | None" = None, max_hops: "SupportsIndex" = 1,
+            max_approximate_share: "SupportsFloat" = 1.0, recompute_first: "SupportsIndex" = 0,
+            recompute_last: "SupportsIndex" = 0, forbid_kinds: "Iterable[str]" = nothing(),
+            partial_blocks: "bool" = true
+        ), text_signature = "(*, approximate=True, min_run=None, max_hops=1, max_approximate_share=1.0, recompute_first=0, recompute_last=0, forbid_kinds=(), partial_blocks=True)")]
+        #[expect(clippy::too_many_arguments, reason = "all are keywords")]
+        fn new(
+            #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::Approximate>)] approximate: bool,
+            #[pyo3(from_py_with = optional_int::<call::ReusePolicy, arg::MinRun>)] min_run: Option<
+                i128,
+            >,
+            #[pyo3(from_py_with = int::<call::ReusePolicy, arg::MaxHops>)] max_hops: i128,
+            #[pyo3(from_py_with = share::<call::ReusePolicy, arg::MaxApproximateShare>)]
+            max_approximate_share: f64,
+            #[pyo3(from_py_with = int::<call::ReusePolicy, arg::RecomputeFirst>)] recompute_first: i128,
+            #[pyo3(from_py_with = int::<call::ReusePolicy, arg::RecomputeLast>)] recompute_last: i128,
+            forbid_kinds: Option<&Bound<'_, PyAny>>,
+            #[pyo3(from_py_with = flag::<call::ReusePolicy, arg::PartialBlocks>)] partial_blocks: bool,
+        ) -> PyResult<Self> {
+            const CALL: &str = "ReusePolicy";
+            let min_run = match min_run {
+                Some(min_run) => {
+                    let min_run = Arg::new(CALL, "min_run").within(min_run, MIN_RUN, i64::MAX)?;
+                    Some(Arg::new(CALL, "min_run").count(min_run.into())?)
+                }
+                None => None,
+            };
+            if !(0.0..=1.0).contains(&max_approximate_share) {
+                return Err(PyValueError::new_err(format!(
+                    "{CALL}: max_approximate_share is {max_approximate_share}; it must be in [0, 1]"
+                )));
+            }
+            Ok(Self {
+                core: ReusePolicy {
+                    approximate,
+                    min_run,
+                    max_hops: Arg::new(CALL, "max_hops").within(max_hops, 0, MAX_HOPS)?,
+                    // Without the sign of a negative zero, so that equal policies hash alike.
+                    max_approximate_share: max_approximate_share.abs(),
+                    recompute_first: Arg::new(CALL, "recompute_first").count(recompute_first)?,
+                    recompute_last: Arg::new(CALL, "recompute_last").count(recompute_last)?,
+                    forbid_kinds: kinds(forbid_kinds)?,
+                    partial_blocks,
+                },
+            })
         }
-        let kinds = match policy.forbid_kinds.len() {
-            0 | 1 => kinds.trim_end(),
-            _ => kinds.trim_end_matches(", "),
-        };
-        Ok(format!(
-            "ReusePolicy(approximate={}, min_run={}, max_hops={}, max_approximate_share={:?}, recompute_first={}, \
-             recompute_last={}, forbid_kinds=({kinds}), partial_blocks={})",
-            truth(policy.approximate),
-            policy
-                .min_run
-                .map_or_else(|| "None".to_owned(), |run| run.to_string()),
-            policy.max_hops,
-            policy.max_approximate_share,
-            policy.recompute_first,
-            policy.recompute_last,
-            truth(policy.partial_blocks)
-        ))
-    }
 
-    fn __getnewargs_ex__<'py>(slf: &Bound<'py, Self>) -> PyResult<NewArguments<'py>> {
-        new_arguments(slf, &FIELDS)
+        /// Whether approximate reuse is allowed.
+        #[getter]
+        fn approximate(&self) -> bool {
+            self.core.approximate
+        }
+
+        /// Shortest moved run in tokens, or None.
+        #[getter]
+        fn min_run(&self) -> Option<usize> {
+            self.core.min_run
+        }
+
+        /// Most hops of approximate KV.
+        #[getter]
+        fn max_hops(&self) -> u16 {
+            self.core.max_hops
+        }
+
+        /// Largest share of approximate tokens.
+        #[getter]
+        fn max_approximate_share(&self) -> f64 {
+            self.core.max_approximate_share
+        }
+
+        /// Tokens computed at the front of every moved run.
+        #[getter]
+        fn recompute_first(&self) -> usize {
+            self.core.recompute_first
+        }
+
+        /// Tokens computed at the end of every moved run.
+        #[getter]
+        fn recompute_last(&self) -> usize {
+            self.core.recompute_last
+        }
+
+        /// Kinds not reused approximately.
+        #[getter]
+        fn forbid_kinds<'py>(&self, py: Python<'py>) -> PyResult<Names<'py>> {
+            Ok(PyTuple::new(py, &self.core.forbid_kinds)?.into())
+        }
+
+        /// Whether a block is copied in part.
+        #[getter]
+        fn partial_blocks(&self) -> bool {
+            self.core.partial_blocks
+        }
+
+        fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+            let policy = &self.core;
+            let mut kinds = String::new();
+            for kind in &policy.forbid_kinds {
+                kinds += &quoted(py, kind)?;
+                kinds += ", ";
+            }
+            let kinds = match policy.forbid_kinds.len() {
+                0 | 1 => kinds.trim_end(),
+                _ => kinds.trim_end_matches(", "),
+            };
+            Ok(format!(
+                "ReusePolicy(approximate={}, min_run={}, max_hops={}, max_approximate_share={:?}, recompute_first={}, \
+                 recompute_last={}, forbid_kinds=({kinds}), partial_blocks={})",
+                truth(policy.approximate),
+                policy
+                    .min_run
+                    .map_or_else(|| "None".to_owned(), |run| run.to_string()),
+                policy.max_hops,
+                policy.max_approximate_share,
+                policy.recompute_first,
+                policy.recompute_last,
+                truth(policy.partial_blocks)
+            ))
+        }
+
+        fn __getnewargs_ex__<'py>(slf: &Bound<'py, Self>) -> PyResult<NewArguments<'py>> {
+            new_arguments(slf)
+        }
     }
 }
 

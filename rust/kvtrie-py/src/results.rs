@@ -8,16 +8,10 @@ use crate::output::{ids, listed};
 
 /// What `RadixIndex.lookup` found.
 ///
-/// Array attributes are fresh arrays at every access: take them once and keep them.
-///
 /// Example:
-///     >>> import kvtrie
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
-///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
-///     >>> index.lookup(seq)
-///     Match(num_tokens=4, blocks=[6, 0])
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+///     >>> kvtrie.RadixIndex(num_blocks=8).lookup(seq)
+///     Match(num_tokens=0, blocks=[])
 #[pyclass(frozen, module = "kvtrie", name = "Match")]
 pub(crate) struct PyMatch {
     num_tokens: usize,
@@ -32,7 +26,7 @@ impl PyMatch {
 
 #[pymethods]
 impl PyMatch {
-    /// Tokens from position 0 whose exact KV is present: a whole number of blocks.
+    /// Tokens from position 0 that match exactly: a whole number of blocks.
     #[getter]
     fn num_tokens(&self) -> usize {
         self.num_tokens
@@ -55,20 +49,16 @@ impl PyMatch {
 
 /// What became of the ids that were offered to `RadixIndex.insert`.
 ///
-/// Every id that was offered is in one of three places: in `blocks`, where it backs the sequence; in
-/// `duplicates` or `surplus`, where it still belongs to the caller; or in none of them, if the index
-/// held it already and goes on holding it. Array attributes are fresh arrays at every access.
+/// An offered id is in `blocks`, where it backs the sequence; in `duplicates` or `surplus`, and
+/// still the caller's; or in none of them, if the index held it already and keeps it.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
-///     >>> index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED).blocks
-///     array([6, 0], dtype=int32)
-///     >>> again = index.insert(seq, [3, 4, 5], num_computed=5, source=kvtrie.COMPUTED)
-///     >>> again.blocks, again.duplicates, again.surplus
-///     (array([6, 0], dtype=int32), array([3, 4], dtype=int32), array([5], dtype=int32))
+///     >>> seq = kvtrie.TokenSequence(range(1, 6), space)
+///     >>> done = index.insert(seq, [6, 0], num_computed=4, source=kvtrie.COMPUTED)
+///     >>> index.insert(seq, [3, 4, 5], num_computed=5, source=kvtrie.COMPUTED)
+///     InsertResult(blocks=[6, 0], num_exact=4, duplicates=[3, 4], surplus=[5], freed=[])
 #[pyclass(frozen, module = "kvtrie", name = "InsertResult")]
 pub(crate) struct PyInsertResult {
     pub(crate) core: Inserted,
@@ -82,26 +72,26 @@ impl PyInsertResult {
         ids(py, &self.core.blocks)
     }
 
-    /// Position in tokens, from 0, up to which what backs the sequence is exact.
+    /// Position in tokens up to which what backs the sequence is exact.
     #[getter]
     fn num_exact(&self) -> usize {
         self.core.num_exact
     }
 
-    /// Held ids whose place another id holds, in call order (int32). They were not taken.
+    /// Ids that were not taken because another id holds their place, in call order (int32).
     #[getter]
     fn duplicates<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.duplicates)
     }
 
-    /// Held ids after what was taken, in call order (int32): the last block that is not full.
+    /// Ids after the last full block, in call order (int32). They were not taken.
     #[getter]
     fn surplus<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.surplus)
     }
 
-    /// Approximate blocks that were replaced and that nobody pins, in order of position (int32). They
-    /// are the caller's from here on.
+    /// Approximate blocks that were replaced and are not pinned, in order of position (int32). They are
+    /// the caller's from here on.
     #[getter]
     fn freed<'py>(&self, py: Python<'py>) -> Ids<'py> {
         ids(py, &self.core.freed)
@@ -119,18 +109,13 @@ impl PyInsertResult {
     }
 }
 
-/// What became of the blocks inside the ranges given to `RadixIndex.remove_spans`.
-///
-/// Array attributes are fresh arrays at every access, each in order of position.
+/// What became of the blocks inside the ranges given to `RadixIndex.remove_spans`, each in order of
+/// position.
 ///
 /// Example:
-///     >>> import kvtrie
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5, 6], space)
-///     >>> done = index.insert(seq, [6, 0, 3], num_computed=6, source=kvtrie.COMPUTED)
-///     >>> index.remove_spans(seq, [(2, 4)])
-///     Removed(freed=[0], kept=[], condemned=[])
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+///     >>> kvtrie.RadixIndex(num_blocks=8).remove_spans(seq, [(0, 2)])
+///     Removed(freed=[], kept=[], condemned=[])
 #[pyclass(frozen, module = "kvtrie", name = "Removed")]
 pub(crate) struct PyRemoved {
     pub(crate) core: Removed,

@@ -1,5 +1,3 @@
-//! `TokenSequence`.
-
 use std::sync::Arc;
 
 use kvtrie_core::{Error, ErrorKind, Item, TokenSequence};
@@ -16,17 +14,16 @@ use crate::hints::{Items, TokenIterator, Tokens};
 use crate::item::PyItem;
 use crate::namespace::PyNamespace;
 
-/// What a sequence's lock guards, for messages.
 pub(crate) const SEQUENCE: &str = "the sequence";
 
 /// Token ids from position 0, in a namespace.
 ///
-/// Make one sequence a request and extend it: it remembers how far it was matched in the index that
-/// it was last used with, so what has grown costs its new tokens only. Ids are converted once, here.
+/// Make one sequence per request and extend it: it remembers how far it matched in the index that
+/// last used it, so a call costs its new tokens only.
 ///
 /// `len(seq)` is the number of tokens, `seq[i]` the id at a position (an int), `seq[a:b]` a copy as
-/// a numpy array of uint32; iterating goes over the ids as they are then. Two sequences with the
-/// same ids are different objects; compare slices.
+/// a numpy array of uint32; iteration covers the ids of that moment. Sequences compare by identity;
+/// compare slices for equal ids.
 ///
 /// Args:
 ///     ids: Token ids, each in 0..2**32: a list or tuple of int, an `array.array`, a memoryview, a
@@ -35,12 +32,12 @@ pub(crate) const SEQUENCE: &str = "the sequence";
 ///     items: Ranges that stand for something else, ascending, disjoint and inside the ids.
 ///
 /// Raises:
-///     TypeError: The ids hold bools, floats or anything else that is no integer.
-///     ValueError: An id is negative or too large, the array is not one-dimensional, or an item is
-///         elsewhere. Values are checked, never wrapped.
+///     TypeError: The ids hold bools, floats or anything else that is not an integer.
+///     ValueError: An id is negative or too large (it is never wrapped), the array is not
+///         one-dimensional, or an item is elsewhere.
 ///
 /// Example:
-///     >>> import numpy as np, kvtrie
+///     >>> import numpy as np
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> seq = kvtrie.TokenSequence(np.array([5, 6, 7]), space)
 ///     >>> seq.extend([8, 9])
@@ -53,7 +50,6 @@ pub(crate) struct PyTokenSequence {
 }
 
 impl PyTokenSequence {
-    /// Number of tokens.
     pub(crate) fn len(&self, py: Python<'_>) -> PyResult<usize> {
         py.enter(Cost::Short, |keys| {
             Ok(keys.lock(&self.core, SEQUENCE)?.len())
@@ -90,16 +86,11 @@ impl PyTokenSequence {
     ///     items: Items over the new tokens; positions count from the start of the sequence.
     ///
     /// Raises:
-    ///     TypeError: As for the class; nothing is appended then.
-    ///     ValueError: As for the class; nothing is appended then.
+    ///     TypeError, ValueError: As for the class.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2], space)
-    ///     >>> seq.extend([3])
-    ///     >>> len(seq)
-    ///     3
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
+    ///     >>> seq.extend([4])
     #[pyo3(signature = (
         ids: "_Integers", items: "Iterable[Item]" = nothing()
     ), text_signature = "($self, ids, items=())")]
@@ -127,12 +118,10 @@ impl PyTokenSequence {
     ///     n: The new length in tokens. An item that is cut ends at the cut.
     ///
     /// Raises:
-    ///     ValueError: `n` is negative or beyond the sequence; nothing is cut then.
+    ///     ValueError: `n` is negative or beyond the sequence.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> seq.truncate(2)
     ///     >>> seq[:]
     ///     array([1, 2], dtype=uint32)
@@ -151,7 +140,7 @@ impl PyTokenSequence {
         })
     }
 
-    /// The namespace that the sequence was made in.
+    /// The namespace.
     #[getter]
     fn namespace(&self, py: Python<'_>) -> Py<PyNamespace> {
         self.namespace.clone_ref(py)
@@ -240,7 +229,6 @@ impl PyTokenSequence {
     }
 }
 
-/// What is between the brackets.
 enum Key<'py> {
     Position(i128),
     Slice(Bound<'py, PySlice>),

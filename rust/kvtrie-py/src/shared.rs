@@ -1,5 +1,3 @@
-//! The index under its lock, as its classes share it.
-
 use kvtrie_core::{RadixIndex, ReusePolicy};
 use pyo3::exceptions::PyUserWarning;
 use pyo3::prelude::*;
@@ -7,18 +5,14 @@ use pyo3::prelude::*;
 use crate::detach::{Cost, Enter, Lock};
 use crate::output::quoted;
 
-/// Blocks that are offered in the time of one that is looked for.
+/// Blocks that are offered in the time of one lookup.
 pub(crate) const OFFERS_A_VISIT: usize = 4;
-/// What an index's lock guards, for messages.
 pub(crate) const INDEX: &str = "the index";
 
-/// Names that an index remembers to have warned of, the latest ones.
 const MOST_WARNED_OF: usize = 64;
 
-/// An index and what never changes about it.
 pub(crate) struct SharedIndex {
     pub(crate) core: Lock<RadixIndex>,
-    /// Names of kinds that a warning was given of.
     pub(crate) warned_of: Lock<Vec<String>>,
     pub(crate) num_blocks: u64,
     pub(crate) block_size: usize,
@@ -28,8 +22,6 @@ pub(crate) struct SharedIndex {
 
 impl SharedIndex {
     /// Warns of each name in a policy's `forbid_kinds` that is no kind of the index (P12): once, with the nearest kind.
-    ///
-    /// Costs nothing without such names; else the lock, and one comparison per name and kind.
     pub(crate) fn warn_of_unknown_kinds(
         &self,
         py: Python<'_>,
@@ -49,7 +41,7 @@ impl SharedIndex {
                 return Ok((unknown, Vec::new()));
             }
             warned_of.extend_from_slice(&unknown);
-            // Policies may be made of what clients say: the names that are remembered are bounded.
+            // Clients may choose the names, so their number is bounded.
             let many = warned_of.len().saturating_sub(MOST_WARNED_OF);
             warned_of.drain(..many);
             Ok((unknown, kinds.to_vec()))
@@ -70,7 +62,6 @@ impl SharedIndex {
     }
 }
 
-/// The kind whose name is most like `name`, if one is like it at all.
 fn nearest(py: Python<'_>, name: &str, kinds: &[String]) -> PyResult<Option<String>> {
     let near = py
         .import("difflib")?

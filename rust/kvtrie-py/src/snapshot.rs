@@ -1,5 +1,3 @@
-//! Bytes in and out of an index.
-
 use kvtrie_core::{RadixIndex, RestoreLimits, RestoredPool};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
@@ -9,7 +7,6 @@ use crate::buffers::Arg;
 use crate::detach::{Cost, Enter};
 use crate::shared::{INDEX, SharedIndex};
 
-/// The index as bytes.
 pub(crate) fn snapshot<'py>(
     py: Python<'py>,
     shared: &SharedIndex,
@@ -20,7 +17,6 @@ pub(crate) fn snapshot<'py>(
     Ok(PyBytes::new(py, &bytes))
 }
 
-/// An index from bytes.
 pub(crate) fn restore(
     py: Python<'_>,
     blob: &Bound<'_, PyAny>,
@@ -32,7 +28,6 @@ pub(crate) fn restore(
     })
 }
 
-/// The pool that a snapshot speaks of.
 pub(crate) fn pool_of(py: Python<'_>, blob: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     let call = "RadixIndex.pool_of_snapshot";
     with_bytes(py, blob, call, RadixIndex::pool_of_snapshot)

@@ -2,39 +2,23 @@
 
 use kvtrie_core::{Imported, Source};
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
-use pyo3::types::PyDict;
 
 use crate::arguments::{arg, call, int};
 use crate::buffers::Arg;
-use crate::fields::replaced;
+use crate::fields::{Value, shown, singleton, value_methods};
 use crate::plan::PyReusePlan;
 
-/// The type of `kvtrie.COMPUTED`, of which there is one value.
+/// The type of `kvtrie.COMPUTED`, its one value.
 ///
 /// Example:
-///     >>> import pickle, kvtrie
 ///     >>> kvtrie.COMPUTED
 ///     COMPUTED
-///     >>> pickle.loads(pickle.dumps(kvtrie.COMPUTED)) is kvtrie.COMPUTED
-///     True
 #[pyclass(frozen, module = "kvtrie", name = "ComputedSource")]
 pub(crate) struct PyComputedSource;
 
-#[pymethods]
-impl PyComputedSource {
-    #[expect(clippy::unused_self, reason = "Python calls it on the value")]
-    fn __repr__(&self) -> &'static str {
-        "COMPUTED"
-    }
+singleton!(PyComputedSource, computed, "COMPUTED");
 
-    #[expect(clippy::unused_self, reason = "Python calls it on the value")]
-    fn __reduce__(&self) -> &'static str {
-        "COMPUTED"
-    }
-}
-
-/// The source of KV that was brought from elsewhere: another worker, a disk, an older process.
+/// The source of KV from elsewhere: another worker, a disk, an older process.
 ///
 /// Args:
 ///     exact_until: A position in tokens: a block is exact iff it ends there or before.
@@ -45,10 +29,9 @@ impl PyComputedSource {
 ///     ValueError: An argument is negative, or `hops` too large.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 ///     >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4], space)
+///     >>> seq = kvtrie.TokenSequence(range(1, 5), space)
 ///     >>> source = kvtrie.Imported(exact_until=2, hops=1)
 ///     >>> index.insert(seq, [5, 6], num_computed=4, source=source).num_exact
 ///     2
@@ -63,82 +46,41 @@ pub(crate) struct PyImported {
     hops: u16,
 }
 
-const FIELDS: [&str; 2] = ["exact_until", "hops"];
+impl Value for PyImported {
+    const FIELDS: &[&str] = &["exact_until", "hops"];
+}
 
-#[pymethods]
-impl PyImported {
-    #[new]
-    #[pyo3(signature = (exact_until: "SupportsIndex", hops: "SupportsIndex" = 1))]
-    fn new(
-        #[pyo3(from_py_with = int::<call::Imported, arg::ExactUntil>)] exact_until: i128,
-        #[pyo3(from_py_with = int::<call::Imported, arg::Hops>)] hops: i128,
-    ) -> PyResult<Self> {
-        let exact_until = Arg::new("Imported", "exact_until").count(exact_until)?;
-        let hops = Arg::new("Imported", "hops").within(hops, 0, crate::policy::MAX_HOPS)?;
-        Ok(Self { exact_until, hops })
-    }
-
-    /// This source with some fields changed.
-    ///
-    /// Args:
-    ///     changes: New values by the names of the fields.
-    ///
-    /// Raises:
-    ///     TypeError: There is no such field, or a value has the wrong type.
-    ///     ValueError: A value is out of its range.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
+value_methods! {
     ///     >>> kvtrie.Imported(exact_until=2).replace(hops=3)
     ///     Imported(exact_until=2, hops=3)
-    #[pyo3(signature = (**changes: "object"))]
-    fn replace<'py>(
-        slf: &Bound<'py, Self>,
-        changes: Option<&Bound<'py, PyDict>>,
-    ) -> PyResult<Bound<'py, Self>> {
-        replaced(slf, &FIELDS, changes)
-    }
+    impl PyImported {
+        #[new]
+        #[pyo3(signature = (exact_until: "SupportsIndex", hops: "SupportsIndex" = 1))]
+        fn new(
+            #[pyo3(from_py_with = int::<call::Imported, arg::ExactUntil>)] exact_until: i128,
+            #[pyo3(from_py_with = int::<call::Imported, arg::Hops>)] hops: i128,
+        ) -> PyResult<Self> {
+            let exact_until = Arg::new("Imported", "exact_until").count(exact_until)?;
+            let hops = Arg::new("Imported", "hops").within(hops, 0, crate::policy::MAX_HOPS)?;
+            Ok(Self { exact_until, hops })
+        }
 
-    /// The same, for `copy.replace`.
-    #[pyo3(signature = (**changes: "object"))]
-    fn __replace__<'py>(
-        slf: &Bound<'py, Self>,
-        changes: Option<&Bound<'py, PyDict>>,
-    ) -> PyResult<Bound<'py, Self>> {
-        replaced(slf, &FIELDS, changes)
-    }
+        fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+            shown(slf)
+        }
 
-    fn __repr__(&self) -> String {
-        format!(
-            "Imported(exact_until={}, hops={})",
-            self.exact_until, self.hops
-        )
-    }
-
-    fn __getnewargs__(&self) -> (usize, u16) {
-        (self.exact_until, self.hops)
+        fn __getnewargs__(&self) -> (usize, u16) {
+            (self.exact_until, self.hops)
+        }
     }
 }
 
 impl PyImported {
-    /// From numbers that are within their limits.
     pub(crate) fn from_parts(exact_until: usize, hops: u16) -> Self {
         Self { exact_until, hops }
     }
 }
 
-/// `kvtrie.COMPUTED`.
-pub(crate) fn computed(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
-    static COMPUTED: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    let found = || {
-        py.import("kvtrie._core")?
-            .getattr("COMPUTED")
-            .map(Bound::unbind)
-    };
-    Ok(COMPUTED.get_or_try_init(py, found)?.bind(py).clone())
-}
-
-/// A source, still Python's.
 pub(crate) enum SourceArg<'a> {
     Plan(&'a PyReusePlan),
     Computed,
@@ -146,7 +88,6 @@ pub(crate) enum SourceArg<'a> {
 }
 
 impl<'a> SourceArg<'a> {
-    /// Reads the argument `source`.
     pub(crate) fn open(value: &'a Bound<'_, PyAny>, arg: Arg) -> PyResult<Self> {
         if let Ok(plan) = value.cast::<PyReusePlan>() {
             Ok(Self::Plan(plan.get()))
@@ -163,7 +104,6 @@ impl<'a> SourceArg<'a> {
         }
     }
 
-    /// The source as the core knows it.
     pub(crate) fn core(&self) -> Source<'a> {
         match self {
             Self::Plan(plan) => Source::Plan(plan.core()),

@@ -11,7 +11,7 @@ use crate::arguments::{arg, call, int, of, optional_of};
 use crate::buffers::{self, Arg, block_ids, no_bytes};
 use crate::detach::{Cost, Enter};
 use crate::errors::exception_in;
-use crate::fields::{new_arguments, replaced};
+use crate::fields::{Value, new_arguments, shown, value_methods};
 use crate::hints::{Ids, NewArguments, ReducedManifest};
 use crate::ledger::{LEDGER, PySequenceLedger};
 use crate::output::{self, listed, quoted_in_short, truth};
@@ -21,7 +21,6 @@ use crate::source::SourceArg;
 /// Tokens that are hashed in about 50 µs.
 const TOKENS: usize = 1 << 12;
 
-/// What hashing so many tokens costs.
 pub(crate) fn hashing(tokens: usize) -> Cost {
     if tokens >= TOKENS {
         Cost::Long
@@ -30,8 +29,8 @@ pub(crate) fn hashing(tokens: usize) -> Cost {
     }
 }
 
-/// The largest manifest that `TransferManifest.from_bytes` reads. Counts are those of all
-/// groups together.
+/// The largest manifest that `TransferManifest.from_bytes` reads. Counts are those of all groups
+/// together.
 ///
 /// Args:
 ///     max_bytes: Bytes of the manifest, 64 MiB.
@@ -39,14 +38,13 @@ pub(crate) fn hashing(tokens: usize) -> Cost {
 ///     max_runs: Runs of blocks.
 ///     max_blocks: Block ids.
 ///     max_tokens: Position after the last token that a run may reach.
-///     max_block_size: Tokens of a block.
+///     max_block_size: Tokens per block.
 ///
 /// Raises:
 ///     TypeError: A limit is not an int.
 ///     ValueError: A limit is negative.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> kvtrie.TransferLimits(max_bytes=1 << 20).max_groups
 ///     64
 #[pyclass(frozen, eq, hash, module = "kvtrie", name = "TransferLimits")]
@@ -55,141 +53,108 @@ pub(crate) struct PyTransferLimits {
     core: TransferLimits,
 }
 
-#[pymethods]
-impl PyTransferLimits {
-    #[new]
-    #[pyo3(signature = (
-        *, max_bytes: "SupportsIndex" = 67_108_864, max_groups: "SupportsIndex" = 64, max_runs: "SupportsIndex" = 65_536, max_blocks: "SupportsIndex" = 4_194_304, max_tokens: "SupportsIndex" = 67_108_864, max_block_size: "SupportsIndex" = 4096
-    ))]
-    fn new(
-        #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxBytes>)] max_bytes: i128,
-        #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxGroups>)] max_groups: i128,
-        #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxRuns>)] max_runs: i128,
-        #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxBlocks>)] max_blocks: i128,
-        #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxTokens>)] max_tokens: i128,
-        #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxBlockSize>)] max_block_size: i128,
-    ) -> PyResult<Self> {
-        let count = |name, value| Arg::new("TransferLimits", name).count(value);
-        let core = TransferLimits {
-            max_bytes: count("max_bytes", max_bytes)?,
-            max_groups: count("max_groups", max_groups)?,
-            max_runs: count("max_runs", max_runs)?,
-            max_blocks: count("max_blocks", max_blocks)?,
-            max_tokens: count("max_tokens", max_tokens)?,
-            max_block_size: count("max_block_size", max_block_size)?,
-        };
-        Ok(Self { core })
-    }
-
-    /// Bytes of the manifest.
-    #[getter]
-    fn max_bytes(&self) -> usize {
-        self.core.max_bytes
-    }
-
-    /// Groups of blocks.
-    #[getter]
-    fn max_groups(&self) -> usize {
-        self.core.max_groups
-    }
-
-    /// Runs of blocks.
-    #[getter]
-    fn max_runs(&self) -> usize {
-        self.core.max_runs
-    }
-
-    /// Block ids.
-    #[getter]
-    fn max_blocks(&self) -> usize {
-        self.core.max_blocks
-    }
-
-    /// Position after the last token that a run may reach.
-    #[getter]
-    fn max_tokens(&self) -> usize {
-        self.core.max_tokens
-    }
-
-    /// Tokens of a block.
-    #[getter]
-    fn max_block_size(&self) -> usize {
-        self.core.max_block_size
-    }
-
-    /// This set of limits with some fields changed.
-    ///
-    /// Args:
-    ///     changes: New values by the names of the fields.
-    ///
-    /// Raises:
-    ///     TypeError: There is no such field, or a value has the wrong type.
-    ///     ValueError: A value is out of its range.
-    ///
-    /// Example:
-    ///     >>> import kvtrie
+value_methods! {
     ///     >>> kvtrie.TransferLimits(max_runs=5).replace(max_groups=1).max_runs
     ///     5
-    #[pyo3(signature = (**changes: "object"))]
-    fn replace<'py>(
-        slf: &Bound<'py, Self>,
-        changes: Option<&Bound<'py, PyDict>>,
-    ) -> PyResult<Bound<'py, Self>> {
-        replaced(slf, &slf.get().fields().map(|(name, _)| name), changes)
-    }
+    impl PyTransferLimits {
+        #[new]
+        #[pyo3(signature = (
+            *, max_bytes: "SupportsIndex" = 67_108_864, max_groups: "SupportsIndex" = 64, max_runs: "SupportsIndex" = 65_536, max_blocks: "SupportsIndex" = 4_194_304, max_tokens: "SupportsIndex" = 67_108_864, max_block_size: "SupportsIndex" = 4096
+        ))]
+        fn new(
+            #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxBytes>)] max_bytes: i128,
+            #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxGroups>)] max_groups: i128,
+            #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxRuns>)] max_runs: i128,
+            #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxBlocks>)] max_blocks: i128,
+            #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxTokens>)] max_tokens: i128,
+            #[pyo3(from_py_with = int::<call::TransferLimits, arg::MaxBlockSize>)] max_block_size: i128,
+        ) -> PyResult<Self> {
+            let count = |name, value| Arg::new("TransferLimits", name).count(value);
+            let core = TransferLimits {
+                max_bytes: count("max_bytes", max_bytes)?,
+                max_groups: count("max_groups", max_groups)?,
+                max_runs: count("max_runs", max_runs)?,
+                max_blocks: count("max_blocks", max_blocks)?,
+                max_tokens: count("max_tokens", max_tokens)?,
+                max_block_size: count("max_block_size", max_block_size)?,
+            };
+            Ok(Self { core })
+        }
 
-    /// The same, for `copy.replace`.
-    #[pyo3(signature = (**changes: "object"))]
-    fn __replace__<'py>(
-        slf: &Bound<'py, Self>,
-        changes: Option<&Bound<'py, PyDict>>,
-    ) -> PyResult<Bound<'py, Self>> {
-        replaced(slf, &slf.get().fields().map(|(name, _)| name), changes)
-    }
+        /// Bytes of the manifest.
+        #[getter]
+        fn max_bytes(&self) -> usize {
+            self.core.max_bytes
+        }
 
-    fn __repr__(&self) -> String {
-        let fields = self.fields().map(|(name, value)| format!("{name}={value}"));
-        format!("TransferLimits({})", fields.join(", "))
-    }
+        /// Groups of blocks.
+        #[getter]
+        fn max_groups(&self) -> usize {
+            self.core.max_groups
+        }
 
-    fn __getnewargs_ex__<'py>(slf: &Bound<'py, Self>) -> PyResult<NewArguments<'py>> {
-        new_arguments(slf, &slf.get().fields().map(|(name, _)| name))
+        /// Runs of blocks.
+        #[getter]
+        fn max_runs(&self) -> usize {
+            self.core.max_runs
+        }
+
+        /// Block ids.
+        #[getter]
+        fn max_blocks(&self) -> usize {
+            self.core.max_blocks
+        }
+
+        /// Position after the last token that a run may reach.
+        #[getter]
+        fn max_tokens(&self) -> usize {
+            self.core.max_tokens
+        }
+
+        /// Tokens per block.
+        #[getter]
+        fn max_block_size(&self) -> usize {
+            self.core.max_block_size
+        }
+
+        fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+            shown(slf)
+        }
+
+        fn __getnewargs_ex__<'py>(slf: &Bound<'py, Self>) -> PyResult<NewArguments<'py>> {
+            new_arguments(slf)
+        }
     }
 }
 
-impl PyTransferLimits {
-    fn fields(&self) -> [(&'static str, usize); 6] {
-        [
-            ("max_bytes", self.core.max_bytes),
-            ("max_groups", self.core.max_groups),
-            ("max_runs", self.core.max_runs),
-            ("max_blocks", self.core.max_blocks),
-            ("max_tokens", self.core.max_tokens),
-            ("max_block_size", self.core.max_block_size),
-        ]
-    }
+impl Value for PyTransferLimits {
+    const FIELDS: &[&str] = &[
+        "max_bytes",
+        "max_groups",
+        "max_runs",
+        "max_blocks",
+        "max_tokens",
+        "max_block_size",
+    ];
 }
 
-/// Consecutive blocks of one label, as a manifest names them. `TransferManifest.runs` lists
-/// them.
+/// Consecutive blocks of one label in a manifest: an entry of `TransferManifest.runs`.
 ///
 /// Example:
-///     >>> import kvtrie
-///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
 ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
-///     ...     seq, [8, 3, 5, 6], key=b"k" * 32, num_computed=5, block_size=2, num_lookahead=2)
+///     ...     seq, [8, 3, 6], key=b"k" * 32, num_computed=3, block_size=2, num_lookahead=2)
 ///     >>> for run in manifest.runs:
 ///     ...     print(run.start, run.num_tokens, run.blocks, run.is_lookahead)
-///     0 5 [8 3 5] False
-///     6 2 [6] True
+///     0 3 [8 3] False
+///     4 2 [6] True
 #[pyclass(frozen, eq, hash, module = "kvtrie", name = "BlockRun")]
 #[derive(PartialEq, Eq, Hash)]
 pub(crate) struct PyBlockRun {
     /// The group that the blocks belong to.
     #[pyo3(get)]
     group: u32,
-    /// Tokens of a block.
+    /// Tokens per block.
     #[pyo3(get)]
     block_size: usize,
     /// Position of the first token, a multiple of `block_size`.
@@ -201,10 +166,10 @@ pub(crate) struct PyBlockRun {
     /// 0 exact, 1 approximate, 2 look-ahead: nothing to load.
     #[pyo3(get)]
     class_: u8,
-    /// How often the KV was placed elsewhere.
+    /// Hops of the KV.
     #[pyo3(get)]
     hops: u16,
-    /// Whether the blocks hold nothing but what was issued ahead of the final tokens.
+    /// Whether the blocks hold only positions issued ahead of the final tokens.
     #[pyo3(get)]
     is_lookahead: bool,
     blocks: Vec<BlockId>,
@@ -232,25 +197,17 @@ impl PyBlockRun {
     }
 }
 
-/// What a sender offers of one request: runs of blocks with where they stand, what they hold,
-/// and how exact that is.
+/// What a sender offers of one request: runs of blocks with their positions, token digests and
+/// labels.
 ///
-/// A manifest is made with `from_ledger` or `from_blocks`, or read with `from_bytes`. It
-/// travels with the KV, never instead of it: which bytes of a block are whose (layers, heads,
-/// ranks) is the engines' business. What it says of its blocks is believed by `plan_transfer`
-/// alone, which checks it with the key.
+/// It travels with the KV. The engines agree on which bytes of a block belong to which layer, head
+/// and rank. `plan_transfer` checks it with the key.
 ///
 /// Example:
-///     >>> import kvtrie
-///     >>> space = kvtrie.Namespace(model="m", salt="tenant-a")
-///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
-///     >>> manifest = kvtrie.TransferManifest.from_blocks(
-///     ...     seq, [8, 3, 5], key=b"k" * 32, num_computed=4, block_size=2)
-///     >>> raw = manifest.to_bytes()
-///     >>> kvtrie.TransferManifest.from_bytes(raw) == manifest
-///     True
-///     >>> manifest
-///     <TransferManifest of 4 tokens of 'm' in 1 run>
+///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt="tenant-a"))
+///     >>> kvtrie.TransferManifest.from_blocks(
+///     ...     seq, [8, 3], key=b"k" * 32, num_computed=2, block_size=2)
+///     <TransferManifest of 2 tokens of 'm' in 1 run>
 #[pyclass(frozen, eq, hash, module = "kvtrie", name = "TransferManifest")]
 #[derive(PartialEq, Eq)]
 pub(crate) struct PyTransferManifest {
@@ -275,39 +232,31 @@ impl PyTransferManifest {
     ///
     /// Args:
     ///     seq: The request's tokens.
-    ///     blocks: Its block table from position 0: ids, or for engines with several groups of
-    ///         layers a dict from a group's number to its ids. Ids after the last position named
-    ///         below are not looked at.
+    ///     blocks: Its block table from position 0: ids, or a dict from group number to ids if groups
+    ///         of layers have their own tables. Ids after the last position named below are ignored.
     ///     key: The deployment's key, 16 to 64 bytes.
-    ///     num_computed: How many tokens of `seq` have KV: all below it. The token sampled last has
-    ///         none, nor have drafts.
-    ///     block_size: Tokens of a block, or a dict from a group's number to them.
-    ///     source: Where the KV came from: `kvtrie.COMPUTED`, which None is, or a
-    ///         `kvtrie.Imported`.
+    ///     num_computed: Tokens of `seq`, from 0, that have KV. The token sampled last and drafts have
+    ///         none.
+    ///     block_size: Tokens per block, or a dict from group number to them.
+    ///     source: Where the KV came from: `kvtrie.COMPUTED`, which None is, or a `kvtrie.Imported`.
     ///     num_lookahead: Positions issued after `num_computed`. Blocks that hold nothing else are
-    ///         named as look-ahead.
-    ///     context: What the manifest is about, in the deployment's own words, up to 1,024 bytes: such as
-    ///         engine, request and a count of its transfers. The reader says the same, or is refused.
-    ///         Without it, runs of another engine or of a request that has ended pass for true.
-    ///
-    /// Returns:
-    ///     A manifest whose last block may hold fewer tokens than its block size.
+    ///         look-ahead.
+    ///     context: What the manifest is about, up to 1,024 bytes, such as engine, request and a count
+    ///         of its transfers. A reader with another context is refused. Without one, runs of another
+    ///         engine or of an ended request verify.
     ///
     /// Raises:
-    ///     TypeError: An argument has the wrong type.
-    ///     ValueError: `num_computed` is beyond the sequence, there are too few blocks (both
-    ///         numbers are named), a block comes twice, groups of blocks and of block sizes differ,
-    ///         or the key has another length.
+    ///     ValueError: `num_computed` is beyond the sequence, there are too few blocks (both numbers
+    ///         are named), a block comes twice, groups of blocks and of block sizes differ, or the key
+    ///         has another length.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> source = kvtrie.Imported(exact_until=2, hops=1)
     ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
-    ///     ...     seq, [8, 3, 5], key=b"k" * 32, num_computed=5, block_size=2, source=source)
+    ///     ...     seq, [8, 3], key=b"k" * 32, num_computed=3, block_size=2, source=source)
     ///     >>> [(run.start, run.num_tokens, run.class_, run.hops) for run in manifest.runs]
-    ///     [(0, 2, 0, 0), (2, 3, 1, 1)]
+    ///     [(0, 2, 0, 0), (2, 1, 1, 1)]
     #[staticmethod]
     #[pyo3(signature = (
         seq: "TokenSequence", blocks: "_Integers | Mapping[int, _Integers]", *, key: "bytes", num_computed: "SupportsIndex",
@@ -360,35 +309,28 @@ impl PyTransferManifest {
         Ok(Self { core })
     }
 
-    /// The manifest of a live request: what of it is final and computed, with its labels, and its
+    /// The manifest of a live request: its final and computed tokens with their labels, and its
     /// look-ahead blocks.
     ///
-    /// Blocks after a missing range are offered too. Of a range that ends inside a block, the
-    /// tokens of that block are offered only if nothing computed comes after.
-    ///
-    /// The ledger believes the engine's claims, which may count steps under way: a reader that is
-    /// not on the engine's stream waits until the last claimed step has run.
+    /// Blocks after a missing range are offered too. If a range ends inside a block, the tokens of that
+    /// block are offered only if nothing computed comes after. See `SequenceLedger.confirm` for claims
+    /// that include steps under way.
     ///
     /// Args:
     ///     ledger: The ledger of the engine.
     ///     request: A live request of it.
     ///     key: The deployment's key, 16 to 64 bytes.
-    ///     group: The number of the group of layers that the ledger's blocks belong to.
+    ///     group: The group number of the ledger's blocks.
     ///     context: As for `from_blocks`.
-    ///
-    /// Returns:
-    ///     A manifest of what the ledger knows at this moment.
     ///
     /// Raises:
     ///     StaleHandleError: The request is not live, or its plan was released.
-    ///     TypeError: An argument has the wrong type.
     ///     ValueError: `group` is negative, or the key has another length.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
     ///     >>> ledger = kvtrie.SequenceLedger(block_size=2)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+    ///     >>> seq = kvtrie.TokenSequence(range(1, 6), space)
     ///     >>> ledger.begin("a", seq, [8, 3, 5, 6], num_computed=3)
     ///     >>> ledger.schedule("a", 4)
     ///     >>> manifest = kvtrie.TransferManifest.from_ledger(ledger, "a", key=b"k" * 32)
@@ -428,7 +370,7 @@ impl PyTransferManifest {
         Ok(Self { core })
     }
 
-    /// Read a manifest. It is checked to be one, not to be true: `plan_transfer` does that.
+    /// Read a manifest. Its form is checked here, its truth by `plan_transfer`.
     ///
     /// Args:
     ///     raw: Bytes, from anybody.
@@ -440,10 +382,9 @@ impl PyTransferManifest {
     ///
     /// Raises:
     ///     TransferRefused: With the reason `"malformed"`, `"version"` or `"limits"`.
-    ///     TypeError: `raw` is no buffer of bytes.
+    ///     TypeError: `raw` is not a buffer of bytes.
     ///
     /// Example:
-    ///     >>> import kvtrie
     ///     >>> try:
     ///     ...     kvtrie.TransferManifest.from_bytes(b"\x93nonsense")
     ///     ... except kvtrie.TransferRefused as refused:
@@ -485,16 +426,12 @@ impl PyTransferManifest {
         Ok(Self { core })
     }
 
-    /// The manifest as bytes: MessagePack, version 1. Equal manifests have equal bytes.
+    /// The manifest for `from_bytes`: MessagePack, version 1. Equal manifests have equal bytes.
     ///
-    /// Returns:
-    ///     Bytes for `from_bytes`. They hold block ids, positions and digests, no token ids and no
-    ///     salt.
+    /// The bytes contain block ids, positions and digests, no token ids and no salt.
     ///
     /// Example:
-    ///     >>> import kvtrie
-    ///     >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], space)
+    ///     >>> seq = kvtrie.TokenSequence([1, 2, 3], kvtrie.Namespace(model="m", salt=kvtrie.SHARED))
     ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
     ///     ...     seq, [8, 3], key=b"k" * 32, num_computed=3, block_size=2)
     ///     >>> kvtrie.TransferManifest.from_bytes(manifest.to_bytes()) == manifest
@@ -519,13 +456,13 @@ impl PyTransferManifest {
         runs.collect()
     }
 
-    /// The block size of each group, by the group's number, ascending.
+    /// The block size of each group, by group number, ascending.
     #[getter]
     fn block_sizes(&self) -> std::collections::BTreeMap<u32, usize> {
         self.core.groups().collect()
     }
 
-    /// One past the last position that a run has KV of.
+    /// The highest end of a run with KV.
     #[getter]
     fn num_tokens(&self) -> usize {
         self.core.num_tokens()
@@ -543,7 +480,7 @@ impl PyTransferManifest {
         self.core.kv_dtype()
     }
 
-    /// How positions turn K.
+    /// How positions rotate K.
     #[getter]
     fn rope(&self) -> &str {
         self.core.rope()
@@ -555,7 +492,7 @@ impl PyTransferManifest {
         self.core.adapter()
     }
 
-    /// Whether the KV is shared with everybody. Of a tenant's salt a manifest holds a digest alone.
+    /// Whether the KV is shared with everybody. A manifest has no salt of a tenant, only its digest.
     #[getter]
     fn is_shared(&self) -> bool {
         self.core.is_shared()
@@ -591,7 +528,6 @@ impl PyTransferManifest {
     }
 }
 
-/// The labels of the first `num_computed` tokens.
 fn labels(
     source: Option<&Bound<'_, PyAny>>,
     num_computed: usize,
@@ -626,7 +562,6 @@ fn labels(
         .collect())
 }
 
-/// The end of the issued positions, for counts that the sequence and the format have room for.
 fn check_counts(
     seq: &TokenSequence,
     num_computed: usize,
@@ -651,8 +586,7 @@ fn check_counts(
     Err(Error::new(ErrorKind::InvalidArgument, message))
 }
 
-/// The key of a deployment.
-/// The key of a call, bound to what the caller says that a manifest is about.
+/// The key of a call, bound to the context of a manifest.
 pub(crate) fn transfer_key(
     key: &Bound<'_, PyBytes>,
     context: Option<&Bound<'_, PyBytes>>,

@@ -16,21 +16,17 @@ use crate::sequence::{PyTokenSequence, SEQUENCE};
 use crate::source::{PyImported, computed};
 use crate::transfer::{PyTransferManifest, block_sizes, groups_of, hashing, tables, transfer_key};
 
-/// What to load of a manifest, and what to compute. `plan_transfer` makes it; it holds no
+/// What to load of a manifest, and what to compute: the result of `plan_transfer`. It holds no
 /// blocks and needs no release.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space, key = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), b"k" * 32
-///     >>> theirs = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+///     >>> theirs = kvtrie.TokenSequence(range(1, 6), space)
 ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
 ///     ...     theirs, [8, 3, 5], key=key, num_computed=5, block_size=2)
-///     >>> mine = kvtrie.TokenSequence([1, 2, 3, 4, 9], space)
-///     >>> move = kvtrie.plan_transfer(manifest, mine, [6, 7, 1], key=key)
-///     >>> move.pairs[["remote", "local", "start", "end"]].tolist()
-///     [(8, 6, 0, 2), (3, 7, 2, 4)]
-///     >>> move.compute
-///     array([[4, 5]])
+///     >>> mine = kvtrie.TokenSequence([1, 2, 9], space)
+///     >>> kvtrie.plan_transfer(manifest, mine, [6, 7], key=key)
+///     <TransferPlan of 3 tokens: 2 exact and 0 approximate to load, 0 cached, 1 to compute>
 #[pyclass(frozen, eq, module = "kvtrie", name = "TransferPlan")]
 #[derive(PartialEq, Eq)]
 pub(crate) struct PyTransferPlan {
@@ -42,8 +38,8 @@ impl PyTransferPlan {
     /// What to load, a structured array by group and position: `group`, `remote` and `local` (block
     /// ids, int32; `local` is -1 if the plan was made without `local_blocks`), `start` and `end`
     /// (positions in the local sequence, int64), `delta` (position here minus position there, int64:
-    /// by how many positions K is rotated), `class` (0 exact, 1 approximate, uint8), `hops` (as the
-    /// KV will have them, uint16). Each pair is inside one remote and one local block, number
+    /// by how many positions K is rotated), `class` (0 exact, 1 approximate, uint8), `hops` (of the KV
+    /// once loaded, uint16). Each pair is inside one remote and one local block, number
     /// `start // block_size` of the local table; the first of its tokens is at
     /// `(start - delta) % remote_block_size` in the remote one.
     #[getter]
@@ -58,20 +54,19 @@ impl PyTransferPlan {
         output::ranges(py, self.core.compute())
     }
 
-    /// The same as `compute`, by the name that `SequenceLedger.begin` has for it.
+    /// `compute`, under the name that `SequenceLedger.begin` has for it.
     #[getter]
     fn missing<'py>(&self, py: Python<'py>) -> PyResult<Counts<'py>> {
         self.compute(py)
     }
 
-    /// Position of the first token that is loaded and approximate, or the length of the sequence if
-    /// none is.
+    /// Position of the first token that is loaded and approximate, or the length of the sequence.
     #[getter]
     fn exact_until(&self) -> usize {
         self.core.first_approximate().unwrap_or(self.core.len())
     }
 
-    /// The most hops of what is loaded, 0 if all of it is exact.
+    /// The most hops of loaded KV, 0 if all of it is exact.
     #[getter]
     fn hops(&self) -> u16 {
         self.core.hops()
@@ -89,9 +84,9 @@ impl PyTransferPlan {
         self.core.num_approximate()
     }
 
-    /// What to say to `insert` and `begin` of the sequence once this was loaded:
-    /// `Imported(exact_until, hops)`, or `COMPUTED` if all that is loaded is exact, so that what is
-    /// decoded after it counts as exact too. Both take what was cached for exact.
+    /// The source for `insert` and `begin` after loading: `Imported(exact_until, hops)`, or `COMPUTED`
+    /// if all loaded KV is exact, so that tokens decoded after it count as exact too. Both assume that
+    /// `cached` is exact.
     #[getter]
     fn source<'py>(&self, py: Python<'py>) -> PyResult<SourceValue<'py>> {
         match self.core.first_approximate() {
@@ -120,64 +115,50 @@ impl PyTransferPlan {
     }
 }
 
-/// Plan which blocks of a sender to load for a sequence, and what to compute.
+/// Plan which blocks of a sender to load for a sequence, and what to compute. Nothing is pinned.
 ///
-/// Loaded is a token if a digest says that it is the one that the local sequence has there; no
-/// length and no order of the sender's is believed. A token is exact if its run is, and all
-/// tokens before it are those of the local sequence; such KV stays where it is, `delta` is 0.
-/// Under an approximate policy, KV that the sender calls approximate is used in place, and
-/// whole blocks (and the last one) whose tokens stand elsewhere in the local sequence are
-/// moved: runs of at least `policy.min_run` (16) tokens with one delta, at one hop more than
-/// they have. What is covered by neither is computed.
+/// A token is loaded only if a digest proves that the local sequence has it there. It is exact if
+/// its run is and all tokens before it are those of the local sequence; such KV stays in place,
+/// `delta` is 0. An approximate policy also allows, in place, KV that the sender calls approximate,
+/// and moved runs: whole blocks (and the last one) whose tokens are elsewhere in the local
+/// sequence, at least `policy.min_run` (16) tokens with one delta, at one hop more.
 ///
-/// Tokens after a divergence inside a block are not loaded: digests are of blocks. With
-/// several groups each is planned on its own, and loaded are the tokens that all of them have;
-/// a pair has the label of its own group, `exact_until` and `hops` are those of the worst.
-/// Which heads of a block go to which rank is the engine's business, and so is moving the
-/// bytes.
+/// Digests are per block: if a block differs, none of its tokens is loaded. Each group is planned
+/// separately, and a token is loaded if all groups have it; a pair has the label of its own group,
+/// `exact_until` and `hops` are the worst of all groups.
 ///
-/// The plan is made of the tokens that `local_seq` has at the call; nobody waits for it who
-/// uses the sequence meanwhile. A search for moved blocks hashes one block for each token that
-/// nothing else covers: its time grows with the sender's block size.
+/// The plan uses a copy of `local_seq`, so other threads may use the sequence meanwhile. A search
+/// for moved runs hashes one block per token that nothing else covers: its time grows with the
+/// sender's block size.
 ///
 /// Args:
 ///     manifest: What the sender offers.
 ///     local_seq: The prompt here.
-///     local_blocks: Its block table from position 0: ids (group 0), or a dict from a group's
-///         number to its ids. It must have blocks for the whole sequence; more are fine and not
-///         looked at. None: no block is allocated yet, and the pairs name none.
-///     cached: Half-open range of positions whose KV is present here already, and exact. It is
-///         not loaded.
+///     local_blocks: Its block table from position 0: ids (group 0), or a dict from group number to
+///         ids. It must cover the sequence; further ids are ignored. None: no block is allocated yet,
+///         and the pairs name none.
+///     cached: Half-open range of positions whose KV is present here and exact. It is not loaded.
 ///     key: The deployment's key, 16 to 64 bytes.
-///     policy: What may be loaded; None is `kvtrie.EXACT_ONLY`. `forbid_kinds`: a manifest says
-///         nothing of kinds, so if any is forbidden nothing approximate is loaded.
-///         `max_approximate_share` is one of the local sequence; beyond it nothing approximate
-///         is loaded. `partial_blocks` means nothing here.
-///     block_size: Tokens of a local block, or a dict by group; None takes the sender's.
+///     policy: What may be loaded; None is `kvtrie.EXACT_ONLY`. A manifest has no kinds: with any
+///         `forbid_kinds`, or beyond `max_approximate_share` of the local sequence, nothing
+///         approximate is loaded. `partial_blocks` has no effect.
+///     block_size: Tokens per local block, or a dict by group; None takes the sender's.
 ///     keep_last: Tokens at the end that are computed in any case, cached or not.
-///     context: What the sender said that the manifest is about; see `TransferManifest.from_blocks`.
-///
-/// Returns:
-///     The plan. Nothing was changed anywhere, and nothing is pinned.
+///     context: As the sender gave it to `TransferManifest.from_blocks`.
 ///
 /// Raises:
-///     TransferRefused: With the reason `"digest"` (a run was written with another key, or
-///         changed, or for another context), `"namespace"` (the message names the field), or `"groups"` (the sender has
+///     TransferRefused: With the reason `"digest"` (a run was changed, or written with another key
+///         or context), `"namespace"` (the message names the field), or `"groups"` (the sender has
 ///         other groups).
-///     TypeError: An argument has the wrong type.
 ///     ValueError: There are too few local blocks (both numbers are named), one comes twice,
 ///         `cached` is not a range inside the sequence, or the key has another length.
 ///
 /// Example:
-///     >>> import kvtrie
 ///     >>> space, key = kvtrie.Namespace(model="m", salt=kvtrie.SHARED), b"k" * 32
 ///     >>> theirs = kvtrie.TokenSequence(list(range(64)), space)
 ///     >>> manifest = kvtrie.TransferManifest.from_blocks(
 ///     ...     theirs, [8, 3, 5, 9], key=key, num_computed=64, block_size=16)
 ///     >>> mine = kvtrie.TokenSequence([*range(16), *range(32, 64)], space)
-///     >>> move = kvtrie.plan_transfer(manifest, mine, [1, 2, 4], key=key)
-///     >>> move.pairs["remote"].tolist(), move.compute.tolist(), move.source
-///     ([8], [[16, 48]], COMPUTED)
 ///     >>> policy = kvtrie.ReusePolicy(approximate=True)
 ///     >>> move = kvtrie.plan_transfer(manifest, mine, [1, 2, 4], key=key, policy=policy)
 ///     >>> move.pairs[["remote", "local", "start", "delta", "class"]].tolist()
@@ -271,7 +252,6 @@ pub(crate) fn plan_transfer(
     Ok(PyTransferPlan { core })
 }
 
-/// A half-open range of positions.
 fn range(value: &Bound<'_, PyAny>, arg: Arg) -> PyResult<(usize, usize)> {
     let all = pyo3::types::PyList::new(value.py(), [value])?;
     match ranges(&all, arg)?.first() {

@@ -37,7 +37,7 @@ impl Refusal {
     }
 }
 
-/// Why a manifest cannot be read or planned with. The message names the call, the value and the limit.
+/// Why a manifest cannot be read or planned with.
 ///
 /// # Examples
 /// ```
@@ -47,7 +47,7 @@ impl Refusal {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TransferError {
-    /// The manifest is not readable, or not meant for this receiver.
+    /// The manifest is refused. The message names the call, the value and the limit.
     Refused(Refusal, String),
     /// The receiver's own arguments are wrong.
     Argument(Error),

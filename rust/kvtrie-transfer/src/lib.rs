@@ -1,10 +1,7 @@
-//! What KV of a live request is computed, and what another engine may load of it.
+//! What KV of a live request is computed, and what another engine may load of it. No Python, I/O, unsafe or KV bytes.
 //!
-//! Two parts, both pure Rust, without Python, I/O, unsafe code of their own or access to KV bytes:
-//!
-//! - A [`SequenceLedger`] records what is *computed* for every live request, and is the only owner of its lengths. It
-//!   takes final ids and the engine's claims, returns the range that is final and computed, and commits exactly that
-//!   range to a [`RadixIndex`](kvtrie_core::RadixIndex).
+//! - A [`SequenceLedger`] takes final ids and the engine's claims, returns the range that is final and computed, and
+//!   commits exactly that range to a [`RadixIndex`](kvtrie_core::RadixIndex).
 //! - A [`TransferManifest`] names the blocks of one request with digests of their tokens. A [`TransferPlan`] says which
 //!   of them a receiver loads, where, and what it computes.
 //!

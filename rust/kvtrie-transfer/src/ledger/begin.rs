@@ -23,13 +23,12 @@ pub struct Begin<'a> {
     /// The ranges of the sequence without KV, ascending and disjoint. `None`: what the plan leaves to compute, or
     /// without a plan all from `num_computed` on.
     pub missing: Option<&'a [(usize, usize)]>,
-    /// Only for a source that is not a plan: a plan whose blocks in place are the first of the table. They belong to
-    /// the index and count as committed; the source describes the KV after them.
+    /// Only for a source that is not a plan: a plan whose blocks in place are the first of the table. They count as
+    /// committed; the source describes the KV after them.
     pub in_place: Option<Arc<ReusePlan>>,
 }
 
 impl Default for Begin<'_> {
-    /// Nothing has KV; all of it will be computed.
     fn default() -> Self {
         Self {
             source: LedgerSource::Computed,
@@ -52,23 +51,22 @@ impl Begin<'_> {
 }
 
 impl SequenceLedger {
-    /// Starts a request. Until [`finish`](Self::finish) or [`forget`](Self::forget), only the ledger changes its
-    /// sequence.
+    /// Starts a request. Until it ends, only the ledger changes its sequence.
     ///
     /// With a plan as source, its gaps and all tokens after the planned ones are missing, and its blocks in place count
     /// as committed.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): another request has the sequence; more tokens are
-    ///   present than the sequence has, or than the blocks can hold; ranges that do not ascend, or that start in the
-    ///   blocks in place; a plan of another block size, of other tokens, that pins nothing, or whose blocks in place
-    ///   are not the first of the table; a plan as source together with other fields of [`Begin`], or
-    ///   `num_computed` together with `missing`; an id that no pool can have, or hops above the limit.
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): another request has the sequence; more tokens
+    ///   are present than the sequence has, or than the blocks can hold; ranges that do not ascend, or that start in
+    ///   the blocks in place; a plan of another block size, of other tokens, that pins nothing, or whose blocks in
+    ///   place are not the first of the table; a plan as source together with other fields of [`Begin`], or
+    ///   `num_computed` with `missing`; an id that no pool can have, or hops above the limit.
     /// - [`BlockInUse`](kvtrie_core::ErrorKind::BlockInUse): an id is given twice.
     ///
     /// # Complexity
-    /// O(blocks · log blocks + missing ranges), plus a comparison of the plan's tokens if the sequence is not the one
-    /// that was planned.
+    /// O(blocks · log blocks + missing ranges), plus a comparison with the plan's tokens if the sequence is another
+    /// one.
     pub fn begin(
         &mut self,
         seq: &mut TokenSequence,
@@ -200,7 +198,6 @@ impl SequenceLedger {
     }
 }
 
-/// Tokens of the prompt that was planned.
 fn num_planned(plan: &ReusePlan) -> usize {
     plan.segments().last().map_or(0, |segment| segment.end)
 }

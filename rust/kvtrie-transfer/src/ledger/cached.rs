@@ -39,12 +39,10 @@ impl CachedRanges {
         }
     }
 
-    /// One past the last token.
     pub(super) fn end(&self) -> usize {
         self.0.last().map_or(0, |range| range.1)
     }
 
-    /// The end of the range that contains the position, or the position.
     pub(super) fn leave(&self, at: usize) -> usize {
         if self.0.is_empty() {
             return at;
@@ -73,7 +71,6 @@ impl CachedRanges {
         at.saturating_add(left)
     }
 
-    /// The ranges between two positions that are not cached.
     pub(super) fn gaps(&self, from: usize, to: usize) -> Vec<(usize, usize)> {
         let (mut found, mut at) = (Vec::new(), from);
         for &(start, end) in &self.0 {
@@ -88,7 +85,6 @@ impl CachedRanges {
         found
     }
 
-    /// The parts at or after a position.
     pub(super) fn from(&self, from: usize) -> impl Iterator<Item = (usize, usize)> {
         let first = self.0.partition_point(|range| range.1 <= from);
         self.0[first..]
@@ -96,7 +92,6 @@ impl CachedRanges {
             .map(move |&(start, end)| (start.max(from), end))
     }
 
-    /// Removes the parts at or after a position.
     pub(super) fn cut(&mut self, to: usize) {
         let keep = self.0.partition_point(|range| range.0 < to);
         self.0.truncate(keep);
@@ -105,7 +100,6 @@ impl CachedRanges {
         }
     }
 
-    /// Removes ranges that are wholly below a position, to which no call returns.
     pub(super) fn forget_below(&mut self, at: usize) {
         if self.0.first().is_some_and(|range| range.1 <= at) {
             let past = self.0.partition_point(|range| range.1 <= at);
@@ -114,7 +108,6 @@ impl CachedRanges {
     }
 }
 
-/// Refuses ranges that are reversed, do not ascend, overlap, or end after `len` tokens.
 pub(super) fn check_ranges(ranges: &[(usize, usize)], len: usize, call: &str) -> Result<()> {
     let mut last = 0;
     for &(start, end) in ranges {

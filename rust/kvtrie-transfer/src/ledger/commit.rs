@@ -22,7 +22,7 @@ pub struct Forgotten {
 }
 
 impl SequenceLedger {
-    /// Inserts exactly the whole blocks of `committed..verified`. The table then has the ids that the index returned;
+    /// Inserts exactly the whole blocks of `committed..V`. The table then has the ids that the index returned;
     /// `duplicates` and `freed` belong to the caller. Blocks that were not taken stay in the table, so `surplus` is
     /// empty.
     ///
@@ -31,8 +31,8 @@ impl SequenceLedger {
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live, or its plan was released.
-    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): another sequence, an index of another block size, and
-    ///   what [`RadixIndex::insert`] refuses.
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): another sequence, an index of another block
+    ///   size, and what [`RadixIndex::insert`] refuses.
     /// - [`BlockInUse`](kvtrie_core::ErrorKind::BlockInUse): as for [`RadixIndex::insert`].
     ///
     /// # Complexity
@@ -73,15 +73,15 @@ impl SequenceLedger {
         Ok(done)
     }
 
-    /// Ends a request: commits a last time, returns the rest of the table in `surplus`, releases its plans, and returns
-    /// the sequence to its owner. If the insert is refused, the request stays as it is. If its plan was released
-    /// before, nothing is inserted, and `surplus` has all blocks that were not committed.
+    /// Commits a last time and ends the request: releases its plans, returns the sequence to its owner and the rest of
+    /// the table in `surplus`. If the insert is refused, the request stays. If its plan was released before, nothing is
+    /// inserted, and `surplus` has all blocks that were not committed.
     ///
     /// # Errors
     /// As [`commit`](Self::commit).
     ///
     /// # Complexity
-    /// That of the insert and the release.
+    /// Insert and release.
     pub fn finish(
         &mut self,
         id: RequestId,
@@ -151,11 +151,9 @@ impl Request {
         index.insert(seq, &self.blocks[offered], options)
     }
 
-    /// Refuses an index of another block size, and one that did not make the request's plans.
     fn check_index(&self, index: &RadixIndex, block_size: usize, call: &str) -> Result<()> {
         check_block_size(index, block_size, call)?;
         for plan in self.plans() {
-            // A plan that was released is refused by the insert.
             if !plan.is_of(index) {
                 return Err(invalid(format!(
                     "{call}: the plan belongs to another index"
@@ -165,7 +163,6 @@ impl Request {
         Ok(())
     }
 
-    /// All plans that pin blocks for this request.
     fn plans(&self) -> impl Iterator<Item = &Arc<ReusePlan>> {
         let own = match &self.source {
             LedgerSource::Plan(plan) => Some(plan),
@@ -174,8 +171,8 @@ impl Request {
         own.into_iter().chain(&self.in_place).chain(&self.pins)
     }
 
-    /// Pins the committed blocks. Earlier pins are released, unless an exact block has replaced an approximate one that
-    /// the request still uses. The index has already taken the blocks, so nothing here may fail.
+    /// Pins the committed blocks. Earlier pins stay if an exact block has replaced an approximate one that the request
+    /// still uses. The index has taken the blocks already, so nothing here may fail.
     fn hold(&mut self, num_exact: usize, seq: &mut TokenSequence, index: &mut RadixIndex) {
         let plan = Arc::new(index.pin_in_place(seq, num_exact < self.committed));
         let num_committed = self.committed / plan.block_size();
@@ -198,7 +195,6 @@ impl Request {
         }
     }
 
-    /// Spans with tokens below `end` that the index does not have yet.
     fn spans_to_give(&self, end: usize) -> Vec<Span> {
         self.spans
             .iter()
@@ -208,7 +204,6 @@ impl Request {
             .collect()
     }
 
-    /// The index has the tags of all tokens below `end`.
     fn gave(&mut self, end: usize) {
         for tagged in &mut self.spans {
             tagged.given_until = tagged.given_until.max(end);

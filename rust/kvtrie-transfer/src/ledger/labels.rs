@@ -28,7 +28,7 @@ impl LedgerSource {
         }
     }
 
-    /// A block that ends after this position is approximate.
+    /// A block that ends after this is approximate.
     fn exact_until(&self) -> usize {
         match self {
             Self::Computed => usize::MAX,
@@ -87,7 +87,6 @@ impl RequestLabels {
         let (mut by_source, mut end) = (source.exact_until(), 0);
         if let Some(plan) = in_place {
             end = plan.blocks().len() * block_size;
-            // The blocks in place have the labels of the index, whatever the source says.
             let first = plan.first_approximate().filter(|&first| first < end);
             by_source = first.unwrap_or(by_source.max(end));
         }
@@ -99,7 +98,6 @@ impl RequestLabels {
         }
     }
 
-    /// The end of the exact whole blocks below `end`.
     pub(super) fn exact_below(&self, end: usize) -> usize {
         let exact = self.by_source.min(self.by_index).min(end);
         exact - exact % self.block_size
@@ -112,7 +110,6 @@ impl RequestLabels {
         }
     }
 
-    /// The labels of the tokens `start..end`, in as few runs as possible.
     pub(super) fn runs(
         &self,
         source: &LedgerSource,
@@ -139,7 +136,6 @@ impl RequestLabels {
                 label if label == EXACT => (label, self.exact_below(usize::MAX)),
                 label if at < self.in_place => (label, (block + 1) * size),
                 label => match source {
-                    // These sources give one label to the blocks below `by_source` and one to those after it.
                     LedgerSource::Imported(_) | LedgerSource::Computed => {
                         let until = self.by_source / size * size;
                         (label, if at < until { until } else { end })
@@ -154,7 +150,6 @@ impl RequestLabels {
         runs
     }
 
-    /// The class and the hops of a block.
     fn label(
         &self,
         source: &LedgerSource,

@@ -1,53 +1,39 @@
 //! The ledger: which KV is *computed* for each live request.
 //!
-//! A serving engine has many counters that almost say this: tokens scheduled, computed or sampled, blocks allocated.
-//! They run ahead of each other. Code that saves, shares or sends KV by the wrong one hands out KV that was never
-//! computed, or that belongs to a token taken back. The ledger therefore owns this length. It takes ids, never counts
-//! of ids, and returns the range that is final *and* computed.
+//! An engine's counters run ahead of each other: KV that is saved by the wrong one was never computed, or belongs to a
+//! token taken back. The ledger takes ids, never counts of ids, and returns the range that is final *and* computed.
 //!
 //! # The positions of a request
 //!
 //! ```text
 //!  0        committed       V            F          C            S      capacity
 //!  |-----------|------------|------------|----------|------------|----------|
-//!   the index's  to commit    not safe     ids not    issued, not   blocks,
-//!                             to save      known yet  computed      empty
 //! ```
 //!
 //! - *F*, final ids: the length of the request's [`TokenSequence`]. Only the ledger changes it.
 //! - *C*, computed: the engine's last claim. KV of everything below is written, or ordered before every reader. *C* may
 //!   run ahead of *F* (asynchronous scheduling) and may fall back to *V* (rejected drafts).
-//! - *S*, issued: what the engine has scheduled. `C <= S <= blocks · block_size`, always.
-//! - *Drafts*: the last issued positions may hold unverified tokens. They are verified once ids have arrived after the
-//!   first draft and a claim follows, from which the engine has subtracted the refused drafts. Later drafts still under
-//!   way then start right after the arrived ids.
+//! - *S*, issued: what the engine has scheduled. `C <= S <= blocks · block_size`.
+//! - *Drafts*: unverified tokens at the last issued positions. A claim after ids that follow the first draft verifies
+//!   them; the engine has subtracted the refused drafts. Later drafts under way start right after the ids.
 //! - *V* = min(*F*, *C*, first unverified draft): final and computed. Only [`rollback`] lowers it.
-//! - *Missing*: the part of `0..F` without KV. After a gap there may be cached segments, copied by a plan or imported.
-//!   A claim that reaches the end of the gap includes the segment.
-//! - *Committed*: whole blocks that were handed to an index. At most *V*, and never rolled back.
+//! - *Missing*: the part of `0..F` without KV. Cached segments may follow a gap; a claim that reaches the end of the gap
+//!   includes the segment.
+//! - *Committed*: whole blocks in an index. At most *V*, and never rolled back.
 //!
 //! # Guarantees
 //!
 //! - [`commit`] inserts exactly the whole blocks of `committed..V`, labelled by their source.
-//! - A call that contradicts the known positions changes nothing and fails with both numbers. [`step`] is all or
-//!   nothing for all its requests.
+//! - A call that contradicts the known positions changes nothing and fails with both numbers.
 //! - A sequence has one request at a time. It returns to its owner when the request ends or the ledger is dropped.
 //! - Committed blocks stay in the index until the request ends: its plan, or one made by the commit, pins them.
 //!
-//! The ledger allocates and frees no blocks and moves no KV. The tables of two requests may share blocks (a shared
-//! prefix).
+//! The ledger allocates and frees no blocks and moves no KV. The tables of two requests may share blocks.
 //!
 //! # Costs
 //!
 //! A call on one request is O(size of its arguments and result), except `begin` and `add_blocks`. [`step`] takes some
 //! tens of ns per request and new id. A request takes about 250 bytes, plus 4 per block and 56 per span.
-//!
-//! # Structure
-//!
-//! - `positions`: one request's numbers, and what each call does to them. `cached`: cached segments after
-//!   gaps.
-//! - `begin`, `step`, `commit`: calls. `labels`: exactness of blocks. `ids`: placeholders. `request`: one
-//!   request's state. `requests`: all of them.
 //!
 //! [`rollback`]: SequenceLedger::rollback
 //! [`commit`]: SequenceLedger::commit
@@ -91,6 +77,8 @@ pub struct RolledBack {
 
 /// Records what is computed for every live request of an engine.
 ///
+/// Every call on a request that is not live fails with [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
+///
 /// # Examples
 /// ```
 /// # use std::sync::Arc;
@@ -104,7 +92,6 @@ pub struct RolledBack {
 /// ledger.schedule(id, 3, 0)?;
 /// ledger.confirm(id, 3)?;
 /// ledger.append(id, &mut seq, &[4])?;
-/// // The last sampled token has no KV.
 /// assert_eq!((seq.len(), ledger.final_end(id)?), (4, 3));
 /// let done = ledger.finish(id, &mut seq, &mut index)?;
 /// assert_eq!((done.blocks, done.surplus), (vec![BlockId(6)], vec![BlockId(0)]));
@@ -160,12 +147,12 @@ impl SequenceLedger {
         self.requests.get(id).is_some()
     }
 
-    /// Notes that the engine issues the next `num_tokens` positions, the last `num_drafts` of them drafts. Cached
-    /// segments after a gap are skipped.
+    /// The engine issues the next `num_tokens` positions, the last `num_drafts` of them drafts. Cached segments after a
+    /// gap are skipped.
     ///
     /// # Errors
-    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
-    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): the positions exceed the table, or there are more
+    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): more positions than the table has, or more
     ///   drafts than tokens.
     pub fn schedule(&mut self, id: RequestId, num_tokens: usize, num_drafts: usize) -> Result<()> {
         const CALL: &str = "SequenceLedger::schedule";
@@ -182,9 +169,9 @@ impl SequenceLedger {
     /// Appends final ids: sampled ones, or accepted drafts. [`PLACEHOLDER`]s at the end are skipped.
     ///
     /// # Errors
-    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
-    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a value that is not a token id, an id after a
-    ///   placeholder, or another sequence.
+    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): no token id, an id after a placeholder, or
+    ///   another sequence.
     pub fn append<T: Copy + Into<i64>>(
         &mut self,
         id: RequestId,
@@ -202,12 +189,12 @@ impl SequenceLedger {
         Ok(())
     }
 
-    /// Notes that KV of all positions below `num_computed` is written, or ordered before every reader.
+    /// KV of all positions below `num_computed` is written, or ordered before every reader.
     ///
     /// # Errors
-    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
-    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): below what is final and computed, above what was
-    ///   issued, or lower than the last claim while no ids have arrived for the first drafts.
+    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): below *V*, above *S*, or lower than the last
+    ///   claim while no ids have arrived for the first drafts.
     pub fn confirm(&mut self, id: RequestId, num_computed: usize) -> Result<()> {
         const CALL: &str = "SequenceLedger::confirm";
         let block_size = self.block_size;
@@ -220,7 +207,7 @@ impl SequenceLedger {
     /// Appends blocks to the table.
     ///
     /// # Errors
-    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
+    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
     /// - [`BlockInUse`](kvtrie_core::ErrorKind::BlockInUse): an id is in the table already, or is given twice.
     /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): an id that no pool can have.
     ///
@@ -236,13 +223,11 @@ impl SequenceLedger {
         Ok(())
     }
 
-    /// Resets what is computed and issued to the positions below `to`. The ids stay. With `drop_blocks`, blocks wholly
-    /// after `to` leave the table.
+    /// Lowers *C* and *S* to `to`. The ids stay. With `drop_blocks`, blocks wholly after `to` leave the table.
     ///
     /// # Errors
-    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
-    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): `to` is below what was committed or above what was
-    ///   issued.
+    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): `to` is below what was committed or above *S*.
     pub fn rollback(&mut self, id: RequestId, to: usize, drop_blocks: bool) -> Result<RolledBack> {
         const CALL: &str = "SequenceLedger::rollback";
         let block_size = self.block_size;
@@ -271,10 +256,10 @@ impl SequenceLedger {
         Ok(RolledBack { ranges, blocks })
     }
 
-    /// Stores spans; commits give them to the index.
+    /// Stores spans for the index.
     ///
     /// # Errors
-    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
+    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
     /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a span is reversed, ends after the final ids, or has
     ///   an empty kind.
     pub fn tag(&mut self, id: RequestId, spans: &[Span]) -> Result<()> {
@@ -302,38 +287,38 @@ impl SequenceLedger {
         Ok(())
     }
 
-    /// The spans of the request, in the order in which they were tagged.
+    /// The spans of the request, in call order.
     ///
     /// # Errors
-    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
+    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
     pub fn spans(&self, id: RequestId) -> Result<Vec<Span>> {
         let request = self.request(id, "SequenceLedger::spans")?;
         let spans = request.spans.iter().map(|tagged| tagged.span.clone());
         Ok(spans.collect())
     }
 
-    /// The end of the final and computed tokens, which start at position 0.
+    /// *V*.
     ///
     /// # Errors
-    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
+    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
     pub fn final_end(&self, id: RequestId) -> Result<usize> {
         let request = self.request(id, "SequenceLedger::final_end")?;
         Ok(request.positions.verified())
     }
 
-    /// The tokens that are final and computed but not committed.
+    /// `committed..V`.
     ///
     /// # Errors
-    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
+    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
     pub fn new_range(&self, id: RequestId) -> Result<(usize, usize)> {
         let request = self.request(id, "SequenceLedger::new_range")?;
         Ok((request.committed, request.positions.verified()))
     }
 
-    /// The issued positions after the final and computed tokens.
+    /// `V..S`.
     ///
     /// # Errors
-    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
+    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
     pub fn lookahead(&self, id: RequestId) -> Result<(usize, usize)> {
         let request = self.request(id, "SequenceLedger::lookahead")?;
         Ok((request.positions.verified(), request.positions.issued()))
@@ -342,7 +327,7 @@ impl SequenceLedger {
     /// Ranges of final tokens without KV, ascending and disjoint.
     ///
     /// # Errors
-    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
+    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
     pub fn missing(&self, id: RequestId) -> Result<Vec<(usize, usize)>> {
         let request = self.request(id, "SequenceLedger::missing")?;
         Ok(request.positions.missing())
@@ -351,17 +336,16 @@ impl SequenceLedger {
     /// The table, from position 0.
     ///
     /// # Errors
-    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
+    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
     pub fn blocks(&self, id: RequestId) -> Result<&[BlockId]> {
         Ok(&self.request(id, "SequenceLedger::blocks")?.blocks)
     }
 
-    /// The blocks that hold exactly the tokens `start..end`, all of which are final and computed.
+    /// The blocks that hold the tokens `start..end`, all final and computed.
     ///
     /// # Errors
-    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
-    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a range that is reversed or not all final and
-    ///   computed.
+    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a range that is reversed or ends after *V*.
     pub fn blocks_for(&self, id: RequestId, start: usize, end: usize) -> Result<&[BlockId]> {
         const CALL: &str = "SequenceLedger::blocks_for";
         let request = self.request(id, CALL)?;
@@ -378,10 +362,10 @@ impl SequenceLedger {
         Ok(&request.blocks[start / self.block_size..end.div_ceil(self.block_size)])
     }
 
-    /// The labels of the tokens `start..end`, in as few runs as possible. The tokens of a block share one label.
+    /// The labels of the tokens `start..end`, in as few runs as possible. A block has one label.
     ///
     /// # Errors
-    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
+    /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
     /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a range that is reversed or ends after the table.
     ///
     /// # Complexity
@@ -399,10 +383,10 @@ impl SequenceLedger {
         Ok(request.labels.runs(&request.source, in_place, start, end))
     }
 
-    /// The plans by which commits pin their blocks, if the source is not a plan. Usually one.
+    /// The plans by which commits pin their blocks, if the source is not a plan.
     ///
     /// # Errors
-    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
+    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
     pub fn pins(&self, id: RequestId) -> Result<&[Arc<ReusePlan>]> {
         Ok(&self.request(id, "SequenceLedger::pins")?.pins)
     }
@@ -410,7 +394,7 @@ impl SequenceLedger {
     /// Removes the spans that no index has been given.
     ///
     /// # Errors
-    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
+    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
     pub fn untag(&mut self, id: RequestId) -> Result<()> {
         let request = self.request_mut(id, "SequenceLedger::untag")?;
         request
@@ -422,7 +406,7 @@ impl SequenceLedger {
     /// The source of the request's KV.
     ///
     /// # Errors
-    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
+    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
     pub fn source(&self, id: RequestId) -> Result<&LedgerSource> {
         Ok(&self.request(id, "SequenceLedger::source")?.source)
     }
@@ -430,12 +414,11 @@ impl SequenceLedger {
     /// Number of tokens whose blocks belong to the index.
     ///
     /// # Errors
-    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): the request is not live.
+    /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
     pub fn num_committed(&self, id: RequestId) -> Result<usize> {
         Ok(self.request(id, "SequenceLedger::num_committed")?.committed)
     }
 
-    /// Checks that a request is live and that this is its sequence.
     pub(crate) fn check_owns(&self, id: RequestId, seq: &TokenSequence, call: &str) -> Result<()> {
         self.request(id, call)?.check_owns(seq, call)
     }

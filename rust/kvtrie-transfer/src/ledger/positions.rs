@@ -2,22 +2,19 @@
 
 use super::cached::CachedRanges;
 
-/// The counters of one request, in tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Positions {
     /// Final ids: the length of the sequence.
     pub(super) num_final: usize,
-    /// KV of everything below was claimed to be written, drafts included; never inside a cached range.
+    /// The last claim, drafts included; never inside a cached range.
     computed: usize,
-    /// The engine has issued everything below. At least `computed`, and never inside a cached range.
+    /// At least `computed`, never inside a cached range.
     issued: usize,
-    /// Cached segments at or after `computed`.
     cached: CachedRanges,
-    /// First positions of the issued drafts that are not verified, ascending: one per call that issued drafts.
+    /// The first unverified draft of each call that issued drafts, ascending.
     drafts: Vec<usize>,
 }
 
-/// Checked positions after a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Stepped {
     computed: usize,
@@ -26,23 +23,30 @@ pub(super) struct Stepped {
     draft: Option<usize>,
 }
 
-/// Why a call contradicts the positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Contradiction {
-    /// A claim below what is final and computed.
-    Below { claimed: usize, verified: usize },
-    /// A claim above what was issued.
-    NotIssued { claimed: usize, issued: usize },
-    /// Positions after the end of the table.
-    NoRoom { end: usize, capacity: usize },
+    Below {
+        claimed: usize,
+        verified: usize,
+    },
+    NotIssued {
+        claimed: usize,
+        issued: usize,
+    },
+    NoRoom {
+        end: usize,
+        capacity: usize,
+    },
     /// A claim lower than the last one while no ids have arrived for the first drafts.
     Refused {
         claimed: usize,
         computed: usize,
         draft: usize,
     },
-    /// More drafts than tokens issued with them.
-    Drafts { drafts: usize, tokens: usize },
+    Drafts {
+        drafts: usize,
+        tokens: usize,
+    },
 }
 
 impl Positions {
@@ -58,7 +62,6 @@ impl Positions {
         }
     }
 
-    /// The end of the final *and* computed positions.
     pub(super) fn verified(&self) -> usize {
         let first_draft = self.drafts.first().copied().unwrap_or(usize::MAX);
         self.num_final.min(self.computed).min(first_draft)
@@ -68,12 +71,10 @@ impl Positions {
         self.issued
     }
 
-    /// Ranges of final tokens without KV that is known to be theirs.
     pub(super) fn missing(&self) -> Vec<(usize, usize)> {
         self.cached.gaps(self.verified(), self.num_final)
     }
 
-    /// Issues positions, the last of them drafts, if the table has room.
     pub(super) fn schedule(
         &mut self,
         tokens: usize,
@@ -90,12 +91,10 @@ impl Positions {
         self.num_final += count;
     }
 
-    /// KV of everything below `claimed` is written. A claim that is lower than the last one, or that verifies drafts,
-    /// is the engine's counter: positions after it no longer count as issued.
+    /// After a claim that is lower than the last one, or that verifies drafts, later positions are not issued.
     pub(super) fn confirm(&mut self, claimed: usize) -> Result<(), Contradiction> {
         self.check_claim(claimed)?;
-        // Drafts were subtracted, but it is not known which: ids of a later call would count together with the drafts
-        // that they replace.
+        // It is not known which drafts were subtracted: ids of a later call would count with those that they replace.
         if let Some(&draft) = self.drafts.first()
             && claimed < self.computed
             && draft >= self.num_final
@@ -115,8 +114,7 @@ impl Positions {
         Ok(())
     }
 
-    /// Checks a step: `new_ids` become final, everything below `claimed` is computed or on its way, and `tokens` more
-    /// are issued.
+    /// `new_ids` become final, all below `claimed` is computed or under way, and `tokens` more are issued.
     pub(super) fn check_step(
         &self,
         new_ids: usize,
@@ -136,7 +134,6 @@ impl Positions {
         })
     }
 
-    /// Applies a checked step.
     pub(super) fn step(&mut self, stepped: Stepped) {
         self.num_final = stepped.num_final;
         self.claim(stepped.computed);
@@ -145,7 +142,6 @@ impl Positions {
         self.drafts.extend(stepped.draft);
     }
 
-    /// Resets computed and issued to `to`, which is issued. Returns the computed ranges that were removed.
     pub(super) fn rollback(&mut self, to: usize) -> Vec<(usize, usize)> {
         let verified = self.verified();
         let mut gone = Vec::new();
@@ -171,13 +167,12 @@ impl Positions {
         Ok(())
     }
 
-    /// Drops drafts at or after the counter, which counts all that are under way.
     fn give_up_drafts(&mut self, counter: usize) {
         let kept = self.drafts.partition_point(|&first| first < counter);
         self.drafts.truncate(kept);
     }
 
-    /// Notes a claim and verifies the drafts for which ids have arrived. Returns whether there are any.
+    /// Verifies the drafts for which ids have arrived. Returns whether there are any.
     fn claim(&mut self, computed: usize) -> bool {
         let verified = self
             .drafts
@@ -186,8 +181,7 @@ impl Positions {
             .count();
         if verified > 0 {
             self.drafts.drain(..verified);
-            // The counter excludes refused drafts, so later drafts move down by their number. A draft that would then
-            // start among the arrived ids is not in the counter.
+            // The counter excludes refused drafts, so later drafts move down by their number, but not below the ids.
             let (refused, num_final) = (self.issued.saturating_sub(computed), self.num_final);
             self.drafts.retain(|&first| first >= num_final + refused);
             for first in &mut self.drafts {

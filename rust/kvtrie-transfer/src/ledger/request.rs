@@ -10,7 +10,6 @@ use crate::error::{block_in_use, invalid};
 
 #[derive(Debug)]
 pub(super) struct Request {
-    /// Of the request's sequence.
     pub(super) owner: SequenceOwner,
     pub(super) positions: Positions,
     /// The table, from position 0.
@@ -26,7 +25,6 @@ pub(super) struct Request {
     pub(super) spans: Vec<Tagged>,
 }
 
-/// A span, and the end of the part that the index has.
 #[derive(Clone, Debug)]
 pub(super) struct Tagged {
     pub(super) span: Span,
@@ -34,7 +32,6 @@ pub(super) struct Tagged {
 }
 
 impl Request {
-    /// Refuses any sequence but this request's.
     pub(super) fn check_owns(&self, seq: &TokenSequence, call: &str) -> Result<()> {
         if seq.is_owned_by(&self.owner) {
             return Ok(());
@@ -47,7 +44,7 @@ impl Request {
     }
 }
 
-/// Refuses ids that are twice in a table, of which `old` is already part.
+/// `old` is already checked.
 pub(super) fn check_unique(old: &[BlockId], new: &[BlockId], call: &str) -> Result<()> {
     /// Up to this many ids, a linear search is used.
     const FEW: usize = 8;

@@ -17,16 +17,16 @@ const CALL: &str = "SequenceLedger::step";
 pub struct Step<'a, T> {
     /// The requests, each once.
     pub requests: &'a [RequestId],
-    /// Number of positions that the step issues, from `num_computed` on.
+    /// Positions that the step issues, from `num_computed` on.
     pub num_scheduled: &'a [usize],
-    /// The engine's counters before the step. They may count steps under way.
+    /// The engine's counters before the step, with steps under way.
     pub num_computed: &'a [usize],
     /// The ids that became final since the last step: `ids[offsets[i]..offsets[i + 1]]` for request `i`. They may end
     /// in [`PLACEHOLDER`](super::PLACEHOLDER)s.
     pub ids: &'a [T],
     /// Ascending, one more than there are requests.
     pub offsets: &'a [usize],
-    /// How many of the last `num_scheduled` positions are drafts. `None`: no drafts.
+    /// How many of these, the last ones, are drafts. `None`: none.
     pub num_drafts: Option<&'a [usize]>,
 }
 
@@ -84,13 +84,12 @@ impl<E: fmt::Display> fmt::Display for StepError<E> {
 
 impl<E: std::error::Error> std::error::Error for StepError<E> {}
 
-/// Buffers kept between steps to save allocations, without state of a request.
+/// Buffers kept between steps to save allocations.
 #[derive(Default)]
 pub(super) struct Scratch {
     /// The last step that named the request at each index.
     seen_in: Vec<u64>,
     steps: u64,
-    /// By place of the request.
     stepped: Vec<(usize, Stepped)>,
     ids: Vec<u32>,
 }
@@ -102,17 +101,17 @@ impl fmt::Debug for Scratch {
 }
 
 impl SequenceLedger {
-    /// Notes one scheduler step: new final ids, the engine's counter and the issued positions of every request. All or
+    /// One scheduler step: new final ids, the engine's counter and the issued positions of every request. All or
     /// nothing.
     ///
     /// `visit` gives access to the sequences: it is called for every request with new ids, and applies its second
-    /// argument to the request's sequence. If it fails, its error is returned and nothing has changed.
+    /// argument to the request's sequence. If it fails, nothing has changed.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle): a request is not live.
     /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): lists of different lengths, offsets that do not
-    ///   ascend, a request that is given twice, a value that is not a token id, and what [`append`](Self::append),
-    ///   [`confirm`](Self::confirm) and [`schedule`](Self::schedule) refuse.
+    ///   ascend, a request given twice, and what [`append`](Self::append), [`confirm`](Self::confirm) and
+    ///   [`schedule`](Self::schedule) refuse.
     ///
     /// # Complexity
     /// O(requests + new ids).
@@ -139,7 +138,6 @@ impl SequenceLedger {
     ///     Ok::<_, StepError>(ledger.final_end(id))
     /// };
     /// assert_eq!(step(3, 0, &[]), Ok(Ok(0)));
-    /// // The engine goes on before it knows what it sampled; then it does.
     /// assert_eq!(step(1, 3, &[]), Ok(Ok(3)));
     /// assert_eq!(step(0, 4, &[4]), Ok(Ok(4)));
     /// # Ok::<(), Error>(())
@@ -223,7 +221,7 @@ impl SequenceLedger {
         Ok((id.place(), stepped))
     }
 
-    /// Appends the ids, then updates all positions. If a sequence cannot be reached, the ids are removed again.
+    /// If a sequence cannot be reached, the appended ids are removed again.
     fn take_step<T: Copy + Into<i64>, E>(
         &mut self,
         step: &Step<'_, T>,
@@ -240,7 +238,6 @@ impl SequenceLedger {
                 for before in (0..at).rev() {
                     let request = scratch.stepped[before].0;
                     let len = self.requests[request].positions.num_final;
-                    // These sequences could be reached a moment ago. No others were changed.
                     drop(visit(before, self.change(request, IdChange::Cut(len))));
                 }
                 return Err(StepError {

@@ -1,10 +1,7 @@
 //! Keyed digests of tokens, salts and runs: `BLAKE2b` with 16 bytes of output, and one `person` per purpose.
 //!
-//! The digest of a range of tokens covers, in this order: the version of the encoding; the tokens; of each item piece
-//! inside, its start and end within the range, the offset of that start in its item, the length of its digest, and the
-//! digest; the number of pieces; the number of tokens. Numbers are little-endian u32. The counts come last, so that all
-//! prefixes of a sequence are hashed in one pass; read from the end, they separate the parts. The version comes first,
-//! so that a cloned state has already compressed the key.
+//! docs/transfers.md has the encoding of tokens. The counts come last, so that all prefixes of a sequence are hashed in
+//! one pass; the version comes first, so that a cloned state has already compressed the key.
 
 use std::fmt;
 
@@ -19,12 +16,10 @@ pub(super) const DIGEST: usize = 16;
 
 pub(super) type Digest = [u8; DIGEST];
 
-/// Consecutive tokens of a sequence, from position `base` on.
 #[derive(Clone, Copy)]
 pub(super) struct Tokens<'a> {
     pub(super) ids: &'a [u32],
     base: usize,
-    /// All items of the sequence.
     items: &'a [Item],
 }
 
@@ -37,7 +32,6 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    /// The tokens at the positions `start..end`.
     pub(super) fn slice(self, start: usize, end: usize) -> Self {
         Self {
             ids: &self.ids[start - self.base..end - self.base],
@@ -47,7 +41,6 @@ impl<'a> Tokens<'a> {
     }
 }
 
-/// The version of the encoding of tokens.
 const ENCODING: u32 = 1;
 
 /// The key of a deployment. Its owner can state what blocks hold.
@@ -106,8 +99,8 @@ impl TransferKey {
     /// Most bytes of a context.
     pub const MAX_CONTEXT: usize = 1_024;
 
-    /// This key for manifests about one thing, for example an engine and a request. Runs written with another context
-    /// do not verify. An empty context changes nothing.
+    /// This key for manifests about one thing, such as an engine and a request. Runs of another
+    /// context do not verify. An empty context changes nothing.
     ///
     /// # Errors
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if it has more than 1,024 bytes.
@@ -133,7 +126,7 @@ impl TransferKey {
         finish(state, tokens)
     }
 
-    /// The digests of the tokens before each of `starts`, which ascend and are in the sequence.
+    /// The digests of the tokens before each of `starts`, which ascend.
     pub(super) fn prefixes(&self, sequence: Tokens<'_>, starts: &[usize]) -> Vec<Digest> {
         let mut state = self.prefix.clone();
         let mut at = 0;
@@ -149,7 +142,6 @@ impl TransferKey {
         digest(self.salt.clone().update(salt.as_bytes()))
     }
 
-    /// The hasher of the runs of a group, in a namespace as a manifest has it.
     pub(super) fn runs(&self, namespace: &[u8], group: u32, block_size: usize) -> RunHasher {
         let mut before = ByteWriter::default();
         before.uint(VERSION);
@@ -174,12 +166,11 @@ impl fmt::Debug for TransferKey {
 pub(super) struct RunHasher(State);
 
 impl RunHasher {
-    /// The digest of a run: of its encoded fields before the digest.
     pub(super) fn digest(&self, fields: &[u8]) -> Digest {
         digest(self.0.clone().update(fields))
     }
 
-    /// Whether a digest is that of these fields. The time does not depend on where they differ.
+    /// In constant time.
     pub(super) fn verifies(&self, fields: &[u8], expected: &[u8]) -> bool {
         self.0.clone().update(fields).finalize() == *expected
     }
@@ -201,7 +192,6 @@ fn update(state: &mut State, tokens: &[u32]) {
     }
 }
 
-/// Hashes the items of a range whose tokens are already hashed, then the counts.
 fn finish(mut state: State, range: Tokens<'_>) -> Digest {
     let end = range.base + range.ids.len();
     let first = range.items.partition_point(|item| item.end() <= range.base);

@@ -11,14 +11,12 @@ use crate::transfer::limits::TransferLimits;
 use crate::transfer::offsets::{APPROXIMATE, EXACT, GroupOffsets, LOOKAHEAD, Offsets, RunOffsets};
 use crate::transfer::reader;
 use crate::transfer::wire::Read;
-use crate::transfer::writer::{self, SentGroup};
+use crate::transfer::writer::{self, Sent, SentGroup};
 
 /// What a sender offers of one request: runs of blocks with their positions, digests and labels.
 ///
-/// It consists of its own bytes ([`to_bytes`](Self::to_bytes)) and the offsets of their parts. Do not trust its content
-/// before [`TransferPlan::new`] has checked the digests of its runs with the deployment's key.
-///
-/// [`TransferPlan::new`]: crate::TransferPlan::new
+/// Do not trust its content before [`TransferPlan::new`](crate::TransferPlan::new) has checked its digests with the
+/// key.
 ///
 /// # Examples
 /// ```
@@ -33,8 +31,6 @@ use crate::transfer::writer::{self, SentGroup};
 /// let manifest = TransferManifest::new(&seq, &table, &[label], 5, &key)?;
 /// let again = TransferManifest::from_bytes(manifest.to_bytes(), &TransferLimits::default())?;
 /// assert_eq!(again, manifest);
-/// let run = again.runs().next().unwrap();
-/// assert_eq!((run.start(), run.num_tokens(), run.blocks().count()), (0, 5, 3));
 /// # Ok::<(), TransferError>(())
 /// ```
 #[derive(Clone)]
@@ -46,18 +42,17 @@ pub struct TransferManifest {
 impl TransferManifest {
     /// The manifest of a sender's sequence.
     ///
-    /// A block is sent if all its tokens have KV. The last block is also sent if only its first tokens do, up to the
-    /// end of the last label. A block is exact if all its tokens are, and has the highest of their hops.
-    /// `lookahead_end` is the end of the issued positions: the blocks after those of the last label, up to there, are
-    /// named as look-ahead.
+    /// A block is sent if all its tokens have KV; the last one also if its first tokens do, up to the end of the last
+    /// label. A block is exact if all its tokens are, and has the highest of their hops. Blocks after the last label,
+    /// up to `lookahead_end`, are named as look-ahead.
     ///
     /// # Errors
-    /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) unless the labels ascend, are disjoint, not empty and
-    /// within the sequence, `lookahead_end` is not before the last, groups ascend, block sizes are not 0, and each
+    /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) unless the labels ascend, are disjoint, not empty
+    /// and within the sequence, `lookahead_end` is not before the last, groups ascend, block sizes are not 0, and each
     /// group has blocks for all positions, each id once; or if a position is 2³² or more.
     ///
     /// # Complexity
-    /// O(tokens + runs · items): tokens are hashed once per group, and once more if a run starts after position 0.
+    /// O(tokens + runs · items) per group.
     pub fn new(
         seq: &TokenSequence,
         groups: &[SentGroup<'_>],
@@ -65,26 +60,17 @@ impl TransferManifest {
         lookahead_end: usize,
         key: &TransferKey,
     ) -> Result<Self, Error> {
-        Self::written(
-            "TransferManifest::new",
+        let sent = Sent {
             seq,
             groups,
             labels,
             lookahead_end,
-            key,
-        )
+        };
+        Self::written("TransferManifest::new", sent, key)
     }
 
-    /// Like [`new`](Self::new), for a call of another name.
-    pub(super) fn written(
-        call: &str,
-        seq: &TokenSequence,
-        groups: &[SentGroup<'_>],
-        labels: &[LabelRun],
-        lookahead_end: usize,
-        key: &TransferKey,
-    ) -> Result<Self, Error> {
-        let raw = writer::write(call, seq, groups, labels, lookahead_end, key)?;
+    pub(super) fn written(call: &str, sent: Sent<'_>, key: &TransferKey) -> Result<Self, Error> {
+        let raw = writer::write(call, sent, key)?;
         let offsets = reader::read(&raw, &TransferLimits::NONE).map_err(|error| {
             invalid(format!(
                 "{call}: the manifest would not be readable: {error}"
@@ -93,13 +79,10 @@ impl TransferManifest {
         Ok(Self { raw, offsets })
     }
 
-    /// Reads a manifest.
-    ///
-    /// The content is not trusted: only its digests, checked later, prove who wrote it.
+    /// Reads a manifest, without trust in its content.
     ///
     /// # Errors
-    /// [`TransferRefused`](crate::TransferError::Refused), [`Malformed`](Refusal::Malformed),
-    /// [`Version`](Refusal::Version) or [`Limits`](Refusal::Limits).
+    /// [`Malformed`](Refusal::Malformed), [`Version`](Refusal::Version) or [`Limits`](Refusal::Limits).
     ///
     /// # Complexity
     /// O(bytes + blocks · log blocks), and memory of three times the bytes.
@@ -148,7 +131,7 @@ impl TransferManifest {
         self.offsets.namespace.salt.is_none()
     }
 
-    /// The groups, ascending, with their tokens per block.
+    /// The groups with their block sizes, ascending.
     pub fn groups(&self) -> impl ExactSizeIterator<Item = (u32, usize)> {
         let groups = self.offsets.groups.iter();
         groups.map(|group| (group.group, group.block_size as usize))
@@ -178,7 +161,6 @@ impl TransferManifest {
         })
     }
 
-    /// Checks with the key that no run was written or changed without it.
     pub(super) fn verify(&self, key: &TransferKey, call: &str) -> Read<()> {
         let namespace = self.offsets.namespace.whole.of(&self.raw);
         for (at, (group, block_size)) in self.groups().enumerate() {
@@ -205,7 +187,6 @@ impl TransferManifest {
         Ok(())
     }
 
-    /// Checks that the blocks belong to this namespace.
     pub(super) fn is_of(&self, namespace: &Namespace, key: &TransferKey, call: &str) -> Read<()> {
         let refused = |field: &str, mine: &str, theirs: &str, more: &str| {
             Err(refused(
@@ -270,7 +251,7 @@ impl fmt::Debug for TransferManifest {
     }
 }
 
-/// A name in a message, shortened: the writer of the manifest chose it, and it may have 60 MiB.
+/// A name in a message, shortened: the manifest's writer chose it.
 struct Shown<'a>(Option<&'a str>);
 
 impl Shown<'_> {
@@ -321,7 +302,7 @@ impl<'a> BlockRun<'a> {
         self.offsets.start as usize
     }
 
-    /// Number of tokens. The last block has fewer than `block_size` if this is not a multiple of it.
+    /// Number of tokens; the last block may have fewer than `block_size`.
     #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.offsets.num_tokens as usize
@@ -333,7 +314,7 @@ impl<'a> BlockRun<'a> {
         self.start() + self.num_tokens()
     }
 
-    /// The label of its KV; [`Class::Compute`] for look-ahead blocks, which hold nothing final.
+    /// The label of its KV; [`Class::Compute`] for look-ahead.
     #[must_use]
     pub fn class(&self) -> Class {
         match self.offsets.flags {
@@ -343,13 +324,13 @@ impl<'a> BlockRun<'a> {
         }
     }
 
-    /// How often its KV was placed elsewhere.
+    /// Hops of its KV.
     #[must_use]
     pub fn hops(&self) -> u16 {
         self.offsets.hops
     }
 
-    /// Whether its blocks hold only positions issued ahead of the final tokens.
+    /// Whether its blocks hold nothing final.
     #[must_use]
     pub fn is_lookahead(&self) -> bool {
         self.offsets.flags == LOOKAHEAD
@@ -366,7 +347,6 @@ impl<'a> BlockRun<'a> {
         BlockId(u32::from_le_bytes(id.unwrap_or_default()))
     }
 
-    /// The digest of the tokens before it.
     pub(super) fn prefix(&self) -> &'a [u8] {
         let at = self.offsets.prefix as usize;
         &self.raw[at..at + DIGEST]
@@ -382,7 +362,6 @@ impl<'a> BlockRun<'a> {
         self.raw[at..at + DIGEST * count].as_chunks().0
     }
 
-    /// The bytes that its digest covers.
     fn fields(&self) -> &'a [u8] {
         let end = self.offsets.digest as usize - usize::from(self.offsets.tail);
         &self.raw[self.offsets.fields as usize..end]

@@ -1,9 +1,9 @@
 //! Moved runs: blocks of a sender elsewhere in the prompt, with one more hop.
 //!
-//! A *match* is a maximal chain of consecutive blocks of the sender whose tokens the prompt has at one distance. The
-//! prompt is covered from left to right: at each token by the match that contains it and reaches furthest; ties: fewer
-//! hops, smaller distance, lowest slot of the sender. A match that contains a token has a block that contains it, or
-//! ends in a partial block after one, so few windows are looked up per token.
+//! A *match* is a maximal chain of consecutive blocks of the sender whose tokens the prompt has at one distance. At each
+//! token from left to right the match that reaches furthest is used; ties: fewer hops, smaller distance, lowest slot. A
+//! match that contains a token has a block that contains it, or ends in a partial block after one, so few windows are
+//! looked up per token.
 
 use std::ops::Range;
 
@@ -18,29 +18,23 @@ use crate::transfer::wire::short;
 
 /// Most places at which one window is tried: the nearest.
 pub(super) const MAX_CANDIDATES: usize = 64;
-/// The shortest moved run if the policy sets none.
 pub(super) const MIN_RUN: usize = 16;
 
-/// Contents of a window: not hashed yet, and not known to the sender.
+/// A window: not hashed yet, and not known to the sender.
 const UNKNOWN: u32 = u32::MAX;
 const NOWHERE: u32 = u32::MAX - 1;
 
-/// A block of the sender that may be moved.
 #[derive(Clone, Copy)]
 struct SentBlock {
-    /// Position of its first token in the sender's sequence.
     at: usize,
     len: usize,
     /// Equal for blocks of equal tokens.
     content: u32,
     run: usize,
-    /// Its index in the run.
     place: usize,
-    /// Hops after the move.
     hops: u16,
 }
 
-/// A match: `blocks`, the first of which starts at `start` in the prompt.
 #[derive(Clone)]
 struct MovedRun {
     start: usize,
@@ -48,7 +42,6 @@ struct MovedRun {
     blocks: Range<usize>,
 }
 
-/// The search for the blocks of one group.
 pub(super) struct MoveSearch<'a> {
     runs: &'a [BlockRun<'a>],
     prompt: Tokens<'a>,
@@ -56,10 +49,9 @@ pub(super) struct MoveSearch<'a> {
     min_run: usize,
     block_size: usize,
     blocks: Vec<SentBlock>,
-    /// Tokens of the partial block, and of a whole one.
+    /// Of the partial block, and of a whole one.
     lengths: [usize; 2],
     contents: HashMap<Digest, u32, FixedState>,
-    /// The blocks of each content, ascending.
     places: Vec<Vec<u32>>,
     /// By window length and position, the content of the window.
     windows: [Vec<u32>; 2],
@@ -148,10 +140,8 @@ impl<'a> MoveSearch<'a> {
         pieces
     }
 
-    /// The match that contains `at` and reaches furthest, among those with a window that starts in `from..=at`, and its
-    /// end, at most `limit`.
+    /// The furthest match that contains `at`, with a window that starts in `from..=at`; and its end, at most `limit`.
     fn best(&mut self, from: usize, at: usize, limit: usize) -> Option<(MovedRun, usize)> {
-        // The end, the rank (lowest first) and the match.
         let mut best: Option<(usize, (u16, u64, u64), MovedRun)> = None;
         for window in from..=at {
             for length in [1, 0] {
@@ -186,7 +176,6 @@ impl<'a> MoveSearch<'a> {
         best.map(|(end, _, found)| (found, end))
     }
 
-    /// The order of matches with the same end: most hops from `at` on, distance, slot.
     fn rank(&self, found: &MovedRun, at: usize, end: usize) -> (u16, u64, u64) {
         let block = |token: usize| found.blocks.start + (token - found.start) / self.block_size;
         let hops = self.blocks[block(at)..=block(end - 1)]
@@ -203,7 +192,7 @@ impl<'a> MoveSearch<'a> {
         )
     }
 
-    /// The places of a content nearest to a position; at equal distance the earlier first.
+    /// At equal distance the earlier first.
     fn nearest(&self, content: u32, window: usize) -> Vec<usize> {
         let places = &self.places[content as usize];
         let at = |place: u32| self.blocks[place as usize].at;
@@ -229,7 +218,6 @@ impl<'a> MoveSearch<'a> {
             .collect()
     }
 
-    /// The match whose block at `place` begins at `window` in the prompt.
     fn follow(&mut self, window: usize, place: usize) -> MovedRun {
         let delta = distance(window, self.blocks[place].at);
         if let Some(known) = self.known.get(&delta)
@@ -265,12 +253,10 @@ impl<'a> MoveSearch<'a> {
         found
     }
 
-    /// Whether one block directly follows the other.
     fn adjoin(&self, before: usize, after: usize) -> bool {
         self.blocks[before].at + self.block_size == self.blocks[after].at
     }
 
-    /// The content of the window at a position; `length` indexes `lengths`.
     fn content(&mut self, window: usize, length: usize) -> u32 {
         let len = self.lengths[length];
         let end = window + len;
@@ -288,7 +274,6 @@ impl<'a> MoveSearch<'a> {
         known[window]
     }
 
-    /// Adds the tokens of a match in a range, one piece per run.
     fn emit(&self, found: &MovedRun, range: Range<usize>, pieces: &mut Vec<Piece>) {
         let source = self.blocks[found.blocks.start].at;
         let mut at = range.start;

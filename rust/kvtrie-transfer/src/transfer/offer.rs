@@ -5,7 +5,7 @@ use kvtrie_core::{BlockId, Result, TokenSequence};
 use crate::ledger::{LabelRun, RequestId, SequenceLedger};
 use crate::transfer::digests::TransferKey;
 use crate::transfer::manifest::TransferManifest;
-use crate::transfer::writer::SentGroup;
+use crate::transfer::writer::{Sent, SentGroup};
 
 /// The KV of a live request that others may load.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,13 +60,12 @@ impl Offer {
             block_size: self.block_size,
             blocks: &self.blocks,
         };
-        TransferManifest::written(
-            "Offer::manifest",
+        let sent = Sent {
             seq,
-            &[table],
-            &self.labels,
-            self.lookahead_end,
-            key,
-        )
+            groups: &[table],
+            labels: &self.labels,
+            lookahead_end: self.lookahead_end,
+        };
+        TransferManifest::written("Offer::manifest", sent, key)
     }
 }

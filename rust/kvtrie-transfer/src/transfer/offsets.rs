@@ -12,18 +12,15 @@ pub(super) const EXACT: u8 = 0;
 pub(super) const APPROXIMATE: u8 = 1;
 pub(super) const LOOKAHEAD: u8 = 2;
 
-/// The offsets of the parts of a manifest in its bytes.
 #[derive(Clone, Debug)]
 pub(super) struct Offsets {
     pub(super) namespace: NamespaceOffsets,
     pub(super) groups: Vec<GroupOffsets>,
-    /// The runs of all groups, one group after the other.
     pub(super) runs: Vec<RunOffsets>,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NamespaceOffsets {
-    /// All of it, as it is hashed with every run.
     pub(super) whole: ByteRange,
     pub(super) model: ByteRange,
     pub(super) kv_dtype: ByteRange,
@@ -36,7 +33,6 @@ pub(super) struct NamespaceOffsets {
 pub(super) struct GroupOffsets {
     pub(super) group: u32,
     pub(super) block_size: u32,
-    /// One past its last run.
     pub(super) end: u32,
 }
 
@@ -76,7 +72,6 @@ pub(super) fn block_ids(raw: &[u8]) -> impl ExactSizeIterator<Item = BlockId> + 
     ids.iter().map(|id| BlockId(u32::from_le_bytes(*id)))
 }
 
-/// An id that is given twice.
 pub(super) fn first_twice(ids: impl Iterator<Item = BlockId> + Clone) -> Option<BlockId> {
     // Most tables ascend: no copy needed.
     if ids.clone().is_sorted_by(|a, b| a < b) {

@@ -8,7 +8,6 @@ use crate::transfer::digests::{Digest, Tokens, TransferKey};
 use crate::transfer::manifest::{BlockRun, TransferManifest};
 use crate::transfer::pairs::Piece;
 
-/// The digests of the prompt before the start of each run inside it.
 pub(super) fn prefixes(
     manifest: &TransferManifest,
     seq: &TokenSequence,
@@ -25,8 +24,7 @@ pub(super) fn prefixes(
     starts.into_iter().zip(digests).collect()
 }
 
-/// The tokens that the runs of one group have in place and the policy allows: of each run with the prompt's prefix, the
-/// blocks before the first that differs.
+/// Of each run with the prompt's prefix, the blocks before the first that differs.
 pub(super) fn in_place(
     runs: &[BlockRun<'_>],
     prompt: Tokens<'_>,

@@ -32,16 +32,13 @@ pub struct BlockPair {
 pub(super) struct Piece {
     pub(super) start: usize,
     pub(super) end: usize,
-    /// Position of the first token in the sender's sequence.
     pub(super) source: usize,
     pub(super) class: Class,
     pub(super) hops: u16,
-    /// Index of the run in its group.
     pub(super) run: usize,
 }
 
 impl Piece {
-    /// The part inside a range, if any.
     pub(super) fn inside(mut self, range: &Range<usize>) -> Option<Self> {
         let start = self.start.max(range.start);
         self.source += start - self.start;
@@ -51,7 +48,6 @@ impl Piece {
     }
 }
 
-/// The parts of ascending, disjoint pieces inside ascending, disjoint ranges.
 pub(super) fn cut(pieces: &[Piece], ranges: &[Range<usize>]) -> Vec<Piece> {
     let mut found = Vec::with_capacity(pieces.len());
     let mut first = 0;
@@ -70,7 +66,6 @@ pub(super) fn cut(pieces: &[Piece], ranges: &[Range<usize>]) -> Vec<Piece> {
     found
 }
 
-/// The parts of a range that ascending, disjoint pieces do not contain.
 pub(super) fn gaps(range: Range<usize>, pieces: &[Piece]) -> Vec<Range<usize>> {
     let (mut found, mut at) = (Vec::new(), range.start);
     for piece in pieces.iter().filter(|piece| piece.end > range.start) {
@@ -88,7 +83,6 @@ pub(super) fn gaps(range: Range<usize>, pieces: &[Piece]) -> Vec<Range<usize>> {
     found
 }
 
-/// Cuts pieces at the block edges of both sides.
 pub(super) fn pair_up(
     pieces: &[Piece],
     runs: &[BlockRun<'_>],
@@ -120,7 +114,6 @@ pub(super) fn pair_up(
     }
 }
 
-/// Position here minus position there.
 pub(super) fn distance(here: usize, there: usize) -> i64 {
     i64::try_from(here).unwrap_or(i64::MAX) - i64::try_from(there).unwrap_or(i64::MAX)
 }

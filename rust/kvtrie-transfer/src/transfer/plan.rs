@@ -91,25 +91,22 @@ impl TransferPlan {
     ///   prompt's;
     /// - approximate with the run's hops, if the same holds for an approximate run;
     /// - approximate with one more hop, if it is in consecutive blocks whose tokens the prompt has elsewhere: at least
-    ///   [`min_run`](ReusePolicy::min_run) tokens (16) at one distance. Such runs cover the remaining tokens from left
-    ///   to right.
+    ///   [`min_run`](ReusePolicy::min_run) tokens (16) at one distance, from left to right.
     ///
-    /// Approximate tokens need a policy that allows them and that many hops. A manifest has no kinds: if the policy
-    /// forbids any, nothing approximate is loaded. The same holds if more than
-    /// [`max_approximate_share`](ReusePolicy::max_approximate_share) of the prompt would be approximate.
-    /// `partial_blocks` has no effect, since every transfer copies.
+    /// Approximate tokens need a policy that allows them and that many hops, has no forbidden kinds, since a manifest
+    /// has none, and a [`max_approximate_share`](ReusePolicy::max_approximate_share) that is not exceeded; otherwise
+    /// nothing approximate is loaded. `partial_blocks` has no effect.
     ///
     /// # Errors
     /// - [`TransferRefused`](crate::TransferError::Refused): [`Digest`](Refusal::Digest), then
     ///   [`Namespace`](Refusal::Namespace), then [`Groups`](Refusal::Groups).
-    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a policy beyond its limits, a cached range beyond the
-    ///   prompt, a prompt of 2³² tokens or more, groups that do not ascend, or a table that is too short for the prompt
-    ///   or has an id twice.
+    /// - [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument): a policy beyond its limits, a cached range
+    ///   beyond the prompt, a prompt of 2³² tokens or more, groups that do not ascend, or a table that is too short for
+    ///   the prompt or has an id twice.
     ///
     /// # Complexity
     /// O(tokens) per group and O(runs · items). If the policy allows approximate KV, also O(u · (64 + `block_size`))
-    /// for the `u` uncovered tokens of each group, at each of which about `block_size` / 32 compressions of `BLAKE2b`,
-    /// at least one, hash a window.
+    /// for the `u` uncovered tokens of each group.
     pub fn new(
         manifest: &TransferManifest,
         seq: &TokenSequence,
@@ -195,13 +192,13 @@ impl TransferPlan {
         &self.pairs
     }
 
-    /// The ranges to compute: neither cached nor loaded, and the last `keep_last` tokens.
+    /// The ranges to compute, neither cached nor loaded, and the last `keep_last` tokens.
     #[must_use]
     pub fn compute(&self) -> &[(usize, usize)] {
         &self.compute
     }
 
-    /// The first token that is loaded and approximate. All before it are exact, if the cached ones are.
+    /// The first token that is loaded and approximate.
     #[must_use]
     pub fn first_approximate(&self) -> Option<usize> {
         self.first_approximate
@@ -225,20 +222,19 @@ impl TransferPlan {
         self.len == 0
     }
 
-    /// Number of tokens that are loaded and exact in every group.
+    /// Tokens loaded and exact in every group.
     #[must_use]
     pub fn num_exact(&self) -> usize {
         self.num_exact
     }
 
-    /// Number of tokens that are loaded and approximate in some group.
+    /// Tokens loaded and approximate in some group.
     #[must_use]
     pub fn num_approximate(&self) -> usize {
         self.num_approximate
     }
 }
 
-/// The ranges before `until` that are not cached.
 fn wanted(cached: &Range<usize>, until: usize) -> Vec<Range<usize>> {
     let around = if cached.is_empty() {
         [0..until, until..until]
@@ -251,7 +247,6 @@ fn wanted(cached: &Range<usize>, until: usize) -> Vec<Range<usize>> {
         .collect()
 }
 
-/// The inputs that do not depend on the policy.
 struct Planning<'a> {
     manifest: &'a TransferManifest,
     seq: &'a TokenSequence,
@@ -262,7 +257,6 @@ struct Planning<'a> {
 }
 
 impl Planning<'_> {
-    /// The pieces of each group, which all load the same tokens.
     fn pieces(&self, policy: &ReusePolicy) -> Vec<Vec<Piece>> {
         let num_groups = self.manifest.groups().len();
         let groups = (0..num_groups).map(|at| self.group(at, policy));
@@ -279,7 +273,6 @@ impl Planning<'_> {
         groups
     }
 
-    /// The pieces that one group can load.
     fn group(&self, at: usize, policy: &ReusePolicy) -> Vec<Piece> {
         let policy = &ReusePolicy {
             approximate: policy.approximate && policy.forbid_kinds.is_empty(),
@@ -327,7 +320,6 @@ fn check_groups(
     ))
 }
 
-/// Number of tokens that are approximate in some group.
 fn num_approximate(groups: &[Vec<Piece>]) -> usize {
     let approximate = |piece: &&Piece| piece.class == Class::Approximate;
     let mut ranges: Vec<(usize, usize)> = groups
@@ -346,7 +338,6 @@ fn num_approximate(groups: &[Vec<Piece>]) -> usize {
     count
 }
 
-/// The parts of the ranges inside pieces. Both ascend and are disjoint.
 fn common_ranges(ranges: &[Range<usize>], pieces: &[Piece]) -> Vec<Range<usize>> {
     let inside = cut(pieces, ranges);
     let mut found: Vec<Range<usize>> = Vec::with_capacity(inside.len());
@@ -359,7 +350,6 @@ fn common_ranges(ranges: &[Range<usize>], pieces: &[Piece]) -> Vec<Range<usize>>
     found
 }
 
-/// The ranges that are neither cached nor loaded, and those after `until`.
 fn compute(
     len: usize,
     cached: &Range<usize>,

@@ -1,7 +1,6 @@
 //! Reads manifests from untrusted bytes, and checks everything before it is stored.
 //!
-//! No value is copied. Every count is checked against its limit and against the remaining bytes before memory is
-//! reserved for it.
+//! Every count is checked against its limit and the remaining bytes before memory is reserved for it.
 
 use kvtrie_core::{BlockId, ReusePolicy};
 
@@ -14,11 +13,9 @@ use crate::transfer::offsets::{
 };
 use crate::transfer::wire::{ByteRange, ByteReader, READ, Read, short};
 
-/// Fewest bytes of a group and of a run.
 const LEAST_GROUP: usize = 4;
 const LEAST_RUN: usize = 33;
 
-/// Reads a manifest. Returns the offsets of its parts.
 pub(super) fn read(raw: &[u8], limits: &TransferLimits) -> Read<Offsets> {
     // Offsets are u32.
     let max_bytes = limits.max_bytes.min(u32::MAX as usize);
@@ -248,7 +245,6 @@ impl Reading<'_> {
         })
     }
 
-    /// Reads a valid position.
     fn position(&self, cursor: &mut ByteReader<'_>, what: &str) -> Read<usize> {
         let value = cursor.uint(what)?;
         let value = usize::try_from(value).unwrap_or(usize::MAX);
@@ -271,7 +267,6 @@ impl Reading<'_> {
         }
     }
 
-    /// Tokens per block of the last group.
     fn block_size(&self) -> u32 {
         self.offsets
             .groups
@@ -280,11 +275,9 @@ impl Reading<'_> {
     }
 }
 
-/// What precedes a run in its group.
 #[derive(Default)]
 struct Before {
     end: usize,
-    /// Whether a run ended inside a block.
     partial: bool,
     lookahead: bool,
 }

@@ -1,4 +1,4 @@
-//! Compares plans with the sender's tokens, one by one, and tests other guarantees of manifests and plans.
+//! Compares plans with the sender's tokens.
 
 use std::sync::Arc;
 
@@ -32,7 +32,6 @@ fn ids(count: usize, first: u32) -> Vec<BlockId> {
         .collect()
 }
 
-/// A sender: its tokens, their labels, and one group of blocks.
 #[derive(Clone, Debug)]
 struct Sender {
     tokens: Vec<u32>,
@@ -78,7 +77,6 @@ impl Sender {
         TransferManifest::new(&sequence(&self.tokens), &[group], &labels, end, &key())
     }
 
-    /// The label of the block at a position: that of its worst token, or `None` if a token has no KV.
     fn label(&self, at: usize) -> Option<(Class, u16)> {
         let end = self.labels.iter().rposition(Option::is_some)? + 1;
         if at >= end {
@@ -109,7 +107,6 @@ impl Sender {
     }
 }
 
-/// Tokens of a small alphabet, from which `edit` cuts other lists.
 fn tokens() -> impl Strategy<Value = Vec<u32>> {
     prop::collection::vec(0u32..3, 0..90)
 }
@@ -201,7 +198,6 @@ proptest! {
                 }
             }
         }
-        // Each token has exactly one fate, and every token that can be exact is.
         prop_assert!(fate.iter().all(|&fate| fate == 1));
         for (at, exact) in exact.into_iter().enumerate() {
             let is_wanted = at < kept && !(from..until).contains(&at);
@@ -443,7 +439,6 @@ fn a_live_request_offers_what_it_has() {
     let error = Offer::of(&ledger, id, &sequence(&[1])).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
 
-    // All tokens of the sequence have KV.
     let mut seq = sequence(&(0..8).collect::<Vec<_>>());
     let begin = Begin {
         num_computed: 8,

@@ -57,7 +57,6 @@ impl<'a> ByteReader<'a> {
         self.raw.len() - self.at
     }
 
-    /// A refusal at the current byte.
     pub(super) fn wrong(&self, message: impl AsRef<str>) -> TransferError {
         refused(
             Refusal::Malformed,
@@ -82,7 +81,6 @@ impl<'a> ByteReader<'a> {
         Ok(Marker::from_u8(self.raw[range.start]))
     }
 
-    /// A big-endian number of `bytes` bytes, at least `least`: a lower one has a shorter form.
     fn number(&mut self, bytes: usize, least: u64, what: &str) -> Read<u64> {
         let range = self.take(bytes, what)?;
         let digits = self.raw[range].iter();
@@ -165,7 +163,6 @@ impl<'a> ByteReader<'a> {
         Ok(range)
     }
 
-    /// Whether the next value is nil. Skips it if so.
     pub(super) fn nil(&mut self) -> bool {
         let is_nil = self.raw.get(self.at).copied().map(Marker::from_u8) == Some(Marker::Null);
         self.at += usize::from(is_nil);
@@ -202,7 +199,6 @@ impl ByteWriter {
         let Ok(()) = rmp::encode::write_bin(&mut self.0, bytes);
     }
 
-    /// Bytes given in pieces, `len` in total.
     pub(super) fn bin_of<const N: usize>(
         &mut self,
         len: usize,

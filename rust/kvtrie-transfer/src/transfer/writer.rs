@@ -23,19 +23,26 @@ pub struct SentGroup<'a> {
     pub blocks: &'a [BlockId],
 }
 
+/// The arguments of [`TransferManifest::new`](crate::TransferManifest::new).
+#[derive(Clone, Copy)]
+pub(super) struct Sent<'a> {
+    pub(super) seq: &'a TokenSequence,
+    pub(super) groups: &'a [SentGroup<'a>],
+    pub(super) labels: &'a [LabelRun],
+    pub(super) lookahead_end: usize,
+}
+
 /// The blocks of a group as runs: (first, end, flags, hops).
 type Runs = Vec<(usize, usize, u8, u16)>;
 
-/// The bytes of a manifest, as [`TransferManifest::new`](crate::TransferManifest::new) describes them.
-pub(super) fn write(
-    call: &str,
-    seq: &TokenSequence,
-    groups: &[SentGroup<'_>],
-    labels: &[LabelRun],
-    lookahead_end: usize,
-    key: &TransferKey,
-) -> Result<Vec<u8>> {
-    let end = check(call, seq, groups, labels, lookahead_end)?;
+pub(super) fn write(call: &str, sent: Sent<'_>, key: &TransferKey) -> Result<Vec<u8>> {
+    let end = check(call, sent)?;
+    let Sent {
+        seq,
+        groups,
+        labels,
+        lookahead_end,
+    } = sent;
     let runs: Vec<Runs> = groups
         .iter()
         .map(|group| runs_of(group.block_size, labels, end, lookahead_end))
@@ -109,14 +116,13 @@ fn write_namespace(out: &mut ByteWriter, namespace: &Namespace, key: &TransferKe
     }
 }
 
-/// Checks the arguments. Returns the end of the last label.
-fn check(
-    call: &str,
-    seq: &TokenSequence,
-    groups: &[SentGroup<'_>],
-    labels: &[LabelRun],
-    lookahead_end: usize,
-) -> Result<usize> {
+fn check(call: &str, sent: Sent<'_>) -> Result<usize> {
+    let Sent {
+        seq,
+        groups,
+        labels,
+        lookahead_end,
+    } = sent;
     let mut end = 0;
     for label in labels {
         if label.start < end || label.start >= label.end || label.class == Class::Compute {
@@ -202,7 +208,6 @@ pub(super) fn check_block_size(call: &str, group: u32, block_size: usize) -> Res
     Ok(())
 }
 
-/// The runs for blocks of one size and labels that end at `end`.
 fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: usize) -> Runs {
     let mut runs: Runs = Vec::new();
     let mut first = 0;
@@ -255,7 +260,6 @@ fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: us
     runs
 }
 
-/// The label of a block that several labels cover; `None` if a token has none.
 fn mixed(labels: &[LabelRun], range: &Range<usize>) -> Option<(u8, u16)> {
     let (mut at, mut flags, mut hops) = (range.start, EXACT, 0);
     for label in labels {
@@ -274,7 +278,6 @@ fn mixed(labels: &[LabelRun], range: &Range<usize>) -> Option<(u8, u16)> {
     (at >= range.end).then_some((flags, hops))
 }
 
-/// The starts of runs that are not look-ahead, ascending.
 fn starts_of(groups: &[SentGroup<'_>], runs: &[Runs]) -> Vec<usize> {
     let mut starts: Vec<usize> = groups
         .iter()
