@@ -91,7 +91,6 @@ def judged(model: Row) -> Row:
 
 
 def measure(questions: int, seed: int, workers: int) -> Row:
-    """All figures of all models."""
     began = time.perf_counter()
     models: dict[str, Row] = {}
     context = get_context("spawn")
@@ -114,7 +113,6 @@ def measure(questions: int, seed: int, workers: int) -> Row:
 
 
 def failures(figures: Row) -> list[str]:
-    """Why the figures measure nothing; empty if they do."""
     found = []
     for kind, model in figures["models"].items():
         for row in model["results"]:
@@ -128,7 +126,6 @@ def failures(figures: Row) -> list[str]:
 
 
 def render(figures: Row) -> str:
-    """The written part of the page."""
     minutes = ", ".join(
         f"{kind} {model['processor_seconds'] / 60:.1f}" for kind, model in figures["models"].items()
     )
@@ -234,11 +231,7 @@ def _small(value: float) -> str:
 
 
 def put(page: str, written: str) -> str:
-    """The page with its written part replaced.
-
-    Raises:
-        ValueError: The page lacks one of the marks.
-    """
+    """The page with its written part replaced."""
     head, begin, rest = page.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
@@ -248,7 +241,6 @@ def put(page: str, written: str) -> str:
 
 
 def main() -> int:
-    """Measure and write, or only write."""
     parser = argparse.ArgumentParser(description="What reuse of KV costs the shipped models.")
     parser.add_argument("--questions", type=int, default=420, help="of each model and scenario")
     parser.add_argument("--seed", type=int, default=0)

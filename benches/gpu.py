@@ -55,8 +55,6 @@ SPREAD = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """The KV of a model."""
-
     name: str
     layers: int
     heads: int
@@ -84,7 +82,6 @@ class Shape:
 
 
 def frequencies(theta: float, width: int) -> tuple[float, ...]:
-    """One per pair, as float32 values."""
     found = theta ** (-np.arange(0, width, 2) / width)
     return tuple(float(value) for value in found.astype(np.float32))
 
@@ -144,9 +141,6 @@ def named_slots(moves: NDArray[np.void], device: str) -> tuple[torch.Tensor, ...
     return tuple(torch.from_numpy(column).to(device) for column in found)
 
 
-# --- the same work in other ways ------------------------------------------------------------------
-
-
 def rows_of(pool: KVPool) -> list[torch.Tensor]:
     """K and V of all layers, one row per slot."""
     views = [view for side in (pool.k, pool.v) for view in side if view is not None]
@@ -154,7 +148,6 @@ def rows_of(pool: KVPool) -> list[torch.Tensor]:
 
 
 def select_and_copy(pool: KVPool, slots: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Copies without rotation."""
     source, dest, _ = slots
     rows = rows_of(pool)
 
@@ -166,7 +159,6 @@ def select_and_copy(pool: KVPool, slots: Sequence[torch.Tensor]) -> Callable[[],
 
 
 def three_passes(shape: Shape, pool: KVPool, slots: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Gathers a layer, rotates K, scatters it."""
     source, dest, delta = slots
     rows = rows_of(pool)
     turns = shape.rotary
@@ -193,15 +185,8 @@ def three_passes(shape: Shape, pool: KVPool, slots: Sequence[torch.Tensor]) -> C
     return run
 
 
-# --- checks ---------------------------------------------------------------------------------------
-
-
 def check(device: str, num_tokens: int, num_layers: int) -> list[str]:
-    """Apply random plans on a device and compare every byte with the reference on the CPU.
-
-    Returns:
-        What was wrong: nothing, or one line per shape.
-    """
+    """Apply random plans on a device and compare every byte with the reference on the CPU."""
     wrong = []
     for shape in SHAPES:
         pool = shape.pool(num_tokens, device, num_layers)
@@ -226,9 +211,6 @@ def check(device: str, num_tokens: int, num_layers: int) -> list[str]:
     return wrong
 
 
-# --- times ----------------------------------------------------------------------------------------
-
-
 class Clock:
     """Times work on a CUDA device with a cold cache."""
 
@@ -240,7 +222,6 @@ class Clock:
         self._flush_seconds = self._timed(self._waste.zero_, flushes=4)
 
     def device(self, work: Callable[[], object]) -> float:
-        """Seconds that the device works, the host's share hidden."""
         work()
         host = []
         for _ in range(5):
@@ -284,7 +265,6 @@ def copy_rate(clock: Clock, num_bytes: int) -> float:
 
 
 def measure(shape: Shape, num_tokens: int, clock: Clock, ceiling: float) -> dict[str, Any]:
-    """One row of the table."""
     moved = 2 * num_tokens * shape.layout().bytes_per_token
     found = _work(shape, num_tokens, clock)
     # The pool is gone by now.
@@ -335,7 +315,6 @@ COLUMNS = {
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows in Markdown."""
     lines = [" | ".join(title for title, _ in COLUMNS.values()), "|".join("---" for _ in COLUMNS)]
     for row in rows:
         cells = (shown.format(row[name]) for name, (_, shown) in COLUMNS.items())
@@ -344,7 +323,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def timed(tokens: Sequence[int], rounds: int) -> dict[str, Any]:
-    """All figures, printed as they come."""
     clock = Clock(rounds)
     properties = torch.cuda.get_device_properties(0)
     ceiling = copy_rate(clock, CEILING_BYTES)
@@ -373,7 +351,6 @@ def timed(tokens: Sequence[int], rounds: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, then time where there is a CUDA device."""
     parser = argparse.ArgumentParser(description="KVPool.apply on a GPU: checks, then times.")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="tokens to move")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds a figure")

@@ -38,8 +38,6 @@ TUNABLES = ":".join(
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of the binary `operation`."""
-
     name: str
     work: str
     calls: int
@@ -59,7 +57,6 @@ class MeasureError(Exception):
 
 
 def tool(name: str) -> str:
-    """The path of an executable."""
     path = shutil.which(name)
     if path is None:
         text = f"{name} is missing"
@@ -68,7 +65,6 @@ def tool(name: str) -> str:
 
 
 def build() -> Path:
-    """The binary `operation` in a release build."""
     command = [
         tool("cargo"),
         "build",
@@ -123,7 +119,6 @@ def callgrind(binary: Path, operation: Operation, calls: int, out: Path, *option
 
 
 def total(out: Path) -> int:
-    """The sum of a callgrind file."""
     found = re.search(r"^(?:summary|totals): (\d+)", out.read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
         text = f"{out.name} has no total"

@@ -47,12 +47,10 @@ COMMANDS = {"codespell": "GPL-2.0-only"}
 
 
 def say(text: str) -> None:
-    """One line of the report."""
     print(f"audit: {text}", flush=True)
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str] | None:
-    """Runs a command; None where it took too long."""
     try:
         return subprocess.run(  # noqa: S603 - commands of our own
             command,
@@ -68,7 +66,6 @@ def run(*command: str) -> subprocess.CompletedProcess[str] | None:
 
 
 def deny(binary: str, *checks: str, offline: bool = False) -> bool:
-    """What cargo-deny says of both workspaces."""
     good = True
     for manifest in MANIFESTS:
         options = ["--manifest-path", manifest, "--all-features", "--locked"]

@@ -56,11 +56,7 @@ def write_model(
     tokenizer: PreTrainedTokenizerFast,
     max_new_tokens: int,
 ) -> tuple[dict[str, Any], float]:
-    """Write weights in bfloat16, to be computed in float32, and the tokenizer.
-
-    Returns:
-        The config as written, and the size of the files in megabytes.
-    """
+    """Write weights in bfloat16, to be computed in float32, and the tokenizer."""
     model.generation_config = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,

@@ -113,7 +113,6 @@ def check(chrome: Chrome, site: Path, *, seconds: float = 15) -> list[str]:
 
 
 def shots(chrome: Chrome, site: Path, folder: Path) -> None:
-    """Screenshots of README's picture and of five pages."""
     for scheme in ("light", "dark"):
         with _scheme(chrome, scheme), tempfile.TemporaryDirectory() as scratch:
             alone = Path(scratch) / "picture.html"

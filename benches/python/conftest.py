@@ -30,13 +30,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def meter(benchmark: BenchmarkFixture) -> Meter:
-    """Times a benchmark."""
     return Meter(benchmark)
 
 
 @pytest.fixture
 def rng() -> random.Random:
-    """Random numbers, the same in every run."""
     return random.Random(4)
 
 

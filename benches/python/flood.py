@@ -47,12 +47,7 @@ def constant() -> int:
 
 
 def blocks(word: int, siblings: int) -> list[kvtrie.TokenSequence]:
-    """Sequences of one block each, with a word in two places.
-
-    Args:
-        word: Which.
-        siblings: How many; they differ in the first token.
-    """
+    """Sequences of one block each, with a word in two places."""
     tokens = np.full((siblings, BLOCK_SIZE), 7, dtype=np.uint32)
     tokens[:, 0] = np.arange(siblings)
     tokens[:, 4:8] = [word % (1 << 32), word >> 32] * 2
@@ -60,7 +55,6 @@ def blocks(word: int, siblings: int) -> list[kvtrie.TokenSequence]:
 
 
 def seconds(act: Callable[[], object]) -> float:
-    """How long a call takes."""
     began = perf_counter()
     act()
     return perf_counter() - began
@@ -104,11 +98,7 @@ def rows(seeds: Sequence[int], siblings: int, repeats: int) -> list[tuple[int, s
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the rows.
-
-    Args:
-        argv: Arguments; None reads those of the process.
-    """
+    """Print the rows."""
     parser = argparse.ArgumentParser(description="What a flood of colliding blocks costs.")
     parser.add_argument("--siblings", type=int, default=SIBLINGS)
     parser.add_argument("--repeats", type=int, default=REPEATS)

@@ -44,13 +44,7 @@ APPROXIMATE = kvtrie.ReusePolicy()
 def measured(
     names: Iterable[str] = NAMES, scale: float = SCALE, rounds: int = ROUNDS
 ) -> Iterator[figures.Row]:
-    """One row per workload.
-
-    Args:
-        names: Ids of workloads.
-        scale: Factor of the lengths of texts.
-        rounds: Timed pairs.
-    """
+    """One row per workload."""
     model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
     for name in names:
         case = WORKLOADS[name].build(seed=1, scale=scale)
@@ -94,7 +88,6 @@ def measured(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, record."""
     parser = argparse.ArgumentParser(description="First tokens of edited prompts.")
     parser.add_argument("--dry-run", action="store_true", help="print the figures only")
     options = parser.parse_args(arguments)

@@ -74,24 +74,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of one round."""
-
     waited: float
     idle: float
     cpu: float
 
 
 def sequence(ids: Tokens | list[int], space: kvtrie.Namespace = TENANT) -> kvtrie.TokenSequence:
-    """A sequence that no index has seen."""
     return kvtrie.TokenSequence(ids, space)
 
 
 def looks_up(index: kvtrie.RadixIndex) -> Callable[[], object]:
-    """A victim's lookup of 64 tokens in the same index.
-
-    Args:
-        index: What the hostile call works on.
-    """
+    """A victim's lookup of 64 tokens in the same index."""
     prompt = sequence(document(SEEDS, 64), VICTIM)
     return lambda: index.lookup(prompt)
 
@@ -105,11 +98,7 @@ def inserted(index: kvtrie.RadixIndex, ids: Tokens, first: int = 0) -> kvtrie.To
 
 
 def with_holes(*, edges: bool) -> tuple[kvtrie.RadixIndex, Tokens]:
-    """A path of which every second block is a hole, and its tokens.
-
-    Args:
-        edges: Whether each block is an edge of its own.
-    """
+    """A path of which every second block is a hole, and its tokens."""
     blocks = 2 * MANY // (5 if edges else 1)
     index = kvtrie.RadixIndex(4 * blocks, BLOCK_SIZE)
     ids = document(SEEDS, blocks * BLOCK_SIZE)
@@ -121,12 +110,7 @@ def with_holes(*, edges: bool) -> tuple[kvtrie.RadixIndex, Tokens]:
 
 
 def branched(index: kvtrie.RadixIndex, ids: Tokens) -> None:
-    """Cut the edge of a sequence after each block, by inserting a sibling of the next one.
-
-    Args:
-        index: What has the sequence.
-        ids: Its tokens, whose blocks are the first ones.
-    """
+    """Cut the edge of a sequence after each block, by inserting a sibling of the next one."""
     blocks = len(ids) // BLOCK_SIZE
     for at in range(1, blocks):
         branch = sequence(np.append(ids[: at * BLOCK_SIZE], document(SEEDS + at, BLOCK_SIZE)))
@@ -135,11 +119,7 @@ def branched(index: kvtrie.RadixIndex, ids: Tokens) -> None:
 
 
 def planned(*, edges: bool) -> Case:
-    """An exact plan that copies blocks after each hole of its path.
-
-    Args:
-        edges: Whether each block is an edge of its own.
-    """
+    """An exact plan that copies blocks after each hole of its path."""
     index, ids = with_holes(edges=edges)
     holes = len(ids) // BLOCK_SIZE // 2
     work = f"exact plan over {holes:,} holes" + (", an edge a block" if edges else "")
@@ -148,12 +128,10 @@ def planned(*, edges: bool) -> Case:
 
 
 def plan_over_holes() -> Case:
-    """All holes in one edge."""
     return planned(edges=False)
 
 
 def plan_over_holes_of_edges() -> Case:
-    """Each block an edge."""
     return planned(edges=True)
 
 
@@ -252,7 +230,6 @@ def explain_with_others() -> Case:
 
 
 def explain_with_tenants() -> Case:
-    """Very many other tenants have something cached."""
     index = kvtrie.RadixIndex(NAMESPACES, BLOCK_SIZE)
     ids = document(SEEDS, BLOCK_SIZE)
     for number in range(NAMESPACES):
@@ -275,7 +252,6 @@ def tag_over_holes() -> Case:
 
 
 def drop_pinned() -> Case:
-    """A namespace whose blocks live plans pin."""
     blocks = 2 * MANY
     index = kvtrie.RadixIndex(blocks, BLOCK_SIZE)
     ids = document(SEEDS, blocks * BLOCK_SIZE)
@@ -291,7 +267,6 @@ def drop_pinned() -> Case:
 
 
 def snapshot() -> Case:
-    """Everything as bytes."""
     blocks = 20 * MANY
     index = kvtrie.RadixIndex(blocks, BLOCK_SIZE)
     inserted(index, document(SEEDS, blocks * BLOCK_SIZE))
@@ -426,7 +401,6 @@ def longest_wait(probe: Callable[[], object], meanwhile: Callable[[], object]) -
 
 
 def measured(make: Callable[[], Case]) -> tuple[Case, Round]:
-    """One round of a case."""
     case = make()
     spent = [0.0, 0.0]
 
@@ -445,7 +419,6 @@ def measured(make: Callable[[], Case]) -> tuple[Case, Round]:
 
 
 def row(make: Callable[[], Case]) -> figures.Row:
-    """The medians of a case's rounds."""
     rounds = [measured(make) for _ in range(ROUNDS)]
     case = rounds[0][0]
     waited, idle, cpu = (
@@ -463,7 +436,6 @@ def row(make: Callable[[], Case]) -> figures.Row:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, record."""
     parser = argparse.ArgumentParser(description="What one tenant keeps another waiting for.")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--dry-run", action="store_true", help="print the figures only")

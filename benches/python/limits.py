@@ -42,14 +42,7 @@ LENGTHS = (512, 8_192, 102_400)
 
 
 def time_of(act: Callable[[T], object], fresh: Callable[[], T], calls: int) -> float:
-    """Median time of one call in µs, over rounds of `calls` calls on fresh inputs.
-
-    Args:
-        act: A built-in or a method of a compiled class, so that no Python function is inside the
-            clock.
-        fresh: Makes an input, outside the clock.
-        calls: Inputs in a round.
-    """
+    """Median time of one call in µs, over rounds of `calls` calls on fresh inputs."""
     times = []
     for _ in range(ROUNDS):
         inputs = [fresh() for _ in range(calls)]
@@ -61,25 +54,12 @@ def time_of(act: Callable[[T], object], fresh: Callable[[], T], calls: int) -> f
 
 
 def repeated(act: Callable[[T], object], item: T, calls: int = 64) -> float:
-    """Median time in µs of the same call, repeated.
-
-    Args:
-        act: As for `time_of`.
-        item: Its argument.
-        calls: Calls in a round.
-    """
+    """Median time in µs of the same call, repeated."""
     return time_of(act, lambda: item, calls)
 
 
 def row(work: str, limit: float, kvtrie_work: str = "", ours: float | None = None) -> figures.Row:
-    """One row of the table.
-
-    Args:
-        work: What the machine did.
-        limit: How long it took, in µs.
-        kvtrie_work: What kvtrie did with the same data.
-        ours: How long that took, in µs.
-    """
+    """One row of the table."""
     figure: figures.Row = {"work": work, "unit": "us", "limit": limit, "kvtrie": ours}
     if kvtrie_work and ours is not None:
         figure |= {"kvtrie_work": kvtrie_work, "ratio": ours / limit}
@@ -170,7 +150,6 @@ def memory(forest: Forest) -> Iterable[figures.Row]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, record."""
     parser = argparse.ArgumentParser(description="What this machine allows from Python.")
     parser.add_argument("--dry-run", action="store_true", help="print the figures only")
     options = parser.parse_args(arguments)

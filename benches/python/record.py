@@ -33,14 +33,7 @@ NOTES = (
 
 
 def rows_of(report: dict[str, Any]) -> list[figures.Row]:
-    """One row per benchmark, with the time of one call in µs.
-
-    Args:
-        report: What pytest-benchmark writes with `--benchmark-json`.
-
-    Returns:
-        Rows in the order of the benchmarks' files and names.
-    """
+    """One row per benchmark, with the time of one call in µs."""
     rows = []
     for benchmark in sorted(report["benchmarks"], key=lambda benchmark: benchmark["fullname"]):
         info, stats = benchmark["extra_info"], benchmark["stats"]
@@ -69,20 +62,12 @@ def _short(value: object) -> object:
 
 
 def versions() -> dict[str, str]:
-    """The machine and the versions of what was measured."""
     names = ("kvtrie", "numpy", "pytest-benchmark")
     return {name: version(name) for name in names}
 
 
 def measured(arguments: list[str]) -> dict[str, Any]:
-    """Run the benchmarks and return pytest-benchmark's report.
-
-    Args:
-        arguments: More arguments for pytest, for instance `-k lookup`.
-
-    Raises:
-        SystemExit: A benchmark failed, with pytest's exit status.
-    """
+    """Run the benchmarks and return pytest-benchmark's report."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         options = ["--benchmark-only", "--benchmark-quiet", "--quiet", f"--benchmark-json={path}"]
@@ -94,7 +79,6 @@ def measured(arguments: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, record."""
     parser = argparse.ArgumentParser(description="Run the Python benchmarks and record them.")
     parser.add_argument("--dry-run", action="store_true", help="print the figures only")
     options, rest = parser.parse_known_args()

@@ -45,8 +45,6 @@ POLICY = kvtrie.ReusePolicy(approximate=True)
 
 @dataclass(frozen=True)
 class Variant:
-    """How the texts of conversations are related."""
-
     name: str
     text: str = "uniform"
     shared: bool = False
@@ -88,16 +86,7 @@ class Tally:
     incomplete: list[int] = field(default_factory=list)
 
     def add(self, index: kvtrie.RadixIndex, ceiling: Ceiling, prompt: Tokens) -> None:
-        """Plan one more prompt.
-
-        Args:
-            index: What is cached.
-            ceiling: The same, as the judge has it.
-            prompt: Its ids.
-
-        Raises:
-            RuntimeError: The plan reuses what is cached nowhere.
-        """
+        """Plan one more prompt."""
         possible = ceiling.of(prompt, keep_last=1).mask
         with index.plan(sequence(prompt), POLICY) as plan:
             segments = plan.segments
@@ -120,11 +109,7 @@ class Tally:
         self.lowest = min(self.lowest, share)
 
     def merge(self, other: Tally) -> None:
-        """Count the prompts of another tally too.
-
-        Args:
-            other: Its prompts are other ones.
-        """
+        """Count the prompts of another tally too."""
         self.prompts += other.prompts
         self.tokens += other.tokens
         self.exact += other.exact
@@ -136,11 +121,7 @@ class Tally:
         self.lowest = min(self.lowest, other.lowest)
 
     def row(self, work: str) -> figures.Row:
-        """The row of a table.
-
-        Args:
-            work: What was measured.
-        """
+        """The row of a table."""
         return {
             "work": work,
             "unit": "share",
@@ -159,11 +140,7 @@ class Tally:
 
 
 def filled(conversations: Iterable[Conversation]) -> tuple[kvtrie.RadixIndex, Ceiling]:
-    """An index with the conversations, and the judge of what is in it.
-
-    Args:
-        conversations: What is cached.
-    """
+    """An index with the conversations, and the judge of what is in it."""
     every = list(conversations)
     num_blocks = sum(len(each.cached) // BLOCK_SIZE for each in every)
     index = kvtrie.RadixIndex(num_blocks, BLOCK_SIZE, seed=0)
@@ -183,12 +160,7 @@ def filled(conversations: Iterable[Conversation]) -> tuple[kvtrie.RadixIndex, Ce
 
 
 def tallied(workload: Workload, variant: Variant) -> Tally:
-    """Plan the next prompts of some conversations, or the first ones of newcomers.
-
-    Args:
-        workload: Which edit.
-        variant: How the conversations' texts are related.
-    """
+    """Plan the next prompts of some conversations, or the first ones of newcomers."""
     # Newcomers are built with all others, and not cached.
     newcomers = NEWCOMERS if variant.newcomers else 0
     made = population(
@@ -206,11 +178,7 @@ def tallied(workload: Workload, variant: Variant) -> Tally:
 
 
 def measured(names: Iterable[str]) -> Iterator[figures.Row]:
-    """The rows of all variants, each workload by itself and then all of them.
-
-    Args:
-        names: Ids of workloads.
-    """
+    """The rows of all variants, each workload by itself and then all of them."""
     every = list(names)
     totals = []
     for variant in VARIANTS:
@@ -236,7 +204,6 @@ def measured(names: Iterable[str]) -> Iterator[figures.Row]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, record."""
     parser = argparse.ArgumentParser(description="What one plan reuses of every workload.")
     parser.add_argument("--dry-run", action="store_true", help="print the figures only")
     parser.add_argument("--workloads", nargs="+", help="ids of some, which records nothing")

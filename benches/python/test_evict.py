@@ -32,7 +32,6 @@ pytestmark = pytest.mark.parametrize(
 
 
 def new_leaf() -> kvtrie.TokenSequence:
-    """The leaf that replaces an evicted one."""
     return sequence(document(next(SEEDS), LENGTH))
 
 

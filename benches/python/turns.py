@@ -85,7 +85,6 @@ class Left:
 
     @property
     def reused(self) -> int:
-        """Tokens of the prompt that the approximate plan reuses."""
         return self.approximate_exact + self.approximate_moved
 
     @property
@@ -128,15 +127,7 @@ def tagger() -> tags.Tagger:
 
 @dataclass(frozen=True)
 class Finished:
-    """A turn that is over, before anything is done about it.
-
-    Args:
-        name: The workload's id.
-        case: Its tokens and the next prompt.
-        stream: The spans of the cached tokens.
-        asked: Tokens of the last request's prompt.
-        needed: Blocks wholly inside reasoning.
-    """
+    """A turn that is over, before anything is done about it."""
 
     name: str
     case: Conversation
@@ -146,12 +137,7 @@ class Finished:
 
     @classmethod
     def of(cls, name: str, scale: float = 1.0) -> Finished:
-        """The turn of a workload.
-
-        Args:
-            name: Its id.
-            scale: Factor of the lengths of texts.
-        """
+        """The turn of a workload."""
         case = WORKLOADS[name].build(seed=1, scale=scale)
         stream = tagger().stream()
         for token in case.cached:
@@ -164,12 +150,7 @@ class Finished:
         return cls(name, case, stream, asked, needed)
 
     def left(self, policy: str, *, pressed: bool) -> Left:
-        """Close the turn and plan the next prompt, in a new index.
-
-        Args:
-            policy: A name in `POLICIES`.
-            pressed: Whether as many blocks are needed as the reasoning fills.
-        """
+        """Close the turn and plan the next prompt, in a new index."""
         seq = sequence(self.case.cached)
         num_blocks = self.case.num_computed // BLOCK_SIZE
         index = kvtrie.RadixIndex(num_blocks, BLOCK_SIZE, seed=0)
@@ -215,17 +196,11 @@ class Finished:
 
 
 def _whole_blocks(start: int, end: int) -> int:
-    """How many blocks are wholly in a range."""
     return max(0, end // BLOCK_SIZE - -(-start // BLOCK_SIZE))
 
 
 def measured(names: Iterable[str] = NAMES, scale: float = 1.0) -> Iterator[Left]:
-    """What is left of each workload's turn under each policy.
-
-    Args:
-        names: Ids of workloads.
-        scale: Factor of the lengths of texts.
-    """
+    """What is left of each workload's turn under each policy."""
     for name in names:
         turn = Finished.of(name, scale)
         for policy in POLICIES:
@@ -234,7 +209,6 @@ def measured(names: Iterable[str] = NAMES, scale: float = 1.0) -> Iterator[Left]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Count, print, record."""
     parser = argparse.ArgumentParser(description="What is left of a turn under each policy.")
     parser.add_argument("--dry-run", action="store_true", help="print the tables only")
     options = parser.parse_args(arguments)

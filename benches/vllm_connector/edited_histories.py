@@ -82,7 +82,6 @@ def measure(configuration: str, rounds: int, scale: float) -> None:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=CONFIGURATIONS)
     parser.add_argument("--rounds", type=int, default=3)

@@ -128,15 +128,7 @@ class Ceiling:
         return sum(map(len, self._sequences))
 
     def of(self, prompt: ArrayLike, *, keep_last: int = 0) -> Reach:
-        """The tokens of a prompt that could be reused.
-
-        Args:
-            prompt: Its token ids.
-            keep_last: Tokens at its end that are computed anyway.
-
-        Raises:
-            ValueError: `keep_last` is negative, or the prompt is not one row of ids.
-        """
+        """The tokens of a prompt that could be reused."""
         if keep_last < 0:
             message = f"Ceiling.of: keep_last is {keep_last}, at least 0 is needed"
             raise ValueError(message)
@@ -160,15 +152,7 @@ class Ceiling:
 
 
 def coverage(segments: npt.NDArray[np.void], reach: Reach) -> float:
-    """The share of the reusable tokens that a plan reuses.
-
-    Args:
-        segments: `plan.segments`, or any structured array with `start`, `end` and `class`.
-        reach: What could be reused.
-
-    Returns:
-        The share; 1.0 if nothing could be reused.
-    """
+    """The share of the reusable tokens that a plan reuses."""
     planned = reused(segments, len(reach.matched))
     possible = reach.mask
     count = int(np.count_nonzero(possible))
@@ -176,12 +160,7 @@ def coverage(segments: npt.NDArray[np.void], reach: Reach) -> float:
 
 
 def reused(segments: npt.NDArray[np.void], num_tokens: int) -> Mask:
-    """One bool per token of a prompt: whether a plan reuses it, in place or copied.
-
-    Args:
-        segments: `plan.segments`, or any structured array with `start`, `end` and `class`.
-        num_tokens: Tokens of the prompt.
-    """
+    """One bool per token of a prompt: whether a plan reuses it, in place or copied."""
     mask = np.zeros(num_tokens, dtype=np.bool_)
     for start, end, label in zip(
         segments["start"].tolist(),
@@ -241,7 +220,6 @@ def _paired(names: _Names, step: int) -> _Names:
 
 
 def _look_up(known: _Names, pairs: _Names) -> _Names:
-    """The index of each pair among the known ones."""
     if not len(known):
         return np.full(len(pairs), _UNKNOWN, dtype=np.int64)
     places = np.minimum(np.searchsorted(known, pairs), len(known) - 1)
@@ -249,7 +227,6 @@ def _look_up(known: _Names, pairs: _Names) -> _Names:
 
 
 def _shared(cached: _Names, prompt: _Names) -> int:
-    """Length of the common prefix."""
     length = min(len(cached), len(prompt))
     differ = np.flatnonzero(cached[:length] != prompt[:length])
     return int(differ[0]) if differ.size else length

@@ -30,10 +30,6 @@ def worded(seed: int, length: int) -> Tokens:
     Words are drawn with a probability proportional to 1 / rank (Zipf's law). A quarter of the
     draws are phrases of 2 to 24 tokens from a book that all texts share, drawn by the same law.
 
-    Args:
-        seed: Names the text.
-        length: How many tokens. A shorter text of the same seed is the beginning of a longer one.
-
     Example:
         >>> worded(7, 100).tolist() == worded(7, 200)[:100].tolist()
         True

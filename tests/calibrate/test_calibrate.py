@@ -59,9 +59,6 @@ def figures(report: measure.Report, name: str, scenario: Scenario = ONE) -> gate
     return found[0]
 
 
-# --- the task -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scenario", [ONE, FIVE], ids=["one", "five"])
 def test_full_recomputation_answers_and_controls_lose(
     report: measure.Report, scenario: Scenario
@@ -139,9 +136,6 @@ def test_window_moves_everything_after_the_system_prompt() -> None:
     exact, rotated = figures(found, "exact", WINDOW), figures(found, "rotated+first1", WINDOW)
     assert exact.exact < 0.2 * (exact.exact + exact.computed)
     assert rotated.computed < 0.3 * exact.computed
-
-
-# --- the pieces -----------------------------------------------------------------------------------
 
 
 def test_model_whose_keys_are_not_rotated_as_its_config_says_is_refused() -> None:
@@ -223,9 +217,6 @@ def test_calibrate_conversation_longer_than_the_context_is_refused() -> None:
     long[1] = {"role": "user", "content": "Draw " * 3000}
     with pytest.raises(measure.CalibrationError, match="2048"):
         measure.calibrate(shipped.model_path("gqa"), conversations=[Conversation(tuple(long))])
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 def run(*args: Any) -> Result:

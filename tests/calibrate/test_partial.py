@@ -122,8 +122,6 @@ def test_full_disk_is_a_typed_error(path: Path) -> None:
         assert partial.begin(RUN) == []
 
 
-# --- the command ----------------------------------------------------------------------------------
-
 OPTIONS = ("--questions", "12", "--policies", "unrotated,rotated", "--json")
 
 

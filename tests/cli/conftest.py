@@ -48,7 +48,6 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers that reads bytes."""
     path = tmp_path_factory.mktemp("model")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
@@ -94,7 +93,6 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def talk(write: Callable[..., Path]) -> Path:
-    """Three turns, one message per line."""
     return write(*TALK)
 
 
@@ -113,8 +111,6 @@ def run(model_dir: Path) -> Callable[..., Result]:
 
 @pytest.fixture
 def kvtrie_process() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """A function that runs the command in another process."""
-
     def invoke(*args: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kvtrie.cli", *map(str, args)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -116,9 +116,6 @@ def test_closed_stderr_hides_progress_alone(commands: dict[str, list[str]]) -> N
     assert out.endswith("}\n")
 
 
-# --- Ctrl-C ---------------------------------------------------------------------------------------
-
-
 def wait_for(found: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     until = time.monotonic() + PATIENCE
     while not found():

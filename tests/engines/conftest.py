@@ -133,8 +133,6 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def make(models: Callable[[str], PreTrainedModel]) -> Callable[..., Generator]:
-    """A function that makes a generator: ``make("qwen3", num_blocks=..., ...)``."""
-
     def build(architecture: str = "llama-gqa", **options: Any) -> Generator:
         options.setdefault("num_blocks", 64)
         options.setdefault("block_size", 4)
@@ -145,8 +143,6 @@ def make(models: Callable[[str], PreTrainedModel]) -> Callable[..., Generator]:
 
 @pytest.fixture
 def ids() -> Callable[..., NDArray[np.int64]]:
-    """A function that draws token ids: ``ids(40)``, ``ids(40, seed=1)``."""
-
     def draw(count: int, seed: int = 0) -> NDArray[np.int64]:
         return np.random.default_rng(seed).integers(3, VOCAB, count)
 
@@ -188,7 +184,6 @@ class Reference:
         return rows
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """``count`` tokens, end-of-sequence ids ignored."""
         answer: list[int] = []
         for _ in range(count):
             answer.append(int(self.logits(prompt, [*answer, 0])[-1].argmax()))
@@ -197,7 +192,6 @@ class Reference:
 
 @pytest.fixture
 def reference(models: Callable[[str], PreTrainedModel]) -> Callable[..., Reference]:
-    """A function from an architecture to its reference."""
     return lambda architecture="llama-gqa": Reference(models(architecture))
 
 

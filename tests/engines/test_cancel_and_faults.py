@@ -113,8 +113,6 @@ def test_leaving_a_stream_early_cancels_it(make: Make, ids: Ids, check_drained: 
 
 
 class Fuse:
-    """Blows at the n-th call that it guards."""
-
     def __init__(self, at: int) -> None:
         self.left = at
         self.error: type[BaseException] = RuntimeError

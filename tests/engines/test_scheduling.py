@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def drain(generator: Generator, check: Check, limit: int = 2_000) -> int:
-    """Step until nothing is left; the number of steps."""
     for steps in range(limit):
         if not (generator.num_running or generator.num_waiting):
             return steps
@@ -31,7 +30,6 @@ def drain(generator: Generator, check: Check, limit: int = 2_000) -> int:
 
 
 def prompts(ids: Ids) -> list[list[int]]:
-    """Six prompts: three share a head, two are equal."""
     head = ids(18).tolist()
     return [
         [*head, *ids(5, seed=1).tolist()],

@@ -49,13 +49,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Held:
-    """Tensors as an engine holds them, and their storages."""
-
     tensors: Any
     storages: list[torch.Tensor]
 
     def bits(self) -> list[torch.Tensor]:
-        """All bytes of all storages, padding too."""
         return [storage.view(_BITS[storage.element_size()]).clone() for storage in self.storages]
 
 
@@ -109,7 +106,6 @@ class Form:
         return Sizes(**(known | changes))
 
     def build(self, dtype: str, sizes: Sizes, device: str = "cpu", seed: int = 0) -> Held:
-        """Tensors of random numbers, padding too."""
         maker = Maker(getattr(torch, dtype), device)
         held = Held(self.make(maker, sizes), maker.storages)
         rng = torch.Generator().manual_seed(seed)

@@ -19,7 +19,6 @@ SCRIPT = Path(__file__).parents[2] / "benches" / "gpu.py"
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    """The script as a module."""
     found = importlib.util.spec_from_file_location("gpu_bench", SCRIPT)
     assert found is not None
     assert found.loader is not None

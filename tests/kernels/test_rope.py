@@ -57,9 +57,6 @@ def first(config: dict[str, Any], **changes: Any) -> Rotary:
     return rotary
 
 
-# --- values ---------------------------------------------------------------------------------------
-
-
 def test_spec_is_a_value() -> None:
     spec, same = made(LLAMA), made(LLAMA)
     assert spec == same
@@ -172,9 +169,6 @@ def test_cos_sin_of_nothing_and_of_0() -> None:
     assert cos.shape == sin.shape == (0, 2)
     cos, sin = rotary.cos_sin([0])
     assert (cos.tolist(), sin.tolist()) == ([[1.0, 1.0]], [[0.0, 0.0]])
-
-
-# --- what configs say -----------------------------------------------------------------------------
 
 
 def test_old_and_new_spelling_are_one_spec() -> None:
@@ -434,8 +428,6 @@ PUBLISHED = {
 def test_published_configs(config: dict[str, Any], said: str) -> None:
     assert repr(RopeSpec.from_config(config)) == said
 
-
-# --- refusals -------------------------------------------------------------------------------------
 
 REFUSED = [
     # RoPE types

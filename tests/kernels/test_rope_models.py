@@ -200,8 +200,6 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def without_transformers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RopeSpec]:
-    """Reads a config as if transformers were not installed."""
-
     def read(config: Any, **options: Any) -> RopeSpec:
         with monkeypatch.context() as hidden:
             hidden.setitem(sys.modules, "transformers", None)
@@ -252,7 +250,6 @@ def _run(case: Case, model: Any, positions: Tensor) -> list[Tensor]:
 
 
 def _spec(case: Case) -> RopeSpec:
-    """The spec for what transformers keeps."""
     config = case.config()
     if case.model_type in MLA:
         # transformers rotates expanded heads in the order in which it keeps latents.
@@ -269,7 +266,6 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 
 def _embeddings(model: Any) -> Any:
-    """The module that computes cosines and sines."""
     return next(
         module
         for name, module in model.named_modules()

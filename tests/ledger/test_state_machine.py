@@ -27,8 +27,6 @@ def positions(ranges: np.ndarray) -> list[int]:
 
 
 class Ledgers(RuleBasedStateMachine):
-    """A ledger and its model."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ledger = kvtrie.SequenceLedger(SIZE)
@@ -120,7 +118,6 @@ class Ledgers(RuleBasedStateMachine):
         self.both(lambda: self.ledger.append(name, ids), lambda: self.live[name].append(ids))
 
     def claim(self, data: st.DataObject, name: object) -> int:
-        """A position that is mostly possible."""
         naive = self.live[name]
         low, high = max(0, naive.verified - 1), naive.issued + 1
         return data.draw(st.integers(low, high) | st.just(naive.issued))

@@ -49,20 +49,11 @@ class Conversation:
     envelopes: list[Envelope] = field(default_factory=list)
 
     def ids(self) -> list[int]:
-        """Its tokens."""
         return [token for _, tokens in self.messages for token in tokens]
 
 
 class Episode:
-    """A pair of engines and their conversations.
-
-    Args:
-        rng: Draws everything.
-        planner: What plans instead of `kvtrie.plan_transfer`.
-    """
-
     def __init__(self, rng: Random, planner: Planner | None = None) -> None:
-        """Make two engines with empty pools."""
         self.rng = rng
         self.planner = planner or kvtrie.plan_transfer
         self.counts: Counts = collections.Counter()
@@ -86,7 +77,6 @@ class Episode:
         self.background: dict[str, list[Live]] = {"P": [], "D": []}
 
     def text(self) -> list[int]:
-        """Some tokens: phrases that come again, and new ones."""
         rng = self.rng
         out: list[int] = []
         for _ in range(rng.choice((1, 1, 2, 3))):
@@ -129,7 +119,6 @@ class Episode:
             at += len(tokens)
 
     def policy(self) -> kvtrie.ReusePolicy:
-        """What a receiver allows."""
         rng = self.rng
         if rng.random() < 0.4:
             return kvtrie.EXACT_ONLY
@@ -181,7 +170,6 @@ class Episode:
     def serve_decode(
         self, talk: Conversation, ids: list[int], future: list[int], sent: Envelope | None
     ) -> None:
-        """The decode engine takes the prompt over and answers."""
         rng, engine = self.rng, self.decode
         live = self.admit(engine, ids, sent, talk)
         if live is None:
@@ -358,7 +346,6 @@ class Episode:
     def check_policy(
         self, live: Live, transfer: kvtrie.TransferPlan, policy: kvtrie.ReusePolicy
     ) -> None:
-        """Nothing is loaded that the receiver does not allow."""
         moved = [
             (end - start, hops)
             for _, _, _, start, end, _, kind, hops in transfer.pairs.tolist()
@@ -474,7 +461,6 @@ class Episode:
             raise WrongError(f"an error changed {before} to {self.state(engine, live)}")
 
     def state(self, engine: ServingEngine, live: Live) -> tuple[object, ...]:
-        """All that a ledger says of a request."""
         ledger, name = engine.ledger, live.name
         return (
             len(live.seq),
@@ -512,7 +498,6 @@ class Episode:
                 others.remove(live)
 
     def abort(self, engine: ServingEngine, live: Live) -> None:
-        """End a request in the middle."""
         self.counts["aborts"] += 1
         if self.rng.random() < 0.5:
             engine.finish(live, wait=self.rng.random() < 0.5)
@@ -520,7 +505,6 @@ class Episode:
             engine.forget(live)
 
     def relieve(self, engine: ServingEngine) -> None:
-        """Leases end early where blocks run short."""
         for number in list(engine.leases.requests):
             engine.end_lease(number)
         for live in self.background[engine.name]:
@@ -529,7 +513,6 @@ class Episode:
         self.counts["leases ended early"] += 1
 
     def look(self, engine: ServingEngine, live: Live, when: str) -> None:
-        """Look at every label of a request."""
         wrong = engine.wrong(live)
         self.counts["looks"] += 1
         if wrong or engine.broken:
@@ -554,7 +537,6 @@ class Episode:
         return self.counts
 
     def look_up(self, engine: ServingEngine, ids: list[int]) -> None:
-        """What the index calls exact is exact."""
         match = engine.index.lookup(kvtrie.TokenSequence(ids, engine.namespace))
         slots = engine.pool.slots(match.blocks.tolist())
         end = match.num_tokens
@@ -563,11 +545,6 @@ class Episode:
 
 
 def play(seed: int, turns: int, planner: Planner | None = None) -> Counts:
-    """One episode.
-
-    Raises:
-        WrongError: It found something, and says how to see it again.
-    """
     episode = Episode(Random(seed), planner)
     try:
         for _ in range(turns):

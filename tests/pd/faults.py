@@ -12,7 +12,6 @@ FAULTS = ("dropped", "duplicated", "reordered", "truncated", "mutated", "stale",
 
 
 def truncated(raw: bytes, rng: Random) -> bytes:
-    """The first part of a message."""
     return raw[: rng.randrange(len(raw))]
 
 

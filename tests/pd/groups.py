@@ -51,7 +51,6 @@ class Side:
         self.lookahead = 0
 
     def slots(self, group: int) -> list[int]:
-        """The slots of one group's table."""
         return self.pools[group].slots(self.tables[group])
 
     def compute(
@@ -75,7 +74,6 @@ class Text:
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        """Spell units out."""
         self.units = list(units)
         self.ids: list[int] = []
         self.labels: list[int] = []
@@ -92,7 +90,6 @@ class Text:
                 self.labels += [10**6 * (1 + number) + offset for offset in range(length)]
 
     def sequence(self, space: kvtrie.Namespace) -> kvtrie.TokenSequence:
-        """The same as kvtrie knows it."""
         return kvtrie.TokenSequence(self.ids, space, items=self.items)
 
 
@@ -265,11 +262,7 @@ def _policy(rng: Random) -> kvtrie.ReusePolicy:
 
 
 def play(seed: int, planner: Planner | None = None) -> Counts:
-    """A text is computed on one side, sent on to a second and from there to a third.
-
-    Raises:
-        WrongError: It found something, and says how to see it again.
-    """
+    """A text is computed on one side, sent on to a second and from there to a third."""
     rng = Random(seed)
     counts: Counts = collections.Counter()
     root = hash(SPACES[0])

@@ -34,11 +34,6 @@ class Leases:
         return number
 
     def require(self, number: int, blocks: Sequence[int]) -> None:
-        """Check that blocks may be read.
-
-        Raises:
-            LeaseError: The lease has ended, or covers other blocks.
-        """
         held = self.blocks.get(number)
         if held is None:
             message = f"lease {number} has ended"

@@ -56,19 +56,6 @@ def transfer(
     The receiver copies what the rule says, block by block or slot by slot. It computes what the
     rule does not claim, on top of the copies.
 
-    Args:
-        source: The sender's request.
-        receiver: The engine that needs KV; may be the sender.
-        ids: The receiver's prompt.
-        rule: The rule, one of `tests.pd.rules`.
-        cached: Tokens from the front that the receiver already has.
-
-    Returns:
-        The outcome.
-
-    Raises:
-        ValueError: `cached` is not in `[0, len(ids)]`.
-
     Example:
         >>> from tests import pd
         >>> held = pd.Engine("P").compute(range(32), lookahead=1)

@@ -32,14 +32,6 @@ JUNK = 2**31
 
 @dataclass(frozen=True)
 class Envelope:
-    """One message.
-
-    Attributes:
-        sender: The engine that holds the blocks.
-        lease: The number of its lease.
-        raw: The manifest's bytes, as received.
-    """
-
     sender: ServingEngine
     lease: int
     raw: bytes
@@ -83,16 +75,7 @@ class Live:
 
 
 class ServingEngine(Engine):
-    """An engine with a prefix cache, which serves requests step by step.
-
-    Args:
-        name: The name in messages.
-        rng: Draws chunks, drafts and the time of runs.
-        block_size: Slots per block.
-        num_blocks: Blocks in its pool.
-        namespace: What its KV depends on besides tokens.
-        depth: Steps in flight before the oldest runs.
-    """
+    """An engine with a prefix cache, which serves requests step by step."""
 
     def __init__(
         self,
@@ -104,7 +87,6 @@ class ServingEngine(Engine):
         namespace: kvtrie.Namespace | None = None,
         depth: int = 0,
     ) -> None:
-        """Make an engine without requests."""
         super().__init__(name, block_size=block_size, num_blocks=num_blocks, namespace=namespace)
         self.rng = rng
         self.num_blocks = num_blocks
@@ -120,7 +102,6 @@ class ServingEngine(Engine):
         self.device: deque[Callable[[], None]] = deque()
 
     def drain(self) -> None:
-        """Run all scheduled steps."""
         device = self.device
         while device:
             device.popleft()()
@@ -134,11 +115,6 @@ class ServingEngine(Engine):
         self.device.append(lambda: self.pool.clear(blocks))
 
     def take(self, num_blocks: int) -> list[int]:
-        """Blocks from the free list or from the index.
-
-        Raises:
-            kvtrie.OutOfBlocksError: There are fewer.
-        """
         blocks: list[int] = self.allocator.allocate(num_blocks, evict_from=self.index).tolist()
         self._clear(blocks)
         return blocks
@@ -153,11 +129,7 @@ class ServingEngine(Engine):
     def prepare(
         self, name: Hashable, ids: Sequence[int], policy: kvtrie.ReusePolicy, keep_last: int
     ) -> tuple[Live, kvtrie.ReusePlan]:
-        """Plan a prompt, and allocate the blocks that it needs.
-
-        Raises:
-            kvtrie.OutOfBlocksError: There are not enough. Nothing is kept.
-        """
+        """Plan a prompt, and allocate the blocks that it needs."""
         seq = kvtrie.TokenSequence(ids, self.namespace)
         plan = self.index.plan(seq, policy, keep_last=keep_last)
         try:
@@ -189,7 +161,6 @@ class ServingEngine(Engine):
         self.device.append(lambda: self.pool.load(self.pool, source, target, places, delta))
 
     def begin(self, live: Live, plan: kvtrie.ReusePlan) -> None:
-        """Begin after the local plan."""
         self.ledger.begin(live.name, live.seq, live.table, source=plan)
         self._begun(live)
 
@@ -236,11 +207,7 @@ class ServingEngine(Engine):
         return True
 
     def step(self, names: Sequence[Hashable]) -> list[Hashable]:
-        """Schedule a step of these requests, and run the oldest steps beyond `depth`.
-
-        Returns:
-            The requests that were skipped, because they got no blocks.
-        """
+        """Schedule a step of these requests, and run the oldest steps beyond `depth`."""
         rng = self.rng
         starved: list[Hashable] = []
         requests: list[Hashable] = []
@@ -298,7 +265,6 @@ class ServingEngine(Engine):
     def _step_by_calls(
         self, name: Hashable, scheduled: int, computed: int, ids: list[int], drafts: int
     ) -> None:
-        """`SequenceLedger.step` as single calls: rejected drafts are rolled back."""
         self.ledger.append(name, ids)
         self.ledger.confirm(name, computed)
         if self.ledger.lookahead(name)[1] > computed:
@@ -407,17 +373,7 @@ class ServingEngine(Engine):
             self.index.mark_dead(seq, [(start, end)])
 
     def preempt(self, live: Live, *, drop_blocks: bool, wait: bool = True) -> Live:
-        """Roll back some of the computed tokens, as engines do when blocks run short.
-
-        Args:
-            live: The request.
-            drop_blocks: Whether the blocks after them are freed.
-            wait: Whether the steps in flight end first. If not, they still run in their blocks, and
-                their samples are dropped.
-
-        Returns:
-            The request that continues.
-        """
+        """Roll back some of the computed tokens, as engines do when blocks run short."""
         if wait or self.ledger.new_range(live.name)[0] >= len(live.ids):
             self.settle(live)
         else:
@@ -466,7 +422,6 @@ class ServingEngine(Engine):
         self._ended(live)
 
     def forget(self, live: Live) -> None:
-        """End a request and drop its KV."""
         held = self.ledger.forget(live.name).tolist()
         self.allocator.free(held)
         self.allocator.free(self.index.take_freed())
@@ -496,18 +451,7 @@ class ServingEngine(Engine):
         *,
         breaks_after: int | None = None,
     ) -> None:
-        """Copy the pairs of a plan from the sender's blocks.
-
-        Args:
-            live: The request that gets them; it has not begun.
-            envelope: The message of the sender.
-            transfer: The plan made from it.
-            breaks_after: The connection breaks after this many pairs.
-
-        Raises:
-            LeaseError: The sender does not hold the blocks for this reader, or the connection
-                broke.
-        """
+        """Copy the pairs of a plan from the sender's blocks."""
         sender = envelope.sender
         pairs = transfer.pairs.tolist()
         sender.leases.require(envelope.lease, sorted({pair[1] for pair in pairs}))

@@ -23,7 +23,6 @@ GROUPS_AN_EPISODE = 20
 
 
 def main() -> int:
-    """Run episodes until there were so many transfers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--transfers", type=int, default=1_000_000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")

@@ -44,7 +44,6 @@ class Text(NamedTuple):
 
     @classmethod
     def of(cls, seq: kvtrie.TokenSequence) -> Text:
-        """The text of a sequence."""
         tokens: list[Any] = seq[0 : len(seq)].tolist()
         for item in seq.items:
             for position in range(item.start, item.end):
@@ -77,7 +76,6 @@ class Engine:
         self.known: list[tuple[kvtrie.TokenSequence, Text]] = []
 
     def take(self, ids: Any) -> None:
-        """Blocks that the index gives up are free."""
         self.pool.free(ids)
 
     def verify(self) -> None:
@@ -110,7 +108,6 @@ class Engine:
             raise WrongKVError(f"{what}: {wrong} of {text.tokens} in {slots}")
 
     def know(self, seq: kvtrie.TokenSequence) -> None:
-        """Check lookups of this sequence from now on."""
         copy = kvtrie.TokenSequence(seq[0 : len(seq)], seq.namespace, items=seq.items)
         self.known.append((copy, Text.of(copy)))
 
@@ -133,7 +130,6 @@ class Engine:
             self.take(ids)
 
     def drain(self) -> None:
-        """Finish all requests and evict all: everything is free."""
         for request in list(self.requests):
             request.finish()
         self.verify()
@@ -173,7 +169,6 @@ class Request:
         engine.know(self.seq)
 
     def source(self) -> Any:
-        """The source of the KV in the table."""
         return self.plan
 
     def got(self, ids: Any) -> None:
@@ -191,7 +186,6 @@ class Request:
         self.got(done.freed)
 
     def lines(self) -> Generator[str]:
-        """The loop of the docs, line by line."""
         engine, seq = self.engine, self.seq
         index, pool, size = engine.index, engine.pool, engine.block_size
         yield "begin"
@@ -237,7 +231,6 @@ class Request:
         yield from self.decode(taken)
 
     def decode(self, taken: int) -> Generator[str]:
-        """The decode loop, with so many blocks inserted."""
         engine, seq = self.engine, self.seq
         index, pool, size = engine.index, engine.pool, engine.block_size
         for token in self.answer:
@@ -280,7 +273,6 @@ class Request:
         self.free(done.freed)
 
     def finish(self) -> None:
-        """Finish, abort and preemption alike."""
         engine, index = self.engine, self.engine.index
         engine.requests.remove(self)
         if self.plan is None:
@@ -300,8 +292,6 @@ class Request:
         assert not self.held
         self.plan.release()
         engine.take(index.take_freed())
-
-    # --- checks of the plan -----------------------------------------------------------------
 
     def apply(self) -> None:
         """Copy; a source that was overwritten is copied as it is."""
@@ -446,7 +436,6 @@ class Traffic:
         self.running: list[tuple[Request, Generator[str]]] = []
 
     def policy(self) -> kvtrie.ReusePolicy:
-        """Mostly an approximate one."""
         choice = self.rng.choice
         if self.rng.random() < 0.2:
             return kvtrie.EXACT_ONLY
@@ -460,12 +449,10 @@ class Traffic:
         )
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """Two ascending ranges."""
         edges = sorted(self.rng.randint(0, length) for _ in range(4))
         return [(edges[0], edges[1]), (edges[2], edges[3])]
 
     def step(self) -> None:
-        """One action."""
         action, engine, rng = self.rng.choice(self.ACTIONS), self.engine, self.rng
         engine.counts[action] += 1
         prompt = rng.choice(self.family)
@@ -512,7 +499,6 @@ class Traffic:
             self.engine.counts["aborts"] += abort
 
     def run(self, steps: int) -> None:
-        """Some steps, then everything drained."""
         try:
             for _ in range(steps):
                 self.step()

@@ -30,7 +30,6 @@ class Kit:
 
 
 def put(index: Any, seq: Any, blocks: list[int], *, source: Any = COMPUTED, **more: Any) -> Any:
-    """Insert all of a sequence."""
     return index.insert(seq, blocks, num_computed=len(seq), source=source, **more)
 
 

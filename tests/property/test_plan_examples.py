@@ -31,7 +31,6 @@ def make(kit: Kit, **more: Any) -> Any:
 
 
 def cache(index: Any, seq: Any, first: int = 0, **more: Any) -> list[int]:
-    """Put a sequence into consecutive blocks."""
     blocks = list(range(first, first + len(seq) // 4))
     done = put(index, seq, blocks, **more)
     return list(done.blocks.tolist())

@@ -37,7 +37,6 @@ def script(folder: Path, name: str, text: str) -> str:
 
 
 def fake_deny(folder: Path, *, fetch: str = "exit 0", check: str = "exit 0") -> str:
-    """A cargo-deny whose two calls run the given commands."""
     return script(folder, "cargo-deny", f'case "$1" in fetch) {fetch};; *) {check};; esac')
 
 

@@ -131,7 +131,6 @@ uv_recipes = pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda recipe: r
 
 
 def wheel(folder: Path, name: str = "tiny", *requires: str) -> str:
-    """Makes a wheel and returns its hash."""
     (folder / "wheels").mkdir(exist_ok=True)
     path = folder / "wheels" / f"{name}-1.0-py3-none-any.whl"
     about = f"{name}-1.0.dist-info"

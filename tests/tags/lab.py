@@ -23,8 +23,6 @@ Piece = tuple[str, Kind]
 
 @dataclass(frozen=True)
 class Said:
-    """A message."""
-
     role: str
     content: str = ""
     reasoning: str = ""
@@ -102,9 +100,6 @@ def is_final(message: Said) -> bool:
     return message.role == "assistant" and not message.calls
 
 
-# --- Qwen3, QwQ -----------------------------------------------------------------------------------
-
-
 def qwen_body(message: Said) -> list[Piece]:
     pieces: list[Piece] = [(message.content, "answer")]
     for number, call in enumerate(message.calls):
@@ -157,8 +152,6 @@ QWQ = Lab(
     in_loop=False,
     name="qwq",
 )
-
-# --- DeepSeek -------------------------------------------------------------------------------------
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 
@@ -284,8 +277,6 @@ V32 = Lab(
     lambda said: [(f"{said.reasoning}</think>", "reasoning"), *v32_body(said)],
 )
 
-# --- GLM ------------------------------------------------------------------------------------------
-
 
 def glm_body(said: Said) -> list[Piece]:
     pieces: list[Piece] = []
@@ -320,8 +311,6 @@ GLM = Lab(
     lambda _: [("<|assistant|>", None)],
     lambda said: [("\n", None), (f"<think>{said.reasoning}</think>", "reasoning"), *glm_body(said)],
 )
-
-# --- Kimi -----------------------------------------------------------------------------------------
 
 
 def kimi_body(said: Said) -> list[Piece]:
@@ -361,8 +350,6 @@ KIMI = Lab(
     lambda said: [(f"<think>{said.reasoning}</think>", "reasoning"), *kimi_body(said)],
 )
 
-# --- MiniMax --------------------------------------------------------------------------------------
-
 
 def minimax_body(said: Said) -> list[Piece]:
     pieces: list[Piece] = [(said.content, "answer")]
@@ -396,8 +383,6 @@ MINIMAX = Lab(
     lambda _: [("]~b]ai\n", None), ("<think>\n", "reasoning")],
     lambda said: [(f"{said.reasoning}\n</think>\n\n", "reasoning"), *minimax_body(said)],
 )
-
-# --- gpt-oss --------------------------------------------------------------------------------------
 
 
 def harmony_message(said: Said, *, reasoning: bool, first: str, end: str) -> list[Piece]:

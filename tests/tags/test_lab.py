@@ -53,8 +53,6 @@ def result(number: int) -> Said:
 
 
 class Recorder:
-    """An index that records its calls."""
-
     def __init__(self) -> None:
         self.tagged: list[Any] = []
         self.dead: list[tuple[int, int]] = []

@@ -87,18 +87,7 @@ def is_loaded_right(
     hops: int,
     root: int = 0,
 ) -> bool:
-    """Whether consecutive slots hold what was claimed when they were loaded.
-
-    Args:
-        pool: The pool of the slots.
-        slot: The first slot.
-        ids: Their tokens.
-        canon: The contexts of the tokens.
-        start: The position of the first token.
-        exact: Whether they are claimed to be exact.
-        hops: The claimed hops.
-        root: The namespace's number.
-    """
+    """Whether consecutive slots hold what was claimed when they were loaded."""
     end = slot + len(ids)
     return (
         pool.token[slot:end] == list(ids)

@@ -83,7 +83,6 @@ def assert_linear(make: Callable[[int], Steps], size: int, *, factor: int = 4) -
 
 
 def take_all(index: Any, n: int) -> None:
-    """Evict everything, in parts."""
     left = n
     while left:
         got = len(index.evict(min(left, max(1, n // 7))))
@@ -102,7 +101,6 @@ def expect(found: object, wanted: object) -> None:
 
 
 def chain_steps(index: Any, ids: np.ndarray[Any, Any], blocks: np.ndarray[Any, Any]) -> Steps:
-    """Build, read, evict and drop one path."""
     n, size = len(ids), index.block_size
     seq = kvtrie.TokenSequence(ids, NS)
     put = {"num_computed": n, "source": COMPUTED}

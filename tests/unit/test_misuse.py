@@ -297,9 +297,6 @@ def test_empty_sequences_are_valid() -> None:
     index.tag(seq, [Span(0, 0, "user")])
 
 
-# --- values ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("expected", "args"),
     [

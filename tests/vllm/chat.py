@@ -37,18 +37,11 @@ def model(folder: Path, template: str | None = QWEN3) -> Path:
 
 
 class Chat:
-    """Renders conversations.
-
-    Args:
-        tokenizer: The model's.
-    """
-
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.end = self.ids("<|im_end|>")[0]
 
     def ids(self, text: str) -> list[int]:
-        """The ids of a text."""
         return [int(one) for one in self.tokenizer.encode(text, add_special_tokens=False)]
 
     def prompt(self, messages: list[Message], *, reply: str | None = None) -> list[int]:
@@ -60,11 +53,9 @@ class Chat:
 
 
 def user(word: str, count: int = 60) -> Message:
-    """A question."""
     return {"role": "user", "content": f"{word} " * count}
 
 
 def reply(word: str, count: int = 60, *, reasoning: str | None = None) -> Message:
-    """An answer, maybe with reasoning."""
     message: Message = {"role": "assistant", "content": f"{word} " * count}
     return message | ({"reasoning_content": f"{reasoning} " * 120} if reasoning else {})

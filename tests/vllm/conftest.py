@@ -19,13 +19,11 @@ EXACT = {"gate": None}
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama."""
     return models.llama(tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture(scope="session")
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny DeepSeek, with MLA."""
     return models.deepseek(tmp_path_factory.mktemp("models") / "deepseek")
 
 
@@ -54,7 +52,6 @@ class _Engines:
 
 @pytest.fixture(scope="session")
 def engines() -> Iterator[_Engines]:
-    """All engines of a session."""
     engines = _Engines()
     yield engines
     engines.close()

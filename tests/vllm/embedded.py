@@ -61,11 +61,6 @@ def segments_of(planned: NDArray[Any], used: Iterable[tuple[int, int]], end: int
 
     Pieces that say the same in two parts are one: where a plan cuts depends on what the cache holds
     in place, and vLLM and the embedded engine need not hold the same in place.
-
-    Args:
-        planned: ``ReusePlan.segments``.
-        used: Ranges of the prompt whose KV was not computed.
-        end: Tokens of the prompt.
     """
     origins = np.full((end, 2), (-1, COMPUTED))
     for start, stop in used:
@@ -86,14 +81,6 @@ def segments_of(planned: NDArray[Any], used: Iterable[tuple[int, int]], end: int
 
 
 class Embedded:
-    """The embedded engine.
-
-    Args:
-        model: The model's folder.
-        policy: What requests may reuse.
-        gaps: Whether reuse goes on after gaps.
-    """
-
     def __init__(self, model: Path, policy: kvtrie.ReusePolicy, *, gaps: bool) -> None:
         kind = transformers.AutoModelForCausalLM
         loaded = kind.from_pretrained(model, dtype=torch.float32).eval()
@@ -110,7 +97,6 @@ class Embedded:
         return self._leases[-1]
 
     def ask(self, prompt: Sequence[int], *, max_tokens: int) -> Served:
-        """One request, to its end."""
         done = self._generator.generate(
             prompt, max_new_tokens=max_tokens, ignore_eos=True, return_logits=True
         )
@@ -171,12 +157,7 @@ def _unhashed(planned: NDArray[Any], end: int) -> int:
 
 
 class Watched:
-    """A vLLM engine with the connector, whose requests are returned as `Served`.
-
-    Args:
-        engine: The engine; give it ``max_logprobs=-1``.
-        monkeypatch: Undoes what watching needs.
-    """
+    """A vLLM engine with the connector, whose requests are returned as `Served`."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._engine = engine
@@ -203,12 +184,10 @@ class Watched:
 
     @property
     def pool(self) -> Any:
-        """The worker's tensors."""
         copies: Any = self._engine.worker._copies
         return copies.pool
 
     def ask(self, prompt: Sequence[int], *, max_tokens: int) -> Served:
-        """One request, to its end."""
         answer = self._engine.ask(prompt, max_tokens=max_tokens, logprobs=-1)
         rows = [[row[token] for token in range(len(row))] for row in answer.logprobs]
         return Served(

@@ -15,12 +15,10 @@ def words(count: int, seed: int) -> list[int]:
 
 
 def joined(*parts: list[int]) -> list[int]:
-    """Parts in a row."""
     return [token for part in parts for token in part]
 
 
 def gapped(parts: Iterable[list[int]]) -> list[int]:
-    """Parts with a stub of another length before each."""
     return joined(*(words(3 + at, 90 + at) + part for at, part in enumerate(parts)))
 
 

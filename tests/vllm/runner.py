@@ -28,25 +28,20 @@ def interpret() -> None:
 
         @classmethod
         def is_active(cls) -> bool:
-            """Triton need not choose it."""
             return False
 
         def map_python_to_cpp_type(self, ty: str) -> str:
-            """Nothing is compiled."""
             raise NotImplementedError(ty)
 
         def get_current_target(self) -> Any:
-            """Nothing is compiled."""
             raise NotImplementedError
 
         def get_active_torch_device(self) -> Any:
-            """The only device."""
             import torch  # noqa: PLC0415
 
             return torch.device("cpu")
 
         def get_benchmarker(self) -> Any:
-            """Nothing is tuned."""
             raise NotImplementedError
 
     backends.backends.clear()

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Content:
-    """One slot's token: number ``at`` of ``tokens``, at ``position``."""
-
     request: Request
     at: int
     position: int
@@ -43,13 +41,6 @@ def _space(request: Request) -> tuple[str | None, ...]:
 
 
 class Shadow:
-    """Follows one engine.
-
-    Args:
-        inside: Its scheduler and pool are watched from here on; nothing is cached yet.
-        block_size: Tokens of a block.
-    """
-
     def __init__(self, inside: Inside, block_size: int) -> None:
         self._inside = inside
         self._size = block_size

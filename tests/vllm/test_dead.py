@@ -24,13 +24,6 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Talk(chat.Chat):
-    """Conversations with one engine, whose replies are written here.
-
-    Args:
-        engine: The engine.
-        monkeypatch: Puts back what is watched.
-    """
-
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(engine.llm.get_tokenizer())
         self.engine = engine

@@ -19,7 +19,6 @@ NUM_CONVERSATIONS = 200
 
 
 def answers(vllm: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """Answers to prompts, eight at a time."""
     said = []
     for first in range(0, len(prompts), 8):
         names = [vllm.add(prompt, max_tokens=6) for prompt in prompts[first : first + 8]]

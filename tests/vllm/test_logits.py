@@ -157,21 +157,10 @@ GAPS = [stubs, a_date_in_the_head, a_stub_and_then_more_turns]
 
 
 def said_by(conversation: object) -> int:
-    """Tokens of an answer: many where its text matters."""
     return 90 if conversation is what_was_said_is_moved else 6
 
 
 class Sides:
-    """vLLM and the embedded engine.
-
-    Args:
-        vllm: A running engine.
-        model: Its model's folder.
-        policy: Its policy.
-        gaps: Whether reuse goes on after gaps.
-        monkeypatch: To watch it.
-    """
-
     def __init__(
         self,
         vllm: Engine,
@@ -186,11 +175,6 @@ class Sides:
         self.reference = Reference(model)
 
     def run(self, of: Callable[[], Conversation]) -> list[Served]:
-        """Ask both, and compare.
-
-        Returns:
-            What vLLM made of each prompt.
-        """
         served = []
         conversation, count = of(), said_by(of)
         prompt = next(conversation)
@@ -232,7 +216,6 @@ class Sides:
 
 
 def num(served: Served, kind: int) -> int:
-    """Tokens of the prompt of one kind."""
     return sum(end - start for start, end, _, this in served.segments if this == kind)
 
 

@@ -148,7 +148,6 @@ class Side:
     loaded: list[int] = field(default_factory=list)
 
     def take_reads(self) -> set[str]:
-        """Bring the blocks that the connector has asked for."""
         reads, self.scheduler.connector.reads = self.scheduler.connector.reads, {}
         came = set()
         for name, (local, remote) in reads.items():

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a Llama, without weights."""
     folder = tmp_path_factory.mktemp("models") / "llama"
     transformers.LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -56,7 +55,6 @@ class _Cores:
 
 @pytest.fixture(scope="session")
 def cores(model: Path) -> Iterator[_Cores]:
-    """All cores of a session."""
     cores = _Cores(model)
     yield cores
     cores.close()

@@ -161,8 +161,6 @@ def test_whether_a_block_is_approximate_is_one_counter(small: Callable[..., Core
     """It is asked for every request: counters of the whole index would go over all its edges."""
 
     class Counting:
-        """An index that notes what it is asked."""
-
         def __init__(self, index: Any) -> None:
             self.index = index
             self.asked: list[str] = []

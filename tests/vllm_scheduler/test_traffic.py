@@ -35,14 +35,6 @@ in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "as
 
 
 class Run:
-    """Random traffic into one core.
-
-    Args:
-        core: The core.
-        seed: Of everything random.
-        adapters: Names of LoRA adapters that requests may have.
-    """
-
     def __init__(self, core: Core, seed: int, adapters: tuple[str | None, ...] = (None,)) -> None:
         self.core = core
         self.traffic = Traffic(seed)
@@ -54,7 +46,6 @@ class Run:
         self.num_failed = self.num_steps = 0
 
     def go(self, count: int) -> None:
-        """So many requests, and all that came of them."""
         while len(self.asked) < count or self.core.is_busy:
             while len(self.asked) < count and len(self.open) < 10 and self.rng.random() < 0.6:
                 self._ask()
@@ -111,7 +102,6 @@ class Run:
 
 
 def report(run: Run) -> None:
-    """One line, with -s."""
     vllm = run.core
     print(  # noqa: T201
         f"\n{len(run.asked)} requests, {run.num_steps} steps, {run.num_aborted} aborted, "

@@ -65,7 +65,6 @@ def lora_of(adapter: str | LoRARequest | None) -> LoRARequest | None:
 
 
 def _start(adapter: LoRARequest | None) -> int:
-    """An adapter changes all KV."""
     start = 0
     if adapter is not None:
         for byte in f"{adapter.lora_name} of {adapter.lora_path}".encode():
@@ -80,13 +79,7 @@ def _say(seen: int) -> int:
 def continuation(
     prompt: Sequence[int], count: int, *, adapter: str | LoRARequest | None = None
 ) -> list[int]:
-    """The answer of a request that computes all of its KV.
-
-    Args:
-        prompt: Its prompt.
-        count: How many tokens it says.
-        adapter: Its LoRA adapter, or that one's name.
-    """
+    """The answer of a request that computes all of its KV."""
     seen, said = _start(lora_of(adapter)), list[int]()
     for position, token in enumerate(prompt):
         seen = (seen + _read(_write(seen, token), position)) & _MASK
@@ -98,8 +91,6 @@ def continuation(
 
 @dataclass(slots=True)
 class _Row:
-    """What a model runner keeps of one request."""
-
     num_prompt: int
     tokens: list[int]
     blocks: list[int]
@@ -132,8 +123,6 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         self._size = int(config.cache_config.block_size)
         # Model runner V2 reads the scheduler's count for new requests only.
         self._counts_itself = config.use_v2_model_runner
-
-    # --- what vLLM asks when it starts -----------------------------------------------------------
 
     def get_kv_cache_specs(self) -> list[dict[str, Any]]:
         spec = FullAttentionSpec(
@@ -178,8 +167,6 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
 
     def reset_mm_cache(self) -> None: ...
 
-    # --- a step ----------------------------------------------------------------------------------
-
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         output = self._run(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens == 0:
@@ -219,7 +206,6 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         )
 
     def _follow(self, output: Any) -> None:
-        """Follow the scheduler's output, and nothing else."""
         for name in output.finished_req_ids:
             self._rows.pop(name, None)
         for new in output.scheduled_new_reqs:

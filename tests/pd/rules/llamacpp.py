@@ -22,17 +22,12 @@ class ShiftReuse:
     the cache, but the next removal named cells by their index among the cached tokens. After the
     first hole these are other cells, so the removal drops KV that the prompt needs and that counts
     as present. https://github.com/ggml-org/llama.cpp/pull/12161
-
-    Attributes:
-        min_match: Tokens that must agree.
-        shift_all: Whether a shift moves every cell after the hole, or only the chunk.
     """
 
     min_match: int = 1
     shift_all: bool = True
 
     def __call__(self, offer: Computed, want: Want, /) -> Answer:
-        """Walk both sequences once, and keep the remaining cells."""
         old, new = offer.ids[: offer.num_computed], want.ids
         cells: list[int | None] = list(range(len(old)))
         present = _common(old, new)
@@ -65,7 +60,6 @@ class ShiftReuse:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common prefix of two sequences."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:

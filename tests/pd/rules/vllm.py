@@ -46,7 +46,6 @@ class SuffixTrim:
     rounded: bool = False
 
     def __call__(self, offer: Computed, want: Want, /) -> Answer:
-        """Pair the two lists from their ends."""
         remote: Sequence[int] = offer.blocks
         if self.clip is not None:
             remote = remote[: -(-offer.num_computed // self.clip)]
@@ -72,7 +71,6 @@ class HeadTrim:
     """
 
     def __call__(self, offer: Computed, want: Want, /) -> Answer:
-        """Pair the two lists from their fronts."""
         remote = offer.blocks[: len(want.uncached_blocks)]
         return _whole_blocks(offer, want, remote, min(offer.num_computed, len(want.ids)))
 
