@@ -4,8 +4,8 @@
     python benches/fidelity.py --judge      # the verdicts again, by the rules of the code as it is
     python benches/fidelity.py --render     # the page again, from benches/fidelity.json
 
-Only the part of the page between its two marks is written here. The exit code is 1 if the figures
-measure nothing: full recomputation is below 95 %, or a control loses less than 20 points.
+The exit code is 1 if the figures measure nothing: full recomputation is below 95 %, or a control
+loses less than 20 points.
 """
 
 from __future__ import annotations

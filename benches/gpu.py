@@ -1,21 +1,19 @@
 """What it costs to apply a plan on a GPU, compared with a plain copy and with separate passes.
 
-`python benches/gpu.py` checks first and times only what is right. Without a CUDA device it checks
-on the CPU, and says that nothing was timed. `--json FILE` writes the figures, with the device's
-name and the date.
+`python benches/gpu.py` checks first and times only what is right; without a CUDA device it only
+checks, on the CPU. `--json FILE` writes the figures.
 
-* Moves are like those of plans: runs of up to 1,024 tokens, each with its own delta, between block
-  tables of 16 tokens per block in random order, from a random offset in the source to a random
-  one in the destination; pieces end at the block edges of both.
+* Moves are runs of up to 1,024 tokens, each with its own delta, between random offsets of block
+  tables of 16 tokens per block in random order. Pieces end at the block edges of both.
 * *apply* is `KVPool.apply`, all layers, bfloat16. *select + copy* is `index_select`, then
   `index_copy_`, per layer and side, without rotation. *three passes* gathers, rotates and scatters
   one layer at a time, in plain torch.
-* Bytes are those read and those written, so a copy of n bytes counts 2n. The *ceiling* is the best
-  rate of a device-to-device copy of 2 GiB; *copy* is one of as many bytes as the case moves.
+* A copy of n bytes counts 2n: read and written. The *ceiling* is the best rate of a
+  device-to-device copy of 2 GiB; *copy* is one of as many bytes as the case moves.
 * *device* is the time between two events around the work, with enough queued before it that the
-  device never waits for the host. *call* is the time from the call to the end of its work on an
-  idle device. *host* is the time that `apply` takes to return. Every figure is a median; before
-  each round a buffer of four times the L2 cache, 256 MiB at least, is overwritten.
+  device never waits for the host. *call* is from the call to the end of its work on an idle device.
+  *host* is until `apply` returns. Every figure is a median; before each round a buffer larger than
+  the L2 cache is overwritten.
 """
 
 from __future__ import annotations

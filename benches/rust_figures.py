@@ -1,9 +1,6 @@
 """Records the figures of the Rust side in `benches/figures.json`.
 
-    cargo bench --package kvtrie-benches && python benches/rust_figures.py
-
-Times come from criterion's last run; the machine's limits, the memory, the pauses and the
-instruction counts are measured here.
+cargo bench --package kvtrie-benches && python benches/rust_figures.py
 """
 
 import argparse

@@ -2,13 +2,9 @@
 
     python tools/audit.py --deny CARGO_DENY --tools FOLDER
 
-``CARGO_DENY`` is the binary, ``FOLDER`` the one with pip-audit and pip-licenses.
-
-Always: the licences, sources and bans of the crates of both workspaces (deny.toml), and the
-licences of the packages in .venv. Hashes were checked when these were installed: INSTALL in the
-Makefile. Lists of known vulnerabilities are kept elsewhere. Where one cannot be reached, a line
-says "not checked", and nothing fails. No step takes longer than its limit. The peers, each in its
-own environment, are not audited: they run in tests and benchmarks only, and are not shipped.
+``FOLDER`` has pip-audit and pip-licenses. Licences, sources and bans are always checked. Where a
+list of known vulnerabilities cannot be reached, a line says "not checked", and nothing fails. The
+peers' environments are not audited: nothing of them is shipped.
 """
 
 import argparse

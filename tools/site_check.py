@@ -2,11 +2,9 @@
 
     python tools/site_check.py SITE [--screenshots FOLDER]
 
-A page must have a title, one main heading, all its images with an alternative text, no error in the
-console, no request that fails or goes to another host, and nothing cut or wider than the window, in
-a wide window and in one of a phone. A search for a word must have results. Screenshots are of
-README's picture and of five pages, light, dark and narrow. Where Chromium or its driver is not
-installed, one line says so, and the check passes.
+A page must have a title, one main heading, its images with an alternative text, no error in the
+console, no request that fails or goes to another host, and nothing cut, in two widths. A search for
+a word must have results. Without Chromium or its driver one line says so, and the check passes.
 """
 
 import argparse

@@ -1,9 +1,7 @@
 """Generate python/kvtrie/_core.pyi from the extension, or check that it is up to date.
 
-PyO3 embeds signatures and docstrings in the extension when it is built with its feature
-`experimental-inspect`; maturin makes a stub of them. What introspection does not cover yet is
-added here from the installed module: exceptions, module constants, and the imports that
-annotations written as strings need.
+maturin makes a stub of the signatures and docstrings that PyO3 embeds. Added here are exceptions,
+module constants, and the imports that annotations written as strings need.
 """
 
 from __future__ import annotations

@@ -132,10 +132,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Model:
 def prime(model: Model) -> None:
     """Start from heads that can look things up, so that training takes minutes and not hours.
 
-    To recall, attention must find where the last few tokens were before, and read what came next.
-    Small transformers learn this circuit late and suddenly. Here the first layer starts with heads
-    that look one to four tokens back, and the second with heads that match what those heads saw.
-    All weights are trained on from there.
+    Small transformers learn this circuit late and suddenly. The first layer starts with heads that
+    look one to four tokens back, and the second with heads that match what those heads saw.
     """
     config = model.config
     hidden, size, heads = config.hidden_size, config.head_dim, config.num_attention_heads

@@ -168,8 +168,8 @@ KINDS: Final = {
 class Wiring:
     """Sets single heads of a model by hand, for any kind of attention.
 
-    What a head reads and writes is given as matrices on the residual stream after the norm: rows
-    to compare (``match``), rows to copy (``read``) and where to put the copy (``write``).
+    Matrices on the residual stream after the norm say what a head compares (``match``), copies
+    (``read``) and where to (``write``).
     """
 
     def __init__(self, model: Model) -> None:
@@ -263,11 +263,9 @@ class Wiring:
 def prime(model: Model, tokenizer: PreTrainedTokenizerFast, distance: int) -> None:
     """Start from heads that can look things up, so that training takes minutes and not hours.
 
-    To recall, attention must find where the last tokens were before and read what came next, or
-    read the token at a known distance back. Small transformers learn such circuits late and
-    suddenly. Here the heads of the first layer start by looking one, two and four tokens back; two
-    heads of the second match what those saw, and two look back from the start of a reply, to the
-    last list and to the name in the question. All weights are trained on from there.
+    Small transformers learn such circuits late and suddenly. Heads of the first layer start by
+    looking one, two and four tokens back; two heads of the second match what those saw, and two
+    look back from the start of a reply, to the last list and to the name in the question.
     """
     wiring = Wiring(model)
     width = 19
@@ -453,10 +451,10 @@ def train(
 
 @torch.no_grad()
 def evaluate(model: Model, writer: Writer, num: int) -> Score:
-    """Right replies and replies per kind on held-out conversations, each predicted to the letter.
+    """Right replies and replies per kind on held-out conversations.
 
-    Every reply is predicted with the right text before it. Greedy decoding gives the same tokens
-    as long as they are right.
+    Each is predicted to the letter, with the right text before it: greedy decoding gives the same
+    tokens as long as they are right.
     """
     model.eval()
     score: Score = {}

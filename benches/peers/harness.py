@@ -69,13 +69,12 @@ def compare(
 ) -> Row:
     """Time both sides alternately on the same work.
 
-    Garbage collection is off, the side that comes first alternates, and the cost of reading the
-    clock is subtracted. A round prepares `calls` arguments, times that many calls as one interval
-    of this thread's processor time, and settles them.
+    The side that comes first alternates, and the cost of reading the clock is subtracted. A round
+    prepares `calls` arguments, times that many calls as one interval of this thread's processor
+    time, and settles them.
 
-    A warm round repeats one query: it prepares, times and drops each call by itself, after one
-    call that is not timed and that reloads what the other side has evicted from the caches. It uses
-    wall time, which is cheaper to read; medians hide the work of other processes.
+    A warm round repeats one query: it times and drops each call by itself, after one call that is
+    not timed and reloads the caches. It uses wall time, which is cheaper to read.
     """
     sides = {"kvtrie": ours, "theirs": theirs}
     clock = time.perf_counter_ns if warm else time.thread_time_ns

@@ -1,13 +1,13 @@
 """LMCache's side of every comparison: its blend matcher and its token hasher, loaded alone.
 
-Both are plain modules of the released package, over numpy and compiled by numba. They are driven as
-LMCache's server drives them: a stored sequence is hashed chunk by chunk (BLAKE3, each with its
-prefix), and every chunk but the first is registered with the matcher; a prompt is hashed likewise
-for its cached prefix, and the matcher looks for registered chunks at every position of it.
+They are driven as LMCache's server drives them: a stored sequence is hashed chunk by chunk (BLAKE3,
+each with its prefix), and every chunk but the first is registered with the matcher; a prompt is
+hashed likewise for its cached prefix, and the matcher looks for registered chunks at every position
+of it.
 
-Both are unchanged. The package's `__init__` files, which start a device backend, are skipped, and
-two modules are replaced by empty ones: torch, and the handles by which processes share device
-memory. The types that processes exchange name both; the matcher and the hasher use neither.
+Both are unchanged. The package's `__init__` files, which start a device backend, are skipped; torch
+and the module of device-memory handles, which types name and nothing here uses, are replaced by
+empty modules.
 """
 
 import dataclasses

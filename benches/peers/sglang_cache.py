@@ -1,9 +1,8 @@
 """SGLang's side of every comparison: one of its radix caches and its allocator.
 
-The caches are driven as SGLang's scheduler drives them: `match_prefix`, then `path_device_indices`
-for the token indices, `lock` and `unlock`, `evict`, `alloc` and `insert`, over the paged allocator
-of the release with pages of 16. A key (`RadixKey` over an `array("q")`) is what a `TokenSequence`
-is here; a call's parameter object is made inside the call, as its scheduler makes it.
+They are driven as SGLang's scheduler drives them, over its paged allocator with pages of 16. A key
+(`RadixKey` over an `array("q")`) is what a `TokenSequence` is here; a call's parameter object is
+made inside the call.
 """
 
 from array import array

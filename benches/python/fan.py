@@ -4,10 +4,9 @@
 
 * The *fan*: each window of a text with a period of nine tokens is cached at 64 places, each near
   the end of an edge with 64 children that share one or two tokens more, so that no run has
-  `min_run` tokens. It is planned next to random text of the same length, while another tenant
-  looks a short prompt up repeatedly.
-* *Neighbours*: a plan of a prompt that moved as a whole, in an index where nobody else has
-  anything, where others have as much random text as the fan has, and where they have the fan.
+  `min_run` tokens.
+* *Neighbours*: a plan of a prompt that moved as a whole, in an index without others, with as much
+  random text of others, and with the fan.
 """
 
 from __future__ import annotations

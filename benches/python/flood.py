@@ -1,9 +1,9 @@
 """What many blocks cost that collide under a hash with known constants.
 
-`python benches/python/flood.py` prints a row for each seed and operation. The blocks are 32,000
-siblings of 16 tokens, of which tokens 4 to 7 are the first constant that foldhash derives from a
-shared seed that is a constant itself: a table of edges hashed with that gives all of them the same
-hash under any seed. They are timed next to as many blocks with other tokens there.
+`python benches/python/flood.py` prints a row for each seed and operation. Tokens 4 to 7 of 32,000
+sibling blocks are the first constant that foldhash derives from a constant shared seed: a table of
+edges hashed with that gives all of them the same hash. They are timed next to as many blocks with
+other tokens there.
 """
 
 from __future__ import annotations

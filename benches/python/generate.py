@@ -1,9 +1,8 @@
 """What a model computes of an edited prompt, and the time to its first token.
 
 `python benches/python/generate.py` runs the embedded engine with the shipped demo model on the
-workloads' histories: the cached turn is computed, then the next prompt, alternately with the exact
-prefix alone and with moved runs. Token ids are taken modulo the model's vocabulary: the generated
-text means nothing. The claim is the ratio of times.
+workloads' histories: the cached turn, then the next prompt, alternately with the exact prefix alone
+and with moved runs. The claim is the ratio of times; the generated text means nothing.
 """
 
 from __future__ import annotations

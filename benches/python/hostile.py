@@ -2,11 +2,8 @@
 
 `python benches/python/hostile.py` prints and records it. While one thread is inside a call that is
 as long as a tenant can make it, another one looks up its own short prompt repeatedly: the figure is
-its longest wait, for the interpreter or for the index's lock. The table also has the longest wait
-while the first thread is idle for as long, and the CPU time of the call, in all and per unit of
-what it is proportional to. Every round makes a new index; figures are medians of rounds.
-
-A new case is one more function in `CASES` that returns a `Case`.
+its longest wait. The table also has the longest wait while the first thread is idle, and the CPU
+time of the call. Figures are medians of rounds. A new case is one more function in `CASES`.
 """
 
 from __future__ import annotations
@@ -57,12 +54,8 @@ SEEDS = 1 << 61
 class Case:
     """A call, and what another thread does meanwhile.
 
-    Attributes:
-        work: The call, in words.
-        call: The call itself; plans that it returns, one or a list, are released afterwards.
-        probe: What the other thread repeats.
-        each: What the call's time is proportional to.
-        count: How many of these it has.
+    `probe` is what that thread repeats; the call's time is proportional to `count` of `each`. Plans
+    that the call returns, one or a list, are released afterwards.
     """
 
     work: str

@@ -1,19 +1,16 @@
 """What it costs to find moved runs, also in texts that are hard to search.
 
-`python benches/python/moved.py` prints and records it. A call is a plan with all its outputs and
-its release, from a `TokenSequence` that no index has seen. Rounds are single calls; the figure is
-their median.
+`python benches/python/moved.py` prints and records it. A round is one plan with all its outputs and
+its release, from a new `TokenSequence`; the figure is the median.
 
 * *W11* is the prompt of an agent's run of which all reasoning was dropped.
-* *Nothing to find*: tokens that are cached nowhere; of recorded text, what other recorded sessions
-  do not share in runs of 16. The recorded texts are the agent runs of `lmcache_agent.tar.gz`: one
-  token per piece of up to six letters, three digits, three signs or any white space.
-* *Near misses*: runs of 15 cached tokens, one short of `min_run`, with an unknown token between.
-  Each run is cached in several places. Of its windows of eight tokens every ninth is kept, so a
-  window is found in as many places only where a run has nine times as many.
+* *Nothing to find*: tokens that are cached nowhere; of recorded text (`lmcache_agent.tar.gz`), what
+  other sessions do not share in runs of 16.
+* *Near misses*: runs of 15 cached tokens, one short of `min_run`, with an unknown token between. Of
+  a run's windows of eight tokens every ninth is kept, so a window is found in as many places only
+  where a run has nine times as many.
 * *Repetitive* texts: one token, a period of 2 or 17 tokens, a book twice. Eight sequences of a text
-  are cached, each after its own head, and the prompt is the text after a new head. They are
-  compared with eight random texts.
+  are cached, each after its own head, and the prompt is the text after a new head.
 """
 
 from __future__ import annotations

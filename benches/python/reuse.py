@@ -1,11 +1,9 @@
 """What one plan reuses of every workload: `python benches/python/reuse.py`.
 
 An index holds 200 conversations of one workload, 1,000,000 tokens together. The next prompts of 40
-are planned in one call each, and what a plan reuses is compared with the prefix and the matches
-that `workloads.ceiling` finds without the index. Conversations have their own texts, or share
-boilerplate (half of the system prompt at the same place, half after a line of their own, and the
-headers of tool results), or share it in texts that are repetitive as written text is. Newcomers
-send their first prompt, so boilerplate is all that they could reuse.
+are planned, and compared with what `workloads.ceiling` finds without the index. Conversations have
+their own texts, or share boilerplate, plain or repetitive as written text is. Newcomers send their
+first prompt, so boilerplate is all that they could reuse.
 """
 
 from __future__ import annotations
@@ -61,18 +59,11 @@ VARIANTS = (
 
 @dataclass
 class Tally:
-    """What plans reused of some prompts.
+    """What plans reused of some prompts, in tokens.
 
-    Args:
-        prompts: How many.
-        tokens: Tokens of all prompts.
-        exact: Those in the whole blocks of the exact prefix.
-        possible: Those that could be reused.
-        found: Those of them that the plans reuse.
-        dropped: Places that were not tried.
-        pieces: Segments of approximate tokens.
-        lowest: The lowest share of what could be reused that a plan reuses.
-        incomplete: Prompts of which less than that is reused though nothing was dropped.
+    `exact` are in the whole blocks of the exact prefix; `possible` could be reused, and `found` of
+    them is. `lowest` is the lowest share of one prompt; `incomplete` counts prompts of which less
+    is reused though no place was dropped.
     """
 
     prompts: int = 0

@@ -1,10 +1,9 @@
 """Replays recorded traffic: `python benches/python/traces.py --traces FOLDER`.
 
-A trace names the blocks of each request by ids, equal ids meaning equal prefixes. Here every id is
-mapped to its own block of token ids. A request is looked up, planned, given blocks, which evicts
-where the pool is full, inserted and released, as by an engine; the clock starts when its token ids
-are in a numpy array. With room for everything, the share of blocks found must be what the trace
-allows.
+A trace names the blocks of each request by ids. Every id is mapped to its own block of token ids. A
+request is looked up, planned, given blocks (which evicts), inserted and released; the clock starts
+when its token ids are in a numpy array. With room for everything, the share of blocks found must be
+what the trace allows.
 """
 
 from __future__ import annotations

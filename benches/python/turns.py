@@ -1,11 +1,8 @@
 """What is left of a turn under each turn policy: `python benches/python/turns.py`.
 
-A turn of a workload is over and cached. A policy closes it; then another request may need as many
-blocks as the turn's reasoning fills, and takes them from the free list and then from the index. The
-next prompt is planned exactly and approximately. The script counts the tokens that are still
-cached, those that were removed, and those that the next prompt reuses. Policies are those of
-`kvtrie.tags`, fed token by token; a further one is that of engines that keep nothing of a turn but
-its prompt. Nothing is timed, so the figures are the same on every machine.
+A turn is cached, and a policy of `kvtrie.tags` closes it; then another request may need as many
+blocks as the turn's reasoning fills. The next prompt is planned exactly and approximately. Tokens
+are counted; nothing is timed, so the figures are the same on every machine.
 """
 
 from __future__ import annotations
@@ -53,20 +50,10 @@ POLICIES: dict[str, tags.TurnPolicy | None] = {
 class Left:
     """What is left of a turn, in tokens.
 
-    Args:
-        workload: Which edit makes the next prompt.
-        policy: What closed the turn.
-        needed: Blocks that another request needs afterwards, in tokens.
-        cached: Tokens in whole blocks before.
-        kept: Tokens in the index before the next prompt comes.
-        freed: Tokens whose blocks the policy freed.
-        dead: Tokens whose blocks it marked.
-        evicted: Tokens whose blocks were evicted for that request.
-        evicted_dead: Those of them that were marked.
-        prompt: Tokens of the next prompt.
-        exact: Those that an exact plan reuses.
-        approximate_exact: Those that an approximate plan reuses exactly.
-        approximate_moved: Those that it reuses otherwise.
+    `needed` is for another request; `kept` is in the index before the next prompt comes;
+    `evicted_dead` are those of `evicted` that the policy had marked. An exact plan of the prompt
+    reuses `exact`; an approximate one `approximate_exact` exactly, and `approximate_moved`
+    otherwise.
     """
 
     workload: str

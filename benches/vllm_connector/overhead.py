@@ -2,33 +2,19 @@
 
     make bench-vllm
 
-In one engine in one process the connector is removed and put back: between requests, and while a
-batch decodes, for a few steps at a time, the first of which is not timed. So all but the connector
-is the same: code, memory, and the pool, which is as if the connector had never been removed
-(`Bench.keep_up`). A round has four members in random order; where they are requests, each has a new
-prompt:
+In one engine in one process the connector is removed and put back, so that all else is the same;
+the pool is as if it had never been removed (`Bench.keep_up`). A round has four members in random
+order, each with a new prompt: *off* and *control* have no connector, and differ by what the method
+does; *plumbing* has one that does nothing; *kvtrie* plans, finds nothing, tags the tokens and
+updates its index.
 
-* *off* and *control*: vLLM without a connector. Their difference is what the method itself does.
-* *plumbing*: a connector that does nothing: what vLLM pays for having any.
-* *kvtrie*: the connector, which plans and finds nothing, tags the tokens, and updates its index of
-  the pool.
+Differences from *off* in the same round are paired: their mean, their median, and the upper end of
+the mean's one-sided 95 % interval (Student's t). The pool has room, or is full, so that every
+allocated block is evicted from vLLM's cache and from kvtrie's index.
 
-Differences from *off* in the same round are paired. Their mean is printed, their median, and the
-upper end of the mean's one-sided 95 % interval (Student's t).
-
-The pool has room, or is full: then every allocated block is evicted from vLLM's cache and from
-kvtrie's index, as in a warm server.
-
-What is timed is the engine's core (scheduler, worker, model), by the processor time of the whole
-process. Tokenizer, detokenizer and HTTP are not part of it. The model is tiny, so that a step takes
-a few milliseconds: the same microseconds are a far smaller part of a real one's. Garbage is
-collected between members, not inside.
-
-Removing the connector sets ``scheduler.connector`` and the worker's agent to None, and undoes
-what vLLM's scheduler decides at its start for connectors that load (freed blocks wait for steps in
-flight). What else vLLM decides at its start does not show here: it asks a connector for a layout of
-the KV and for piecewise graphs, and kvtrie wants neither; it leaves out attention backends that
-support no connectors.
+Timed is the processor time of the process that runs the engine's core, without tokenizer,
+detokenizer and HTTP. The model is tiny, so the same microseconds are a far smaller part of a real
+model's step. What vLLM decides at its start because there is a connector does not show.
 """
 
 from __future__ import annotations

@@ -45,11 +45,8 @@ _COMPUTE = 2
 class Reach:
     """The tokens of one prompt that could be reused.
 
-    Args:
-        prefix: How many tokens from the front are cached under the same whole prefix, of any
-            length.
-        matched: One bool per token: whether it is in a run of at least `min_run` tokens that is
-            cached anywhere.
+    `prefix` tokens from the front are cached under the same whole prefix; `matched` has one bool
+    per token: whether it is in a run of at least `min_run` tokens that is cached anywhere.
     """
 
     prefix: int
@@ -74,17 +71,9 @@ class Reach:
 
 
 class Ceiling:
-    """All cached sequences, to compare prompts with.
+    """All cached sequences, to compare prompts with; each namespace needs its own.
 
-    Args:
-        cached: The sequences, each from position 0. Each namespace needs its own ceiling.
-        block_size: Only whole blocks are cached: 1 for all tokens.
-        min_run: The shortest run that counts.
-        num_computed: How many tokens of each sequence have KV; None if all have. Blocks that are
-            not wholly below are not cached.
-
-    Raises:
-        ValueError: An argument is out of range, or `num_computed` is not as long as `cached`.
+    Only whole blocks of the tokens that have KV (`num_computed`, by sequence) are cached.
     """
 
     def __init__(

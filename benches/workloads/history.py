@@ -69,16 +69,9 @@ class Edit(NamedTuple):
 class Conversation:
     """One conversation before its next turn.
 
-    Args:
-        cached: The turn before: its prompt and the ids that were generated.
-        num_computed: How many of these have KV: the last sampled token has none.
-        prompt: What the client sends next.
-        spans: Kinds of the cached tokens, ascending.
-        prompt_spans: Kinds of the prompt's tokens, ascending.
-        kept: Pieces of the cached tokens that the prompt has, ascending there. Those that stay
-            adjacent are one piece.
-        edits: What is deleted, replaced and inserted between them, in the order of the prompt.
-            Empty where pieces changed their order.
+    `cached` is the turn before, of which `num_computed` tokens have KV: the last sampled token has
+    none. `kept` and `edits` describe `prompt` in its order; `edits` is empty where pieces changed
+    their order.
     """
 
     cached: Tokens

@@ -27,10 +27,10 @@ def uniform(seed: int, length: int) -> Tokens:
 def worded(seed: int, length: int) -> Tokens:
     """Ids with the repetitions of written text.
 
-    Words are drawn with a probability proportional to 1 / rank (Zipf's law). A quarter of the
-    draws are phrases of 2 to 24 tokens from a book that all texts share, drawn by the same law.
+    Words are drawn by Zipf's law. A quarter of the draws are phrases of 2 to 24 tokens from a book
+    that all texts share, drawn by the same law. A shorter text of a seed is the beginning of a
+    longer one:
 
-    Example:
         >>> worded(7, 100).tolist() == worded(7, 200)[:100].tolist()
         True
     """

@@ -1,8 +1,8 @@
 """Approximate reuse: the model sees what the plan says, on every kind of RoPE.
 
 The oracle puts a cache together by hand. Moved KV comes from a pass of the bare model over the
-cached text *at the position it is moved to*: RoPE depends on distances only, so that pass gives
-every layer the keys and values of the first pass, rotated. kvtrie's own rotation is not used.
+cached text *at the position it is moved to*: RoPE depends on distances only. kvtrie's own rotation
+is not used.
 """
 
 from __future__ import annotations

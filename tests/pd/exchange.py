@@ -45,7 +45,10 @@ class Answer:
 
 
 class Rule(Protocol):
-    """Decides which of the sender's blocks go to which of the receiver's."""
+    """Decides which of the sender's blocks go to which of the receiver's.
+
+    A `PeerError` ends the request; after a `kvtrie.TransferRefused` everything is computed.
+    """
 
     def __call__(self, offer: Computed, want: Want, /) -> Answer:
         """Decide.

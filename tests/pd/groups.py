@@ -27,15 +27,9 @@ SIZES = (1, 2, 3, 4, 8)
 
 
 class Side:
-    """One engine's pools, a table a group.
+    """One engine's pools, a table per group.
 
-    Attributes:
-        sizes: Slots a block of each group.
-        pools: The pool of each group.
-        tables: The request's blocks in each group.
-        exact_until: Where its KV stops being exact.
-        hops: The most hops of what is not.
-        lookahead: Slots reserved behind its tokens.
+    Its KV is exact up to `exact_until`, and has at most `hops` after it.
     """
 
     def __init__(self, sizes: dict[int, int], num_tokens: int, rng: Random) -> None:
@@ -64,13 +58,9 @@ class Side:
 
 
 class Text:
-    """Tokens, some of which stand for images.
+    """Tokens, some of which stand for images; the ids of all images are the same.
 
-    Attributes:
-        units: Token ids, and images as a number and a length.
-        ids: The token ids; all images have the same ones.
-        items: Where the images are.
-        labels: What the KV of each token is of: its id, or the image and the place in it.
+    `labels` is what the KV of each token is of: its id, or the image and the place in it.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:

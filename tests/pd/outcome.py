@@ -18,18 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a transfer. All counts are tokens.
+    """The outcome of a transfer, in tokens.
 
-    Attributes:
-        loaded: Counted as present after the load.
-        exact: Of these, claimed exact.
-        computed: Computed by the receiver afterwards.
-        wrong: Of `loaded`, those whose slot does not hold what is claimed.
-        unwritten: Of `wrong`, those whose slot was never written.
-        never_computed: Of `wrong`, those whose token the sender never computed anywhere.
-        tainted: Of `computed`, those claimed exact that attended to wrong KV.
-        refused: Why nothing was loaded; None otherwise.
-        failed: The assertion that ended the request; None otherwise.
+    `exact` of `loaded` are claimed exact. `wrong` of them are in slots that do not hold what is
+    claimed: `unwritten` never written, `never_computed` never computed by the sender. `tainted` of
+    `computed` are claimed exact and attended to wrong KV. `refused` says why nothing was loaded,
+    `failed` which assertion ended the request.
     """
 
     loaded: int

@@ -1,8 +1,7 @@
 """A serving engine over labelled KV: prefix cache, ledger, drafts, steps in flight, leases.
 
-It keeps the state of a real engine, including the optimistic counter of its scheduler, and reports
-to the ledger what a real one could report. The device is a queue: steps are scheduled, and run
-later, in order.
+It reports to the ledger what a real engine could report, with its scheduler's optimistic counter.
+The device is a queue: steps are scheduled, and run later, in order.
 """
 
 from __future__ import annotations
@@ -41,21 +40,11 @@ class Envelope:
 class Live:
     """A request of a serving engine.
 
-    Attributes:
-        name: Its name in the ledger.
-        seq: Its ids, which the ledger owns while it is live.
-        table: Its blocks.
-        slots: The slots of its blocks.
-        to_compute: Ranges that the next prefill chunks compute.
-        future: The ids that the model will sample, the last first.
-        num_drafts: Drafts per decode step.
-        guess: Probability that a draft is right.
-        counter: The scheduler's computed tokens, with steps in flight.
-        ids: The sequence as the device knows it.
-        canon: The contexts of these ids.
-        done: What the device has computed, except gaps.
-        arrived: Sampled ids that were not reported to the ledger.
-        in_flight: Steps that have not run.
+    `to_compute` are ranges of the next prefill chunks; `future` the ids that the model will sample,
+    the last first; `guess` the probability that a draft is right; `counter` the scheduler's
+    computed tokens, with steps in flight; `ids` and `canon` the sequence as the device knows it;
+    `done` what it has computed, except gaps; `arrived` the ids that were not reported to the
+    ledger.
     """
 
     name: Hashable
@@ -301,8 +290,7 @@ class ServingEngine(Engine):
             live.in_flight -= 1
             base = live.done
             if not live.future:
-                # The step was scheduled before another one ended the request. It runs, and its
-                # samples are dropped, but the counter includes it.
+                # Its samples are dropped, but the counter includes it.
                 junk = [JUNK] * (num_drafts + 1 + max(0, base - len(live.ids)))
                 ids = live.ids + junk
                 canon = live.canon + chain(junk, live.canon[-1])

@@ -2,10 +2,10 @@
 
     python -m tests.property.any_block_removal --removals 1000000
 
-Histories that share prefixes are cached, removed by id (`discard`), by span (`remove_spans`) and by
-eviction of what `mark_dead` marked, and inserted again, with computed and with imported KV. The
-oracle is a dictionary from whole prefixes to (block, exact): a lookup is right iff it returns the
-longest run of exact blocks from position 0, with these ids. The exit status is 1 when one is wrong.
+Histories that share prefixes are cached, removed by id, by span and by eviction of what was marked
+dead, and inserted again. A lookup is right iff it returns the longest run of exact blocks from
+position 0 in a dictionary from whole prefixes to (block, exact). The exit status is 1 when one is
+wrong.
 """
 
 from __future__ import annotations

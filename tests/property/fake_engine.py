@@ -1,8 +1,4 @@
-"""An engine over labelled KV that knows what its KV is worth, whatever the index says of it.
-
-KV of another prefix, an overwritten block, a copy of the wrong slots, a wrong delta or a label that
-is too good shows: see `tests.truth`.
-"""
+"""An engine over labelled KV (`tests.truth`) that knows what its KV is worth."""
 
 from __future__ import annotations
 
@@ -30,13 +26,7 @@ class WrongKVError(AssertionError):
 
 
 class Text(NamedTuple):
-    """A sequence as its KV depends on it.
-
-    Attributes:
-        tokens: Its tokens; in an item, with what it stands for.
-        canon: The context of each, computed from scratch.
-        root: The namespace's number.
-    """
+    """A sequence as its KV depends on it: its tokens, those of items included, and contexts."""
 
     tokens: list[Any]
     canon: list[int]

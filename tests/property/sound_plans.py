@@ -3,10 +3,9 @@
     python -m tests.property.sound_plans --plans 1000000
 
 A side table has for every slot the token, the position, a digest of its whole prefix, the label and
-the tags that it was inserted with. Each token of every plan is looked up there: same token, the
-plan's delta, the class and hops that follow from the two prefixes. Where no candidate was dropped,
-coverage is compared with the union of all windows that the prompt shares with usable slots; where
-some were, with a bound. The exit status is 1 when anything is wrong.
+the tags. Each token of every plan is looked up there: same token, the plan's delta, the class and
+hops that follow from the two prefixes. Where no candidate was dropped, coverage is compared with
+the union of all usable shared windows. The exit status is 1 when anything is wrong.
 """
 
 from __future__ import annotations
@@ -468,10 +467,8 @@ class World:
 class View:
     """What a plan may use, as ordered digests.
 
-    Attributes:
-        windows: Windows of min_run usable slots, wherever they move.
-        exact: Whole prefixes of exact slots.
-        alike: Whole prefixes of slots that are usable under the same prefix.
+    `windows` of min_run usable slots, wherever they move; whole prefixes of `exact` slots; `alike`:
+    whole prefixes of slots that are usable under the same prefix.
     """
 
     windows: Array

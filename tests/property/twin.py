@@ -1,8 +1,8 @@
 """An index and the model of it, given the same calls, every result compared.
 
-`Twin` drives `kvtrie.RadixIndex`, a second `RadixIndex` with the same seed (the mirror: same calls,
-same digest) and `kvtrie.testing.model.ModelIndex`. What is called and with which arguments comes
-from a `random.Random`, or from hypothesis's `randoms()`, which shrinks.
+`Twin` drives `kvtrie.RadixIndex`, a second one with the same seed (the mirror) and
+`kvtrie.testing.model.ModelIndex`. A `random.Random`, or hypothesis's `randoms()`, chooses the
+calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What make installs has the hash that a list names; otherwise nothing is installed.
-
-The recipes of the Makefile run here as they are, over lists of one tiny package, without a network.
-"""
+"""The Makefile's recipes install what has the hash that a list names, and nothing else."""
 
 from __future__ import annotations
 

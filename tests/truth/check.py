@@ -27,23 +27,8 @@ def wrong_slots(
     """The positions whose slot has a wrong label, with the error.
 
     A label is wrong if the slot is unwritten, if it has the KV of another token, namespace or
-    position, if it is called exact but was computed with another context, if it has more hops than
-    claimed, or if it was placed under another prefix.
-
-    Args:
-        pool: The pool of the slots.
-        slots: The sequence's slots, from position 0.
-        ids: Its tokens.
-        canon: Their contexts, from `chain`.
-        classes: The claimed class of each position: 0 exact, 1 approximate. Later positions are not
-            checked.
-        hops: The claimed hops of each position.
-        root: The namespace's number.
-        start: The first position to check.
-
-    Returns:
-        Pairs of a position and a word: `unwritten`, `token`, `namespace`, `position`, `context`,
-        `hops` or `place`.
+    position, if it is called exact (class 0) but was computed with another context, if it has more
+    hops than claimed, or if it was placed under another prefix.
     """
     end = len(classes)
     held = slots[start:end]

@@ -9,8 +9,6 @@ A slot holds the label of the KV that a real pool would have there:
 * `place`: the digest of the tokens up to and including its own, in its current sequence;
 * `space`: its namespace;
 * `hops`: how many times it was placed under another prefix than the one it was computed under.
-
-Tokens are any hashables, the rest plain integers, in one flat list per field.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Degenerate trees: a chain, a comb, a fan, one token repeated. Linear, and in a stack of 256 KiB.
 
-Costs are compared as ratios of one thread's processor time at two sizes, generously: four times the
-size may cost twelve times the time, where quadratic work would cost sixteen and more. A ratio is
-measured again if it fails, since the machine may be busy. There are no limits in seconds.
+Costs are ratios of one thread's processor time at two sizes: four times the size may cost twelve
+times the time, where quadratic work would cost sixteen and more. A ratio that fails is measured
+again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The embedded engine on the model that vLLM runs, and what the two did with one request.
 
-Two rules of vLLM are not the embedded engine's, and are applied to it here, so that both have the
-same KV to choose from: vLLM caches whole blocks only, and without a scheduler that resumes after
-gaps it computes everything after the first one.
+Two rules of vLLM are applied to it here: vLLM caches whole blocks only, and without a scheduler
+that resumes after gaps it computes everything after the first one.
 """
 
 from __future__ import annotations
@@ -41,12 +40,9 @@ Segment = tuple[int, int, int, int]
 class Served:
     """What an engine did with a request.
 
-    Attributes:
-        tokens: The answer.
-        segments: The sources of the prompt's KV, in as few pieces as possible.
-        logprobs: Of all tokens, where each token of the answer was chosen.
-        k: Keys of prompt and answer, ``[layers, tokens, heads, channels]``.
-        v: Values.
+    `segments` are the sources of the prompt's KV in as few pieces as possible; `logprobs` of all
+    tokens where each token of the answer was chosen; `k` and `v` are ``[layers, tokens, heads,
+    channels]``.
     """
 
     tokens: list[int]
@@ -59,8 +55,7 @@ class Served:
 def segments_of(planned: NDArray[Any], used: Iterable[tuple[int, int]], end: int) -> list[Segment]:
     """The segments of a plan that were used, the rest of a prompt being computed.
 
-    Pieces that say the same in two parts are one: where a plan cuts depends on what the cache holds
-    in place, and vLLM and the embedded engine need not hold the same in place.
+    Pieces that say the same in two parts are one: where a plan cuts depends on what is in place.
     """
     origins = np.full((end, 2), (-1, COMPUTED))
     for start, stop in used:

@@ -51,15 +51,10 @@ class Answer:
 
 
 class Engine(Inside):
-    """An engine under test.
+    """An engine under test; plain vLLM if `connector` is None.
 
-    Args:
-        model: Its folder.
-        connector: Settings of the connector; None: plain vLLM.
-        gaps: Whether `KvtrieScheduler` resumes reuse after gaps.
-        blocks: Blocks of the pool, the null block among them.
-        shadow: Whether what every slot holds is followed; slow.
-        options: More for ``vllm.LLM``.
+    With `gaps`, `KvtrieScheduler` resumes reuse after gaps. With `shadow`, which is slow, what
+    every slot holds is followed. The pool has `blocks` blocks, the null block among them.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """vLLM's model runner V2 on a machine without a GPU, and a look at what it computes.
 
-V2's own work, tables of blocks and counts of tokens, is done by Triton kernels, which Triton's
-interpreter runs on a CPU. vLLM also requires a backend of Triton for the CPU, which no release has.
+V2's Triton kernels run in Triton's interpreter, in place of a backend of Triton for the CPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Situations in which wrong KV could be read unnoticed.
-
-Every engine here has a shadow (see ``shadow``), which fails a step that reads a slot that nobody
-wrote, other tokens than its own, another tenant's, or approximate KV under a plain hash.
-"""
+"""Situations in which wrong KV could be read unnoticed: every engine here has a shadow."""
 
 from __future__ import annotations
 

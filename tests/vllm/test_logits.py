@@ -1,9 +1,7 @@
 """With approximate reuse, vLLM computes what kvtrie's own engine computes for the same plan.
 
-Both get the same conversations under the same policy, and each plans by itself, over its own pool.
-The same tokens must come from the same places; KV in the pools and the probabilities of all tokens
-must be equal but for rounding. That tests the copies: computing the prompts without any cache gives
-other KV and other probabilities.
+Each plans by itself, over its own pool. The same tokens must come from the same places; KV and the
+probabilities of all tokens must be equal but for rounding.
 """
 
 from __future__ import annotations

@@ -45,17 +45,11 @@ class _SecondRunner(VllmConfig):  # type: ignore[misc] # untyped here
 
 
 class Core(Inside):
-    """An engine core under test.
+    """An engine core under test, without the connector if `connector` is None.
 
-    Args:
-        model: The folder of a model's configuration.
-        connector: Settings of the connector; None: plain vLLM.
-        gaps: Whether `KvtrieScheduler` resumes reuse after gaps.
-        in_flight: Whether vLLM schedules a step while the one before is under way.
-        second_runner: Whether the scheduler works for vLLM's model runner V2.
-        blocks: Blocks of the pool, the null block among them.
-        shadow: Whether what every slot holds is followed.
-        options: More for vLLM.
+    With `gaps`, `KvtrieScheduler` resumes reuse after gaps. `in_flight`: vLLM schedules a step
+    while the one before is under way. `second_runner`: the scheduler works for vLLM's model runner
+    V2.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Mixed traffic through vLLM's real scheduler and cache manager, every slot checked twice.
 
 The shadow follows the scheduler's output; the worker's KV depends on all that it reads, so the
-answer of an exact request is known. A copy from the wrong place, a block with two owners or a block
-that was allocated too early fails one check or both.
+answer of an exact request is known.
 """
 
 from __future__ import annotations
@@ -154,8 +153,8 @@ def test_mixed_traffic(
 @gaps
 @in_flight
 def test_the_second_model_runner(core: Callable[..., Core], gaps: bool, in_flight: bool) -> None:
-    # Its requests come back from preemption as new ones, with their answers so far, and so they do
-    # after a gap: it reads the scheduler's count of computed tokens of new requests only.
+    # It reads the scheduler's count of computed tokens of new requests only, and its requests come
+    # back from preemption, and after a gap, as new ones.
     vllm = core(connector=APPROXIMATE, gaps=gaps, in_flight=in_flight, second_runner=True, **SMALL)
     assert vllm.scheduler.use_v2_model_runner
     run = Run(vllm, seed=21 + 2 * gaps + in_flight)

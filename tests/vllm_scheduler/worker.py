@@ -1,9 +1,8 @@
 """A worker without a model: KV is numbers that depend on what a model's KV depends on.
 
 The number of a token is a hash of the token and of all numbers before it, each with the position of
-its slot; a sampled token is a hash of all that it reads. So one wrong slot anywhere in a request's
-context changes its answer from there on, as in a model, and the answer of an exact request is known
-without any cache (`continuation`).
+its slot; a sampled token is a hash of all that it reads. So one wrong slot in a request's context
+changes its answer, and the answer of an exact request is known without any cache (`continuation`).
 """
 
 from __future__ import annotations
@@ -101,13 +100,8 @@ class _Row:
 class Worker(Executor):  # type: ignore[misc] # untyped here
     """Serves vLLM's engine core in place of a model.
 
-    Attributes:
-        fails: Says of a load whether its copy fails.
-        drafts: Returns the drafts after these tokens, given the model's next ones.
-        num_computed: Tokens computed.
-        num_moved: Tokens copied to another position.
-        num_copied: Tokens copied to the same.
-        num_failed: Copies that failed.
+    `fails` says of a load whether its copy fails; `drafts` returns the drafts after these tokens,
+    given the model's next ones.
     """
 
     def _init_executor(self) -> None:

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 class ShiftReuse:
     """Removes what the new prompt lacks, and shifts what follows: right for the first hole only.
 
-    Two heads walk over the cached tokens and the prompt. Where both agree for long enough, the
-    cells between them are removed and the following ones shifted. The shift reached to the end of
-    the cache, but the next removal named cells by their index among the cached tokens. After the
-    first hole these are other cells, so the removal drops KV that the prompt needs and that counts
+    Where cached tokens and prompt agree for `min_match` tokens, the cells between are removed and
+    the following ones shifted, to the end of the cache (`shift_all`). The next removal named cells
+    by their index among the cached tokens, which are other cells by then: it drops KV that counts
     as present. https://github.com/ggml-org/llama.cpp/pull/12161
     """
 

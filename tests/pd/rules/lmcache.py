@@ -18,16 +18,13 @@ class Tracker:
     """The ids that LMCache assumes in a request's slots: slices of the engine's list.
 
     Each scheduler step it appends `ids[base : base + scheduled]`. The base was the engine's count
-    of computed tokens, a second owner of the same length:
+    of computed tokens. With asynchronous scheduling the counter is a step ahead of the ids, so all
+    slices of decode steps are empty: https://github.com/LMCache/LMCache/pull/2821
 
-    * With asynchronous scheduling the counter is a step ahead of the ids, so the slice of a decode
-      step is empty, and so are all later ones: decoded tokens are never saved.
-      https://github.com/LMCache/LMCache/pull/2821
-    * `clamped` takes the smaller of the counter and the list's own length. After a preemption or a
-      failed load, the counter is below the list: ids already in the list are appended again, each
-      at the slot of another position. https://github.com/LMCache/LMCache/pull/2929. LMCache 0.5.6
-      clamps, and also rebuilds the list of a preempted request and cuts that of one that was rolled
-      back; the clamp alone is not enough.
+    `clamped` takes the smaller of the counter and the list's own length. After a preemption or a
+    failed load the counter is below the list: ids are appended again, each at the slot of another
+    position. https://github.com/LMCache/LMCache/pull/2929. LMCache 0.5.6 clamps, and also rebuilds
+    or cuts the list.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -65,9 +62,8 @@ def check_resumed(num_computed: int, num_stored: int, num_cached: int) -> None:
 class CountedHit:
     """A receiver that uses the length of the prompt as the length of the hit.
 
-    The scheduler says how many tokens to load, the worker retrieves as many as the prompt has, and
-    the two differ by the last token: 894 and 895. If the sender had computed only the smaller
-    number, the last slot is read although it was never written.
+    The scheduler's count and the worker's differ by the last token: 894 and 895. If the sender had
+    computed only the smaller number, the last slot is read although it was never written.
     https://github.com/vllm-project/vllm/issues/52617
     """
 
