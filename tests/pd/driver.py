@@ -31,7 +31,7 @@ Planner = Callable[..., kvtrie.TransferPlan]
 
 
 class WrongError(Exception):
-    """A slot with a wrong label, or something left behind."""
+    """A slot with a wrong label, or something that was not freed."""
 
 
 @dataclass
@@ -87,13 +87,13 @@ class Episode:
         return out
 
     def edit(self, talk: Conversation) -> None:
-        """What clients and templates do to a history: strip thoughts, compact, change something."""
+        """What clients and templates do to a history: strip reasoning, compact, change a token."""
         rng, messages = self.rng, talk.messages
         if rng.random() < 0.7:
             for engine in (self.prefill, self.decode):
                 if rng.random() < 0.3:
                     self.strip(engine, messages)
-            messages[:] = [message for message in messages if message[0] != "thought"]
+            messages[:] = [message for message in messages if message[0] != "reasoning"]
         kind = rng.random()
         if messages and kind < 0.08:
             at = rng.randrange(len(messages))
@@ -110,11 +110,11 @@ class Episode:
         messages.append(("user", self.text()))
 
     def strip(self, engine: ServingEngine, messages: list[tuple[str, list[int]]]) -> None:
-        """Tell an index that the thoughts of a history are dead."""
+        """Tell an index that the reasoning of a history is dead."""
         ids = [token for _, tokens in messages for token in tokens]
         at = 0
         for kind, tokens in messages:
-            if kind == "thought":
+            if kind == "reasoning":
                 engine.strip(ids, at, at + len(tokens), remove=self.rng.random() < 0.5)
             at += len(tokens)
 
@@ -141,13 +141,13 @@ class Episode:
         sent = self.serve_prefill(talk, prompt, first)
         ids = [*prompt, first] if rng.random() < 0.5 else prompt
         future = self.text() if ids is not prompt else [first, *self.text()]
-        thought = rng.randrange(len(future) + 1)
+        cut = rng.randrange(len(future) + 1)
         for _ in range(2 if rng.random() < 0.05 else 1):
             self.serve_decode(talk, ids, future, sent)
         if sent is not None and rng.random() < 0.97:
             self.prefill.end_lease(sent.lease)
         answer = [*ids[len(prompt) :], *future]
-        talk.messages += [("thought", answer[:thought]), ("answer", answer[thought:])]
+        talk.messages += [("reasoning", answer[:cut]), ("answer", answer[cut:])]
         self.counts["turns"] += 1
 
     def serve_prefill(self, talk: Conversation, prompt: list[int], first: int) -> Envelope | None:
@@ -236,7 +236,7 @@ class Episode:
         fault: str,
         keep_last: int,
     ) -> None:
-        """Begin with what the plan brought, and what can be loaded behind it."""
+        """Begin with what the plan brought, and what can be loaded after it."""
         transfer = None
         if sent is not None:
             self.counts["transfers"] += 1
@@ -295,7 +295,7 @@ class Episode:
         if fault in ("truncated", "key", "namespace"):
             raise WrongError(f"accepted in spite of: {fault}")
         if fault == "mutated" and raw != sent.raw:
-            # A run that is left out whole is no lie; every label is looked at all the same.
+            # A run that is missing as a whole is not detected here; every label is checked.
             self.counts["changed and accepted"] += 1
         self.check_plan(engine, live, sent, transfer, min(cached, len(live.ids) - keep_last))
         self.check_policy(live, transfer, policy)
@@ -323,7 +323,7 @@ class Episode:
         transfer: kvtrie.TransferPlan,
         cached: int,
     ) -> None:
-        """Pairs lie inside blocks, and beside what is cached or computed they are all there is."""
+        """Pairs are inside blocks; with what is cached and computed they cover the prompt once."""
         theirs, mine, length = sent.sender.block_size, engine.block_size, len(live.ids)
         covered = [(start, end) for start, end in transfer.compute.tolist()]
         if length and (not covered or covered[-1][1] != length):
@@ -366,7 +366,7 @@ class Episode:
         plan: kvtrie.ReusePlan,
         transfer: kvtrie.TransferPlan,
     ) -> None:
-        """Begin behind a load: as imported, or, where all is exact, as if computed here."""
+        """Begin after a load: as imported, or, where all is exact, as if computed here."""
         compute, gaps = transfer.compute.tolist(), plan.gaps.tolist()
         exact = not any(pair["class"] for pair in transfer.pairs)
         if exact and len(compute) == 1 and len(gaps) == 1 and self.rng.random() < 0.5:
@@ -473,7 +473,7 @@ class Episode:
         )
 
     def join(self, engine: ServingEngine) -> None:
-        """Now and then another request runs beside the one that is looked at."""
+        """Now and then another request runs next to the one that is checked."""
         rng = self.rng
         others = self.background[engine.name]
         if len(others) > 2 or rng.random() > 0.2:
@@ -485,15 +485,15 @@ class Episode:
             live.num_drafts = rng.choice((0, 2))
             live.guess = 0.5
             others.append(live)
-            self.counts["beside another"] += 1
+            self.counts["next to another"] += 1
 
     def leave(self, engine: ServingEngine) -> None:
-        """End what runs beside and is done, or gets no blocks."""
+        """End other requests that are done or get no blocks."""
         others = self.background[engine.name]
         for live in list(others):
             if not (live.to_compute or live.future):
                 engine.settle(live)
-                self.look(engine, live, "end beside another")
+                self.look(engine, live, "end next to another")
                 engine.finish(live)
                 others.remove(live)
 
@@ -521,7 +521,7 @@ class Episode:
             )
 
     def finish(self) -> Counts:
-        """End all leases, drain both engines, and look for what is left behind."""
+        """End all leases, drain both engines, and check that everything was freed."""
         for engine in (self.prefill, self.decode):
             for number in list(engine.leases.requests):
                 engine.end_lease(number)

@@ -1,4 +1,4 @@
-"""Whatever happens between two engines, no slot has a wrong label, and nothing is left behind."""
+"""Whatever happens between two engines, no slot has a wrong label, and everything is freed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_serving_engines_meet_everything() -> None:
         "connection broke",
     ]
     expected += ["retries", "contradictions"]
-    expected += ["lease ended", "exported in flight", "beside another"]
+    expected += ["lease ended", "exported in flight", "next to another"]
     expected += ["begun as computed", "begun as imported", "refused: digest", "refused: malformed"]
     expected += ["refused: namespace", "tokens loaded exact", "tokens loaded approximate"]
     expected += [f"fault: {fault}" for fault in pd.faults.FAULTS if fault != "dropped"]
