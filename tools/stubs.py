@@ -45,7 +45,7 @@ OVERLOADS = {
         "    def __getitem__(self, key: SupportsIndex, /) -> int: ...\n"
         "    @overload\n"
         "    def __getitem__(self, key: slice, /) -> npt.NDArray[np.uint32]: ...\n"
-    ),
+    )
 }
 
 # A quoted annotation: after a parameter's colon or an arrow, never after an equals sign.

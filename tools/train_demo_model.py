@@ -23,11 +23,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from tools import demo_task as task
 from tools.model_files import Score, count, replaced, report, write_model
 from torch.nn import functional
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -326,10 +322,7 @@ def reply(
 ) -> str:
     """The greedy reply to a history: the whole prompt is computed."""
     text = tokenizer.apply_chat_template(
-        history,
-        tokenize=False,
-        add_generation_prompt=True,
-        preserve_thinking=preserve_thinking,
+        history, tokenize=False, add_generation_prompt=True, preserve_thinking=preserve_thinking
     )
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     out = model.generate(
@@ -362,11 +355,7 @@ def replay(
 
 
 def evaluate(
-    model: Model,
-    tokenizer: PreTrainedTokenizerFast,
-    num: int,
-    *,
-    preserve_thinking: bool = True,
+    model: Model, tokenizer: PreTrainedTokenizerFast, num: int, *, preserve_thinking: bool = True
 ) -> Score:
     """Right answers and questions per kind, on held-out conversations as long as the demo's."""
     model.eval()

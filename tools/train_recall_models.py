@@ -531,14 +531,7 @@ def run(name: str, args: argparse.Namespace) -> bool:
     print(report(evaluate(model, writer, 40), "reply"), flush=True)
     began, busy = time.perf_counter(), time.process_time()
     steps = args.steps or kind.steps
-    train(
-        model,
-        tokenizer,
-        steps=steps,
-        seed=args.seed,
-        rate=args.rate,
-        kept_share=args.kept_share,
-    )
+    train(model, tokenizer, steps=steps, seed=args.seed, rate=args.rate, kept_share=args.kept_share)
     minutes, processor = (time.perf_counter() - began) / 60, (time.process_time() - busy) / 60
     print(f"trained in {minutes:.1f} minutes, {processor:.1f} of processor time", flush=True)
     # What is measured is what is stored: weights rounded to bfloat16, computed in float32.

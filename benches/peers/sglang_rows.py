@@ -8,13 +8,7 @@ import numpy as np
 import torch
 from workloads.chats import Chat
 from workloads.crowds import Crowd
-from workloads.documents import (
-    BLOCK_SIZE,
-    Tokens,
-    document,
-    other_first_token,
-    other_last_token,
-)
+from workloads.documents import BLOCK_SIZE, Tokens, document, other_first_token, other_last_token
 from workloads.requests import Requests
 from workloads.trees import Tree, branching, grown, one_edge
 
@@ -636,10 +630,7 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
     yield (
         row
         | state
-        | {
-            "work": f"{requests.count} lookups of {requests.length} tokens",
-            "id": "many.lookup",
-        }
+        | {"work": f"{requests.count} lookups of {requests.length} tokens", "id": "many.lookup"}
     )
     our_step, their_step = count(1), count(1)
 

@@ -245,14 +245,7 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
         effort,
         rounds=31,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"{work}, from lists",
-            "id": "vllm.many.list",
-        }
-    )
+    yield (row | state | {"work": f"{work}, from lists", "id": "vllm.many.list"})
     row = compare(
         Side(
             lambda: [ours.sequence(tokens) for tokens in prompts(next(our_step))],
@@ -270,10 +263,7 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
     yield (
         row
         | state
-        | {
-            "work": f"{work}, sequences and hashed requests ready",
-            "id": "vllm.many.ready",
-        }
+        | {"work": f"{work}, sequences and hashed requests ready", "id": "vllm.many.ready"}
     )
 
 
@@ -298,11 +288,7 @@ def _inserts(effort: Effort) -> Iterator[Row]:
         expect(len(answer[1]), length // BLOCK_SIZE, "vLLM's block table")
 
     row = compare(
-        Side(
-            lambda: ours.sequence(crowd.stranger(next(our_number))),
-            our_insert,
-            our_check,
-        ),
+        Side(lambda: ours.sequence(crowd.stranger(next(our_number))), our_insert, our_check),
         Side(
             lambda: theirs.request(crowd.stranger(next(their_number)).tolist()),
             theirs.turn,

@@ -138,10 +138,7 @@ def filled(shape: Shape) -> Forest:
 
 
 def insert(
-    index: kvtrie.RadixIndex,
-    seq: kvtrie.TokenSequence,
-    ids: npt.NDArray[np.int32],
-    start: int = 0,
+    index: kvtrie.RadixIndex, seq: kvtrie.TokenSequence, ids: npt.NDArray[np.int32], start: int = 0
 ) -> kvtrie.InsertResult:
     return index.insert(seq, ids, num_computed=len(seq), start=start, source=kvtrie.COMPUTED)
 

@@ -144,8 +144,7 @@ def memory(forest: Forest) -> Iterable[figures.Row]:
         )
     source: Tokens = forest.rows[0].copy()
     yield row(
-        f"copy {name} of memory, warm",
-        repeated(partial(np.copyto, np.empty_like(source)), source),
+        f"copy {name} of memory, warm", repeated(partial(np.copyto, np.empty_like(source)), source)
     )
 
 

@@ -63,10 +63,7 @@ def test_evict(forest: Forest, meter: Meter, rng: random.Random) -> None:
 # On a shared machine the longest wall times come from others; the thread's own time does not.
 @pytest.mark.parametrize(
     "clock",
-    [
-        "wall clock",
-        pytest.param("CPU time", marks=pytest.mark.benchmark(timer=time.thread_time)),
-    ],
+    ["wall clock", pytest.param("CPU time", marks=pytest.mark.benchmark(timer=time.thread_time))],
 )
 def test_evict_call_by_call(forest: Forest, clock: str, meter: Meter, rng: random.Random) -> None:
     index, evict = forest.index, forest.index.evict

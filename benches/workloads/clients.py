@@ -43,11 +43,7 @@ class _Run:
     """An agent's run as it was generated, in the parts that an edit may replace or drop."""
 
     def __init__(
-        self,
-        writer: Writer,
-        shape: AgentRun,
-        template: Template = KEEP,
-        head: Pieces | None = None,
+        self, writer: Writer, shape: AgentRun, template: Template = KEEP, head: Pieces | None = None
     ) -> None:
         self.head = _head(writer, shape) if head is None else head
         self.reasoning: list[tuple[Pieces, Pieces]] = []
@@ -226,8 +222,7 @@ def slide(dropped: int) -> Callable[[Writer, LongChat], Conversation]:
 def compact(writer: Writer, shape: LongChat) -> Conversation:
     head, turns = _chat(writer, shape)
     summary = flat(
-        writer.mark("user"),
-        writer.text(max(1, round(shape.answer * _SUMMARY_ANSWERS)), "user"),
+        writer.mark("user"), writer.text(max(1, round(shape.answer * _SUMMARY_ANSWERS)), "user")
     )
     asked = _asked(writer, shape.question, _PLAIN)
     return conversation(flat(head, *turns), flat(head, summary, *turns[-2:], asked))

@@ -116,10 +116,7 @@ def test_savings_are_a_share_of_what_rotated_saves(report: measure.Report) -> No
 def test_report_is_the_same_again() -> None:
     again = [
         measure.calibrate(
-            shipped.model_path("gqa"),
-            policies=["rotated"],
-            scenarios=(ONE,),
-            num_questions=3,
+            shipped.model_path("gqa"), policies=["rotated"], scenarios=(ONE,), num_questions=3
         )
         for _ in range(2)
     ]

@@ -44,12 +44,7 @@ def run(generator: Generator, check: Check) -> None:
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("num_blocks", [64, 9])
 def test_cancel_at_every_step(
-    victim: int,
-    num_blocks: int,
-    make: Make,
-    ids: Ids,
-    check_blocks: Check,
-    check_drained: Check,
+    victim: int, num_blocks: int, make: Make, ids: Ids, check_blocks: Check, check_drained: Check
 ) -> None:
     plain = make()
     expected = submit_three(plain, ids)
@@ -181,11 +176,7 @@ def faulty(generator: Generator, fuse: Fuse, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("num_blocks", [64, 9])
 def test_failure_at_every_call_loses_no_block(
-    num_blocks: int,
-    make: Make,
-    ids: Ids,
-    check_blocks: Check,
-    check_drained: Check,
+    num_blocks: int, make: Make, ids: Ids, check_blocks: Check, check_drained: Check
 ) -> None:
     plain = make()
     expected = [request.tokens for request in submit_three(plain, ids)]

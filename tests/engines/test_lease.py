@@ -40,10 +40,7 @@ def make(num_blocks: int = 40) -> Store:
     for text in (HEAD, RUN):
         table = store.allocator.allocate(len(text) // BLOCK)
         store.index.insert(
-            kvtrie.TokenSequence(text, SPACE),
-            table,
-            num_computed=len(text),
-            source=kvtrie.COMPUTED,
+            kvtrie.TokenSequence(text, SPACE), table, num_computed=len(text), source=kvtrie.COMPUTED
         )
     return store
 

@@ -44,12 +44,7 @@ def prompts(ids: Ids) -> list[list[int]]:
 @pytest.mark.parametrize("num_blocks", [200, 24, 13])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_interleaved_requests_equal_one_by_one(
-    num_blocks: int,
-    sampled: bool,
-    make: Make,
-    ids: Ids,
-    check_blocks: Check,
-    check_drained: Check,
+    num_blocks: int, sampled: bool, make: Make, ids: Ids, check_blocks: Check, check_drained: Check
 ) -> None:
     options: dict[str, Any] = {"max_new_tokens": 14, "ignore_eos": True}
     if sampled:

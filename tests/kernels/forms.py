@@ -152,12 +152,7 @@ def _bhnc(order: tuple[int, ...], pad: int = 0) -> Form:
         "blocks heads tokens (kv dim)",
         _each(
             lambda m, s: m(
-                s.blocks,
-                s.heads,
-                s.block_size,
-                s.head_dim + s.v_head_dim,
-                order=order,
-                pad=pad,
+                s.blocks, s.heads, s.block_size, s.head_dim + s.v_head_dim, order=order, pad=pad
             )
         ),
         _split_each(split),
@@ -233,13 +228,7 @@ FORMS = [
         _apart,
         unlike=True,
     ),
-    Form(
-        "apart-in-one-row",
-        "(blocks tokens) heads dim",
-        _one_row_of_k_and_v,
-        _apart,
-        unlike=True,
-    ),
+    Form("apart-in-one-row", "(blocks tokens) heads dim", _one_row_of_k_and_v, _apart, unlike=True),
     Form(
         "layers-inside-blocks",
         "blocks kv tokens heads dim",

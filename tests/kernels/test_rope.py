@@ -283,9 +283,7 @@ def test_latent_and_expanded_rows() -> None:
             {"model_type": "exaone4", "sliding_window": 64}, [1, 1, 1, 0, 1, 1], id="exaone4"
         ),
         pytest.param(
-            {"model_type": "afmoe", "global_attn_every_n_layers": 3},
-            [1, 1, 0, 1, 1, 0],
-            id="afmoe",
+            {"model_type": "afmoe", "global_attn_every_n_layers": 3}, [1, 1, 0, 1, 1, 0], id="afmoe"
         ),
     ],
 )

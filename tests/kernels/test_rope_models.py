@@ -167,11 +167,7 @@ VARIANTS = [
     ),
     _variant("old-scaled", "gpt_neox", rotary_pct=0.5, rotary_emb_base=20000),
     _variant("odd", "glm4_moe", partial_rotary_factor=0.334),
-    _variant(
-        "scaled-partial",
-        "glm",
-        rope_parameters={**YARN, "partial_rotary_factor": 0.5},
-    ),
+    _variant("scaled-partial", "glm", rope_parameters={**YARN, "partial_rotary_factor": 0.5}),
     _variant(
         "old-linear",
         "gemma3_text",
@@ -370,8 +366,7 @@ def test_config_and_its_json_give_one_spec(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [name for name, family in FAMILIES.items() if not family.needs_settings],
+    "model_type", [name for name, family in FAMILIES.items() if not family.needs_settings]
 )
 def test_defaults_are_those_of_transformers(model_type: str) -> None:
     """A config.json without RoPE has the defaults of its config class."""
@@ -395,8 +390,7 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [name for name, family in FAMILIES.items() if family.needs_settings],
+    "model_type", [name for name, family in FAMILIES.items() if family.needs_settings]
 )
 def test_types_that_are_scaled_by_default_need_settings(model_type: str) -> None:
     full = CASE[model_type].config().to_dict()

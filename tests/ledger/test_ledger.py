@@ -228,10 +228,7 @@ CONTRADICTIONS = [
         lambda led: led.rollback("a", to=3),
         "to is 3, but blocks of the first 4 tokens are committed",
     ),
-    (
-        lambda led: led.append("a", [-1, 5]),
-        r"placeholder \(-1\), but a final id follows it at 1",
-    ),
+    (lambda led: led.append("a", [-1, 5]), r"placeholder \(-1\), but a final id follows it at 1"),
     (
         lambda led: led.append("a", [1 << 32]),
         r"ids\[0\] is 4294967296; it must be in \[-1, 4294967295\]",
@@ -279,10 +276,7 @@ CONTRADICTIONS = [
         lambda led: led.finish("a", kvtrie.RadixIndex(8, 16)),
         "the index has blocks of 16 tokens, the ledger of 4",
     ),
-    (
-        lambda led: led.commit("a", kvtrie.RadixIndex(1, BLOCK)),
-        "the plan belongs to another index",
-    ),
+    (lambda led: led.commit("a", kvtrie.RadixIndex(1, BLOCK)), "the plan belongs to another index"),
     (lambda led: step(led, 1, 7, []), "num_computed is 7, but only the positions below 6"),
     (
         lambda led: step(led, 7, 6, []),

@@ -191,11 +191,7 @@ class Episode:
             engine.finish(live)
 
     def admit(
-        self,
-        engine: ServingEngine,
-        ids: list[int],
-        sent: Envelope | None,
-        talk: Conversation,
+        self, engine: ServingEngine, ids: list[int], sent: Envelope | None, talk: Conversation
     ) -> Live | None:
         """Begin a request, with what was sent if that can be used."""
         rng = self.rng

@@ -200,11 +200,7 @@ def _manifest(sender: Side, sent: Text, computed: int) -> bytes:
 
 
 def _load(
-    sender: Side,
-    receiver: Side,
-    pair: tuple[int, ...],
-    labels: Sequence[int],
-    canon: Sequence[int],
+    sender: Side, receiver: Side, pair: tuple[int, ...], labels: Sequence[int], canon: Sequence[int]
 ) -> None:
     group, remote, local, start, end, delta, kind, hops = pair
     theirs, mine = sender.sizes[group], receiver.sizes[group]

@@ -38,12 +38,7 @@ class Outcome:
 
 
 def transfer(
-    source: Computed,
-    receiver: Engine,
-    ids: Sequence[int],
-    *,
-    rule: Rule,
-    cached: int = 0,
+    source: Computed, receiver: Engine, ids: Sequence[int], *, rule: Rule, cached: int = 0
 ) -> Outcome:
     """Move KV from a sender to a receiver, compute the rest there, and check every slot.
 

@@ -128,14 +128,7 @@ class ServingEngine(Engine):
             raise
         table = [*plan.blocks.tolist(), *fresh]
         live = Live(
-            name,
-            seq,
-            table,
-            self.pool.slots(table),
-            list(ids),
-            self.chain(ids),
-            deque(),
-            [],
+            name, seq, table, self.pool.slots(table), list(ids), self.chain(ids), deque(), []
         )
         moves = plan.moves(np.asarray(table, dtype=np.int32))
         for source, target, count, delta in moves.tolist():

@@ -172,11 +172,7 @@ def test_plan_any_order(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq("qqqqdocument.onedocument.twodocument.six"))
     plan = plan_of(index, kit.seq("document.sixdocument.onedocument.two?"))
-    assert rows(plan) == [
-        (0, 12, 28, "a", 1),
-        (12, 36, 4, "a", 1),
-        (36, 37, 36, "c", 0),
-    ]
+    assert rows(plan) == [(0, 12, 28, "a", 1), (12, 36, 4, "a", 1), (36, 37, 36, "c", 0)]
 
 
 def test_plan_match_may_begin_before_the_uncovered_part(kit: Kit) -> None:

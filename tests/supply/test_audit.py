@@ -144,11 +144,7 @@ def test_a_command_under_the_gpl_is_excepted_by_name_and_terms(
     ids=["silent", "unreachable"],
 )
 def test_packages_are_not_called_checked_by_a_service_that_knows_nothing(
-    audit: ModuleType,
-    canary: Any,
-    why: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    audit: ModuleType, canary: Any, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert audit.vulnerabilities(fake_service(tmp_path, canary))
     said = capsys.readouterr().out

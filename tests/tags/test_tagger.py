@@ -117,8 +117,7 @@ def test_lone_closing_delimiter_reaches_back_to_the_call_before_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drops", "dropped"),
-    [("whole", (1, 6)), ("to_close", (1, 3)), ("body", (2, 3))],
+    ("drops", "dropped"), [("whole", (1, 6)), ("to_close", (1, 3)), ("body", (2, 3))]
 )
 def test_what_is_dropped_with_reasoning(drops: Any, dropped: tuple[int, int]) -> None:
     ids = [ASSISTANT, THINK, 50, UNTHINK, NEWLINE, NEWLINE, 51, NEWLINE, END]

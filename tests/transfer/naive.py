@@ -142,12 +142,7 @@ def fields_of(run: Run) -> list[Any]:
 
 
 def run_digest(
-    key: bytes,
-    namespace: tuple[Any, ...],
-    group: int,
-    size: int,
-    run: Run,
-    context: bytes = b"",
+    key: bytes, namespace: tuple[Any, ...], group: int, size: int, run: Run, context: bytes = b""
 ) -> bytes:
     values = [*([context] if context else []), 1, list(namespace), group, size, *fields_of(run)]
     return keyed(key, b"kvtrie.run", b"".join(msgpack.packb(value) for value in values))

@@ -122,12 +122,7 @@ class LabelledPool:
         return missing
 
     def load(
-        self,
-        source: LabelledPool,
-        source_slot: int,
-        slot: int,
-        places: Sequence[int],
-        delta: int,
+        self, source: LabelledPool, source_slot: int, slot: int, places: Sequence[int], delta: int
     ) -> None:
         """Copy the KV of consecutive slots, with K moved by `delta`."""
         end, stop = source_slot + len(places), slot + len(places)

@@ -52,10 +52,7 @@ def model() -> Model:
 
 
 def _prompt(
-    tokenizer: Tokenizer,
-    history: list[dict[str, Any]],
-    *,
-    preserve_thinking: bool = True,
+    tokenizer: Tokenizer, history: list[dict[str, Any]], *, preserve_thinking: bool = True
 ) -> list[int]:
     text = tokenizer.apply_chat_template(
         history, tokenize=False, add_generation_prompt=True, preserve_thinking=preserve_thinking
@@ -158,9 +155,7 @@ def test_held_out_conversations_are_answered(model: Model, tokenizer: Tokenizer)
     assert right >= 0.9 * asked
 
 
-def test_reasoning_of_earlier_turns_is_deleted_on_request(
-    tokenizer: Tokenizer,
-) -> None:
+def test_reasoning_of_earlier_turns_is_deleted_on_request(tokenizer: Tokenizer) -> None:
     history: list[dict[str, Any]] = [
         {"role": "user", "content": "One?"},
         {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nOne."},
@@ -208,9 +203,7 @@ def test_marker_is_one_token(tokenizer: Tokenizer, marker: str) -> None:
     assert len(tokenizer(f"<{marker}>", add_special_tokens=False)["input_ids"]) == 1
 
 
-def test_model_is_a_grouped_query_rope_model_of_less_than_five_megabytes(
-    model: Model,
-) -> None:
+def test_model_is_a_grouped_query_rope_model_of_less_than_five_megabytes(model: Model) -> None:
     config = model.config
     assert config.num_key_value_heads < config.num_attention_heads
     assert config.rope_parameters["rope_type"] == "default"

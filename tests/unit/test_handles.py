@@ -202,13 +202,7 @@ def test_handles_can_be_weakly_referenced() -> None:
     def note(name: str, _: object) -> None:
         ended.append(name)
 
-    handles = [
-        index,
-        plan,
-        edited(),
-        kvtrie.BlockAllocator(4),
-        kvtrie.SequenceLedger(),
-    ]
+    handles = [index, plan, edited(), kvtrie.BlockAllocator(4), kvtrie.SequenceLedger()]
     watches = [
         weakref.ref(handle, functools.partial(note, type(handle).__name__)) for handle in handles
     ]

@@ -73,11 +73,7 @@ SCALED: dict[str, dict[str, object]] = {
 def scaled(folder: Path, name: str, seed: int = 0) -> Path:
     rope = {"rope_type": name, **SCALED[name]}
     config = transformers.LlamaConfig(
-        **_COMMON,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        rope_parameters=rope,
+        **_COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_parameters=rope
     )
     return _save(transformers.LlamaForCausalLM, config, folder, seed)
 

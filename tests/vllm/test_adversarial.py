@@ -41,9 +41,7 @@ def test_sources_are_reused_by_others_of_the_same_step(engine: Callable[..., Eng
 @pytest.mark.parametrize("gaps", [False, True], ids=["scheduler-of-vllm", "gaps"])
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
 def test_chunks_of_a_small_budget(
-    engine: Callable[..., Engine],
-    gaps: bool,
-    in_flight: bool,
+    engine: Callable[..., Engine], gaps: bool, in_flight: bool
 ) -> None:
     vllm = engine(
         connector=APPROXIMATE,
@@ -253,10 +251,7 @@ def test_every_cached_block_holds_what_the_model_computes(
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("batched", [64, 4096])
 def test_exact_blocks_after_a_hole(
-    engine: Callable[..., Engine],
-    llama: Path,
-    in_flight: bool,
-    batched: int,
+    engine: Callable[..., Engine], llama: Path, in_flight: bool, batched: int
 ) -> None:
     vllm = engine(
         connector=APPROXIMATE, gaps=True, async_scheduling=in_flight, max_num_batched_tokens=batched

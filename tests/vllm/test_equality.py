@@ -27,9 +27,7 @@ def answers(vllm: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return said
 
 
-def test_without_approximate_reuse_outputs_are_those_of_vllm(
-    engine: Callable[..., Engine],
-) -> None:
+def test_without_approximate_reuse_outputs_are_those_of_vllm(engine: Callable[..., Engine]) -> None:
     traffic = Traffic(seed=3)
     prompts = [traffic.next().prompt for _ in range(NUM_CONVERSATIONS)]
     plain = answers(engine(), prompts)

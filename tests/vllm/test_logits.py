@@ -266,11 +266,7 @@ def test_the_segments_of_stripped_reasoning(
     vllm = engine(connector={"gate": "unchecked", "policy": POLICY}, max_logprobs=-1)
     sides = Sides(vllm, llama, POLICY, gaps=False, monkeypatch=monkeypatch)
     *_, served = sides.run(reasoning_at_the_edge_of_a_turn)
-    assert served.segments == [
-        (0, 200, 0, EXACT),
-        (200, 350, 360, MOVED),
-        (350, 390, -1, COMPUTED),
-    ]
+    assert served.segments == [(0, 200, 0, EXACT), (200, 350, 360, MOVED), (350, 390, -1, COMPUTED)]
 
 
 @pytest.mark.parametrize("name", models.SCALED)

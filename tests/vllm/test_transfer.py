@@ -190,9 +190,7 @@ def start(tmp_path: Path) -> Callable[..., Side]:
         config.cache_config.num_gpu_blocks = 64
         spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
         caches = KVCacheConfig(
-            num_blocks=64,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["l"], spec)],
+            num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)]
         )
         scheduler = Scheduler(
             vllm_config=config,
@@ -302,12 +300,7 @@ def forge(params: dict[str, Any], how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "outcome"),
-    [
-        ("changed", "digest"),
-        ("cut", "malformed"),
-        ("text", "malformed"),
-        ("none", "no manifest"),
-    ],
+    [("changed", "digest"), ("cut", "malformed"), ("text", "malformed"), ("none", "no manifest")],
 )
 def test_what_is_no_manifest_is_computed(
     start: Callable[..., Side], how: str, outcome: str

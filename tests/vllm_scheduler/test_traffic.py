@@ -228,11 +228,7 @@ def test_drafts_that_are_rejected(core: Callable[..., Core], gaps: bool) -> None
         connector=APPROXIMATE,
         gaps=gaps,
         shadow=False,
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 2,
-        },
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
         **SMALL,
     )
     run = Run(vllm, seed=61 + gaps)
