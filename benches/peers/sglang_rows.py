@@ -110,41 +110,32 @@ def _edge_lookups(effort: Effort, length: int) -> Iterator[Row]:
     yield row | state | {"work": f"{work}, cold", "id": f"lookup.edge.{length}.cold"}
     sides = _lookup_sides(ours, theirs, lambda: one, from_numpy=True)
     row = compare(*_repeated(sides), effort, calls=8, warm=True)
-    yield (
-        row
-        | state
-        | {
-            "work": f"{work}, warm, kvtrie from a uint32 array",
-            "id": f"lookup.edge.{length}.numpy",
-            "goal": 6.0,
-            "note": "kvtrie builds the sequence inside the clock; SGLang's key is ready",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"{work}, warm, kvtrie from a uint32 array",
+        "id": f"lookup.edge.{length}.numpy",
+        "goal": 6.0,
+        "note": "kvtrie builds the sequence inside the clock; SGLang's key is ready",
+    }
     miss = other_first_token(one)
     sides = _repeated(_lookup_sides(ours, theirs, lambda: miss, found=0))
     row = compare(*sides, effort, calls=8, warm=True)
-    yield (
-        row
-        | state
-        | {
-            "work": f"miss at token 0 of {length:,}",
-            "id": f"miss.first.{length}",
-            "goal": 50.0 if length >= 12_800 else None,
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"miss at token 0 of {length:,}",
+        "id": f"miss.first.{length}",
+        "goal": 50.0 if length >= 12_800 else None,
+    }
     near = other_last_token(one)
     sides = _lookup_sides(ours, theirs, lambda: near, found=length - BLOCK_SIZE)
     row = compare(*_repeated(sides), effort, calls=8, warm=True)
-    yield (
-        row
-        | state
-        | {
-            "work": f"miss at the last token of {length:,}",
-            "id": f"miss.last.{length}",
-            "goal": None,
-            "note": "SGLang has split its node there at the first such match",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"miss at the last token of {length:,}",
+        "id": f"miss.last.{length}",
+        "goal": None,
+        "note": "SGLang has split its node there at the first such match",
+    }
 
 
 def _drawn(crowd: Crowd) -> Callable[[], Tokens]:
@@ -233,16 +224,13 @@ def _grown(effort: Effort) -> Iterator[Row]:
         calls=effort.of(32, 4),
         rounds=21,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"insert one more block at {length:,} tokens, grown sequence",
-            "id": "grown.insert",
-            "note": "16 new ids in and the block id out; SGLang inserts the whole key again, which "
-            "its scheduler does once a chunk of a prompt and at the end, not for each page",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"insert one more block at {length:,} tokens, grown sequence",
+        "id": "grown.insert",
+        "note": "16 new ids in and the block id out; SGLang inserts the whole key again, which "
+        "its scheduler does once a chunk of a prompt and at the end, not for each page",
+    }
     end = next(our_step)
     begin = count(length, BLOCK_SIZE)
 
@@ -273,15 +261,12 @@ def _grown(effort: Effort) -> Iterator[Row]:
         calls=calls,
         rounds=min(effort.rounds, possible),
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"lookup of 16 more tokens at {length:,}, grown sequence, start=",
-            "id": "grown.lookup",
-            "note": "16 new ids in and the block id out; SGLang matches from the root",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"lookup of 16 more tokens at {length:,}, grown sequence, start=",
+        "id": "grown.lookup",
+        "note": "16 new ids in and the block id out; SGLang matches from the root",
+    }
 
 
 def _inserts(effort: Effort) -> Iterator[Row]:
@@ -330,15 +315,12 @@ def _insert(effort: Effort, *, moved_runs: bool) -> Iterator[Row]:
         effort,
         calls=calls,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"insert of {length:,} new tokens, {with_or_without} fingerprints",
-            "id": f"insert.{kind}",
-            "goal": None if moved_runs else 4.0,
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"insert of {length:,} new tokens, {with_or_without} fingerprints",
+        "id": f"insert.{kind}",
+        "goal": None if moved_runs else 4.0,
+    }
 
     def our_both(seq: Untyped) -> Untyped:
         blocks = ours.index.evict(length // BLOCK_SIZE)
@@ -353,16 +335,13 @@ def _insert(effort: Effort, *, moved_runs: bool) -> Iterator[Row]:
         effort,
         calls=calls,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"evict and insert {length:,} tokens, {with_or_without} fingerprints",
-            "id": f"insert.evict.{kind}",
-            "goal": None,
-            "kvtrie_goal": 250.0 if moved_runs else None,
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"evict and insert {length:,} tokens, {with_or_without} fingerprints",
+        "id": f"insert.evict.{kind}",
+        "goal": None,
+        "kvtrie_goal": 250.0 if moved_runs else None,
+    }
 
 
 def _evictions(effort: Effort) -> Iterator[Row]:
@@ -455,16 +434,13 @@ def _pins(effort: Effort) -> Iterator[Row]:
         calls=16,
         warm=True,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"pin and release at depth {edges}",
-            "id": "pin.release",
-            "note": "kvtrie plans a sequence whose place is known and releases the plan, so it "
-            "finds the blocks too; SGLang locks and unlocks a node that it was handed before",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"pin and release at depth {edges}",
+        "id": "pin.release",
+        "note": "kvtrie plans a sequence whose place is known and releases the plan, so it "
+        "finds the blocks too; SGLang locks and unlocks a node that it was handed before",
+    }
 
     def our_ids(seq: Untyped) -> Untyped:
         plan = index.plan(seq, keep_last=0)
@@ -491,11 +467,12 @@ def _pins(effort: Effort) -> Iterator[Row]:
         calls=8,
         warm=True,
     )
-    yield (
-        row
-        | state
-        | {"work": f"pin, ids out, release at depth {edges}", "id": "pin.ids.release", "goal": None}
-    )
+    row |= state
+    yield row | {
+        "work": f"pin, ids out, release at depth {edges}",
+        "id": "pin.ids.release",
+        "goal": None,
+    }
 
 
 def _crowd(effort: Effort) -> Iterator[Row]:
@@ -507,11 +484,11 @@ def _crowd(effort: Effort) -> Iterator[Row]:
     theirs.store_all(crowd)
     state = {"tokens": length, "cached": crowd.num_tokens, "goal": None}
     row = compare(*_lookup_sides(ours, theirs, _drawn(crowd)), effort, calls=64)
-    yield (
-        row
-        | state
-        | {"work": f"lookup of {length} tokens among {leaves:,} leaves, cold", "id": "crowd.lookup"}
-    )
+    row |= state
+    yield row | {
+        "work": f"lookup of {length} tokens among {leaves:,} leaves, cold",
+        "id": "crowd.lookup",
+    }
     our_number, their_number = count(), count()
 
     def our_new() -> Untyped:
@@ -536,11 +513,8 @@ def _crowd(effort: Effort) -> Iterator[Row]:
         calls=16,
         rounds=51,
     )
-    yield (
-        row
-        | state
-        | {"work": f"insert of {length} tokens among {leaves:,} leaves", "id": "crowd.insert"}
-    )
+    row |= state
+    yield row | {"work": f"insert of {length} tokens among {leaves:,} leaves", "id": "crowd.insert"}
 
 
 def _turns(effort: Effort) -> Iterator[Row]:
@@ -627,11 +601,11 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
         Side(lambda: keys, their_lookups, their_found),
         effort,
     )
-    yield (
-        row
-        | state
-        | {"work": f"{requests.count} lookups of {requests.length} tokens", "id": "many.lookup"}
-    )
+    row |= state
+    yield row | {
+        "work": f"{requests.count} lookups of {requests.length} tokens",
+        "id": "many.lookup",
+    }
     our_step, their_step = count(1), count(1)
 
     def their_turns(keys: list[Untyped]) -> list[Untyped]:
@@ -660,15 +634,12 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
         effort,
         rounds=min(effort.rounds, 51),
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"step of {requests.count} requests of {requests.length} tokens, "
-            f"{requests.fresh} of them new",
-            "id": "many.step",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"step of {requests.count} requests of {requests.length} tokens, "
+        f"{requests.fresh} of them new",
+        "id": "many.step",
+    }
 
 
 def _nodes(effort: Effort) -> Iterator[Row]:

@@ -79,9 +79,8 @@ def _lookup(effort: Effort, length: int, calls: int) -> Iterator[Row]:
         rounds=51,
         warm=True,
     )
-    yield (
-        row | state | {"work": f"{work}, warm, hashed before", "id": f"vllm.lookup.{length}.warm"}
-    )
+    row |= state
+    yield row | {"work": f"{work}, warm, hashed before", "id": f"vllm.lookup.{length}.warm"}
     row = compare(
         Side(lambda: ours.sequence(drawn()), ours.lookup, our_check),
         Side(lambda: theirs.request(drawn().tolist()), theirs.match, their_check),
@@ -89,9 +88,8 @@ def _lookup(effort: Effort, length: int, calls: int) -> Iterator[Row]:
         calls=4 * calls,
         rounds=51,
     )
-    yield (
-        row | state | {"work": f"{work}, cold, hashed before", "id": f"vllm.lookup.{length}.cold"}
-    )
+    row |= state
+    yield row | {"work": f"{work}, cold, hashed before", "id": f"vllm.lookup.{length}.cold"}
     listed = one.tolist()
     row = compare(
         Side(lambda: listed, ours.lookup_tokens, our_check),
@@ -101,14 +99,11 @@ def _lookup(effort: Effort, length: int, calls: int) -> Iterator[Row]:
         rounds=51,
         warm=True,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"{work}, warm, from a list, hashing included",
-            "id": f"vllm.lookup.{length}.list",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"{work}, warm, from a list, hashing included",
+        "id": f"vllm.lookup.{length}.list",
+    }
 
 
 def _turns(effort: Effort) -> Iterator[Row]:
@@ -165,15 +160,12 @@ def _turn(effort: Effort, length: int, peer: str) -> Iterator[Row]:
         effort,
         rounds=rounds,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"{work}, kvtrie from a uint32 array, vLLM from a list",
-            "id": f"{name}.numpy",
-            "note": "A vLLM request takes nothing but a list",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"{work}, kvtrie from a uint32 array, vLLM from a list",
+        "id": f"{name}.numpy",
+        "note": "A vLLM request takes nothing but a list",
+    }
     row = compare(
         Side(lambda: ours.sequence(tokens(our_turn)), ours.turn, check("kvtrie"), units=blocks),
         Side(
@@ -185,15 +177,12 @@ def _turn(effort: Effort, length: int, peer: str) -> Iterator[Row]:
         effort,
         rounds=rounds,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"{work}, sequence and hashed request ready",
-            "id": f"{name}.ready",
-            "note": "What hashing costs vLLM is left out",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"{work}, sequence and hashed request ready",
+        "id": f"{name}.ready",
+        "note": "What hashing costs vLLM is left out",
+    }
 
 
 def _short_requests(effort: Effort) -> Iterator[Row]:
@@ -245,7 +234,7 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
         effort,
         rounds=31,
     )
-    yield (row | state | {"work": f"{work}, from lists", "id": "vllm.many.list"})
+    yield row | state | {"work": f"{work}, from lists", "id": "vllm.many.list"}
     row = compare(
         Side(
             lambda: [ours.sequence(tokens) for tokens in prompts(next(our_step))],
@@ -260,11 +249,8 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
         effort,
         rounds=31,
     )
-    yield (
-        row
-        | state
-        | {"work": f"{work}, sequences and hashed requests ready", "id": "vllm.many.ready"}
-    )
+    row |= state
+    yield row | {"work": f"{work}, sequences and hashed requests ready", "id": "vllm.many.ready"}
 
 
 def _inserts(effort: Effort) -> Iterator[Row]:
