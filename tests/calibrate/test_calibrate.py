@@ -21,7 +21,7 @@ from kvtrie.demo import Conversation
 from kvtrie.models.fingerprint import model_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from typer.testing import Result
@@ -30,12 +30,7 @@ ONE, FIVE, WINDOW = SCENARIOS
 NAMES = ("full", "exact", "drop", "unrotated", "rotated", "rotated+first1", "rotated+last4")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=shipped.KINDS)

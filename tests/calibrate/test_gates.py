@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.figures import GOOD
 
 import kvtrie
 from kvtrie import gates
@@ -21,20 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-GOOD = gates.Figures(
-    "one turn",
-    positions=900,
-    kl_mean=0.01,
-    kl_p99=0.2,
-    top1=0.99,
-    questions=500,
-    right_full=495,
-    lost=0,
-    gained=0,
-    exact=700,
-    moved=200,
-    computed=100,
-)
 BAD = replace(GOOD, scenario="five turns", lost=50)
 FIVE = replace(GOOD, scenario="five turns")
 WINDOW = replace(GOOD, scenario="window of ten")

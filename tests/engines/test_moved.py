@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
+from tests.figures import GOOD
 from transformers import DynamicCache
 
 import kvtrie
@@ -263,19 +264,15 @@ def test_a_context_shorter_than_the_probe(ids: Ids) -> None:
 
 def measured(generator: Generator, lost: int) -> gates.Gate:
     """A gate of the generator's model, for the policy of these tests."""
-    figures = gates.Figures(
-        scenario="one turn",
+    figures = replace(
+        GOOD,
         positions=1000,
-        kl_mean=0.01,
         kl_p99=0.1,
-        top1=0.99,
         questions=400,
         right_full=400,
         lost=lost,
-        gained=0,
         exact=100,
         moved=900,
-        computed=100,
     )
     own = generator.namespace()
     return gates.Gate(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from tests.engines.architectures import CONFIGS
 
 import kvtrie
 
@@ -26,27 +27,13 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 
-ARCHITECTURES = (
-    "llama-gqa",
-    "llama-yarn",
-    "qwen3",
-    "gpt-neox",
-    "gpt2",
-    "bloom",
-    "falcon-mqa",
-    "mixtral",
-    "glm",
-    "smollm3",
-    "deepseek-v3",
-)
-
 
 def exact_after(prompt_len: int, block_size: int) -> int:
     """Tokens found of a prompt computed before: its full blocks, but for the last token."""
     return min(prompt_len - 1, prompt_len // block_size * block_size)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", CONFIGS)
 def test_second_turn_equals_a_model_without_cache(
     architecture: str, make: Make, ids: Ids, reference: Any, check_drained: Check
 ) -> None:

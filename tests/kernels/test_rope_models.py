@@ -30,7 +30,7 @@ from kvtrie.models.rope_families import FAMILIES
 from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -184,14 +184,6 @@ TYPES = [Case(name, name) for name in FAMILIES]
 CASES = TYPES + VARIANTS
 CASE = {case.name: case for case in CASES}
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

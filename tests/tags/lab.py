@@ -167,73 +167,66 @@ def deepseek_calls(said: Said) -> list[Piece]:
     return [(f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>", "tool_call")]
 
 
-def r1(messages: list[Said]) -> list[Piece]:
-    pieces: list[Piece] = [(BOS, "system")]
-    for before, message in pairwise([Said("nobody"), *messages]):
-        if message.role == "system":
-            pieces.append((message.content, "system"))
-        elif message.role == "user":
-            pieces.append((f"<｜User｜>{message.content}", "user"))
-        elif message.role == "tool":
-            text = f"<｜tool▁output▁begin｜>{message.content}<｜tool▁output▁end｜>"
-            pieces.append((f"<｜tool▁outputs▁begin｜>{text}<｜tool▁outputs▁end｜>", "tool_result"))
-        else:
-            if before.role != "tool":
-                pieces.append(("<｜Assistant｜>", None))
-            pieces += [(message.content, "answer"), *deepseek_calls(message), (EOS, None)]
-    return pieces
+def deepseek(
+    name: str,
+    *,
+    outputs: str,
+    asks_after: Callable[[Said], bool],
+    closed: list[Piece],
+    opening: str,
+    closing: str,
+) -> Lab:
+    """R1 and V3.1; `closed` is in place of the reasoning of turns that are over."""
+
+    def render(messages: list[Said]) -> list[Piece]:
+        pieces: list[Piece] = [(BOS, "system")]
+        for before, message in pairwise([Said("nobody"), *messages]):
+            if message.role == "system":
+                pieces.append((message.content, "system"))
+            elif message.role == "user":
+                pieces.append((f"<｜User｜>{message.content}", "user"))
+            elif message.role == "tool":
+                text = f"<｜tool▁output▁begin｜>{message.content}<｜tool▁output▁end｜>"
+                pieces.append((outputs.format(text), "tool_result"))
+            else:
+                if asks_after(before):
+                    pieces += [("<｜Assistant｜>", None), *closed]
+                pieces += [(message.content, "answer"), *deepseek_calls(message), (EOS, None)]
+        return pieces
+
+    return Lab(
+        name,
+        render,
+        lambda messages: (
+            []
+            if messages[-1].role == "tool"
+            else [("<｜Assistant｜>", None), (opening, "reasoning")]
+        ),
+        lambda said: [
+            (f"{said.reasoning}{closing}", "reasoning"),
+            (said.content, "answer"),
+            *deepseek_calls(said),
+            (EOS, None),
+        ],
+        in_loop=False,
+    )
 
 
-def after_tool(messages: list[Said]) -> bool:
-    return messages[-1].role == "tool"
-
-
-R1 = Lab(
+R1 = deepseek(
     "deepseek-r1",
-    r1,
-    lambda messages: (
-        [] if after_tool(messages) else [("<｜Assistant｜>", None), ("<think>\n", "reasoning")]
-    ),
-    lambda said: [
-        (f"{said.reasoning}\n</think>\n\n", "reasoning"),
-        (said.content, "answer"),
-        *deepseek_calls(said),
-        (EOS, None),
-    ],
-    in_loop=False,
+    outputs="<｜tool▁outputs▁begin｜>{}<｜tool▁outputs▁end｜>",
+    asks_after=lambda before: before.role != "tool",
+    closed=[],
+    opening="<think>\n",
+    closing="\n</think>\n\n",
 )
-
-
-def v31(messages: list[Said]) -> list[Piece]:
-    pieces: list[Piece] = [(BOS, "system")]
-    for before, message in pairwise([Said("nobody"), *messages]):
-        if message.role == "system":
-            pieces.append((message.content, "system"))
-        elif message.role == "user":
-            pieces.append((f"<｜User｜>{message.content}", "user"))
-        elif message.role == "tool":
-            text = f"<｜tool▁output▁begin｜>{message.content}<｜tool▁output▁end｜>"
-            pieces.append((text, "tool_result"))
-        else:
-            if before.role == "user":
-                pieces += [("<｜Assistant｜>", None), ("</think>", "reasoning")]
-            pieces += [(message.content, "answer"), *deepseek_calls(message), (EOS, None)]
-    return pieces
-
-
-V31 = Lab(
+V31 = deepseek(
     "deepseek-v3.1",
-    v31,
-    lambda messages: (
-        [] if after_tool(messages) else [("<｜Assistant｜>", None), ("<think>", "reasoning")]
-    ),
-    lambda said: [
-        (f"{said.reasoning}</think>", "reasoning"),
-        (said.content, "answer"),
-        *deepseek_calls(said),
-        (EOS, None),
-    ],
-    in_loop=False,
+    outputs="{}",
+    asks_after=is_user,
+    closed=[("</think>", "reasoning")],
+    opening="<think>",
+    closing="</think>",
 )
 
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.scripts import script
 
 from kvtrie.demo import answer_of, load_conversations, model_path
 
 torch = pytest.importorskip("torch", reason="the demo model runs on torch")
 transformers = pytest.importorskip("transformers", reason="the demo model runs on transformers")
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
 # What transformers annotates does not pass a strict type check.
 Model = Any
 Tokenizer = Any
@@ -27,17 +20,7 @@ END = "<|im_end|>"
 Reply = tuple[list[int], list[int], str | None]
 
 
-def _tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-task = _tool("demo_task")
+task = script("tools/demo_task.py")
 
 
 @pytest.fixture(scope="module")

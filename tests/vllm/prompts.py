@@ -25,3 +25,7 @@ def gapped(parts: Iterable[list[int]]) -> list[int]:
 # A turn, and the next one, without the reasoning.
 QUESTION, REASONING, ANSWER, NEXT = words(200, 1), words(160, 2), words(150, 3), words(40, 4)
 EDITED = QUESTION + ANSWER + NEXT
+
+# A text, of which `gapped(PARTS)` has the parts with gaps before them.
+PARTS = [words(70, 60 + number) for number in range(5)]
+HISTORY = joined(*PARTS)
