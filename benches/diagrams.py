@@ -287,7 +287,6 @@ def _tokens(parts: tuple[str, ...]) -> list[int]:
 
 
 def _shown() -> list[tuple[str, int]]:
-    """The parts of the prompt and their lengths; the head and the tail are document 3."""
     sizes = LENGTHS | {"document 3": LENGTHS["head"] + LENGTHS["tail"]}
     names = ["document 3" if name == "head" else name for name in PROMPT if name != "tail"]
     return [(name, sizes[name]) for name in names]
@@ -324,7 +323,6 @@ def _chosen(candidates: list[Candidate], segment: Segment) -> Candidate:
 
 
 def cover() -> Axes:
-    """A prompt, the runs of it that are cached, and the cover that a plan chose."""
     prompt = _tokens(PROMPT)
     index = kvtrie.RadixIndex(num_blocks=64, block_size=2, min_run=MIN_RUN, seed=0)
     next_block = 0

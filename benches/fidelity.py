@@ -52,7 +52,6 @@ Row = dict[str, Any]
 
 
 def measure_one(kind: str, questions: int, seed: int) -> tuple[str, Row]:
-    """All figures of one model, in a process of one thread."""
     from kvtrie.calibrate import measure, shipped  # noqa: PLC0415 - slow: torch
     from kvtrie.cli import _calibrated  # noqa: PLC0415 - as the command shows it
 
@@ -152,7 +151,6 @@ def render(figures: Row) -> str:
 
 
 def _limits(figures: Row) -> list[str]:
-    """The limits, the worst cleared figure, and the best of all controls."""
     rows = [
         (row, row["policy"] in model["cleared"])
         for model in figures["models"].values()

@@ -61,7 +61,6 @@ class Shape:
     rotary: Rotary
 
     def layout(self, layers: int | None = None) -> KVLayout:
-        """Its layout, of fewer layers where a check asks for it."""
         return KVLayout(
             num_layers=layers or self.layers,
             num_kv_heads=self.heads,
@@ -72,7 +71,6 @@ class Shape:
         )
 
     def pool(self, num_tokens: int, device: str, layers: int | None = None) -> KVPool:
-        """A pool in which `num_tokens` tokens are moved, between blocks that are far apart."""
         layout = self.layout(layers)
         rope = RopeSpec((self.rotary,) * layout.num_layers, self.head_dim)
         num_blocks = SPREAD * -(-num_tokens // BLOCK_SIZE) + 8
@@ -130,7 +128,6 @@ def random_moves(num_tokens: int, num_blocks: int, seed: int = 0) -> NDArray[np.
 
 
 def named_slots(moves: NDArray[np.void], device: str) -> tuple[torch.Tensor, ...]:
-    """Source, destination and delta of every token, int64, on a device."""
     count = moves["num_tokens"]
     inside = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
     source = np.repeat(moves["source_slot"], count) + inside
@@ -140,7 +137,6 @@ def named_slots(moves: NDArray[np.void], device: str) -> tuple[torch.Tensor, ...
 
 
 def rows_of(pool: KVPool) -> list[torch.Tensor]:
-    """K and V of all layers, one row per slot."""
     views = [view for side in (pool.k, pool.v) for view in side if view is not None]
     return [view.view(-1, *view.shape[2:]) for view in views]
 
@@ -210,8 +206,6 @@ def check(device: str, num_tokens: int, num_layers: int) -> list[str]:
 
 
 class Clock:
-    """Times work on a CUDA device with a cold cache."""
-
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
         properties = torch.cuda.get_device_properties(0)
@@ -256,7 +250,6 @@ class Clock:
 
 
 def copy_rate(clock: Clock, num_bytes: int) -> float:
-    """Bytes per second, read and written, of a device-to-device copy."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
     dest = torch.zeros_like(source)
     return 2 * num_bytes / clock.device(lambda: dest.copy_(source))
@@ -280,7 +273,6 @@ def measure(shape: Shape, num_tokens: int, clock: Clock, ceiling: float) -> dict
 
 
 def _work(shape: Shape, num_tokens: int, clock: Clock) -> dict[str, Any]:
-    """The pieces of a case, and the time of each way to move them."""
     pool = shape.pool(num_tokens, "cuda")
     for row in rows_of(pool):
         row.normal_()

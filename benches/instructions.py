@@ -152,7 +152,6 @@ def toolchain() -> dict[str, str]:
 
 
 def count_all() -> dict[str, Any]:
-    """The counts of all operations, and what they were taken with."""
     binary = build()
     counts = {operation.name: count(binary, operation) for operation in OPERATIONS}
     return {**toolchain(), "instructions": counts}
@@ -240,7 +239,6 @@ def source(path: str) -> str:
 
 
 def main() -> int:
-    """Runs what the arguments ask for; the exit status says whether the counts match."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--update", action="store_true", help="write the record")
     parser.add_argument("--json", action="store_true", help="print the counts as JSON lines")

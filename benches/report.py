@@ -211,7 +211,6 @@ def goal_of(
     pair: str = "",
     limit: float | None = None,
 ) -> Goal:
-    """A goal of at least `least` or at most `limit`, and what was measured."""
     # Rounded down, so that 100 % means all of it.
     shown = f"{math.floor(value * 100 + 1e-4) / 100:g}" if unit == " %" else number(value)
     measured = f"{shown}{unit}" + (f" ({pair})" if pair else "")
@@ -260,7 +259,6 @@ def _findings(sections: dict[str, list[Row]], findings: list[dict[str, str]]) ->
 
 
 def _said(row: Row) -> dict[str, str]:
-    """The columns of a row as the page says them."""
     said = {key: f"{value:,}" for key, value in row.items() if isinstance(value, int)}
     shares = [key for key in row if key.endswith(("_prompt", "_share"))]
     said |= {key: _percent(row[key]) for key in shares}

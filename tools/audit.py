@@ -76,7 +76,6 @@ def deny(binary: str, *checks: str, offline: bool = False) -> bool:
 
 
 def crates(binary: str) -> bool:
-    """Licences, bans and sources of crates; advisories where the database can be fetched."""
     good = deny(binary, "licenses", "bans", "sources")
     if good:
         say("crates: licences, bans and sources: checked")
@@ -101,7 +100,6 @@ def is_allowed(license_: str) -> bool:
 
 
 def licenses(tools: Path) -> bool:
-    """Licences of the packages in the environment of this Python."""
     command = ["--python", sys.executable, "--format", "json"]
     done = run(str(tools / "pip-licenses"), *command)
     if done is None or done.returncode:
@@ -139,7 +137,6 @@ def ask(tools: Path, *lists: str) -> list[dict[str, Any]] | str:
 
 
 def vulnerabilities(tools: Path) -> bool:
-    """Known vulnerabilities of all packages but the peers', where the service knows any."""
     what = "packages: known vulnerabilities"
     with tempfile.TemporaryDirectory() as folder:
         canary = Path(folder) / "canary.txt"
@@ -169,7 +166,6 @@ def vulnerabilities(tools: Path) -> bool:
 
 
 def main() -> int:
-    """Checks all; the exit status says whether anything was found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--deny", required=True, help="cargo-deny")
     parser.add_argument("--tools", required=True, type=Path, help="folder of pip-audit")

@@ -103,7 +103,6 @@ class Draft:
     system: str = ""
 
     def messages(self) -> list[dict[str, Any]]:
-        """The whole conversation in OpenAI form, every reply as the task defines it."""
         out: list[dict[str, Any]] = []
         if self.system:
             out.append({"role": "system", "content": self.system})

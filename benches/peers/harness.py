@@ -163,7 +163,6 @@ def report(row: Row) -> Row:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is resident, after a collection."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
 

@@ -119,7 +119,6 @@ class Theirs:
         return found
 
     def match(self, tokens: Sequence[int]) -> list[Untyped]:
-        """What the matcher finds, at any position of the prompt."""
         matches: list[Untyped] = self.matcher.match_sub_sequence(tokens)
         return matches
 

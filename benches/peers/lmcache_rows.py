@@ -41,8 +41,6 @@ class _Planned(NamedTuple):
 
 
 class _Prompts:
-    """Prompts as both sides take them, asked for in turn."""
-
     def __init__(self, arrays: list[Tokens]) -> None:
         self.arrays = arrays
         self.lists: list[list[int]] = [ids.tolist() for ids in arrays]
@@ -56,7 +54,6 @@ class _Prompts:
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Every row of this peer, each as soon as it is measured."""
     for length in _PROMPTS:
         for row in _moved_runs(effort, effort.of(length, length // 10)):
             yield report({"engine": ENGINE, "peer": PEER} | row)

@@ -28,11 +28,9 @@ class Ours:
         return kvtrie.TokenSequence(tokens, NAMESPACE)
 
     def room(self, tokens: int) -> Blocks:
-        """Block ids for `tokens` tokens, evicted where none are free."""
         return self.pool.allocate(tokens // BLOCK_SIZE, evict_from=self.index)
 
     def store(self, tokens: Tokens, start: int = 0) -> Blocks:
-        """Insert tokens and return the ids that back them from `start` on."""
         blocks = self.room(len(tokens) - start)
         done = self.index.insert(
             self.sequence(tokens),
@@ -59,7 +57,6 @@ class Ours:
         return self.index.lookup(seq).blocks
 
     def lookup_tokens(self, tokens: Tokens | Sequence[int]) -> Blocks:
-        """The ids that back token ids which are not a sequence yet."""
         return self.index.lookup(kvtrie.TokenSequence(tokens, NAMESPACE)).blocks
 
     def turn(self, tokens: kvtrie.TokenSequence | Tokens | Sequence[int]) -> tuple[int, Blocks]:

@@ -53,7 +53,6 @@ class Theirs:
         return RadixKey(array("q", tokens.astype(np.int64).tobytes()))
 
     def match(self, key: Untyped) -> tuple[Untyped, torch.Tensor]:
-        """The node where a key's match ends, and the indices up to there."""
         found = self.cache.match_prefix(MatchPrefixParams(key=key))
         node = found.last_device_node
         return node, self.cache.path_device_indices(node)
@@ -71,7 +70,6 @@ class Theirs:
         return self.cache.insert(InsertParams(key=key, value=indices, prev_prefix_len=held))
 
     def evict(self, tokens: int) -> int:
-        """Evict at least `tokens` tokens if there are any, and return how many it evicted."""
         evicted: int = self.cache.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted
         return evicted
 

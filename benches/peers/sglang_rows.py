@@ -30,7 +30,6 @@ ENGINE = "sglang"
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Every row of this peer, each as soon as it is measured."""
     torch.set_num_threads(1)
     for scenario in (
         _nodes,
@@ -65,8 +64,6 @@ def _lookup_sides(
     found: int | None = None,
     from_numpy: bool = False,
 ) -> tuple[Side[Untyped], Side[Untyped]]:
-    """Both sides of a lookup with ids out, of the tokens that `pick` picks."""
-
     def our_check(query: Untyped, blocks: Untyped) -> None:
         wanted = len(query) if found is None else found
         expect(len(blocks), wanted // BLOCK_SIZE, "kvtrie's blocks")
@@ -174,7 +171,6 @@ def _deep_lookup(
 
 
 def _grown(effort: Effort) -> Iterator[Row]:
-    """A sequence that is known to the index, and one more block at its end."""
     length = effort.of(102_400, 10_240)
     steps = 4_000
     path = document(7, length + steps * BLOCK_SIZE)
@@ -349,7 +345,6 @@ def _evictions(effort: Effort) -> Iterator[Row]:
 
 
 def _eviction(effort: Effort, core: str, leaves: int, their_rounds: int) -> Iterator[Row]:
-    """One leaf of 64 tokens out of many, and another one in its place."""
     length = 64
     crowd = Crowd(leaves * length, length)
     ours, theirs = Ours(crowd.num_tokens), Theirs(crowd.num_tokens, core)

@@ -49,16 +49,13 @@ class Theirs:
         )
 
     def request(self, tokens: list[int]) -> Untyped:
-        """A request, which hashes its blocks as it is made."""
         return Request(next(self._names), tokens, self._sampling, None, block_hasher=self._hasher)
 
     def match(self, request: Untyped) -> list[int]:
-        """The ids of the blocks that are cached for a request."""
         ids: list[int] = self.manager.get_computed_blocks(request)[0].get_block_ids()[0]
         return ids
 
     def match_tokens(self, tokens: list[int]) -> list[int]:
-        """The same for a prompt that is not a request yet."""
         return self.match(self.request(tokens))
 
     def allocate(self, request: Untyped) -> tuple[int, list[int]]:
@@ -76,7 +73,6 @@ class Theirs:
         return answer
 
     def turn_tokens(self, tokens: list[int]) -> tuple[int, list[int]]:
-        """The same for a prompt that is not a request yet."""
         return self.turn(self.request(tokens))
 
     def store_all(self, documents: Iterable[Tokens]) -> None:

@@ -28,7 +28,6 @@ _ONE = np.zeros(1, dtype=np.uint32)
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Every row of this peer, each as soon as it is measured."""
     torch.set_num_threads(1)
     for scenario in (_lookups, _turns, _short_requests, _inserts, _pins, _decode, _bookkeeping):
         for row in scenario(effort):

@@ -47,7 +47,6 @@ def constant() -> int:
 
 
 def blocks(word: int, siblings: int) -> list[kvtrie.TokenSequence]:
-    """Sequences of one block each, with a word in two places."""
     tokens = np.full((siblings, BLOCK_SIZE), 7, dtype=np.uint32)
     tokens[:, 0] = np.arange(siblings)
     tokens[:, 4:8] = [word % (1 << 32), word >> 32] * 2
@@ -61,7 +60,6 @@ def seconds(act: Callable[[], object]) -> float:
 
 
 def timed(word: int, seed: int, siblings: int) -> dict[str, float]:
-    """Seconds of each operation on all the blocks, in a new index."""
     # Every operation on new sequences, which remember nothing.
     new, again = blocks(word, siblings), blocks(word, siblings)
     index = kvtrie.RadixIndex(siblings, BLOCK_SIZE, moved_runs=False, seed=seed)
@@ -82,7 +80,6 @@ def timed(word: int, seed: int, siblings: int) -> dict[str, float]:
 
 
 def rows(seeds: Sequence[int], siblings: int, repeats: int) -> list[tuple[int, str, float, float]]:
-    """Median µs of one call on plain blocks and on the flood, by seed and operation."""
     found = []
     for number, seed in enumerate(seeds):
         pairs = [

@@ -47,7 +47,6 @@ class Shape:
         return max(2, self.cached // with_siblings)
 
     def __str__(self) -> str:
-        """The shape in words, as the published tables have it."""
         if self.siblings:
             children = self.siblings + 1
             return f"{self.length:,} tokens in edges of {self.step} with {children} children each"

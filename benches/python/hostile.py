@@ -77,13 +77,11 @@ def sequence(ids: Tokens | list[int], space: kvtrie.Namespace = TENANT) -> kvtri
 
 
 def looks_up(index: kvtrie.RadixIndex) -> Callable[[], object]:
-    """A victim's lookup of 64 tokens in the same index."""
     prompt = sequence(document(SEEDS, 64), VICTIM)
     return lambda: index.lookup(prompt)
 
 
 def inserted(index: kvtrie.RadixIndex, ids: Tokens, first: int = 0) -> kvtrie.TokenSequence:
-    """The sequence after its whole blocks were inserted, in one edge, with ids from `first` on."""
     seq, blocks = sequence(ids), len(ids) // index.block_size
     table = np.arange(first, first + blocks, dtype=np.int32)
     index.insert(seq, table, num_computed=len(ids), source=kvtrie.COMPUTED)
@@ -91,7 +89,6 @@ def inserted(index: kvtrie.RadixIndex, ids: Tokens, first: int = 0) -> kvtrie.To
 
 
 def with_holes(*, edges: bool) -> tuple[kvtrie.RadixIndex, Tokens]:
-    """A path of which every second block is a hole, and its tokens."""
     blocks = 2 * MANY // (5 if edges else 1)
     index = kvtrie.RadixIndex(4 * blocks, BLOCK_SIZE)
     ids = document(SEEDS, blocks * BLOCK_SIZE)
@@ -112,7 +109,6 @@ def branched(index: kvtrie.RadixIndex, ids: Tokens) -> None:
 
 
 def planned(*, edges: bool) -> Case:
-    """An exact plan that copies blocks after each hole of its path."""
     index, ids = with_holes(edges=edges)
     holes = len(ids) // BLOCK_SIZE // 2
     work = f"exact plan over {holes:,} holes" + (", an edge a block" if edges else "")
@@ -129,7 +125,6 @@ def plan_over_holes_of_edges() -> Case:
 
 
 def release_over_holes() -> Case:
-    """The end of such a plan: a pin for each run that it copies."""
     index, ids = with_holes(edges=False)
     holes = len(ids) // BLOCK_SIZE // 2
     plan = index.plan(sequence(ids))
@@ -139,7 +134,6 @@ def release_over_holes() -> Case:
 
 
 def discard_pinned() -> Case:
-    """Every second block of a path that many plans pin."""
     index = kvtrie.RadixIndex(2 * MANY, BLOCK_SIZE)
     ids = document(SEEDS, 2 * MANY * BLOCK_SIZE)
     inserted(index, ids)
@@ -156,7 +150,6 @@ def discard_pinned() -> Case:
 
 
 def discard_below_plans() -> Case:
-    """A few blocks of a deep path of short edges that many plans pin."""
     blocks = 2 * MANY // 5
     index = kvtrie.RadixIndex(4 * blocks, BLOCK_SIZE)
     ids = document(SEEDS, blocks * BLOCK_SIZE)
@@ -201,7 +194,6 @@ def bound_holes() -> Case:
 
 
 def explain_with_others() -> Case:
-    """Other namespaces of the same salt have the whole prompt cached."""
     tokens, count = 2_000, 200 // (4 if QUICK else 1)
     blocks = tokens // BLOCK_SIZE
     index = kvtrie.RadixIndex(count * blocks, BLOCK_SIZE)
@@ -236,7 +228,6 @@ def explain_with_tenants() -> Case:
 
 
 def tag_over_holes() -> Case:
-    """Very many spans on a path of very many holes."""
     index, ids = with_holes(edges=False)
     prompt = sequence(ids)
     spans = [kvtrie.Span(at, at + BLOCK_SIZE // 2, "user") for at in range(0, len(ids), BLOCK_SIZE)]

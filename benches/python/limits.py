@@ -70,7 +70,6 @@ def row(work: str, limit: float, kvtrie_work: str = "", ours: float | None = Non
 
 
 def calls_in_and_out(forest: Forest) -> Iterable[figures.Row]:
-    """What any call costs: entering the extension, taking ids, returning ids."""
     index = forest.index
     seq = sequence(forest.rows[0])
     num_evictable = type(index).num_evictable.__get__
@@ -100,7 +99,6 @@ def calls_in_and_out(forest: Forest) -> Iterable[figures.Row]:
 
 
 def arrays_out(forest: Forest) -> Iterable[figures.Row]:
-    """What returning the ids of a match costs, for the forest's length."""
     match = forest.index.lookup(sequence(forest.rows[0]))
     ids: npt.NDArray[np.int32] = match.blocks
     blocks = type(match).blocks.__get__
@@ -117,7 +115,6 @@ def arrays_out(forest: Forest) -> Iterable[figures.Row]:
 
 
 def memory(forest: Forest) -> Iterable[figures.Row]:
-    """Comparing and copying the tokens of one sequence, warm and cold, for the forest's length."""
     length = forest.shape.length
     name = f"{length * 4 / 1024:,.0f} KB"
     calls = calls_for(length)

@@ -20,7 +20,6 @@ BATCH_BYTES = 512 * 1024
 
 
 def calls_for(length: int, bytes_a_token: int = 4) -> int:
-    """Calls in a round whose inputs are `length` tokens each."""
     return max(1, min(64, BATCH_BYTES // (length * bytes_a_token)))
 
 

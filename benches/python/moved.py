@@ -227,7 +227,6 @@ def tokenised(path: Path) -> Iterator[list[Tokens]]:
 
 
 def near_misses() -> Iterator[figures.Row]:
-    """Prompts of cached runs, each one token too short to count."""
     for places in PLACES:
         run = MIN_RUN - 1
         count = max(1, CACHED // (MIN_RUN * places))
@@ -255,13 +254,11 @@ def near_misses() -> Iterator[figures.Row]:
 
 
 def with_strangers(runs: Tokens, stranger: int) -> Tokens:
-    """The runs concatenated, with a token after each that is nowhere else."""
     strange = np.arange(len(runs), dtype=np.uint32) * np.uint32(4096) + np.uint32(stranger)
     return np.concatenate([runs, strange[:, None]], axis=1).ravel()
 
 
 def repetitive() -> Iterator[figures.Row]:
-    """Time and memory of repetitive texts, compared with random ones of the same length."""
     length = REPETITIVE
     half = document(SEEDS + 99, length // 2)
     texts: dict[str, Callable[[int], Tokens]] = {

@@ -33,7 +33,6 @@ NOTES = (
 
 
 def rows_of(report: dict[str, Any]) -> list[figures.Row]:
-    """One row per benchmark, with the time of one call in µs."""
     rows = []
     for benchmark in sorted(report["benchmarks"], key=lambda benchmark: benchmark["fullname"]):
         info, stats = benchmark["extra_info"], benchmark["stats"]
@@ -57,7 +56,6 @@ def rows_of(report: dict[str, Any]) -> list[figures.Row]:
 
 
 def _short(value: object) -> object:
-    """A number rounded to the digits that a measurement has."""
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 

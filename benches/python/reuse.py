@@ -131,7 +131,6 @@ class Tally:
 
 
 def filled(conversations: Iterable[Conversation]) -> tuple[kvtrie.RadixIndex, Ceiling]:
-    """An index with the conversations, and the judge of what is in it."""
     every = list(conversations)
     num_blocks = sum(len(each.cached) // BLOCK_SIZE for each in every)
     index = kvtrie.RadixIndex(num_blocks, BLOCK_SIZE, seed=0)
@@ -151,7 +150,6 @@ def filled(conversations: Iterable[Conversation]) -> tuple[kvtrie.RadixIndex, Ce
 
 
 def tallied(workload: Workload, variant: Variant) -> Tally:
-    """Plan the next prompts of some conversations, or the first ones of newcomers."""
     # Newcomers are built with all others, and not cached.
     newcomers = NEWCOMERS if variant.newcomers else 0
     made = population(

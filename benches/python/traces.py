@@ -55,8 +55,6 @@ POOLS = (None, 0.25)
 
 @dataclass
 class Replay:
-    """What one replay measured: seconds per request, and blocks that were hit."""
-
     num_blocks: int = 0
     hit_blocks: int = 0
     evicted: int = 0
@@ -67,7 +65,6 @@ class Replay:
 
 
 def read(path: Path) -> Requests:
-    """The block ids of each request, in order of time."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         return [np.array(json.loads(line)["hash_ids"], dtype=np.int64) for line in lines]
 

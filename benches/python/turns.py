@@ -76,12 +76,10 @@ class Left:
 
     @property
     def exact_compute(self) -> int:
-        """Tokens of the prompt that are computed after the exact plan."""
         return self.prompt - self.exact
 
     @property
     def approximate_compute(self) -> int:
-        """Tokens of the prompt that are computed after the approximate plan."""
         return self.prompt - self.reused
 
     def row(self) -> figures.Row:
@@ -137,7 +135,6 @@ class Finished:
         return cls(name, case, stream, asked, needed)
 
     def left(self, policy: str, *, pressed: bool) -> Left:
-        """Close the turn and plan the next prompt, in a new index."""
         seq = sequence(self.case.cached)
         num_blocks = self.case.num_computed // BLOCK_SIZE
         index = kvtrie.RadixIndex(num_blocks, BLOCK_SIZE, seed=0)
@@ -177,7 +174,6 @@ class Finished:
         )
 
     def _reused(self, index: kvtrie.RadixIndex, policy: kvtrie.ReusePolicy) -> tuple[int, int]:
-        """Tokens of the next prompt that a plan reuses exactly and otherwise."""
         with index.plan(sequence(self.case.prompt), policy) as plan:
             return plan.num_exact, plan.num_approximate
 
@@ -187,7 +183,6 @@ def _whole_blocks(start: int, end: int) -> int:
 
 
 def measured(names: Iterable[str] = NAMES, scale: float = 1.0) -> Iterator[Left]:
-    """What is left of each workload's turn under each policy."""
     for name in names:
         turn = Finished.of(name, scale)
         for policy in POLICIES:

@@ -366,7 +366,6 @@ def report_steps(bench: Bench, work: Work, num_pairs: int, rng: random.Random) -
 
 
 def report_calls(bench: Bench, work: Work, rng: random.Random, num_rounds: int = 20) -> None:
-    """Print what kvtrie's own calls take, timed one by one."""
     spent = bench.watch_calls()
     for _ in range(num_rounds):
         bench.run("kvtrie", work, rng)

@@ -54,19 +54,16 @@ class Reach:
 
     @property
     def mask(self) -> Mask:
-        """One bool per token: whether it is in the prefix or in a match."""
         mask = self.matched.copy()
         mask[: self.prefix] = True
         return mask
 
     @property
     def total(self) -> int:
-        """The number of tokens that could be reused: prefix and matches together."""
         return int(np.count_nonzero(self.mask))
 
     @property
     def share(self) -> float:
-        """The share of the prompt that could be reused; 0 for an empty prompt."""
         return self.total / max(1, len(self.matched))
 
 
@@ -141,7 +138,6 @@ class Ceiling:
 
 
 def coverage(segments: npt.NDArray[np.void], reach: Reach) -> float:
-    """The share of the reusable tokens that a plan reuses."""
     planned = reused(segments, len(reach.matched))
     possible = reach.mask
     count = int(np.count_nonzero(possible))

@@ -195,7 +195,6 @@ def flip_effort(writer: Writer, shape: AgentRun) -> Conversation:
 
 
 def edit_result(writer: Writer, shape: AgentRun) -> Conversation:
-    """The second tool result is edited, and the reasoning after it is dropped."""
     run = _Run(writer, shape, TEMPLATES["qwen3"])
     edited = min(1, shape.rounds - 1)
     results = list(run.results)
@@ -287,7 +286,6 @@ _PLAIN = Template("")
 
 
 def _head(writer: Writer, shape: ChatTurn | AgentRun) -> Pieces:
-    """System prompt and first question, up to where the assistant begins."""
     return flat(
         writer.mark("bos"),
         writer.system(shape.system + shape.extra),
@@ -298,7 +296,6 @@ def _head(writer: Writer, shape: ChatTurn | AgentRun) -> Pieces:
 
 
 def _asked(writer: Writer, question: int, template: Template) -> Pieces:
-    """A new question, up to where the model goes on."""
     return flat(
         writer.mark("user"),
         writer.text(question, "user"),
@@ -307,7 +304,6 @@ def _asked(writer: Writer, question: int, template: Template) -> Pieces:
 
 
 def _chat(writer: Writer, shape: LongChat) -> tuple[Pieces, list[Pieces]]:
-    """System prompt, and turns that begin with the marker and the text of their question."""
     head = flat(writer.mark("bos"), writer.system(shape.system + shape.extra))
     turns = [
         flat(
@@ -323,7 +319,6 @@ def _chat(writer: Writer, shape: LongChat) -> tuple[Pieces, list[Pieces]]:
 
 
 def _documents(writer: Writer, shape: Rag) -> tuple[Pieces, Pieces, Pieces, Pieces]:
-    """What comes before the documents, the documents, the question, and the answer."""
     head = flat(writer.mark("bos", "user"), writer.text(shape.extra, "user"))
     documents = writer.documents(shape.documents, shape.document)
     question = flat(writer.text(shape.question, "user"), writer.mark("assistant"))

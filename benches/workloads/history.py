@@ -84,7 +84,6 @@ class Conversation:
 
     @property
     def moved(self) -> tuple[Kept, ...]:
-        """The kept pieces that are at another position than before."""
         return tuple(kept for kept in self.kept if kept.delta)
 
     @property

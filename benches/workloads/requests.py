@@ -22,7 +22,6 @@ class Requests:
         self.fresh = fresh
 
     def cached(self, number: int) -> Tokens:
-        """The prefix of a request that earlier steps have cached."""
         return document(_REQUEST_SEEDS + number, self.length - self.fresh)
 
     def prompt(self, number: int, step: int) -> Tokens:

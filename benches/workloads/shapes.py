@@ -13,7 +13,6 @@ class Shape:
     _UNSCALED = ("rounds", "turns", "documents", "extra")
 
     def scaled(self, factor: float) -> Self:
-        """The same shape with all texts longer or shorter, none of them empty."""
         changed = {
             field.name: _scaled(getattr(self, field.name), factor)
             for field in fields(self)

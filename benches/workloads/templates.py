@@ -33,7 +33,6 @@ class Template:
         return [*before, *answered], [*left, *kept]
 
     def think(self, writer: Writer, reasoning: int) -> tuple[list[Piece], list[Piece]]:
-        """The reasoning, as it was generated and as the history has it."""
         return _written(self.reasoning, writer, reasoning, "reasoning")
 
 

@@ -59,7 +59,6 @@ def _words(drawn: npt.NDArray[np.float64]) -> Tokens:
 
 @cache
 def _phrases() -> tuple[Tokens, _Counts, _Counts]:
-    """All phrases concatenated, where each begins, and how long it is."""
     drawn = document(_PHRASE_SEED + 1, _PHRASES) / VOCABULARY
     # Short ones are frequent: because of the square a third have more than 12 tokens.
     lengths = 2 + (drawn**2 * (_LONGEST_PHRASE - 1)).astype(np.int64)

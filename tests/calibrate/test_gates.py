@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.figures import GOOD
+from tests.cleared import GOOD
 
 import kvtrie
 from kvtrie import gates

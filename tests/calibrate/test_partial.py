@@ -141,7 +141,6 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def stop_in_the_middle(out: Path, number: signal.Signals) -> tuple[int, str, str]:
-    """Start a run, and end it by a signal once it has measured some more of 17 conversations."""
     kept = out.with_name(f"{out.name}.partial")
     lines = kept.read_bytes().count(b"\n") if kept.exists() else 0
     process = start(out)

@@ -80,8 +80,6 @@ def talk(write: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def run(model_dir: Path) -> Callable[..., Result]:
-    """A function that runs ``kvtrie demo`` in this process, on the tiny model and quickly."""
-
     def invoke(*args: Any, model: Any = model_dir, max_new_tokens: int = 6) -> Result:
         options = ["--repeats", "1", "--max-new-tokens", str(max_new_tokens)]
         if model is not None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def models() -> Callable[[str], PreTrainedModel]:
-    """A function from an architecture to its model; each is built once."""
     built: dict[str, PreTrainedModel] = {}
 
     def build(architecture: str) -> PreTrainedModel:
@@ -72,7 +71,6 @@ class Reference:
         self._model = model
 
     def logits(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-        """The rows that a greedy ``answer`` is picked from, in one pass."""
         whole = torch.tensor([[*prompt, *answer[:-1]]])
         with torch.inference_mode():
             out = self._model(input_ids=whole, use_cache=False)
@@ -93,8 +91,6 @@ def reference(models: Callable[[str], PreTrainedModel]) -> Callable[..., Referen
 
 @pytest.fixture
 def check_blocks() -> Callable[[Generator], None]:
-    """A check that no block is lost and the index is well formed."""
-
     def check(generator: Generator) -> None:
         counts = generator.block_counts()
         assert counts.lost == 0, counts
@@ -106,8 +102,6 @@ def check_blocks() -> Callable[[Generator], None]:
 
 @pytest.fixture
 def check_drained(check_blocks: Callable[[Generator], None]) -> Callable[[Generator], None]:
-    """A check that nothing runs and every block is free or reusable."""
-
     def check(generator: Generator) -> None:
         check_blocks(generator)
         counts = generator.block_counts()

@@ -145,7 +145,6 @@ class Faulty:
 
 
 def faulty(generator: Generator, fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guard every call that the engine makes on behalf of one request."""
     store = generator._store
     generator._store = Store(
         index=Faulty(store.index, fuse, "plan"),  # type: ignore[arg-type] # a stand-in

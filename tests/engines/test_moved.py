@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from tests.figures import GOOD
+from tests.cleared import GOOD
 from transformers import DynamicCache
 
 import kvtrie
@@ -51,7 +51,6 @@ ROPE_MODELS = (
 def rows_at(
     model: PreTrainedModel, text: Sequence[int], delta: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """K and V of every layer of a text whose first token is at position ``delta``."""
     cache = DynamicCache(config=model.config)
     positions = torch.arange(len(text)) + delta
     with torch.inference_mode():
@@ -90,7 +89,6 @@ def assembled(
 
 
 def edits(text: list[int], new: list[int]) -> dict[str, list[int]]:
-    """Prompts that share runs with a text of 120 tokens."""
     return {
         "one deletion": text[:30] + text[55:] + new[:5],
         "three deletions": text[:21] + text[30:52] + text[70:90] + text[99:] + new[:3],
@@ -263,7 +261,6 @@ def test_a_context_shorter_than_the_probe(ids: Ids) -> None:
 
 
 def measured(generator: Generator, lost: int) -> gates.Gate:
-    """A gate of the generator's model, for the policy of these tests."""
     figures = replace(
         GOOD,
         positions=1000,

@@ -182,7 +182,6 @@ def _one_row_of_k_and_v(m: Maker, s: Sizes) -> Any:
 
 
 def _layers_inside_blocks(m: Maker, s: Sizes) -> Any:
-    """One tensor whose blocks hold all layers, passed layer by layer."""
     whole = m(s.blocks, s.layers, 2, s.block_size, s.heads, s.head_dim)
     return [whole[:, layer] for layer in range(s.layers)]
 
@@ -323,7 +322,6 @@ def random_moves(
 
 
 def clone_of(held: Held, pool: KVPool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Copies of the storages, and the pool's tensors upon the copies."""
     copies = [storage.clone() for storage in held.storages]
     by_address = {
         storage.untyped_storage().data_ptr(): copy

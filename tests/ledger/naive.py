@@ -137,7 +137,6 @@ class NaiveRequest:
         self.slots += [Slot() for _ in range(len(blocks) * self.size)]
 
     def rollback(self, to: int, *, drop_blocks: bool) -> tuple[list[int], list[int]]:
-        """Positions whose KV is gone, and blocks that are cut."""
         if not self.committed <= to <= self.issued:
             raise RefusedError
         rest = range(to, len(self.slots))

@@ -35,7 +35,6 @@ class Ledgers(RuleBasedStateMachine):
         self.next_block = 0
 
     def fresh(self, count: int) -> list[int]:
-        """Unused block ids; the index never has to evict any."""
         self.next_block += count
         return list(range(self.next_block - count, self.next_block))
 
@@ -55,7 +54,6 @@ class Ledgers(RuleBasedStateMachine):
         ] + [self.index.digest()]
 
     def both(self, ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[Any, Any]:
-        """Do it on both sides, or see both refuse it and nothing change."""
         before = self.dump()
         try:
             expected = theirs()

@@ -110,7 +110,6 @@ class Episode:
         messages.append(("user", self.text()))
 
     def strip(self, engine: ServingEngine, messages: list[tuple[str, list[int]]]) -> None:
-        """Tell an index that the reasoning of a history is dead."""
         ids = [token for _, tokens in messages for token in tokens]
         at = 0
         for kind, tokens in messages:
@@ -132,7 +131,6 @@ class Episode:
         )
 
     def turn(self) -> None:
-        """One conversation goes on by a question and an answer."""
         rng = self.rng
         talk = rng.choice(self.conversations)
         self.edit(talk)
@@ -151,7 +149,6 @@ class Episode:
         self.counts["turns"] += 1
 
     def serve_prefill(self, talk: Conversation, prompt: list[int], first: int) -> Envelope | None:
-        """The prefill engine computes a prompt, with what the decode engine returned."""
         rng, engine = self.rng, self.prefill
         live = self.admit(engine, prompt, talk.returned, talk)
         if talk.returned is not None and rng.random() < 0.9:
@@ -193,7 +190,6 @@ class Episode:
     def admit(
         self, engine: ServingEngine, ids: list[int], sent: Envelope | None, talk: Conversation
     ) -> Live | None:
-        """Begin a request, with what was sent if that can be used."""
         rng = self.rng
         keep_last = rng.choice((1, 1, 1, 2, 6))
         self.names += 1
@@ -232,7 +228,6 @@ class Episode:
         fault: str,
         keep_last: int,
     ) -> None:
-        """Begin with what the plan brought, and what can be loaded after it."""
         transfer = None
         if sent is not None:
             self.counts["transfers"] += 1
@@ -259,7 +254,6 @@ class Episode:
         fault: str,
         keep_last: int,
     ) -> kvtrie.TransferPlan | None:
-        """Read a manifest, plan with it, and load; None if nothing came of it."""
         rng = self.rng
         raw, key, seq = sent.raw, KEYS[0], live.seq
         if fault == "truncated":
@@ -421,7 +415,6 @@ class Episode:
         return live
 
     def contradict(self, engine: ServingEngine, live: Live) -> None:
-        """Tell a ledger what cannot be: an error, and all as it was."""
         ledger, name = engine.ledger, live.name
         verified, issued = ledger.lookahead(name)
         committed, _ = ledger.new_range(name)
@@ -469,7 +462,6 @@ class Episode:
         )
 
     def join(self, engine: ServingEngine) -> None:
-        """Now and then another request runs next to the one that is checked."""
         rng = self.rng
         others = self.background[engine.name]
         if len(others) > 2 or rng.random() > 0.2:
@@ -484,7 +476,6 @@ class Episode:
             self.counts["next to another"] += 1
 
     def leave(self, engine: ServingEngine) -> None:
-        """End other requests that are done or get no blocks."""
         others = self.background[engine.name]
         for live in list(others):
             if not (live.to_compute or live.future):
@@ -517,7 +508,6 @@ class Episode:
             )
 
     def finish(self) -> Counts:
-        """End all leases, drain both engines, and check that everything was freed."""
         for engine in (self.prefill, self.decode):
             for number in list(engine.leases.requests):
                 engine.end_lease(number)

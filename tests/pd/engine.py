@@ -54,7 +54,6 @@ class Engine:
         return f"Engine({self.name!r})"
 
     def chain(self, ids: Sequence[int]) -> list[int]:
-        """The context of each token if computed from scratch in this namespace."""
         return chain(ids, self.root)
 
     def allocate(self, num_tokens: int) -> list[int]:

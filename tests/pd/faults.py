@@ -16,7 +16,6 @@ def truncated(raw: bytes, rng: Random) -> bytes:
 
 
 def mutated(raw: bytes, rng: Random) -> bytes:
-    """A message with bytes changed, inserted, dropped, repeated or swapped; sometimes unchanged."""
     data = bytearray(raw)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         at = rng.randrange(len(data)) if data else 0

@@ -33,7 +33,6 @@ class Side:
     """
 
     def __init__(self, sizes: dict[int, int], num_tokens: int, rng: Random) -> None:
-        """Make tables for so many tokens, of blocks in no order."""
         self.sizes = sizes
         self.pools = {group: LabelledPool(NUM_BLOCKS, size) for group, size in sizes.items()}
         self.tables = {
@@ -50,7 +49,6 @@ class Side:
     def compute(
         self, ids: Sequence[int], canon: Sequence[int], start: int, end: int, root: int
     ) -> int:
-        """Compute a range in all groups; how many slots before it were unwritten."""
         return sum(
             pool.compute(self.slots(group), ids, canon, start, end, root=root)
             for group, pool in self.pools.items()
@@ -84,7 +82,6 @@ class Text:
 
 
 def edited(text: Text, rng: Random) -> Text:
-    """Another prompt with much of the same text: holes, insertions, a longer or shorter end."""
     out = list(text.units)
     for _ in range(rng.choice((0, 1, 1, 2))):
         at = rng.randrange(len(out) + 1)
@@ -101,7 +98,6 @@ def edited(text: Text, rng: Random) -> Text:
 
 
 def written(rng: Random) -> Text:
-    """Some tokens, now and then few ids again and again, or images among them."""
     length = rng.randrange(1, 110)
     if rng.random() < 0.25:
         phrase = [rng.randrange(9) for _ in range(rng.randrange(1, 9))]
@@ -125,7 +121,6 @@ def hop(
     counts: Counts,
     planner: Planner,
 ) -> Side:
-    """Send what one side holds to another one, and look at every slot there."""
     root = hash(SPACES[0])
     sizes = sender.sizes
     if rng.random() < 0.5:

@@ -26,7 +26,6 @@ class Leases:
     next_number: int = 0
 
     def grant(self, request: Hashable, blocks: Sequence[int]) -> int:
-        """Hold a request's blocks for readers, and return the lease's number."""
         number = self.next_number
         self.next_number += 1
         self.blocks[number] = set(blocks)
@@ -44,7 +43,6 @@ class Leases:
             raise LeaseError(message)
 
     def end(self, number: int) -> Hashable | None:
-        """End a lease, and return the request if that was its last one."""
         self.blocks.pop(number, None)
         request = self.requests.pop(number, None)
         return None if request in self.requests.values() else request

@@ -96,7 +96,6 @@ class ServingEngine(Engine):
             device.popleft()()
 
     def _drop_behind(self) -> None:
-        """Run the oldest steps until no more than `depth` are in flight."""
         while self.device and sum(live.in_flight for live in self.live.values()) > self.depth:
             self.device.popleft()()
 
@@ -109,7 +108,6 @@ class ServingEngine(Engine):
         return blocks
 
     def give_back(self, done: kvtrie.InsertResult) -> None:
-        """Free the blocks that an insert returned to the engine."""
         self.allocator.free(done.duplicates)
         self.allocator.free(done.surplus)
         self.allocator.free(done.freed)
@@ -118,7 +116,6 @@ class ServingEngine(Engine):
     def prepare(
         self, name: Hashable, ids: Sequence[int], policy: kvtrie.ReusePolicy, keep_last: int
     ) -> tuple[Live, kvtrie.ReusePlan]:
-        """Plan a prompt, and allocate the blocks that it needs."""
         seq = kvtrie.TokenSequence(ids, self.namespace)
         plan = self.index.plan(seq, policy, keep_last=keep_last)
         try:
@@ -149,7 +146,6 @@ class ServingEngine(Engine):
     def begin_imported(
         self, live: Live, plan: kvtrie.ReusePlan, transfer: kvtrie.TransferPlan
     ) -> None:
-        """Begin after the local plan and a transfer of the tokens after it."""
         self.ledger.begin(
             live.name,
             live.seq,
@@ -161,7 +157,6 @@ class ServingEngine(Engine):
         self._begun(live)
 
     def begin_computed(self, live: Live, plan: kvtrie.ReusePlan, loaded: int) -> None:
-        """Begin with the local plan, and count exact KV loaded after it as computed."""
         self.ledger.begin(live.name, live.seq, live.table, source=plan)
         _, present = self.ledger.final_range(live.name)
         self.ledger.schedule(live.name, loaded - present)
@@ -175,7 +170,6 @@ class ServingEngine(Engine):
         self.live[live.name] = live
 
     def grow(self, live: Live, num_tokens: int) -> bool:
-        """Allocate blocks for this many tokens; False if there are none."""
         needed = -(-num_tokens // self.block_size) - len(live.table)
         if needed > 0:
             try:
@@ -189,7 +183,6 @@ class ServingEngine(Engine):
         return True
 
     def step(self, names: Sequence[Hashable]) -> list[Hashable]:
-        """Schedule a step of these requests, and run the oldest steps beyond `depth`."""
         rng = self.rng
         starved: list[Hashable] = []
         requests: list[Hashable] = []
@@ -235,7 +228,6 @@ class ServingEngine(Engine):
         return starved
 
     def _next(self, live: Live) -> tuple[int, int, int]:
-        """The start of a request's next step, its positions, and its number of drafts."""
         if live.to_compute:
             start, end = live.to_compute[0]
             return start, min(end - start, self.rng.choice((1, 3, 16, 64))), 0
@@ -322,12 +314,10 @@ class ServingEngine(Engine):
         live.arrived += new
 
     def settle(self, live: Live) -> None:
-        """Wait for the device, and report everything about a request to the ledger."""
         self.drain()
         self._tell(live)
 
     def _tell(self, live: Live) -> None:
-        """Report the arrived ids to the ledger, with their counter."""
         ids, live.arrived = live.arrived, []
         if live.num_drafts and not live.to_compute:
             # With drafts in flight, ids and the counter without rejected drafts go together.
@@ -339,13 +329,11 @@ class ServingEngine(Engine):
             self.ledger.confirm(live.name, live.counter)
 
     def commit(self, live: Live) -> None:
-        """Insert new KV into the index while the request runs."""
         self.give_back(self.ledger.commit(live.name, self.index))
         live.table = self.ledger.blocks(live.name).tolist()
         live.slots = self.pool.slots(live.table)
 
     def strip(self, ids: Sequence[int], start: int, end: int, *, remove: bool) -> None:
-        """Mark a span dead, so that its blocks are evicted first, or remove it at once."""
         seq = kvtrie.TokenSequence(ids, self.namespace)
         if remove:
             self.allocator.free(self.index.remove_spans(seq, [(start, end)]).freed)
@@ -413,13 +401,11 @@ class ServingEngine(Engine):
         self.allocator.free(self.index.take_freed())
 
     def export(self, live: Live, key: bytes) -> Envelope:
-        """Write a manifest, and hold its blocks until the lease ends."""
         raw = kvtrie.TransferManifest.from_ledger(self.ledger, live.name, key=key).to_bytes()
         lease = self.leases.grant(live.name, self.ledger.blocks(live.name).tolist())
         return Envelope(self, lease, raw)
 
     def end_lease(self, number: int) -> None:
-        """End a lease that is done or expired; the request ends with its last lease."""
         name = self.leases.end(number)
         if name is not None and name in self.live:
             self.finish(self.live[name])
@@ -432,7 +418,6 @@ class ServingEngine(Engine):
         *,
         breaks_after: int | None = None,
     ) -> None:
-        """Copy the pairs of a plan from the sender's blocks."""
         sender = envelope.sender
         pairs = transfer.pairs.tolist()
         sender.leases.require(envelope.lease, sorted({pair[1] for pair in pairs}))
@@ -455,7 +440,6 @@ class ServingEngine(Engine):
             raise LeaseError(message)
 
     def wrong(self, live: Live) -> list[tuple[int, str]]:
-        """The positions of a request that are claimed computed and hold other KV."""
         self.drain()
         _, end = self.ledger.final_range(live.name)
         classes, hops = [0] * end, [0] * end

@@ -29,7 +29,6 @@ def blocks(names: str, size: int = 16) -> list[int]:
 
 
 def right(outcome: pd.Outcome) -> tuple[int, int]:
-    """What was loaded and computed, after a look at every label."""
     assert outcome.wrong == 0, outcome
     assert outcome.tainted == 0, outcome
     assert outcome.failed is None, outcome
@@ -37,7 +36,6 @@ def right(outcome: pd.Outcome) -> tuple[int, int]:
 
 
 def stripped(rule: pd.Rule) -> pd.Outcome:
-    """The decode engine has question, reasoning and answer; the next prompt lacks the reasoning."""
     turn = pd.Engine("D").compute([*QUESTION, *REASONING, *ANSWER])
     prompt = [*QUESTION, *ANSWER, *NEW]
     return pd.transfer(turn, pd.Engine("P"), prompt, cached=64, rule=rule)

@@ -59,7 +59,6 @@ def test_serving_engines_in_few_turns(seed: int, turns: int) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """A sent text, and a wanted one that was edited from it."""
     alphabet = draw(st.sampled_from([2, 5, 5000]))
     token = st.integers(0, alphabet - 1)
     sent = draw(st.lists(token, min_size=1, max_size=90))

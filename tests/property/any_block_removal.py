@@ -30,8 +30,6 @@ class History:
 
 
 class Removals:
-    """An index, and a dictionary of what must be in it."""
-
     def __init__(self, seed: int, hash_bits: int) -> None:
         rng = Random(seed)
         self.rng = rng

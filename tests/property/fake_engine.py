@@ -44,8 +44,6 @@ class Text(NamedTuple):
 
 @dataclass
 class Engine:
-    """An index, an allocator and the KV, shared by requests."""
-
     num_blocks: int
     block_size: int
     hash_bits: int = 64
@@ -102,7 +100,6 @@ class Engine:
         self.known.append((copy, Text.of(copy)))
 
     def load(self, seq: kvtrie.TokenSequence, exact_until: int, hops: int) -> None:
-        """Bring KV from elsewhere: right up to `exact_until`, of another context after it."""
         try:
             blocks = self.pool.allocate(len(seq) // self.block_size, evict_from=self.index)
         except kvtrie.OutOfBlocksError:
@@ -293,7 +290,6 @@ class Request:
             pool.load(pool, source, dest, canon[at : at + count], delta)
 
     def copies(self, start: int, end: int) -> list[tuple[int, int, int, int, int]]:
-        """The copies of a range: source, destination, length, delta, first position."""
         size = self.engine.block_size
         at = {int(block): place * size for place, block in enumerate(self.table)}
         moves = self.plan.moves(self.table, start, end).tolist()

@@ -14,8 +14,6 @@ OTHER = kvtrie.Namespace(model="m", salt="tenant")
 
 @dataclass
 class Kit:
-    """The index or the model, and the sequences that it takes."""
-
     index_class: Any
     sequence_class: Any
     allocator_class: Any

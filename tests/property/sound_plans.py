@@ -81,7 +81,6 @@ class Histories:
         return ids
 
     def fresh(self) -> list[Array]:
-        """A conversation: a head, then reasoning, calls, results and answers of many lengths."""
         spans = [self.boilerplate[0], self.text(int(self.rng.integers(8, 80)))]
         for _ in range(self.rng.integers(2, 12)):
             spans.append(self.text(int(self.rng.choice([3, 9, 20, 33, 64, 90]))))
@@ -116,7 +115,6 @@ class Histories:
         return spans
 
     def next(self) -> Array:
-        """A prompt: an edited history, or one that grows, or a new one."""
         spans = self.known[self.rng.integers(len(self.known))]
         roll = self.rng.random()
         if roll < 0.2:
@@ -141,8 +139,6 @@ class Report:
 
 
 class World:
-    """An index, and a table of the content of all slots."""
-
     def __init__(self, seed: int, hash_bits: int) -> None:
         rng = np.random.default_rng(seed)
         self.rng = rng
@@ -265,7 +261,6 @@ class World:
         self.views.clear()
 
     def forget(self) -> None:
-        """Remove blocks: the least recently used, some by id, a part of a history."""
         roll = self.rng.random()
         if roll < 0.4:
             self.left(self.index.evict(int(self.rng.integers(0, 40))))
@@ -323,7 +318,6 @@ class World:
         )
 
     def plan(self) -> None:
-        """Plan one prompt and look at every token of it."""
         tokens, space = self.histories.next(), int(self.rng.random() < 0.2)
         policy, keep_last = self.policy(), int(self.rng.choice([0, 1, 1, 7]))
         pin = bool(self.rng.random() < 0.2)
@@ -345,7 +339,6 @@ class World:
     def check(
         self, plan: kvtrie.ReusePlan, tokens: Array, space: int, policy: kvtrie.ReusePolicy
     ) -> Array:
-        """Check every token of the plan, and return which are reused."""
         segments, number = self.segments(plan, len(tokens))
         slot = self.sources(plan, segments, number)
         reused = segments["class"][number] != COMPUTE
@@ -395,7 +388,6 @@ class World:
 
     @staticmethod
     def segments(plan: kvtrie.ReusePlan, count: int) -> tuple[Array, Array]:
-        """The segments, which must cover the prompt once, and the number of each token's."""
         segments = plan.segments
         edges = np.concatenate([[0], segments["end"]])
         require("segments cover the prompt once", (segments["start"] == edges[:-1]).all())
@@ -482,7 +474,6 @@ def _leading(flags: Array) -> int:
 
 
 def world(seed: int, hash_bits: int, plans: int) -> Report:
-    """One index from empty to the end of its plans."""
     report = Report()
     here = World(seed, hash_bits)
     try:

@@ -26,7 +26,6 @@ def prompt(*ids: int) -> kv.Prompt:
 
 
 def run_until(request: Request, line: int) -> str | None:
-    """Run a request up to the pause of that number; the name of it, None where it ended before."""
     for number, name in enumerate(request.lines()):
         request.engine.verify()
         if number == line:

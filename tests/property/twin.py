@@ -90,7 +90,6 @@ class Plans:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays as lists with their dtype, so that results can be compared and shown."""
     if isinstance(value, np.ndarray):
         names = value.dtype.names
         kind = value.dtype.str if names is None else str(names)
@@ -252,7 +251,6 @@ class Twin:
         return self.rng.random() < share
 
     def tokens(self, most: int) -> list[int]:
-        """Some token ids of the small alphabet; runs of one token come up."""
         count = self.rng.randint(most // 2 if self.long else 0, most)
         if self.chance(0.02 if self.long else 0.2):
             return [self.rng.randrange(self.alphabet)] * count
@@ -358,7 +356,6 @@ class Twin:
         return getattr(source, side) if isinstance(source, Plans) else source
 
     def new_sequence(self) -> None:
-        """A new sequence: of new tokens, or an edit of another."""
         if len(self.pairs) >= MAX_SEQUENCES:
             self.pairs.pop(self.rng.randrange(len(self.pairs)))
         if self.pairs and self.chance(0.85):
@@ -383,7 +380,6 @@ class Twin:
         self.pairs.append(Pair.of(model, shared=shared, form=form))
 
     def cached_pair(self) -> Pair:
-        """A live sequence, rather one of which much is cached."""
         entries = self.model._entries
 
         def cached(pair: Pair) -> int:
@@ -415,7 +411,6 @@ class Twin:
         return at
 
     def extend(self) -> None:
-        """Extend a sequence, or start again where it is long."""
         pair = self.pair()
         length = len(pair.model)
         if length >= self.max_tokens:
@@ -467,7 +462,6 @@ class Twin:
         }
 
     def plan(self) -> None:
-        """One plan, of an edited history or of one as it is."""
         if self.long and self.chance(0.6):
             self.new_sequence()
             pair = self.pairs[-1]
@@ -488,7 +482,6 @@ class Twin:
             self.release()
 
     def policy(self) -> kvtrie.ReusePolicy:
-        """What a plan may reuse, rarely less than the index's min_run."""
         if self.chance(0.25):
             return kvtrie.ReusePolicy(approximate=False, partial_blocks=self.chance(0.7))
         choice = self.rng.choice
@@ -586,7 +579,6 @@ class Twin:
             self.hollow_path(pair)
 
     def hollow_path(self, pair: Pair) -> None:
-        """Fill one path and discard all of it but its end."""
         size = self.block_size
         blocks = sorted(self.held)[: len(pair.model) // size]
         done = self.both(
@@ -642,7 +634,6 @@ class Twin:
             self.retire(plans)
 
     def retire(self, plans: Plans) -> None:
-        """Remember a few released plans, to use them wrongly later."""
         self.stale = [*self.stale[-2:], plans]
 
     def collect(self) -> None:
@@ -679,7 +670,6 @@ class Twin:
             self.counts["evicted dead"] += dead - self.model.stats().dead
 
     def discard(self) -> None:
-        """Discard ids: indexed, condemned, held, repeated, rarely out of range."""
         ids = [self.rng.randrange(self.num_blocks) for _ in range(self.rng.randint(0, 1))]
         indexed = sorted(entry.block for entry in self.model._entries.values())
         if indexed and self.chance(0.8):
@@ -716,7 +706,6 @@ class Twin:
             self.counts["quarantined"] += got[0]
 
     def ranges(self, length: int) -> list[tuple[int, int]]:
-        """Ascending ranges of a sequence, some of which touch, rarely wrong ones."""
         edges = sorted(self.rng.randint(0, length) for _ in range(2 * self.rng.randint(0, 3)))
         ranges = list(zip(edges[::2], edges[1::2], strict=True))
         if self.chance(0.3):
@@ -872,7 +861,6 @@ class Twin:
         self.plans.clear()
 
     def shape(self) -> dict[str, int]:
-        """What the tree looks like now, as the model sees it."""
         model, size = self.model, self.block_size
         children = collections.Counter(
             (ns, tokens[:-size]) for ns, tokens in {*model._entries, *model._holes()}
@@ -886,7 +874,6 @@ class Twin:
 
 
 def _try(call: Callable[[Any, str], Any], index: Any, side: str) -> tuple[Any, str | None]:
-    """The result of a call, or the name of the exception that refused it."""
     try:
         return call(index, side), None
     except REFUSED as error:

@@ -193,7 +193,6 @@ class Naive:
         return bool(said) and said[0].name == opening and said[-1].name == closing
 
     def assistant(self, message: Message, ids: list[int]) -> tuple[list[Found], bool, bool]:
-        """Its spans, whether it calls a tool, whether it can be an answer."""
         spoken = self.text(message.items, ids)
         if message.kind is not None:
             whole = (message.start, message.end)

@@ -171,7 +171,6 @@ INDEXES = [pytest.param(kind, id=kind.__name__) for kind in (kvtrie.RadixIndex, 
 
 
 def conversation() -> tuple[list[int], list[int], tags.Stream]:
-    """What is cached after a chat turn, the next prompt, and the stream."""
     vocabulary = Vocabulary()
     tagger = tags.Tagger.from_preset("qwen3", vocabulary)
     talk = [Said("system", "be brief " * 10), Said("user", "why is that so? " * 3)]

@@ -85,7 +85,6 @@ def policy(of: naive.Policy) -> kvtrie.ReusePolicy:
 
 
 def as_plan(plan: kvtrie.TransferPlan) -> naive.Plan:
-    """A plan of the extension in the naive one's form."""
     return naive.Plan(
         plan.pairs.tolist(),
         [(start, end) for start, end in plan.compute.tolist()],
@@ -97,7 +96,6 @@ def as_plan(plan: kvtrie.TransferPlan) -> naive.Plan:
 
 
 def refusal(call: Callable[[], Any]) -> str | None:
-    """The reason that a call is refused with, by the extension or by the naive code."""
     try:
         call()
     except (kvtrie.TransferRefused, naive.Refused) as refused:
@@ -160,7 +158,6 @@ def values(prompt: naive.Prompt) -> list[tuple[int, bytes, int]]:
 
 
 def tables(sizes: list[int], length: int) -> st.SearchStrategy[list[list[int]]]:
-    """Block tables for groups of these block sizes, with some more blocks than they need."""
     needed = [-(-length // size) + 1 for size in sizes]
     most = max(needed, default=0)
     lists = [
@@ -171,7 +168,6 @@ def tables(sizes: list[int], length: int) -> st.SearchStrategy[list[list[int]]]:
 
 @st.composite
 def prompts(draw: st.DrawFn, most: int = 60) -> naive.Prompt:
-    """A prompt of few different tokens, some of them inside items."""
     ids = draw(st.lists(st.integers(0, 2), max_size=most))
     return naive.Prompt(tuple(ids), draw(items(len(ids))), draw(st.sampled_from(SPACES)))
 
@@ -185,7 +181,6 @@ def items(draw: st.DrawFn, length: int) -> tuple[tuple[int, int, bytes], ...]:
 
 @st.composite
 def related(draw: st.DrawFn, prompt: naive.Prompt) -> naive.Prompt:
-    """An edit of a prompt: parts cut out, doubled or put in, perhaps with items of its own."""
     ids = list(prompt.ids)
     for _ in range(draw(st.integers(0, 3))):
         start = draw(st.integers(0, len(ids)))

@@ -135,7 +135,6 @@ def packed_space(key: bytes, space: Space) -> tuple[Any, ...]:
 
 
 def fields_of(run: Run) -> list[Any]:
-    """The fields of a run before its digest, as they are packed."""
     ids = struct.pack(f"<{len(run.blocks)}I", *run.blocks)
     digests = b"".join(run.digests)
     return [run.start, run.num_tokens, run.flags, run.hops, ids, run.prefix, digests]
@@ -387,7 +386,6 @@ def loads_of(
 def group_loads(
     group: Group, prompt: Prompt, key: bytes, open_: list[bool], policy: Policy
 ) -> dict[int, Load]:
-    """What the tokens of the prompt are loaded from in one group."""
     size, length = group.block_size, len(prompt.ids)
     is_approximate = policy.approximate and not policy.forbid_kinds
     loads: dict[int, Load] = {}

@@ -72,7 +72,6 @@ def is_loaded_right(
     hops: int,
     root: int = 0,
 ) -> bool:
-    """Whether consecutive slots hold what was claimed when they were loaded."""
     end = slot + len(ids)
     return (
         pool.token[slot:end] == list(ids)

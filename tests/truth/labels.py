@@ -69,7 +69,6 @@ class LabelledPool:
         return [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
 
     def clear(self, blocks: Iterable[int]) -> None:
-        """Mark the slots of blocks as unwritten, for the next owner."""
         size = self.block_size
         nothing: list[Hashable] = [UNWRITTEN] * size
         for block in blocks:
@@ -106,7 +105,6 @@ class LabelledPool:
         *,
         root: int = 0,
     ) -> int:
-        """Write the KV of some tokens, computed with the slots before them."""
         if end <= start:
             return 0
         state, missing = self.attended(slots[:start], canon, root)
@@ -124,7 +122,6 @@ class LabelledPool:
     def load(
         self, source: LabelledPool, source_slot: int, slot: int, places: Sequence[int], delta: int
     ) -> None:
-        """Copy the KV of consecutive slots, with K moved by `delta`."""
         end, stop = source_slot + len(places), slot + len(places)
         came_from = source.place[source_slot:end]
         hops = source.hops[source_slot:end]

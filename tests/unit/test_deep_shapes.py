@@ -26,7 +26,6 @@ NOISE = 0.02
 
 
 def in_small_stack(work: Callable[[], None]) -> None:
-    """Run in a thread with a stack of 256 KiB."""
     failures: list[BaseException] = []
 
     def body() -> None:
@@ -91,7 +90,6 @@ def take_all(index: Any, n: int) -> None:
 
 
 def plan_all(index: Any, seq: Any, n: int) -> None:
-    """A plan over all of a sequence but its end."""
     with index.plan(seq) as plan:
         assert plan.num_exact == n
 

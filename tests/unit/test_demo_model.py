@@ -44,7 +44,6 @@ def _prompt(
 
 
 def _generate(model: Model, prompt: list[int], end: int) -> list[int]:
-    """Greedy decoding after a full prefill; the ids end with the end marker."""
     out: list[int] = []
     cache, ids = None, torch.tensor([prompt])
     with torch.no_grad():
@@ -62,7 +61,6 @@ def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 @pytest.fixture(scope="module")
 def replayed(model: Model, tokenizer: Tokenizer) -> list[Reply]:
-    """Prompt, generated ids and reference of every turn of the shipped conversation."""
     out = []
     history: list[dict[str, Any]] = []
     for turn in load_conversations()[0].turns():

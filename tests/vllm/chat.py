@@ -17,7 +17,6 @@ Message = dict[str, Any]
 
 
 def model(folder: Path, template: str | None = QWEN3) -> Path:
-    """A Llama with the special tokens of Qwen3, and a chat template."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=64,
@@ -45,7 +44,6 @@ class Chat:
         return [int(one) for one in self.tokenizer.encode(text, add_special_tokens=False)]
 
     def prompt(self, messages: list[Message], *, reply: str | None = None) -> list[int]:
-        """The prompt of a request for the next reply, with the beginning of the reply."""
         text = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )

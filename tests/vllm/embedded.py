@@ -108,8 +108,6 @@ class Embedded:
 
 
 class _Lease(Lease):
-    """A lease with vLLM's rules, which records what it did."""
-
     def __init__(
         self, store: Store, seq: kvtrie.TokenSequence, policy: kvtrie.ReusePolicy, *, gaps: bool
     ) -> None:
@@ -152,8 +150,6 @@ def _unhashed(planned: NDArray[Any], end: int) -> int:
 
 
 class Watched:
-    """A vLLM engine with the connector, whose requests are returned as `Served`."""
-
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._engine = engine
         self._planned: NDArray[Any]

@@ -195,7 +195,6 @@ class Engine(Inside):
         assert self.llm.reset_prefix_cache(reset_connector=self.scheduler.connector is not None)
 
     def close(self) -> None:
-        """Stop the engine, so that another can start in this process."""
         self.llm.llm_engine.engine_core.shutdown()
         kv_transfer_state.ensure_kv_transfer_shutdown()
         del self.llm, self.core, self.scheduler, self.pool

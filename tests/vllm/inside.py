@@ -122,7 +122,6 @@ class Inside:
                 self.shadow.check_index()
 
     def check_idle(self) -> None:
-        """No request: all blocks are free, and nothing is remembered."""
         self.check()
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         if self.scheduler.connector is not None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.figures import GOOD
+from tests.cleared import GOOD
 from vllm.engine.arg_utils import EngineArgs
 
 import kvtrie

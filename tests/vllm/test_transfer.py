@@ -99,7 +99,6 @@ class Side:
     hasher: Any = None
 
     def run(self, name: str, prompt: list[int], params: dict[str, Any], **more: Any) -> Request:
-        """Add a request, and step until it has ended; it says one token."""
         sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
         request = Request(name, list(prompt), sampling, None, block_hasher=self.hasher, **more)
         self.scheduler.add_request(request)
@@ -205,7 +204,6 @@ def start(tmp_path: Path) -> Callable[..., Side]:
 
 
 def prefill(side: Side, prompt: list[int], **more: Any) -> dict[str, Any]:
-    """What the sender returns, as it is sent to the receiver."""
     answers: list[Any] = []
     connector = side.scheduler.connector
     finished = connector.request_finished_all_groups

@@ -99,7 +99,6 @@ def test_an_exact_request_of_which_vllm_counts_on_other_tokens_than_promised(
 
 
 def counts_on(vllm: Core, monkeypatch: pytest.MonkeyPatch, change: int) -> None:
-    """Let vLLM count on more or fewer copied tokens than are promised."""
     match = vllm.connector.get_num_new_matched_tokens
 
     def changed(*given: Any) -> tuple[int, bool]:

@@ -52,12 +52,10 @@ def _read(kv: int, position: int) -> int:
 
 
 def _write(seen: int, token: int) -> int:
-    """The KV of a token that has read all before it."""
     return _mix(seen ^ _mix(token))
 
 
 def lora_of(adapter: str | LoRARequest | None) -> LoRARequest | None:
-    """vLLM's request for an adapter; for a name, all have the same path."""
     if not isinstance(adapter, str):
         return adapter
     return LoRARequest(adapter, 1 + sum(adapter.encode()), "/none")
@@ -78,7 +76,6 @@ def _say(seen: int) -> int:
 def continuation(
     prompt: Sequence[int], count: int, *, adapter: str | LoRARequest | None = None
 ) -> list[int]:
-    """The answer of a request that computes all of its KV."""
     seen, said = _start(lora_of(adapter)), list[int]()
     for position, token in enumerate(prompt):
         seen = (seen + _read(_write(seen, token), position)) & _MASK

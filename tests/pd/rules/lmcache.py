@@ -37,7 +37,6 @@ class Tracker:
         return len(new)
 
     def wrong(self, computed: Computed) -> int:
-        """The number of ids whose slot holds another token's KV, or none."""
         pool = computed.engine.pool
         slots = pool.slots(computed.blocks)
         return sum(
