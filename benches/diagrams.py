@@ -37,14 +37,10 @@ Segment = tuple[int, int, int, str]
 
 
 def _segments(plan: kvtrie.ReusePlan) -> list[Segment]:
-    """Start, end, delta and class of a plan's segments."""
     return [
         (int(one["start"]), int(one["end"]), int(one["delta"]), list(CLASSES)[int(one["class"])])
         for one in plan.segments
     ]
-
-
-# --- an edit of a history -----------------------------------------------------------------------
 
 
 def edit() -> Axes:
@@ -88,7 +84,6 @@ def _planned(turn: Conversation, block_size: int) -> list[Segment]:
 
 
 def _spans(turn: Conversation) -> list[Part]:
-    """The cached turn by what its tokens are."""
     parts = [Part(0, len(turn.cached), LIGHT)]
     for start, end, kind in turn.spans:
         is_gone = kind == "reasoning"
@@ -96,9 +91,6 @@ def _spans(turn: Conversation) -> list[Part]:
         word = f"{kind}: dropped by the template" if is_gone else kind
         parts.append(Part(start, end, colour, word if end - start > 250 else "", ink))
     return parts
-
-
-# --- states of a block --------------------------------------------------------------------------
 
 
 @dataclass
@@ -115,7 +107,6 @@ class World:
     plans: list[kvtrie.ReusePlan] = field(default_factory=list)
 
     def state(self) -> str:
-        """The state of the block, from counts alone."""
         stats = self.index.stats()
         found = [
             name
@@ -134,16 +125,13 @@ class World:
         return found[0] if found else "free" if self.pool.num_free else "held"
 
     def hold(self) -> None:
-        """Make a plan, which pins the block."""
         self.plans.append(self.index.plan(self.seq))
 
     def release(self) -> None:
-        """Release all plans."""
         while self.plans:
             self.plans.pop().release()
 
     def insert(self) -> None:
-        """Insert the block."""
         self.index.insert(self.seq, [0], num_computed=4, source=kvtrie.COMPUTED)
 
 
@@ -267,12 +255,8 @@ def states() -> Axes:
 
 
 def _edge(name: str, part: tuple[float, float]) -> tuple[float, float]:
-    """A point on the edge of a box."""
     (x, y), (width, height) = PLACES[name], SIZE
     return x + part[0] * width / 2, y + part[1] * height / 2
-
-
-# --- how a plan covers a prompt -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -303,7 +287,6 @@ def _tokens(parts: tuple[str, ...]) -> list[int]:
 
 
 def _shown() -> list[tuple[str, int]]:
-    """The parts of the prompt and their lengths; the head and the tail are document 3."""
     sizes = LENGTHS | {"document 3": LENGTHS["head"] + LENGTHS["tail"]}
     names = ["document 3" if name == "head" else name for name in PROMPT if name != "tail"]
     return [(name, sizes[name]) for name in names]
@@ -340,7 +323,6 @@ def _chosen(candidates: list[Candidate], segment: Segment) -> Candidate:
 
 
 def cover() -> Axes:
-    """A prompt, the runs of it that are cached, and the cover that a plan chose."""
     prompt = _tokens(PROMPT)
     index = kvtrie.RadixIndex(num_blocks=64, block_size=2, min_run=MIN_RUN, seed=0)
     next_block = 0
@@ -387,8 +369,6 @@ def cover() -> Axes:
     return axes
 
 
-# --- what plans pin in the tree -----------------------------------------------------------------
-
 # Each path of the tree by its own blocks: after which block it starts, and the row it is drawn in.
 PATHS = {
     "system": (None, [0, 1], 1.0),
@@ -406,7 +386,6 @@ def _block(number: int) -> list[int]:
 
 
 def _path(last: int) -> list[int]:
-    """Blocks from the root to a block."""
     for after, blocks, _ in PATHS.values():
         if last in blocks:
             own = blocks[: blocks.index(last) + 1]

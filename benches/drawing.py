@@ -65,7 +65,6 @@ def canvas(width: float, height: float, box: tuple[float, float, float, float]) 
 
 
 def bar(axes: Axes, row: float, parts: Iterable[Part], height: float = 0.62) -> None:
-    """A bar of parts at the height `row`."""
     for part in parts:
         width = part.end - part.start
         axes.barh(row, width, height, part.start, color=part.colour, edgecolor=PAPER, lw=1.2)
@@ -101,7 +100,6 @@ def arrow(
     colour: str = FAINT,
     bend: float = 0.0,
 ) -> None:
-    """An arrow, bent to one side or the other."""
     patch = FancyArrowPatch(
         start,
         end,
@@ -117,7 +115,6 @@ def arrow(
 
 
 def legend(axes: Axes, words: dict[str, str], columns: int = 3) -> None:
-    """Colours and what they mean, at the bottom."""
     handles = [Patch(color=colour, label=word) for colour, word in words.items()]
     axes.legend(
         handles=handles,

@@ -4,8 +4,8 @@
     python benches/fidelity.py --judge      # the verdicts again, by the rules of the code as it is
     python benches/fidelity.py --render     # the page again, from benches/fidelity.json
 
-Only the part of the page between its two marks is written here. The exit code is 1 if the figures
-measure nothing: full recomputation is below 95 %, or a control loses less than 20 points.
+The exit code is 1 if the figures measure nothing: full recomputation is below 95 %, or a control
+loses less than 20 points.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ Row = dict[str, Any]
 
 
 def measure_one(kind: str, questions: int, seed: int) -> tuple[str, Row]:
-    """All figures of one model, in a process of one thread."""
     from kvtrie.calibrate import measure, shipped  # noqa: PLC0415 - slow: torch
     from kvtrie.cli import _calibrated  # noqa: PLC0415 - as the command shows it
 
@@ -91,7 +90,6 @@ def judged(model: Row) -> Row:
 
 
 def measure(questions: int, seed: int, workers: int) -> Row:
-    """All figures of all models."""
     began = time.perf_counter()
     models: dict[str, Row] = {}
     context = get_context("spawn")
@@ -114,7 +112,6 @@ def measure(questions: int, seed: int, workers: int) -> Row:
 
 
 def failures(figures: Row) -> list[str]:
-    """Why the figures measure nothing; empty if they do."""
     found = []
     for kind, model in figures["models"].items():
         for row in model["results"]:
@@ -128,7 +125,6 @@ def failures(figures: Row) -> list[str]:
 
 
 def render(figures: Row) -> str:
-    """The written part of the page."""
     minutes = ", ".join(
         f"{kind} {model['processor_seconds'] / 60:.1f}" for kind, model in figures["models"].items()
     )
@@ -155,7 +151,6 @@ def render(figures: Row) -> str:
 
 
 def _limits(figures: Row) -> list[str]:
-    """The limits, the worst cleared figure, and the best of all controls."""
     rows = [
         (row, row["policy"] in model["cleared"])
         for model in figures["models"].values()
@@ -234,11 +229,7 @@ def _small(value: float) -> str:
 
 
 def put(page: str, written: str) -> str:
-    """The page with its written part replaced.
-
-    Raises:
-        ValueError: The page lacks one of the marks.
-    """
+    """The page with its written part replaced."""
     head, begin, rest = page.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
@@ -248,7 +239,6 @@ def put(page: str, written: str) -> str:
 
 
 def main() -> int:
-    """Measure and write, or only write."""
     parser = argparse.ArgumentParser(description="What reuse of KV costs the shipped models.")
     parser.add_argument("--questions", type=int, default=420, help="of each model and scenario")
     parser.add_argument("--seed", type=int, default=0)

@@ -23,18 +23,6 @@ def record(
     """Put the rows of one section into the file, with the machine and the date.
 
     Other sections stay as they are.
-
-    Args:
-        section: `peers`, `coverage`, `turns`, `generate`, `moved`, `hostile`, `python`, `limits`,
-            `rust`, `memory` or `instructions`.
-        rows: Flat dicts with at least `work`, `unit` and `kvtrie`.
-        versions: Versions of what was measured, by name. Other names in the file stay.
-        part: A key of the rows. Rows of the section with another value of it stay, so that several
-            runs can fill one section.
-        path: Another file than `benches/figures.json`.
-
-    Raises:
-        ValueError: A row lacks a key that every row has.
     """
     for row in rows:
         missing = {"work", "unit", "kvtrie", *([part] if part else [])} - row.keys()
@@ -59,11 +47,7 @@ def record(
 
 
 def load(path: Path | None = None) -> dict[str, Any]:
-    """The file's content, or an empty one where there is no file.
-
-    Args:
-        path: Another file than `benches/figures.json`.
-    """
+    """The file's content, or an empty one where there is no file."""
     where = PATH if path is None else path
     empty: dict[str, Any] = {
         "machine": {},
@@ -79,7 +63,6 @@ def load(path: Path | None = None) -> dict[str, Any]:
 
 
 def machine() -> dict[str, str | int]:
-    """The machine that the figures were measured on."""
     info: dict[str, str | int] = {
         "cpu": _first_value("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
         "cores": os.cpu_count() or 0,
@@ -92,7 +75,6 @@ def machine() -> dict[str, str | int]:
 
 
 def today() -> str:
-    """The date in UTC, as YYYY-MM-DD."""
     return dt.datetime.now(tz=dt.UTC).date().isoformat()
 
 

@@ -1,21 +1,19 @@
 """What it costs to apply a plan on a GPU, compared with a plain copy and with separate passes.
 
-`python benches/gpu.py` checks first and times only what is right. Without a CUDA device it checks
-on the CPU, and says that nothing was timed. `--json FILE` writes the figures, with the device's
-name and the date.
+`python benches/gpu.py` checks first and times only what is right; without a CUDA device it only
+checks, on the CPU. `--json FILE` writes the figures.
 
-* Moves are like those of plans: runs of up to 1,024 tokens, each with its own delta, between block
-  tables of 16 tokens per block in random order, from a random offset in the source to a random
-  one in the destination; pieces end at the block edges of both.
+* Moves are runs of up to 1,024 tokens, each with its own delta, between random offsets of block
+  tables of 16 tokens per block in random order. Pieces end at the block edges of both.
 * *apply* is `KVPool.apply`, all layers, bfloat16. *select + copy* is `index_select`, then
   `index_copy_`, per layer and side, without rotation. *three passes* gathers, rotates and scatters
   one layer at a time, in plain torch.
-* Bytes are those read and those written, so a copy of n bytes counts 2n. The *ceiling* is the best
-  rate of a device-to-device copy of 2 GiB; *copy* is one of as many bytes as the case moves.
+* A copy of n bytes counts 2n: read and written. The *ceiling* is the best rate of a
+  device-to-device copy of 2 GiB; *copy* is one of as many bytes as the case moves.
 * *device* is the time between two events around the work, with enough queued before it that the
-  device never waits for the host. *call* is the time from the call to the end of its work on an
-  idle device. *host* is the time that `apply` takes to return. Every figure is a median; before
-  each round a buffer of four times the L2 cache, 256 MiB at least, is overwritten.
+  device never waits for the host. *call* is from the call to the end of its work on an idle device.
+  *host* is until `apply` returns. Every figure is a median; before each round a buffer larger than
+  the L2 cache is overwritten.
 """
 
 from __future__ import annotations
@@ -55,8 +53,6 @@ SPREAD = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """The KV of a model."""
-
     name: str
     layers: int
     heads: int
@@ -65,7 +61,6 @@ class Shape:
     rotary: Rotary
 
     def layout(self, layers: int | None = None) -> KVLayout:
-        """Its layout, of fewer layers where a check asks for it."""
         return KVLayout(
             num_layers=layers or self.layers,
             num_kv_heads=self.heads,
@@ -76,7 +71,6 @@ class Shape:
         )
 
     def pool(self, num_tokens: int, device: str, layers: int | None = None) -> KVPool:
-        """A pool in which `num_tokens` tokens are moved, between blocks that are far apart."""
         layout = self.layout(layers)
         rope = RopeSpec((self.rotary,) * layout.num_layers, self.head_dim)
         num_blocks = SPREAD * -(-num_tokens // BLOCK_SIZE) + 8
@@ -84,7 +78,6 @@ class Shape:
 
 
 def frequencies(theta: float, width: int) -> tuple[float, ...]:
-    """One per pair, as float32 values."""
     found = theta ** (-np.arange(0, width, 2) / width)
     return tuple(float(value) for value in found.astype(np.float32))
 
@@ -135,7 +128,6 @@ def random_moves(num_tokens: int, num_blocks: int, seed: int = 0) -> NDArray[np.
 
 
 def named_slots(moves: NDArray[np.void], device: str) -> tuple[torch.Tensor, ...]:
-    """Source, destination and delta of every token, int64, on a device."""
     count = moves["num_tokens"]
     inside = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
     source = np.repeat(moves["source_slot"], count) + inside
@@ -144,17 +136,12 @@ def named_slots(moves: NDArray[np.void], device: str) -> tuple[torch.Tensor, ...
     return tuple(torch.from_numpy(column).to(device) for column in found)
 
 
-# --- the same work in other ways ------------------------------------------------------------------
-
-
 def rows_of(pool: KVPool) -> list[torch.Tensor]:
-    """K and V of all layers, one row per slot."""
     views = [view for side in (pool.k, pool.v) for view in side if view is not None]
     return [view.view(-1, *view.shape[2:]) for view in views]
 
 
 def select_and_copy(pool: KVPool, slots: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Copies without rotation."""
     source, dest, _ = slots
     rows = rows_of(pool)
 
@@ -166,7 +153,6 @@ def select_and_copy(pool: KVPool, slots: Sequence[torch.Tensor]) -> Callable[[],
 
 
 def three_passes(shape: Shape, pool: KVPool, slots: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Gathers a layer, rotates K, scatters it."""
     source, dest, delta = slots
     rows = rows_of(pool)
     turns = shape.rotary
@@ -193,15 +179,8 @@ def three_passes(shape: Shape, pool: KVPool, slots: Sequence[torch.Tensor]) -> C
     return run
 
 
-# --- checks ---------------------------------------------------------------------------------------
-
-
 def check(device: str, num_tokens: int, num_layers: int) -> list[str]:
-    """Apply random plans on a device and compare every byte with the reference on the CPU.
-
-    Returns:
-        What was wrong: nothing, or one line per shape.
-    """
+    """Apply random plans on a device and compare every byte with the reference on the CPU."""
     wrong = []
     for shape in SHAPES:
         pool = shape.pool(num_tokens, device, num_layers)
@@ -226,12 +205,7 @@ def check(device: str, num_tokens: int, num_layers: int) -> list[str]:
     return wrong
 
 
-# --- times ----------------------------------------------------------------------------------------
-
-
 class Clock:
-    """Times work on a CUDA device with a cold cache."""
-
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
         properties = torch.cuda.get_device_properties(0)
@@ -240,7 +214,6 @@ class Clock:
         self._flush_seconds = self._timed(self._waste.zero_, flushes=4)
 
     def device(self, work: Callable[[], object]) -> float:
-        """Seconds that the device works, the host's share hidden."""
         work()
         host = []
         for _ in range(5):
@@ -277,14 +250,12 @@ class Clock:
 
 
 def copy_rate(clock: Clock, num_bytes: int) -> float:
-    """Bytes per second, read and written, of a device-to-device copy."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
     dest = torch.zeros_like(source)
     return 2 * num_bytes / clock.device(lambda: dest.copy_(source))
 
 
 def measure(shape: Shape, num_tokens: int, clock: Clock, ceiling: float) -> dict[str, Any]:
-    """One row of the table."""
     moved = 2 * num_tokens * shape.layout().bytes_per_token
     found = _work(shape, num_tokens, clock)
     # The pool is gone by now.
@@ -302,7 +273,6 @@ def measure(shape: Shape, num_tokens: int, clock: Clock, ceiling: float) -> dict
 
 
 def _work(shape: Shape, num_tokens: int, clock: Clock) -> dict[str, Any]:
-    """The pieces of a case, and the time of each way to move them."""
     pool = shape.pool(num_tokens, "cuda")
     for row in rows_of(pool):
         row.normal_()
@@ -335,7 +305,6 @@ COLUMNS = {
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows in Markdown."""
     lines = [" | ".join(title for title, _ in COLUMNS.values()), "|".join("---" for _ in COLUMNS)]
     for row in rows:
         cells = (shown.format(row[name]) for name, (_, shown) in COLUMNS.items())
@@ -344,7 +313,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def timed(tokens: Sequence[int], rounds: int) -> dict[str, Any]:
-    """All figures, printed as they come."""
     clock = Clock(rounds)
     properties = torch.cuda.get_device_properties(0)
     ceiling = copy_rate(clock, CEILING_BYTES)
@@ -373,7 +341,6 @@ def timed(tokens: Sequence[int], rounds: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, then time where there is a CUDA device."""
     parser = argparse.ArgumentParser(description="KVPool.apply on a GPU: checks, then times.")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="tokens to move")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds a figure")

@@ -38,8 +38,6 @@ TUNABLES = ":".join(
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of the binary `operation`."""
-
     name: str
     work: str
     calls: int
@@ -59,7 +57,6 @@ class MeasureError(Exception):
 
 
 def tool(name: str) -> str:
-    """The path of an executable."""
     path = shutil.which(name)
     if path is None:
         text = f"{name} is missing"
@@ -68,7 +65,6 @@ def tool(name: str) -> str:
 
 
 def build() -> Path:
-    """The binary `operation` in a release build."""
     command = [
         tool("cargo"),
         "build",
@@ -123,7 +119,6 @@ def callgrind(binary: Path, operation: Operation, calls: int, out: Path, *option
 
 
 def total(out: Path) -> int:
-    """The sum of a callgrind file."""
     found = re.search(r"^(?:summary|totals): (\d+)", out.read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
         text = f"{out.name} has no total"
@@ -157,7 +152,6 @@ def toolchain() -> dict[str, str]:
 
 
 def count_all() -> dict[str, Any]:
-    """The counts of all operations, and what they were taken with."""
     binary = build()
     counts = {operation.name: count(binary, operation) for operation in OPERATIONS}
     return {**toolchain(), "instructions": counts}
@@ -245,7 +239,6 @@ def source(path: str) -> str:
 
 
 def main() -> int:
-    """Runs what the arguments ask for; the exit status says whether the counts match."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--update", action="store_true", help="write the record")
     parser.add_argument("--json", action="store_true", help="print the counts as JSON lines")

@@ -31,7 +31,6 @@ PICTURES: dict[str, Callable[[], Axes]] = {
 
 
 def main() -> int:
-    """Write or check the pictures."""
     parser = argparse.ArgumentParser(description="Draw the pictures in docs/pictures.")
     parser.add_argument("--check", action="store_true", help="fail if a picture is out of date")
     options = parser.parse_args()

@@ -48,7 +48,6 @@ class Goal:
 
 
 def main() -> int:
-    """Write or check the page."""
     parser = argparse.ArgumentParser(description="Render figures.json into docs/benchmarks.md.")
     parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
     parser.add_argument("--tables", action="store_true", help="print all tables instead")
@@ -70,11 +69,7 @@ def main() -> int:
 
 
 def render(content: dict[str, Any]) -> str:
-    """The page: findings, goals and method.
-
-    Args:
-        content: What `figures.load` returns.
-    """
+    """The page: findings, goals and method."""
     sections: dict[str, list[Row]] = content["sections"]
     words = _words()
     parts = [
@@ -99,11 +94,7 @@ def render(content: dict[str, Any]) -> str:
 
 
 def tables(content: dict[str, Any]) -> str:
-    """The appendix: all figures, in tables.
-
-    Args:
-        content: What `figures.load` returns.
-    """
+    """The appendix: all figures, in tables."""
     sections: dict[str, list[Row]] = content["sections"]
     words = _words()
     parts = [words["tables"], _all_goals(content)]
@@ -116,11 +107,7 @@ def tables(content: dict[str, Any]) -> str:
 
 
 def goals(content: dict[str, Any]) -> tuple[list[Goal], list[str]]:
-    """All goals that something was measured for, and the names of the others.
-
-    Args:
-        content: What `figures.load` returns.
-    """
+    """All goals that something was measured for, and the names of the others."""
     sections: dict[str, list[Row]] = content["sections"]
     found, missing = [], []
     for row in sections.get("peers", []):
@@ -145,11 +132,7 @@ def goals(content: dict[str, Any]) -> tuple[list[Goal], list[str]]:
 
 
 def number(value: float | None) -> str:
-    """A figure with three digits that mean something.
-
-    Args:
-        value: None is a dash.
-    """
+    """A figure with three digits that mean something."""
     if value is None:
         return DASH
     if value == 0:
@@ -159,23 +142,14 @@ def number(value: float | None) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; all columns but the first and a note are numbers, to the right.
-
-    Args:
-        head: Titles of the columns.
-        rows: Their cells.
-    """
+    """A Markdown table; all columns but the first and a note are numbers, to the right."""
     marks = ["---" if index == 0 or title in _WORDS else "---:" for index, title in enumerate(head)]
     lines = [head, marks, *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
 def turns(rows: Sequence[Row]) -> str:
-    """A table a workload of what turn policies leave.
-
-    Args:
-        rows: As `benches/python/turns.py` makes them.
-    """
+    """A table a workload of what turn policies leave."""
     names = dict.fromkeys(row["workload"] for row in rows)
     return "\n".join(_turn([row for row in rows if row["workload"] == name]) for name in names)
 
@@ -237,20 +211,6 @@ def goal_of(
     pair: str = "",
     limit: float | None = None,
 ) -> Goal:
-    """A goal of at least `least` or at most `limit`, and what was measured.
-
-    Args:
-        group: The peer, or the section of the figures.
-        what: The work.
-        value: The measured figure.
-        unit: What follows it.
-        least: The least that meets the goal.
-        pair: Both sides, if the figure is a ratio.
-        limit: The most that meets the goal.
-
-    Raises:
-        ValueError: There is neither bound.
-    """
     # Rounded down, so that 100 % means all of it.
     shown = f"{math.floor(value * 100 + 1e-4) / 100:g}" if unit == " %" else number(value)
     measured = f"{shown}{unit}" + (f" ({pair})" if pair else "")
@@ -299,7 +259,6 @@ def _findings(sections: dict[str, list[Row]], findings: list[dict[str, str]]) ->
 
 
 def _said(row: Row) -> dict[str, str]:
-    """The columns of a row as the page says them."""
     said = {key: f"{value:,}" for key, value in row.items() if isinstance(value, int)}
     shares = [key for key in row if key.endswith(("_prompt", "_share"))]
     said |= {key: _percent(row[key]) for key in shares}

@@ -1,9 +1,6 @@
 """Records the figures of the Rust side in `benches/figures.json`.
 
-    cargo bench --package kvtrie-benches && python benches/rust_figures.py
-
-Times come from criterion's last run; the machine's limits, the memory, the pauses and the
-instruction counts are measured here.
+cargo bench --package kvtrie-benches && python benches/rust_figures.py
 """
 
 import argparse
@@ -42,7 +39,6 @@ Row = dict[str, Any]
 
 
 def cargo(*arguments: str) -> str:
-    """What a cargo command prints."""
     done = subprocess.run(  # noqa: S603 - a command of our own
         [instructions.tool("cargo"), *arguments],
         cwd=ROOT,
@@ -57,7 +53,6 @@ def cargo(*arguments: str) -> str:
 
 
 def run(binary: str, *arguments: str) -> list[Row]:
-    """The rows that one of the binaries prints."""
     command = ["run", "--quiet", "--release", "--package", "kvtrie-benches", "--bin", binary]
     output = cargo(*command, "--", "--json", *arguments)
     return [json.loads(line) for line in output.splitlines()]
@@ -80,7 +75,6 @@ def times() -> list[Row]:
 
 
 def time_row(folder: Path) -> Row:
-    """One benchmark of criterion's."""
     about = read(folder / "benchmark.json")
     sample = read(folder / "sample.json")
     median = read(folder / "estimates.json")["median"]["point_estimate"]
@@ -100,7 +94,6 @@ def time_row(folder: Path) -> Row:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A file of criterion's."""
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
 
@@ -139,7 +132,6 @@ def limits(known: list[Row], *arguments: str) -> list[Row]:
 
 
 def memory() -> list[Row]:
-    """Bytes of each shape: per token, and each part."""
     rows = []
     for row in run("memory"):
         rounded = {name: round(row[name], 2) for name in row if name not in {"work", "unit"}}
@@ -149,7 +141,6 @@ def memory() -> list[Row]:
 
 
 def counts() -> list[Row]:
-    """Instructions of the five key operations."""
     found = instructions.count_all()["instructions"]
     return [
         {"work": operation.work, "unit": "instructions", "kvtrie": found[operation.name]}
@@ -158,7 +149,6 @@ def counts() -> list[Row]:
 
 
 def versions() -> dict[str, str]:
-    """What was measured, and what it was built with."""
     manifest = tomllib.loads((ROOT / "Cargo.toml").read_text(encoding="utf-8"))
     return {
         "kvtrie-core": manifest["workspace"]["package"]["version"],
@@ -167,7 +157,6 @@ def versions() -> dict[str, str]:
 
 
 def main() -> int:
-    """Measures the sections asked for and records them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--only", choices=SECTIONS, action="append", help="a section; may come more than once"

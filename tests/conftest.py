@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 # Two threads at most, before torch is imported anywhere: the suite runs on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -13,6 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # A shell that runs the tests in the background makes them and their children ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,6 +30,16 @@ settings.register_profile(
     "long", settings.get_profile("default"), max_examples=2_000, stateful_step_count=200
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny matrices gain nothing from a second core, and lose much on a busy machine."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,13 +2,9 @@
 
     python tools/audit.py --deny CARGO_DENY --tools FOLDER
 
-``CARGO_DENY`` is the binary, ``FOLDER`` the one with pip-audit and pip-licenses.
-
-Always: the licences, sources and bans of the crates of both workspaces (deny.toml), and the
-licences of the packages in .venv. Hashes were checked when these were installed: INSTALL in the
-Makefile. Lists of known vulnerabilities are kept elsewhere. Where one cannot be reached, a line
-says "not checked", and nothing fails. No step takes longer than its limit. The peers, each in its
-own environment, are not audited: they run in tests and benchmarks only, and are not shipped.
+``FOLDER`` has pip-audit and pip-licenses. Licences, sources and bans are always checked. Where a
+list of known vulnerabilities cannot be reached, a line says "not checked", and nothing fails. The
+peers' environments are not audited: nothing of them is shipped.
 """
 
 import argparse
@@ -49,12 +45,10 @@ COMMANDS = {"codespell": "GPL-2.0-only"}
 
 
 def say(text: str) -> None:
-    """One line of the report."""
     print(f"audit: {text}", flush=True)
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str] | None:
-    """Runs a command; None where it took too long."""
     try:
         return subprocess.run(  # noqa: S603 - commands of our own
             command,
@@ -70,7 +64,6 @@ def run(*command: str) -> subprocess.CompletedProcess[str] | None:
 
 
 def deny(binary: str, *checks: str, offline: bool = False) -> bool:
-    """What cargo-deny says of both workspaces."""
     good = True
     for manifest in MANIFESTS:
         options = ["--manifest-path", manifest, "--all-features", "--locked"]
@@ -85,7 +78,6 @@ def deny(binary: str, *checks: str, offline: bool = False) -> bool:
 
 
 def crates(binary: str) -> bool:
-    """Licences, bans and sources of crates; advisories where the database can be fetched."""
     good = deny(binary, "licenses", "bans", "sources")
     if good:
         say("crates: licences, bans and sources: checked")
@@ -110,7 +102,6 @@ def is_allowed(license_: str) -> bool:
 
 
 def licenses(tools: Path) -> bool:
-    """Licences of the packages in the environment of this Python."""
     command = ["--python", sys.executable, "--format", "json"]
     done = run(str(tools / "pip-licenses"), *command)
     if done is None or done.returncode:
@@ -148,7 +139,6 @@ def ask(tools: Path, *lists: str) -> list[dict[str, Any]] | str:
 
 
 def vulnerabilities(tools: Path) -> bool:
-    """Known vulnerabilities of all packages but the peers', where the service knows any."""
     what = "packages: known vulnerabilities"
     with tempfile.TemporaryDirectory() as folder:
         canary = Path(folder) / "canary.txt"
@@ -178,7 +168,6 @@ def vulnerabilities(tools: Path) -> bool:
 
 
 def main() -> int:
-    """Checks all; the exit status says whether anything was found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--deny", required=True, help="cargo-deny")
     parser.add_argument("--tools", required=True, type=Path, help="folder of pip-audit")

@@ -89,7 +89,6 @@ class Step:
 
     @property
     def reply(self) -> str:
-        """The assistant message's content, with its reasoning."""
         return think(self.reasoning) + self.answer
 
 
@@ -104,7 +103,6 @@ class Draft:
     system: str = ""
 
     def messages(self) -> list[dict[str, Any]]:
-        """The whole conversation in OpenAI form, every reply as the task defines it."""
         out: list[dict[str, Any]] = []
         if self.system:
             out.append({"role": "system", "content": self.system})
@@ -115,12 +113,10 @@ class Draft:
 
 
 def think(reasoning: str) -> str:
-    """The think block as it is before an answer."""
     return f"<think>\n{reasoning}\n</think>\n\n"
 
 
 def answer_of(content: str) -> str:
-    """The text after the think block of a reply."""
     return content.rpartition("</think>")[2].lstrip("\n")
 
 
@@ -215,14 +211,7 @@ def _talk(draft: Draft, noise: int) -> Step:
 
 
 def conversation(seed: int, *, num_steps: int, noise: int, system: int) -> Draft:
-    """A conversation.
-
-    Args:
-        seed: What it is a function of, together with the other arguments.
-        num_steps: How many replies it asks for.
-        noise: Up to how many sentences of chatter a message carries.
-        system: Up to how many sentences of chatter follow the rules in the system prompt.
-    """
+    """A conversation."""
     rng = Random(seed)
     draft = Draft(rng)
     if rng.random() < 0.9:
@@ -246,5 +235,4 @@ def conversation(seed: int, *, num_steps: int, noise: int, system: int) -> Draft
 
 
 def vocabulary() -> list[str]:
-    """Words that the tokenizer should know whole."""
     return [*PEOPLE, *BOXES, *SHELVES, *_WORDS]

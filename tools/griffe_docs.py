@@ -16,11 +16,7 @@ class NewSignature(griffe.Extension):
     """
 
     def on_class_members(self, *, cls: griffe.Class, **_: object) -> None:
-        """Give a class without `__init__` one that reads like its `__new__`.
-
-        Args:
-            cls: The class that was read.
-        """
+        """Give a class without `__init__` one that reads like its `__new__`."""
         new = cls.members.get("__new__")
         if not isinstance(new, griffe.Function) or "__init__" in cls.members:
             return
@@ -38,10 +34,6 @@ class ExampleSections(griffe.Extension):
     """Show `Example:` as code, as griffe shows `Examples:`."""
 
     def on_instance(self, *, obj: griffe.Object, **_: object) -> None:
-        """Rename the section before it is parsed.
-
-        Args:
-            obj: What was read.
-        """
+        """Rename the section before it is parsed."""
         if obj.docstring is not None:
             obj.docstring.value = EXAMPLE.sub(r"\1Examples:", obj.docstring.value)

@@ -21,14 +21,12 @@ Score = dict[str, tuple[int, int]]
 
 
 def count(score: Score, kind: str, *, right: bool) -> None:
-    """Add one question to its kind and to the sum."""
     for name in (kind, "all"):
         hits, asked = score.get(name, (0, 0))
         score[name] = (hits + right, asked + 1)
 
 
 def report(score: Score, what: str) -> str:
-    """A score as a Markdown table of ``what`` was asked, the sum last."""
     names = sorted(score, key=lambda name: (name == "all", name))
     rows = [f"| {name} | {score[name][0]} of {score[name][1]} |" for name in names]
     return "\n".join((f"| {what} | right |", "|---|---|", *rows))
@@ -56,11 +54,6 @@ def write_model(
     tokenizer: PreTrainedTokenizerFast,
     max_new_tokens: int,
 ) -> tuple[dict[str, Any], float]:
-    """Write weights in bfloat16, to be computed in float32, and the tokenizer.
-
-    Returns:
-        The config as written, and the size of the files in megabytes.
-    """
     model.generation_config = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,

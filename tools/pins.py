@@ -33,17 +33,12 @@ SOURCES = {
 
 
 def lists() -> list[Path]:
-    """All pinned lists."""
     folders = ("constraints", "benches/peers/requirements")
     return [path for folder in folders for path in sorted((ROOT / folder).glob("*.txt"))]
 
 
 def renew(path: Path, *, upgrade: bool) -> None:
-    """Write one list again.
-
-    Raises:
-        subprocess.CalledProcessError: uv found no such versions; the list is as it was.
-    """
+    """Write one list again."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     kept = [line for line in lines if line.startswith(("#", "-r "))]
     pins = [line.removesuffix(" \\") for line in lines if line and line[0] not in "# -"]
@@ -74,7 +69,6 @@ def renew(path: Path, *, upgrade: bool) -> None:
 
 
 def main() -> int:
-    """Renews all lists."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
     options = parser.parse_args()

@@ -2,11 +2,9 @@
 
     python tools/site_check.py SITE [--screenshots FOLDER]
 
-A page must have a title, one main heading, all its images with an alternative text, no error in the
-console, no request that fails or goes to another host, and nothing cut or wider than the window, in
-a wide window and in one of a phone. A search for a word must have results. Screenshots are of
-README's picture and of five pages, light, dark and narrow. Where Chromium or its driver is not
-installed, one line says so, and the check passes.
+A page must have a title, one main heading, its images with an alternative text, no error in the
+console, no request that fails or goes to another host, and nothing cut, in two widths. A search for
+a word must have results. Without Chromium or its driver one line says so, and the check passes.
 """
 
 import argparse
@@ -113,7 +111,6 @@ def check(chrome: Chrome, site: Path, *, seconds: float = 15) -> list[str]:
 
 
 def shots(chrome: Chrome, site: Path, folder: Path) -> None:
-    """Screenshots of README's picture and of five pages."""
     for scheme in ("light", "dark"):
         with _scheme(chrome, scheme), tempfile.TemporaryDirectory() as scratch:
             alone = Path(scratch) / "picture.html"

@@ -19,9 +19,6 @@ def on_config(config: MkDocsConfig) -> None:
     """Link the repository that `[project.urls]` of pyproject.toml names; none, where it names none.
 
     The link is in the footer: for one in the header, the theme asks the repository's host.
-
-    Args:
-        config: What mkdocs.yml says.
     """
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
     address = project.get("urls", {}).get("Repository")
@@ -31,11 +28,6 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Add the tables of all recorded figures, which no commit has as a page.
-
-    Args:
-        files: The pages that are in docs.
-        config: What mkdocs.yml says.
-    """
+    """Add the tables of all recorded figures, which no commit has as a page."""
     page = report.tables(figures.load())
     files.append(File.generated(config, "benchmarks-tables.md", content=page))

@@ -1,9 +1,7 @@
 """Generate python/kvtrie/_core.pyi from the extension, or check that it is up to date.
 
-PyO3 embeds signatures and docstrings in the extension when it is built with its feature
-`experimental-inspect`; maturin makes a stub of them. What introspection does not cover yet is
-added here from the installed module: exceptions, module constants, and the imports that
-annotations written as strings need.
+maturin makes a stub of the signatures and docstrings that PyO3 embeds. Added here are exceptions,
+module constants, and the imports that annotations written as strings need.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ OVERLOADS = {
         "    def __getitem__(self, key: SupportsIndex, /) -> int: ...\n"
         "    @overload\n"
         "    def __getitem__(self, key: slice, /) -> npt.NDArray[np.uint32]: ...\n"
-    ),
+    )
 }
 
 # A quoted annotation: after a parameter's colon or an arrow, never after an equals sign.
@@ -56,18 +54,7 @@ FALLBACK = re.compile(r"^def __getattr__\(name: str\) -> Incomplete: \.\.\.\n", 
 
 
 def run(*command: str, stdin: str | None = None) -> str:
-    """Run a command in the repository root and return its output.
-
-    Args:
-        command: The program and its arguments.
-        stdin: Text for its standard input.
-
-    Returns:
-        What it wrote to standard output.
-
-    Raises:
-        SystemExit: If the command fails; its errors are passed on.
-    """
+    """Run a command in the repository root and return its output."""
     done = subprocess.run(  # noqa: S603 - fixed commands, no outside input
         command, cwd=ROOT, input=stdin, capture_output=True, text=True, check=False
     )
@@ -93,7 +80,6 @@ def introspect() -> str:
 
 
 def exceptions() -> str:
-    """Return class statements for the extension's exceptions, bases first."""
     found = [value for _, value in inspect.getmembers(core, inspect.isclass)]
     found = [value for value in found if issubclass(value, BaseException)]
     found.sort(key=lambda value: (len(value.__mro__), value.__name__))
@@ -108,11 +94,7 @@ def exceptions() -> str:
 
 
 def constants(stub: str) -> str:
-    """Return declarations of the module's public values that the stub does not name.
-
-    Args:
-        stub: What introspection found.
-    """
+    """Return declarations of the module's public values that the stub does not name."""
     text = ""
     for name, value in inspect.getmembers(core):
         known = re.search(rf"^(class |def |){name}\b", stub, re.MULTILINE)
@@ -123,7 +105,6 @@ def constants(stub: str) -> str:
 
 
 def generate() -> str:
-    """Return the whole stub, formatted."""
     stub = FALLBACK.sub("", introspect())
     unknown = [
         line.strip() for line in stub.splitlines() if re.search(r"[^,\w] ?Incomplete\b", line)
@@ -154,7 +135,6 @@ def generate() -> str:
 
 
 def main() -> int:
-    """Write the stub, or compare it with `--check`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare only; fail on a difference")
     check = parser.parse_args().check

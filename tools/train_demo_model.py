@@ -23,11 +23,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from tools import demo_task as task
 from tools.model_files import Score, count, replaced, report, write_model
 from torch.nn import functional
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,7 +102,6 @@ def _corpus() -> Iterator[str]:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Model:
-    """The model with fresh weights."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -133,10 +128,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Model:
 def prime(model: Model) -> None:
     """Start from heads that can look things up, so that training takes minutes and not hours.
 
-    To recall, attention must find where the last few tokens were before, and read what came next.
-    Small transformers learn this circuit late and suddenly. Here the first layer starts with heads
-    that look one to four tokens back, and the second with heads that match what those heads saw.
-    All weights are trained on from there.
+    Small transformers learn this circuit late and suddenly. The first layer starts with heads that
+    look one to four tokens back, and the second with heads that match what those heads saw.
     """
     config = model.config
     hidden, size, heads = config.hidden_size, config.head_dim, config.num_attention_heads
@@ -247,7 +240,6 @@ def batches(tokenizer: PreTrainedTokenizerFast, stage: Stage, rng: Random) -> It
 
 
 def loss_of(model: Model, ids: torch.Tensor, said: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of the assistant's tokens."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     wanted = said[:, 1:]
     return functional.cross_entropy(model.lm_head(hidden[wanted]), ids[:, 1:][wanted])
@@ -330,10 +322,7 @@ def reply(
 ) -> str:
     """The greedy reply to a history: the whole prompt is computed."""
     text = tokenizer.apply_chat_template(
-        history,
-        tokenize=False,
-        add_generation_prompt=True,
-        preserve_thinking=preserve_thinking,
+        history, tokenize=False, add_generation_prompt=True, preserve_thinking=preserve_thinking
     )
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     out = model.generate(
@@ -352,11 +341,7 @@ def replay(
     *,
     preserve_thinking: bool = True,
 ) -> list[tuple[str, bool]]:
-    """Every reply of a conversation, each built on the model's own earlier replies.
-
-    Returns:
-        The kind of each step, and whether its answer is exactly right.
-    """
+    """Every reply of a conversation, each built on the model's own earlier replies."""
     out: list[tuple[str, bool]] = []
     history: list[dict[str, Any]] = []
     if draft.system:
@@ -370,11 +355,7 @@ def replay(
 
 
 def evaluate(
-    model: Model,
-    tokenizer: PreTrainedTokenizerFast,
-    num: int,
-    *,
-    preserve_thinking: bool = True,
+    model: Model, tokenizer: PreTrainedTokenizerFast, num: int, *, preserve_thinking: bool = True
 ) -> Score:
     """Right answers and questions per kind, on held-out conversations as long as the demo's."""
     model.eval()
@@ -430,7 +411,6 @@ where the number of a person is only in the model's own earlier reply; *talk* as
 
 
 def save(out: Path, model: Model, tokenizer: PreTrainedTokenizerFast, card: dict[str, Any]) -> None:
-    """Write the model directory, all of it or nothing."""
     with replaced(out) as work:
         copy: Model = build_model(tokenizer)
         copy.load_state_dict(model.state_dict())
@@ -451,7 +431,6 @@ def save(out: Path, model: Model, tokenizer: PreTrainedTokenizerFast, card: dict
 
 
 def main() -> int:
-    """Train, measure, save."""
     parser = argparse.ArgumentParser(description="Train the model that kvtrie demo ships.")
     parser.add_argument("--out", type=Path, default=MODEL, help="directory to write or to measure")
     parser.add_argument("--seed", type=int, default=0)

@@ -77,9 +77,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-# --- the three kinds ------------------------------------------------------------------------------
-
-
 def _common(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {
         "vocab_size": -(-len(tokenizer) // 8) * 8,
@@ -98,7 +95,6 @@ def _common(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def gqa(tokenizer: PreTrainedTokenizerFast) -> Model:
-    """Grouped queries, NeoX pairs, all channels rotated."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     config = LlamaConfig(
         **_common(tokenizer), num_key_value_heads=2, head_dim=32, rope_parameters=rope
@@ -107,7 +103,6 @@ def gqa(tokenizer: PreTrainedTokenizerFast) -> Model:
 
 
 def partial(tokenizer: PreTrainedTokenizerFast) -> Model:
-    """Grouped queries, interleaved pairs, half of the channels rotated."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
     config = GlmConfig(
         **_common(tokenizer),
@@ -152,8 +147,6 @@ def mla(tokenizer: PreTrainedTokenizerFast) -> Model:
 
 @dataclass(frozen=True)
 class Kind:
-    """One model to train."""
-
     build: Any
     architecture: str
     says: str
@@ -172,14 +165,11 @@ KINDS: Final = {
 }
 
 
-# --- look-back heads set by hand ------------------------------------------------------------------
-
-
 class Wiring:
     """Sets single heads of a model by hand, for any kind of attention.
 
-    What a head reads and writes is given as matrices on the residual stream after the norm: rows
-    to compare (``match``), rows to copy (``read``) and where to put the copy (``write``).
+    Matrices on the residual stream after the norm say what a head compares (``match``), copies
+    (``read``) and where to (``write``).
     """
 
     def __init__(self, model: Model) -> None:
@@ -252,7 +242,6 @@ class Wiring:
             rows[self.content[: len(match)]] = match
 
     def copy(self, layer: int, head: int, *, read: torch.Tensor, write: torch.Tensor) -> None:
-        """What a head copies, and where to."""
         attention = self.layers[layer]
         if self.is_mla:
             low = attention.kv_a_proj_with_mqa.weight
@@ -274,11 +263,9 @@ class Wiring:
 def prime(model: Model, tokenizer: PreTrainedTokenizerFast, distance: int) -> None:
     """Start from heads that can look things up, so that training takes minutes and not hours.
 
-    To recall, attention must find where the last tokens were before and read what came next, or
-    read the token at a known distance back. Small transformers learn such circuits late and
-    suddenly. Here the heads of the first layer start by looking one, two and four tokens back; two
-    heads of the second match what those saw, and two look back from the start of a reply, to the
-    last list and to the name in the question. All weights are trained on from there.
+    Small transformers learn such circuits late and suddenly. Heads of the first layer start by
+    looking one, two and four tokens back; two heads of the second match what those saw, and two
+    look back from the start of a reply, to the last list and to the name in the question.
     """
     wiring = Wiring(model)
     width = 19
@@ -318,9 +305,6 @@ def prime(model: Model, tokenizer: PreTrainedTokenizerFast, distance: int) -> No
         wiring.copy(1, head, read=read, write=0.25 * read.T)
 
 
-# --- conversations as tokens ----------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Lesson:
     """One conversation as the chat template shows it while its last reply is written.
@@ -343,11 +327,9 @@ class Writer:
         self._ids = tokenizer.get_vocab()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of words."""
         return [self._ids[word] for word in text.split()]
 
     def lesson(self, messages: list[dict[str, Any]], *, keep: bool = False) -> Lesson:
-        """The whole conversation, with or without earlier reasoning."""
         ids: list[int] = []
         weights: list[float] = []
         kinds: list[tuple[str, int, int]] = []
@@ -419,11 +401,7 @@ def _length(lesson: Lesson) -> int:
     return len(lesson.ids)
 
 
-# --- training -------------------------------------------------------------------------------------
-
-
 def loss_of(model: Model, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted mean cross entropy of what the assistant says."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     wanted = weights[:, 1:] > 0
     each = functional.cross_entropy(
@@ -442,7 +420,6 @@ def train(
     rate: float,
     kept_share: float,
 ) -> None:
-    """Train in place."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     warmup = min(50, steps // 10 + 1)
 
@@ -474,10 +451,10 @@ def train(
 
 @torch.no_grad()
 def evaluate(model: Model, writer: Writer, num: int) -> Score:
-    """Right replies and replies per kind on held-out conversations, each predicted to the letter.
+    """Right replies and replies per kind on held-out conversations.
 
-    Every reply is predicted with the right text before it. Greedy decoding gives the same tokens
-    as long as they are right.
+    Each is predicted to the letter, with the right text before it: greedy decoding gives the same
+    tokens as long as they are right.
     """
     model.eval()
     score: Score = {}
@@ -528,7 +505,6 @@ writes the list of the reasoning into the answer.
 
 
 def save(out: Path, model: Model, tokenizer: PreTrainedTokenizerFast, card: dict[str, Any]) -> None:
-    """Write the model directory, all of it or nothing."""
     with replaced(out) as work:
         config, size = write_model(work, model, tokenizer, max_new_tokens=64)
         text = CARD.format(
@@ -555,14 +531,7 @@ def run(name: str, args: argparse.Namespace) -> bool:
     print(report(evaluate(model, writer, 40), "reply"), flush=True)
     began, busy = time.perf_counter(), time.process_time()
     steps = args.steps or kind.steps
-    train(
-        model,
-        tokenizer,
-        steps=steps,
-        seed=args.seed,
-        rate=args.rate,
-        kept_share=args.kept_share,
-    )
+    train(model, tokenizer, steps=steps, seed=args.seed, rate=args.rate, kept_share=args.kept_share)
     minutes, processor = (time.perf_counter() - began) / 60, (time.process_time() - busy) / 60
     print(f"trained in {minutes:.1f} minutes, {processor:.1f} of processor time", flush=True)
     # What is measured is what is stored: weights rounded to bfloat16, computed in float32.
@@ -591,7 +560,6 @@ def run(name: str, args: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    """Train, measure, save."""
     parser = argparse.ArgumentParser(description="Train the models that kvtrie calibrate ships.")
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)} (all)")
     parser.add_argument("--out", type=Path, default=MODELS, help="directory of the directories")

@@ -38,18 +38,12 @@ class Side(Generic[Prepared]):
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
-
-    Args:
-        rounds: Rounds of one comparison; each round times both sides.
-        quick: Small sizes and few rounds: a test that the code works, no measurement.
-    """
+    """How long to measure."""
 
     rounds: int = 101
     quick: bool = False
 
     def of(self, full: int, quick: int) -> int:
-        """One of two sizes."""
         return quick if self.quick else full
 
 
@@ -58,16 +52,7 @@ class WrongAnswerError(Exception):
 
 
 def expect(answer: object, expected: object, what: str) -> None:
-    """Check one value of a result.
-
-    Args:
-        answer: What a side returned.
-        expected: The right value.
-        what: What it is, for the message.
-
-    Raises:
-        WrongAnswerError: They differ.
-    """
+    """Check one value of a result."""
     if answer != expected:
         text = f"{what}: {answer!r} instead of {expected!r}"
         raise WrongAnswerError(text)
@@ -84,24 +69,12 @@ def compare(
 ) -> Row:
     """Time both sides alternately on the same work.
 
-    Garbage collection is off, the side that comes first alternates, and the cost of reading the
-    clock is subtracted. A round prepares `calls` arguments, times that many calls as one interval
-    of this thread's processor time, and settles them.
+    The side that comes first alternates, and the cost of reading the clock is subtracted. A round
+    prepares `calls` arguments, times that many calls as one interval of this thread's processor
+    time, and settles them.
 
-    A warm round repeats one query: it prepares, times and drops each call by itself, after one
-    call that is not timed and that reloads what the other side has evicted from the caches. It uses
-    wall time, which is cheaper to read; medians hide the work of other processes.
-
-    Args:
-        ours: kvtrie.
-        theirs: The peer.
-        effort: How many rounds.
-        calls: Calls in one interval: enough that the clock's own cost does not show.
-        rounds: Another number of rounds than the effort's.
-        warm: Repeat one query.
-
-    Returns:
-        Medians, tenth and ninetieth percentiles of the rounds in µs, and the ratio of the medians.
+    A warm round repeats one query: it times and drops each call by itself, after one call that is
+    not timed and reloads the caches. It uses wall time, which is cheaper to read.
     """
     sides = {"kvtrie": ours, "theirs": theirs}
     clock = time.perf_counter_ns if warm else time.thread_time_ns
@@ -138,16 +111,6 @@ def pauses(
 
     Wall time, because a pause is one whatever causes it. The sides alternate until the one with
     fewer rounds has finished.
-
-    Args:
-        ours: kvtrie.
-        theirs: The peer.
-        effort: Whether to be quick.
-        rounds: Calls of ours.
-        their_rounds: Calls of theirs, fewer where a call takes milliseconds.
-
-    Returns:
-        A row with medians, `kvtrie_p99`, `kvtrie_max` and theirs likewise.
     """
     counts = {"kvtrie": effort.of(rounds, 20), "theirs": effort.of(their_rounds, 20)}
     sides = {"kvtrie": ours, "theirs": theirs}
@@ -176,17 +139,12 @@ def pauses(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 def report(row: Row) -> Row:
-    """Print one row and return it.
-
-    Args:
-        row: A finished row, with `work` and `peer`.
-    """
+    """Print one row and return it."""
     goal = row.get("goal")
     wanted = "" if goal is None else f"  (goal {goal:g})"
     print(
@@ -205,7 +163,6 @@ def report(row: Row) -> Row:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is resident, after a collection."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
 

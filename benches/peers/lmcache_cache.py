@@ -1,13 +1,13 @@
 """LMCache's side of every comparison: its blend matcher and its token hasher, loaded alone.
 
-Both are plain modules of the released package, over numpy and compiled by numba. They are driven as
-LMCache's server drives them: a stored sequence is hashed chunk by chunk (BLAKE3, each with its
-prefix), and every chunk but the first is registered with the matcher; a prompt is hashed likewise
-for its cached prefix, and the matcher looks for registered chunks at every position of it.
+They are driven as LMCache's server drives them: a stored sequence is hashed chunk by chunk (BLAKE3,
+each with its prefix), and every chunk but the first is registered with the matcher; a prompt is
+hashed likewise for its cached prefix, and the matcher looks for registered chunks at every position
+of it.
 
-Both are unchanged. The package's `__init__` files, which start a device backend, are skipped, and
-two modules are replaced by empty ones: torch, and the handles by which processes share device
-memory. The types that processes exchange name both; the matcher and the hasher use neither.
+Both are unchanged. The package's `__init__` files, which start a device backend, are skipped; torch
+and the module of device-memory handles, which types name and nothing here uses, are replaced by
+empty modules.
 """
 
 import dataclasses
@@ -41,7 +41,6 @@ class _Handle:
 
 
 def _loaded() -> tuple[Untyped, Untyped]:
-    """The modules of the matcher and of the hasher."""
     found = importlib.util.find_spec("lmcache")
     if found is None or not found.submodule_search_locations:
         message = "lmcache_cache: the package lmcache is not installed here"
@@ -74,12 +73,7 @@ _MATCHER, _HASHER = _loaded()
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What LMCache found of a prompt.
-
-    Args:
-        prefix: Tokens of the leading chunks that are stored under the same prefix.
-        matches: The matcher's results, in the order of the prompt.
-    """
+    """What LMCache found of a prompt."""
 
     prefix: int
     matches: list[Untyped]
@@ -94,11 +88,7 @@ class Found:
 
 
 class Theirs:
-    """LMCache's hasher and matcher with everything stored.
-
-    Args:
-        chunk_size: Tokens of a chunk.
-    """
+    """LMCache's hasher and matcher with everything stored."""
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
@@ -107,11 +97,7 @@ class Theirs:
         self._stored: dict[bytes, list[int]] = {}
 
     def store(self, tokens: Tokens) -> None:
-        """Store the whole chunks of a sequence.
-
-        Args:
-            tokens: From position 0 on.
-        """
+        """Store the whole chunks of a sequence."""
         listed = tokens[: len(tokens) // self.chunk_size * self.chunk_size].tolist()
         hashes = self.hasher.compute_chunk_hashes(listed)
         for number, digest in enumerate(hashes):
@@ -121,15 +107,10 @@ class Theirs:
         self.matcher.on_new_token_hashes(listed, hashes, start_chunk_idx=1)
 
     def stored(self, digest: bytes) -> list[int]:
-        """The tokens of a stored chunk.
-
-        Args:
-            digest: Its hash, as a match names it.
-        """
+        """The tokens of a stored chunk."""
         return self._stored[digest]
 
     def prefix(self, tokens: Sequence[int]) -> int:
-        """How many tokens of the leading chunks are stored."""
         found = 0
         for digest in self.hasher.compute_chunk_hashes(tokens):
             if digest not in self._stored:
@@ -138,10 +119,8 @@ class Theirs:
         return found
 
     def match(self, tokens: Sequence[int]) -> list[Untyped]:
-        """What the matcher finds, at any position of the prompt."""
         matches: list[Untyped] = self.matcher.match_sub_sequence(tokens)
         return matches
 
     def find(self, tokens: Sequence[int]) -> Found:
-        """Prefix and matches."""
         return Found(self.prefix(tokens), self.match(tokens))

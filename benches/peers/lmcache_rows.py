@@ -33,8 +33,6 @@ _LEAST_COVERAGE = 0.97
 
 
 class _Planned(NamedTuple):
-    """All outputs of a plan."""
-
     blocks: Untyped
     segments: Untyped
     gaps: Untyped
@@ -43,39 +41,25 @@ class _Planned(NamedTuple):
 
 
 class _Prompts:
-    """Prompts as both sides take them, asked for in turn.
-
-    Args:
-        arrays: Their ids.
-    """
-
     def __init__(self, arrays: list[Tokens]) -> None:
         self.arrays = arrays
         self.lists: list[list[int]] = [ids.tolist() for ids in arrays]
         self._numbers = count()
 
     def first(self) -> "_Prompts":
-        """The first prompt alone, repeatedly."""
         return _Prompts(self.arrays[:1])
 
     def next(self) -> int:
-        """Which prompt is next."""
         return next(self._numbers) % len(self.arrays)
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Every row of this peer, each as soon as it is measured.
-
-    Args:
-        effort: How long to measure.
-    """
     for length in _PROMPTS:
         for row in _moved_runs(effort, effort.of(length, length // 10)):
             yield report({"engine": ENGINE, "peer": PEER} | row)
 
 
 def versions() -> dict[str, str]:
-    """What was measured, by name."""
     return {name: importlib.metadata.version(name) for name in ("lmcache", "numba")}
 
 
@@ -183,7 +167,6 @@ def _their_side(theirs: Theirs, prompts: _Prompts, call: Untyped) -> Side[Untype
 
 
 def _our_share(ours: Ours, prompts: _Prompts, reaches: list[Reach]) -> float:
-    """The share of all prompts that kvtrie's plans reuse."""
     found = total = 0
     for ids, reach in zip(prompts.arrays, reaches, strict=True):
         with ours.index.plan(ours.sequence(ids), _POLICY) as plan:
@@ -194,6 +177,5 @@ def _our_share(ours: Ours, prompts: _Prompts, reaches: list[Reach]) -> float:
 
 
 def _their_share(theirs: Theirs, prompts: _Prompts) -> float:
-    """The share of all prompts that LMCache finds."""
     found = sum(theirs.find(tokens).covered() for tokens in prompts.lists)
     return found / sum(map(len, prompts.lists))

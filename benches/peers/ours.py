@@ -16,13 +16,7 @@ Blocks = npt.NDArray[np.int32]
 
 
 class Ours:
-    """An index, its pool, and an engine's calls.
-
-    Args:
-        cached_tokens: Tokens that the pool holds.
-        moved_runs: Whether the index keeps fingerprints. No peer finds moved runs, so rows that are
-            compared leave them off.
-    """
+    """An index, its pool, and an engine's calls."""
 
     def __init__(self, cached_tokens: int, *, moved_runs: bool = False) -> None:
         num_blocks = -(-cached_tokens // BLOCK_SIZE)
@@ -30,28 +24,13 @@ class Ours:
         self.pool = kvtrie.BlockAllocator(num_blocks)
 
     def sequence(self, tokens: Tokens | Sequence[int]) -> kvtrie.TokenSequence:
-        """A fresh sequence, which no index has seen.
-
-        Args:
-            tokens: Its tokens.
-        """
+        """A fresh sequence, which no index has seen."""
         return kvtrie.TokenSequence(tokens, NAMESPACE)
 
     def room(self, tokens: int) -> Blocks:
-        """Block ids for `tokens` tokens, evicted where none are free.
-
-        Args:
-            tokens: A multiple of the block size.
-        """
         return self.pool.allocate(tokens // BLOCK_SIZE, evict_from=self.index)
 
     def store(self, tokens: Tokens, start: int = 0) -> Blocks:
-        """Insert tokens and return the ids that back them from `start` on.
-
-        Args:
-            tokens: From position 0 on, whole blocks.
-            start: Where the new ones start.
-        """
         blocks = self.room(len(tokens) - start)
         done = self.index.insert(
             self.sequence(tokens),
@@ -64,48 +43,24 @@ class Ours:
         return done.blocks
 
     def store_all(self, documents: Iterable[Tokens]) -> None:
-        """Insert documents, each in one edge.
-
-        Args:
-            documents: Whole blocks each.
-        """
+        """Insert documents, each in one edge."""
         for tokens in documents:
             self.store(tokens)
 
     def grow(self, tree: Tree) -> None:
-        """Insert a tree step by step.
-
-        Args:
-            tree: What to insert.
-        """
+        """Insert a tree step by step."""
         for tokens, start in tree.inserts():
             self.store(tokens, start)
 
     def lookup(self, seq: kvtrie.TokenSequence) -> Blocks:
-        """The ids that back a sequence.
-
-        Args:
-            seq: What to look for.
-        """
+        """The ids that back a sequence."""
         return self.index.lookup(seq).blocks
 
     def lookup_tokens(self, tokens: Tokens | Sequence[int]) -> Blocks:
-        """The ids that back token ids which are not a sequence yet.
-
-        Args:
-            tokens: What to look for.
-        """
         return self.index.lookup(kvtrie.TokenSequence(tokens, NAMESPACE)).blocks
 
     def turn(self, tokens: kvtrie.TokenSequence | Tokens | Sequence[int]) -> tuple[int, Blocks]:
-        """A whole turn of a request: look up, plan, allocate (which evicts), insert, release.
-
-        Args:
-            tokens: The prompt: a sequence, or anything that a sequence is made from.
-
-        Returns:
-            How many tokens were found, and the block table afterwards.
-        """
+        """A whole turn of a request: look up, plan, allocate (which evicts), insert, release."""
         index, pool = self.index, self.pool
         if isinstance(tokens, kvtrie.TokenSequence):
             seq = tokens
@@ -123,14 +78,7 @@ class Ours:
         return found, np.concatenate([held, done.blocks])
 
     def step(self, sequences: list[kvtrie.TokenSequence]) -> tuple[Blocks, Blocks]:
-        """A step of a scheduler: all requests get their blocks before any of them is released.
-
-        Args:
-            sequences: The prompts.
-
-        Returns:
-            The ids that were found and the ids of the new tokens, each one request after the other.
-        """
+        """A step of a scheduler: all requests get their blocks before any of them is released."""
         index, pool = self.index, self.pool
         plans = [index.plan(seq, keep_last=1) for seq in sequences]
         held, new = [plan.blocks for plan in plans], []

@@ -19,7 +19,6 @@ _BENCHES = Path(__file__).resolve().parent.parent
 
 
 def main() -> int:
-    """Run the peer that the command line names."""
     parser = argparse.ArgumentParser(description="Measure a peer and kvtrie.")
     parser.add_argument("--peer", choices=("sglang", "vllm", "lmcache"), required=True)
     parser.add_argument("--quick", action="store_true", help="small sizes; records nothing")

@@ -1,9 +1,8 @@
 """SGLang's side of every comparison: one of its radix caches and its allocator.
 
-The caches are driven as SGLang's scheduler drives them: `match_prefix`, then `path_device_indices`
-for the token indices, `lock` and `unlock`, `evict`, `alloc` and `insert`, over the paged allocator
-of the release with pages of 16. A key (`RadixKey` over an `array("q")`) is what a `TokenSequence`
-is here; a call's parameter object is made inside the call, as its scheduler makes it.
+They are driven as SGLang's scheduler drives them, over its paged allocator with pages of 16. A key
+(`RadixKey` over an `array("q")`) is what a `TokenSequence` is here; a call's parameter object is
+made inside the call.
 """
 
 from array import array
@@ -29,12 +28,7 @@ _EMPTY = torch.empty(0, dtype=torch.int64)
 
 
 class Theirs:
-    """One of SGLang's radix caches and its pool.
-
-    Args:
-        cached_tokens: Tokens that the pool holds.
-        core: `RUST` or `PYTHON`.
-    """
+    """One of SGLang's radix caches and its pool."""
 
     def __init__(self, cached_tokens: int, core: str) -> None:
         self.pool = PagedTokenToKVPoolAllocator(
@@ -56,21 +50,15 @@ class Theirs:
         self.cache = UnifiedRadixCache(params) if core == RUST else RadixCache(params)
 
     def key(self, tokens: Tokens) -> Untyped:
-        """A key over tokens."""
         return RadixKey(array("q", tokens.astype(np.int64).tobytes()))
 
     def match(self, key: Untyped) -> tuple[Untyped, torch.Tensor]:
-        """The node where a key's match ends, and the indices up to there."""
         found = self.cache.match_prefix(MatchPrefixParams(key=key))
         node = found.last_device_node
         return node, self.cache.path_device_indices(node)
 
     def room(self, tokens: int) -> torch.Tensor:
-        """Indices for `tokens` tokens, evicted where none are free.
-
-        Args:
-            tokens: A multiple of the page size.
-        """
+        """Indices for `tokens` tokens, evicted where none are free."""
         missing = tokens - self.pool.available_size()
         if missing > 0:
             self.cache.evict(EvictParams(num_tokens=missing))
@@ -78,17 +66,10 @@ class Theirs:
         return indices
 
     def insert(self, key: Untyped, indices: torch.Tensor, held: int = 0) -> Untyped:
-        """Insert a key with its indices, one per token.
-
-        Args:
-            key: What to insert.
-            indices: From position 0 on.
-            held: Tokens whose indices the cache already owns: it frees duplicates after them.
-        """
+        """Insert a key with its indices, one per token."""
         return self.cache.insert(InsertParams(key=key, value=indices, prev_prefix_len=held))
 
     def evict(self, tokens: int) -> int:
-        """Evict at least `tokens` tokens if there are any, and return how many it evicted."""
         evicted: int = self.cache.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted
         return evicted
 
@@ -98,36 +79,22 @@ class Theirs:
         expect(free + cached, self.pool.size, "SGLang's free and cached indices")
 
     def store(self, tokens: Tokens, start: int = 0) -> None:
-        """Insert tokens whose first `start` are cached.
-
-        Args:
-            tokens: From position 0 on, whole pages.
-            start: Where the new ones start.
-        """
+        """Insert tokens whose first `start` are cached."""
         held = self.match(self.key(tokens[:start]))[1] if start else _EMPTY
         fresh = self.room(len(tokens) - start)
         self.insert(self.key(tokens), torch.cat([held, fresh]), start)
 
     def store_all(self, documents: Iterable[Tokens]) -> None:
-        """Insert documents, each in one edge.
-
-        Args:
-            documents: Whole pages each.
-        """
+        """Insert documents, each in one edge."""
         for tokens in documents:
             self.store(tokens)
 
     def grow(self, tree: Tree) -> None:
-        """Insert a tree step by step."""
         for tokens, start in tree.inserts():
             self.store(tokens, start)
 
     def turn(self, key: Untyped) -> tuple[int, torch.Tensor]:
-        """A whole turn of a request: match, lock, evict and allocate, insert, unlock.
-
-        Returns:
-            How many tokens were found, and the row of indices afterwards.
-        """
+        """A whole turn of a request: match, lock, evict and allocate, insert, unlock."""
         node, held = self.match(key)
         lock = self.cache.lock(node)
         row = torch.cat([held, self.room(len(key) - len(held))])

@@ -8,13 +8,7 @@ import numpy as np
 import torch
 from workloads.chats import Chat
 from workloads.crowds import Crowd
-from workloads.documents import (
-    BLOCK_SIZE,
-    Tokens,
-    document,
-    other_first_token,
-    other_last_token,
-)
+from workloads.documents import BLOCK_SIZE, Tokens, document, other_first_token, other_last_token
 from workloads.requests import Requests
 from workloads.trees import Tree, branching, grown, one_edge
 
@@ -36,11 +30,6 @@ ENGINE = "sglang"
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Every row of this peer, each as soon as it is measured.
-
-    Args:
-        effort: How long to measure.
-    """
     torch.set_num_threads(1)
     for scenario in (
         _nodes,
@@ -60,7 +49,6 @@ def rows(effort: Effort) -> Iterator[Row]:
 
 
 def versions() -> dict[str, str]:
-    """What was measured, by name."""
     return {name: importlib.metadata.version(name) for name in ("sglang", "torch")}
 
 
@@ -76,8 +64,6 @@ def _lookup_sides(
     found: int | None = None,
     from_numpy: bool = False,
 ) -> tuple[Side[Untyped], Side[Untyped]]:
-    """Both sides of a lookup with ids out, of the tokens that `pick` picks."""
-
     def our_check(query: Untyped, blocks: Untyped) -> None:
         wanted = len(query) if found is None else found
         expect(len(blocks), wanted // BLOCK_SIZE, "kvtrie's blocks")
@@ -121,41 +107,32 @@ def _edge_lookups(effort: Effort, length: int) -> Iterator[Row]:
     yield row | state | {"work": f"{work}, cold", "id": f"lookup.edge.{length}.cold"}
     sides = _lookup_sides(ours, theirs, lambda: one, from_numpy=True)
     row = compare(*_repeated(sides), effort, calls=8, warm=True)
-    yield (
-        row
-        | state
-        | {
-            "work": f"{work}, warm, kvtrie from a uint32 array",
-            "id": f"lookup.edge.{length}.numpy",
-            "goal": 6.0,
-            "note": "kvtrie builds the sequence inside the clock; SGLang's key is ready",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"{work}, warm, kvtrie from a uint32 array",
+        "id": f"lookup.edge.{length}.numpy",
+        "goal": 6.0,
+        "note": "kvtrie builds the sequence inside the clock; SGLang's key is ready",
+    }
     miss = other_first_token(one)
     sides = _repeated(_lookup_sides(ours, theirs, lambda: miss, found=0))
     row = compare(*sides, effort, calls=8, warm=True)
-    yield (
-        row
-        | state
-        | {
-            "work": f"miss at token 0 of {length:,}",
-            "id": f"miss.first.{length}",
-            "goal": 50.0 if length >= 12_800 else None,
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"miss at token 0 of {length:,}",
+        "id": f"miss.first.{length}",
+        "goal": 50.0 if length >= 12_800 else None,
+    }
     near = other_last_token(one)
     sides = _lookup_sides(ours, theirs, lambda: near, found=length - BLOCK_SIZE)
     row = compare(*_repeated(sides), effort, calls=8, warm=True)
-    yield (
-        row
-        | state
-        | {
-            "work": f"miss at the last token of {length:,}",
-            "id": f"miss.last.{length}",
-            "goal": None,
-            "note": "SGLang has split its node there at the first such match",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"miss at the last token of {length:,}",
+        "id": f"miss.last.{length}",
+        "goal": None,
+        "note": "SGLang has split its node there at the first such match",
+    }
 
 
 def _drawn(crowd: Crowd) -> Callable[[], Tokens]:
@@ -194,7 +171,6 @@ def _deep_lookup(
 
 
 def _grown(effort: Effort) -> Iterator[Row]:
-    """A sequence that is known to the index, and one more block at its end."""
     length = effort.of(102_400, 10_240)
     steps = 4_000
     path = document(7, length + steps * BLOCK_SIZE)
@@ -244,16 +220,13 @@ def _grown(effort: Effort) -> Iterator[Row]:
         calls=effort.of(32, 4),
         rounds=21,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"insert one more block at {length:,} tokens, grown sequence",
-            "id": "grown.insert",
-            "note": "16 new ids in and the block id out; SGLang inserts the whole key again, which "
-            "its scheduler does once a chunk of a prompt and at the end, not for each page",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"insert one more block at {length:,} tokens, grown sequence",
+        "id": "grown.insert",
+        "note": "16 new ids in and the block id out; SGLang inserts the whole key again, which "
+        "its scheduler does once a chunk of a prompt and at the end, not for each page",
+    }
     end = next(our_step)
     begin = count(length, BLOCK_SIZE)
 
@@ -284,15 +257,12 @@ def _grown(effort: Effort) -> Iterator[Row]:
         calls=calls,
         rounds=min(effort.rounds, possible),
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"lookup of 16 more tokens at {length:,}, grown sequence, start=",
-            "id": "grown.lookup",
-            "note": "16 new ids in and the block id out; SGLang matches from the root",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"lookup of 16 more tokens at {length:,}, grown sequence, start=",
+        "id": "grown.lookup",
+        "note": "16 new ids in and the block id out; SGLang matches from the root",
+    }
 
 
 def _inserts(effort: Effort) -> Iterator[Row]:
@@ -341,15 +311,12 @@ def _insert(effort: Effort, *, moved_runs: bool) -> Iterator[Row]:
         effort,
         calls=calls,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"insert of {length:,} new tokens, {with_or_without} fingerprints",
-            "id": f"insert.{kind}",
-            "goal": None if moved_runs else 4.0,
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"insert of {length:,} new tokens, {with_or_without} fingerprints",
+        "id": f"insert.{kind}",
+        "goal": None if moved_runs else 4.0,
+    }
 
     def our_both(seq: Untyped) -> Untyped:
         blocks = ours.index.evict(length // BLOCK_SIZE)
@@ -364,16 +331,13 @@ def _insert(effort: Effort, *, moved_runs: bool) -> Iterator[Row]:
         effort,
         calls=calls,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"evict and insert {length:,} tokens, {with_or_without} fingerprints",
-            "id": f"insert.evict.{kind}",
-            "goal": None,
-            "kvtrie_goal": 250.0 if moved_runs else None,
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"evict and insert {length:,} tokens, {with_or_without} fingerprints",
+        "id": f"insert.evict.{kind}",
+        "goal": None,
+        "kvtrie_goal": 250.0 if moved_runs else None,
+    }
 
 
 def _evictions(effort: Effort) -> Iterator[Row]:
@@ -381,7 +345,6 @@ def _evictions(effort: Effort) -> Iterator[Row]:
 
 
 def _eviction(effort: Effort, core: str, leaves: int, their_rounds: int) -> Iterator[Row]:
-    """One leaf of 64 tokens out of many, and another one in its place."""
     length = 64
     crowd = Crowd(leaves * length, length)
     ours, theirs = Ours(crowd.num_tokens), Theirs(crowd.num_tokens, core)
@@ -466,16 +429,13 @@ def _pins(effort: Effort) -> Iterator[Row]:
         calls=16,
         warm=True,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"pin and release at depth {edges}",
-            "id": "pin.release",
-            "note": "kvtrie plans a sequence whose place is known and releases the plan, so it "
-            "finds the blocks too; SGLang locks and unlocks a node that it was handed before",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"pin and release at depth {edges}",
+        "id": "pin.release",
+        "note": "kvtrie plans a sequence whose place is known and releases the plan, so it "
+        "finds the blocks too; SGLang locks and unlocks a node that it was handed before",
+    }
 
     def our_ids(seq: Untyped) -> Untyped:
         plan = index.plan(seq, keep_last=0)
@@ -502,15 +462,15 @@ def _pins(effort: Effort) -> Iterator[Row]:
         calls=8,
         warm=True,
     )
-    yield (
-        row
-        | state
-        | {"work": f"pin, ids out, release at depth {edges}", "id": "pin.ids.release", "goal": None}
-    )
+    row |= state
+    yield row | {
+        "work": f"pin, ids out, release at depth {edges}",
+        "id": "pin.ids.release",
+        "goal": None,
+    }
 
 
 def _crowd(effort: Effort) -> Iterator[Row]:
-    """A hundred thousand short documents under one root."""
     length = 64
     leaves = effort.of(100_000, 2_000)
     crowd = Crowd(leaves * length, length)
@@ -519,11 +479,11 @@ def _crowd(effort: Effort) -> Iterator[Row]:
     theirs.store_all(crowd)
     state = {"tokens": length, "cached": crowd.num_tokens, "goal": None}
     row = compare(*_lookup_sides(ours, theirs, _drawn(crowd)), effort, calls=64)
-    yield (
-        row
-        | state
-        | {"work": f"lookup of {length} tokens among {leaves:,} leaves, cold", "id": "crowd.lookup"}
-    )
+    row |= state
+    yield row | {
+        "work": f"lookup of {length} tokens among {leaves:,} leaves, cold",
+        "id": "crowd.lookup",
+    }
     our_number, their_number = count(), count()
 
     def our_new() -> Untyped:
@@ -548,11 +508,8 @@ def _crowd(effort: Effort) -> Iterator[Row]:
         calls=16,
         rounds=51,
     )
-    yield (
-        row
-        | state
-        | {"work": f"insert of {length} tokens among {leaves:,} leaves", "id": "crowd.insert"}
-    )
+    row |= state
+    yield row | {"work": f"insert of {length} tokens among {leaves:,} leaves", "id": "crowd.insert"}
 
 
 def _turns(effort: Effort) -> Iterator[Row]:
@@ -639,14 +596,11 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
         Side(lambda: keys, their_lookups, their_found),
         effort,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"{requests.count} lookups of {requests.length} tokens",
-            "id": "many.lookup",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"{requests.count} lookups of {requests.length} tokens",
+        "id": "many.lookup",
+    }
     our_step, their_step = count(1), count(1)
 
     def their_turns(keys: list[Untyped]) -> list[Untyped]:
@@ -675,15 +629,12 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
         effort,
         rounds=min(effort.rounds, 51),
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"step of {requests.count} requests of {requests.length} tokens, "
-            f"{requests.fresh} of them new",
-            "id": "many.step",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"step of {requests.count} requests of {requests.length} tokens, "
+        f"{requests.fresh} of them new",
+        "id": "many.step",
+    }
 
 
 def _nodes(effort: Effort) -> Iterator[Row]:

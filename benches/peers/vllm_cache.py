@@ -24,12 +24,7 @@ SHA256 = "vLLM, SHA-256"
 
 
 class Theirs:
-    """vLLM's manager of a pool with one group of full-attention layers.
-
-    Args:
-        cached_tokens: Tokens that the pool holds.
-        peer: `XXHASH` or `SHA256`.
-    """
+    """vLLM's manager of a pool with one group of full-attention layers."""
 
     def __init__(self, cached_tokens: int, peer: str = XXHASH) -> None:
         hashing = get_hash_fn_by_name("xxhash" if peer == XXHASH else "sha256")
@@ -54,24 +49,17 @@ class Theirs:
         )
 
     def request(self, tokens: list[int]) -> Untyped:
-        """A request, which hashes its blocks as it is made."""
         return Request(next(self._names), tokens, self._sampling, None, block_hasher=self._hasher)
 
     def match(self, request: Untyped) -> list[int]:
-        """The ids of the blocks that are cached for a request."""
         ids: list[int] = self.manager.get_computed_blocks(request)[0].get_block_ids()[0]
         return ids
 
     def match_tokens(self, tokens: list[int]) -> list[int]:
-        """The same for a prompt that is not a request yet."""
         return self.match(self.request(tokens))
 
     def allocate(self, request: Untyped) -> tuple[int, list[int]]:
-        """Look up, take references, allocate what is missing and cache it.
-
-        Returns:
-            How many tokens were found, and the block table.
-        """
+        """Look up, take references, allocate what is missing and cache it."""
         manager = self.manager
         blocks, found, _ = manager.get_computed_blocks(request)
         manager.allocate_slots(request, request.num_tokens - found, found, blocks)
@@ -79,24 +67,15 @@ class Theirs:
         return found, manager.get_block_ids(request.request_id)[0]
 
     def turn(self, request: Untyped) -> tuple[int, list[int]]:
-        """A whole turn of a request.
-
-        Returns:
-            How many tokens were found, and the block table.
-        """
+        """A whole turn of a request."""
         answer = self.allocate(request)
         self.manager.free(request)
         return answer
 
     def turn_tokens(self, tokens: list[int]) -> tuple[int, list[int]]:
-        """The same for a prompt that is not a request yet."""
         return self.turn(self.request(tokens))
 
     def store_all(self, documents: Iterable[Tokens]) -> None:
-        """Cache documents.
-
-        Args:
-            documents: Whole blocks each.
-        """
+        """Cache documents."""
         for tokens in documents:
             self.turn(self.request(tokens.tolist()))

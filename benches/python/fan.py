@@ -4,10 +4,9 @@
 
 * The *fan*: each window of a text with a period of nine tokens is cached at 64 places, each near
   the end of an edge with 64 children that share one or two tokens more, so that no run has
-  `min_run` tokens. It is planned next to random text of the same length, while another tenant
-  looks a short prompt up repeatedly.
-* *Neighbours*: a plan of a prompt that moved as a whole, in an index where nobody else has
-  anything, where others have as much random text as the fan has, and where they have the fan.
+  `min_run` tokens.
+* *Neighbours*: a plan of a prompt that moved as a whole, in an index without others, with as much
+  random text of others, and with the fan.
 """
 
 from __future__ import annotations
@@ -43,16 +42,11 @@ OWN = 4_000
 
 
 def repeated(start: int, count: int) -> Tokens:
-    """Tokens of the text with a period."""
     return (np.arange(start, start + count) % PERIOD).astype(np.uint32)
 
 
 def with_texts(texts: Sequence[Tokens]) -> kvtrie.RadixIndex:
-    """An index with these texts of one tenant.
-
-    Args:
-        texts: Whole blocks each.
-    """
+    """An index with these texts of one tenant."""
     blocks = sum(len(text) for text in texts) // BLOCK_SIZE
     index = kvtrie.RadixIndex(blocks + 2 * OWN, BLOCK_SIZE, seed=1)
     first = 0
@@ -65,11 +59,7 @@ def with_texts(texts: Sequence[Tokens]) -> kvtrie.RadixIndex:
 
 
 def fan(places: int) -> list[Tokens]:
-    """The texts of the fan.
-
-    Args:
-        places: Places of a window, and children of each.
-    """
+    """The texts of the fan."""
     texts = []
     unused = document(SEEDS, PERIOD * places * (HEAD + places * (TEXT - EDGE))) + PERIOD
     for residue in range(PERIOD):
@@ -84,18 +74,11 @@ def fan(places: int) -> list[Tokens]:
 
 
 def planned(index: kvtrie.RadixIndex, seq: kvtrie.TokenSequence) -> None:
-    """Plan and release."""
     index.plan(seq, MOVED).release()
 
 
 def seconds(index: kvtrie.RadixIndex, text: Tokens, space: kvtrie.Namespace) -> float:
-    """Seconds of one plan.
-
-    Args:
-        index: Where.
-        text: The prompt, as a sequence that no index has seen.
-        space: Its namespace.
-    """
+    """Seconds of one plan."""
     seq = sequence(text, space)
     before = perf_counter()
     plan = index.plan(seq, MOVED)
@@ -105,12 +88,10 @@ def seconds(index: kvtrie.RadixIndex, text: Tokens, space: kvtrie.Namespace) -> 
 
 
 def median(index: kvtrie.RadixIndex, texts: Iterable[Tokens], space: kvtrie.Namespace) -> float:
-    """Median seconds of the plans of these prompts."""
     return statistics.median(seconds(index, text, space) for text in texts)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description="What a prompt whose windows lead nowhere costs.")
     parser.add_argument("--places", type=int, default=64, help="places of a window")
     parser.add_argument("--rounds", type=int, default=21, help="plans of each kind")

@@ -1,9 +1,9 @@
 """What many blocks cost that collide under a hash with known constants.
 
-`python benches/python/flood.py` prints a row for each seed and operation. The blocks are 32,000
-siblings of 16 tokens, of which tokens 4 to 7 are the first constant that foldhash derives from a
-shared seed that is a constant itself: a table of edges hashed with that gives all of them the same
-hash under any seed. They are timed next to as many blocks with other tokens there.
+`python benches/python/flood.py` prints a row for each seed and operation. Tokens 4 to 7 of 32,000
+sibling blocks are the first constant that foldhash derives from a constant shared seed: a table of
+edges hashed with that gives all of them the same hash. They are timed next to as many blocks with
+other tokens there.
 """
 
 from __future__ import annotations
@@ -47,12 +47,6 @@ def constant() -> int:
 
 
 def blocks(word: int, siblings: int) -> list[kvtrie.TokenSequence]:
-    """Sequences of one block each, with a word in two places.
-
-    Args:
-        word: Which.
-        siblings: How many; they differ in the first token.
-    """
     tokens = np.full((siblings, BLOCK_SIZE), 7, dtype=np.uint32)
     tokens[:, 0] = np.arange(siblings)
     tokens[:, 4:8] = [word % (1 << 32), word >> 32] * 2
@@ -60,14 +54,12 @@ def blocks(word: int, siblings: int) -> list[kvtrie.TokenSequence]:
 
 
 def seconds(act: Callable[[], object]) -> float:
-    """How long a call takes."""
     began = perf_counter()
     act()
     return perf_counter() - began
 
 
 def timed(word: int, seed: int, siblings: int) -> dict[str, float]:
-    """Seconds of each operation on all the blocks, in a new index."""
     # Every operation on new sequences, which remember nothing.
     new, again = blocks(word, siblings), blocks(word, siblings)
     index = kvtrie.RadixIndex(siblings, BLOCK_SIZE, moved_runs=False, seed=seed)
@@ -88,7 +80,6 @@ def timed(word: int, seed: int, siblings: int) -> dict[str, float]:
 
 
 def rows(seeds: Sequence[int], siblings: int, repeats: int) -> list[tuple[int, str, float, float]]:
-    """Median µs of one call on plain blocks and on the flood, by seed and operation."""
     found = []
     for number, seed in enumerate(seeds):
         pairs = [
@@ -104,11 +95,7 @@ def rows(seeds: Sequence[int], siblings: int, repeats: int) -> list[tuple[int, s
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the rows.
-
-    Args:
-        argv: Arguments; None reads those of the process.
-    """
+    """Print the rows."""
     parser = argparse.ArgumentParser(description="What a flood of colliding blocks costs.")
     parser.add_argument("--siblings", type=int, default=SIBLINGS)
     parser.add_argument("--repeats", type=int, default=REPEATS)

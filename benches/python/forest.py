@@ -43,12 +43,10 @@ class Shape:
 
     @property
     def count(self) -> int:
-        """How many sequences, at least two."""
         with_siblings = self.length + self.length // self.step * self.siblings * BLOCK_SIZE
         return max(2, self.cached // with_siblings)
 
     def __str__(self) -> str:
-        """The shape in words, as the published tables have it."""
         if self.siblings:
             children = self.siblings + 1
             return f"{self.length:,} tokens in edges of {self.step} with {children} children each"
@@ -71,7 +69,6 @@ class Forest:
     evicted: int = 0
 
     def blocks(self, row: int) -> npt.NDArray[np.int32]:
-        """The block ids that back a row."""
         each = self.shape.length // BLOCK_SIZE
         return np.arange(row * each, (row + 1) * each, dtype=np.int32)
 
@@ -86,24 +83,14 @@ class Forest:
         return count - 1 if state == "warm" else rng.randrange(count // 2, count)
 
     def make_room(self, num_blocks: int, rng: random.Random) -> None:
-        """Make the next evictions take rows of the earlier half.
-
-        Args:
-            num_blocks: How many blocks are evicted until the next call. Whatever is inserted in
-                their place must be removed by then.
-            rng: As for `restock`.
-        """
+        """Make the next evictions take rows of the earlier half."""
         self.evicted += num_blocks
         if self.evicted > self.shape.count // 2 * (self.shape.length // BLOCK_SIZE):
             self.restock(rng)
             self.evicted = num_blocks
 
     def restock(self, rng: random.Random) -> None:
-        """Insert what was evicted of the earlier half, then touch the later half.
-
-        Args:
-            rng: Orders the rows, so that those evicted in sequence are not adjacent in memory.
-        """
+        """Insert what was evicted of the earlier half, then touch the later half."""
         earlier, later = range(self.shape.count // 2), range(self.shape.count // 2, len(self.rows))
         for row in rng.sample(earlier, len(earlier)):
             insert(self.index, sequence(self.rows[row]), self.blocks(row))
@@ -113,7 +100,6 @@ class Forest:
 
 
 def sequence(ids: Tokens) -> kvtrie.TokenSequence:
-    """A sequence that no index has seen."""
     return kvtrie.TokenSequence(ids, NAMESPACE)
 
 
@@ -151,12 +137,8 @@ def filled(shape: Shape) -> Forest:
 
 
 def insert(
-    index: kvtrie.RadixIndex,
-    seq: kvtrie.TokenSequence,
-    ids: npt.NDArray[np.int32],
-    start: int = 0,
+    index: kvtrie.RadixIndex, seq: kvtrie.TokenSequence, ids: npt.NDArray[np.int32], start: int = 0
 ) -> kvtrie.InsertResult:
-    """Insert whole blocks that were computed from scratch."""
     return index.insert(seq, ids, num_computed=len(seq), start=start, source=kvtrie.COMPUTED)
 
 

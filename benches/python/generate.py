@@ -1,9 +1,8 @@
 """What a model computes of an edited prompt, and the time to its first token.
 
 `python benches/python/generate.py` runs the embedded engine with the shipped demo model on the
-workloads' histories: the cached turn is computed, then the next prompt, alternately with the exact
-prefix alone and with moved runs. Token ids are taken modulo the model's vocabulary: the generated
-text means nothing. The claim is the ratio of times.
+workloads' histories: the cached turn, then the next prompt, alternately with the exact prefix alone
+and with moved runs. The claim is the ratio of times; the generated text means nothing.
 """
 
 from __future__ import annotations
@@ -44,13 +43,7 @@ APPROXIMATE = kvtrie.ReusePolicy()
 def measured(
     names: Iterable[str] = NAMES, scale: float = SCALE, rounds: int = ROUNDS
 ) -> Iterator[figures.Row]:
-    """One row per workload.
-
-    Args:
-        names: Ids of workloads.
-        scale: Factor of the lengths of texts.
-        rounds: Timed pairs.
-    """
+    """One row per workload."""
     model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
     for name in names:
         case = WORKLOADS[name].build(seed=1, scale=scale)
@@ -94,7 +87,6 @@ def measured(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, record."""
     parser = argparse.ArgumentParser(description="First tokens of edited prompts.")
     parser.add_argument("--dry-run", action="store_true", help="print the figures only")
     options = parser.parse_args(arguments)

@@ -2,11 +2,8 @@
 
 `python benches/python/hostile.py` prints and records it. While one thread is inside a call that is
 as long as a tenant can make it, another one looks up its own short prompt repeatedly: the figure is
-its longest wait, for the interpreter or for the index's lock. The table also has the longest wait
-while the first thread is idle for as long, and the CPU time of the call, in all and per unit of
-what it is proportional to. Every round makes a new index; figures are medians of rounds.
-
-A new case is one more function in `CASES` that returns a `Case`.
+its longest wait. The table also has the longest wait while the first thread is idle, and the CPU
+time of the call. Figures are medians of rounds. A new case is one more function in `CASES`.
 """
 
 from __future__ import annotations
@@ -57,12 +54,8 @@ SEEDS = 1 << 61
 class Case:
     """A call, and what another thread does meanwhile.
 
-    Attributes:
-        work: The call, in words.
-        call: The call itself; plans that it returns, one or a list, are released afterwards.
-        probe: What the other thread repeats.
-        each: What the call's time is proportional to.
-        count: How many of these it has.
+    `probe` is what that thread repeats; the call's time is proportional to `count` of `each`. Plans
+    that the call returns, one or a list, are released afterwards.
     """
 
     work: str
@@ -74,30 +67,21 @@ class Case:
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of one round."""
-
     waited: float
     idle: float
     cpu: float
 
 
 def sequence(ids: Tokens | list[int], space: kvtrie.Namespace = TENANT) -> kvtrie.TokenSequence:
-    """A sequence that no index has seen."""
     return kvtrie.TokenSequence(ids, space)
 
 
 def looks_up(index: kvtrie.RadixIndex) -> Callable[[], object]:
-    """A victim's lookup of 64 tokens in the same index.
-
-    Args:
-        index: What the hostile call works on.
-    """
     prompt = sequence(document(SEEDS, 64), VICTIM)
     return lambda: index.lookup(prompt)
 
 
 def inserted(index: kvtrie.RadixIndex, ids: Tokens, first: int = 0) -> kvtrie.TokenSequence:
-    """The sequence after its whole blocks were inserted, in one edge, with ids from `first` on."""
     seq, blocks = sequence(ids), len(ids) // index.block_size
     table = np.arange(first, first + blocks, dtype=np.int32)
     index.insert(seq, table, num_computed=len(ids), source=kvtrie.COMPUTED)
@@ -105,11 +89,6 @@ def inserted(index: kvtrie.RadixIndex, ids: Tokens, first: int = 0) -> kvtrie.To
 
 
 def with_holes(*, edges: bool) -> tuple[kvtrie.RadixIndex, Tokens]:
-    """A path of which every second block is a hole, and its tokens.
-
-    Args:
-        edges: Whether each block is an edge of its own.
-    """
     blocks = 2 * MANY // (5 if edges else 1)
     index = kvtrie.RadixIndex(4 * blocks, BLOCK_SIZE)
     ids = document(SEEDS, blocks * BLOCK_SIZE)
@@ -121,12 +100,7 @@ def with_holes(*, edges: bool) -> tuple[kvtrie.RadixIndex, Tokens]:
 
 
 def branched(index: kvtrie.RadixIndex, ids: Tokens) -> None:
-    """Cut the edge of a sequence after each block, by inserting a sibling of the next one.
-
-    Args:
-        index: What has the sequence.
-        ids: Its tokens, whose blocks are the first ones.
-    """
+    """Cut the edge of a sequence after each block, by inserting a sibling of the next one."""
     blocks = len(ids) // BLOCK_SIZE
     for at in range(1, blocks):
         branch = sequence(np.append(ids[: at * BLOCK_SIZE], document(SEEDS + at, BLOCK_SIZE)))
@@ -135,11 +109,6 @@ def branched(index: kvtrie.RadixIndex, ids: Tokens) -> None:
 
 
 def planned(*, edges: bool) -> Case:
-    """An exact plan that copies blocks after each hole of its path.
-
-    Args:
-        edges: Whether each block is an edge of its own.
-    """
     index, ids = with_holes(edges=edges)
     holes = len(ids) // BLOCK_SIZE // 2
     work = f"exact plan over {holes:,} holes" + (", an edge a block" if edges else "")
@@ -148,17 +117,14 @@ def planned(*, edges: bool) -> Case:
 
 
 def plan_over_holes() -> Case:
-    """All holes in one edge."""
     return planned(edges=False)
 
 
 def plan_over_holes_of_edges() -> Case:
-    """Each block an edge."""
     return planned(edges=True)
 
 
 def release_over_holes() -> Case:
-    """The end of such a plan: a pin for each run that it copies."""
     index, ids = with_holes(edges=False)
     holes = len(ids) // BLOCK_SIZE // 2
     plan = index.plan(sequence(ids))
@@ -168,7 +134,6 @@ def release_over_holes() -> Case:
 
 
 def discard_pinned() -> Case:
-    """Every second block of a path that many plans pin."""
     index = kvtrie.RadixIndex(2 * MANY, BLOCK_SIZE)
     ids = document(SEEDS, 2 * MANY * BLOCK_SIZE)
     inserted(index, ids)
@@ -185,7 +150,6 @@ def discard_pinned() -> Case:
 
 
 def discard_below_plans() -> Case:
-    """A few blocks of a deep path of short edges that many plans pin."""
     blocks = 2 * MANY // 5
     index = kvtrie.RadixIndex(4 * blocks, BLOCK_SIZE)
     ids = document(SEEDS, blocks * BLOCK_SIZE)
@@ -230,7 +194,6 @@ def bound_holes() -> Case:
 
 
 def explain_with_others() -> Case:
-    """Other namespaces of the same salt have the whole prompt cached."""
     tokens, count = 2_000, 200 // (4 if QUICK else 1)
     blocks = tokens // BLOCK_SIZE
     index = kvtrie.RadixIndex(count * blocks, BLOCK_SIZE)
@@ -252,7 +215,6 @@ def explain_with_others() -> Case:
 
 
 def explain_with_tenants() -> Case:
-    """Very many other tenants have something cached."""
     index = kvtrie.RadixIndex(NAMESPACES, BLOCK_SIZE)
     ids = document(SEEDS, BLOCK_SIZE)
     for number in range(NAMESPACES):
@@ -266,7 +228,6 @@ def explain_with_tenants() -> Case:
 
 
 def tag_over_holes() -> Case:
-    """Very many spans on a path of very many holes."""
     index, ids = with_holes(edges=False)
     prompt = sequence(ids)
     spans = [kvtrie.Span(at, at + BLOCK_SIZE // 2, "user") for at in range(0, len(ids), BLOCK_SIZE)]
@@ -275,7 +236,6 @@ def tag_over_holes() -> Case:
 
 
 def drop_pinned() -> Case:
-    """A namespace whose blocks live plans pin."""
     blocks = 2 * MANY
     index = kvtrie.RadixIndex(blocks, BLOCK_SIZE)
     ids = document(SEEDS, blocks * BLOCK_SIZE)
@@ -291,7 +251,6 @@ def drop_pinned() -> Case:
 
 
 def snapshot() -> Case:
-    """Everything as bytes."""
     blocks = 20 * MANY
     index = kvtrie.RadixIndex(blocks, BLOCK_SIZE)
     inserted(index, document(SEEDS, blocks * BLOCK_SIZE))
@@ -426,7 +385,6 @@ def longest_wait(probe: Callable[[], object], meanwhile: Callable[[], object]) -
 
 
 def measured(make: Callable[[], Case]) -> tuple[Case, Round]:
-    """One round of a case."""
     case = make()
     spent = [0.0, 0.0]
 
@@ -445,7 +403,6 @@ def measured(make: Callable[[], Case]) -> tuple[Case, Round]:
 
 
 def row(make: Callable[[], Case]) -> figures.Row:
-    """The medians of a case's rounds."""
     rounds = [measured(make) for _ in range(ROUNDS)]
     case = rounds[0][0]
     waited, idle, cpu = (
@@ -463,7 +420,6 @@ def row(make: Callable[[], Case]) -> figures.Row:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, record."""
     parser = argparse.ArgumentParser(description="What one tenant keeps another waiting for.")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--dry-run", action="store_true", help="print the figures only")

@@ -42,14 +42,7 @@ LENGTHS = (512, 8_192, 102_400)
 
 
 def time_of(act: Callable[[T], object], fresh: Callable[[], T], calls: int) -> float:
-    """Median time of one call in µs, over rounds of `calls` calls on fresh inputs.
-
-    Args:
-        act: A built-in or a method of a compiled class, so that no Python function is inside the
-            clock.
-        fresh: Makes an input, outside the clock.
-        calls: Inputs in a round.
-    """
+    """Median time of one call in µs, over rounds of `calls` calls on fresh inputs."""
     times = []
     for _ in range(ROUNDS):
         inputs = [fresh() for _ in range(calls)]
@@ -61,25 +54,12 @@ def time_of(act: Callable[[T], object], fresh: Callable[[], T], calls: int) -> f
 
 
 def repeated(act: Callable[[T], object], item: T, calls: int = 64) -> float:
-    """Median time in µs of the same call, repeated.
-
-    Args:
-        act: As for `time_of`.
-        item: Its argument.
-        calls: Calls in a round.
-    """
+    """Median time in µs of the same call, repeated."""
     return time_of(act, lambda: item, calls)
 
 
 def row(work: str, limit: float, kvtrie_work: str = "", ours: float | None = None) -> figures.Row:
-    """One row of the table.
-
-    Args:
-        work: What the machine did.
-        limit: How long it took, in µs.
-        kvtrie_work: What kvtrie did with the same data.
-        ours: How long that took, in µs.
-    """
+    """One row of the table."""
     figure: figures.Row = {"work": work, "unit": "us", "limit": limit, "kvtrie": ours}
     if kvtrie_work and ours is not None:
         figure |= {"kvtrie_work": kvtrie_work, "ratio": ours / limit}
@@ -90,7 +70,6 @@ def row(work: str, limit: float, kvtrie_work: str = "", ours: float | None = Non
 
 
 def calls_in_and_out(forest: Forest) -> Iterable[figures.Row]:
-    """What any call costs: entering the extension, taking ids, returning ids."""
     index = forest.index
     seq = sequence(forest.rows[0])
     num_evictable = type(index).num_evictable.__get__
@@ -120,7 +99,6 @@ def calls_in_and_out(forest: Forest) -> Iterable[figures.Row]:
 
 
 def arrays_out(forest: Forest) -> Iterable[figures.Row]:
-    """What returning the ids of a match costs, for the forest's length."""
     match = forest.index.lookup(sequence(forest.rows[0]))
     ids: npt.NDArray[np.int32] = match.blocks
     blocks = type(match).blocks.__get__
@@ -137,7 +115,6 @@ def arrays_out(forest: Forest) -> Iterable[figures.Row]:
 
 
 def memory(forest: Forest) -> Iterable[figures.Row]:
-    """Comparing and copying the tokens of one sequence, warm and cold, for the forest's length."""
     length = forest.shape.length
     name = f"{length * 4 / 1024:,.0f} KB"
     calls = calls_for(length)
@@ -164,13 +141,11 @@ def memory(forest: Forest) -> Iterable[figures.Row]:
         )
     source: Tokens = forest.rows[0].copy()
     yield row(
-        f"copy {name} of memory, warm",
-        repeated(partial(np.copyto, np.empty_like(source)), source),
+        f"copy {name} of memory, warm", repeated(partial(np.copyto, np.empty_like(source)), source)
     )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, record."""
     parser = argparse.ArgumentParser(description="What this machine allows from Python.")
     parser.add_argument("--dry-run", action="store_true", help="print the figures only")
     options = parser.parse_args(arguments)

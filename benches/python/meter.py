@@ -20,7 +20,6 @@ BATCH_BYTES = 512 * 1024
 
 
 def calls_for(length: int, bytes_a_token: int = 4) -> int:
-    """Calls in a round whose inputs are `length` tokens each."""
     return max(1, min(64, BATCH_BYTES // (length * bytes_a_token)))
 
 
@@ -42,18 +41,7 @@ class Meter:
         after: Callable[[], None] = lambda: None,
         **notes: object,
     ) -> R:
-        """Run one benchmark.
-
-        Args:
-            work: The row's name in the tables.
-            target: Loops over its inputs; what it returns is returned from here for the last round.
-            fresh: Makes one input.
-            calls: Inputs in a round.
-            rounds: How many rounds, of which a quick run makes two.
-            index: Whose counters of nodes and bytes are noted, if it has them.
-            after: Restores the state after each round; a second call in a row does nothing.
-            notes: Further columns of the row.
-        """
+        """Run one benchmark."""
         columns: dict[str, Any] = {"work": work, "calls": calls, **notes}
         if index is not None:
             columns |= counted(index, lambda: target([fresh() for _ in range(calls)]), calls)
@@ -81,14 +69,7 @@ class Meter:
     def single(
         self, work: str, target: Callable[[], R], before: Callable[[], None], *, rounds: int
     ) -> R:
-        """Time every call by itself, to see the slowest; the clock itself adds 0.1 to 0.5 µs.
-
-        Args:
-            work: The row's name in the tables.
-            target: The call.
-            before: Restores the state before each call.
-            rounds: How many calls, of which a quick run makes ten.
-        """
+        """Time every call by itself, to see the slowest; the clock itself adds 0.1 to 0.5 µs."""
         # pytest-benchmark has no annotations.
         result: R = self._benchmark.pedantic(  # type: ignore[no-untyped-call]
             target, setup=before, rounds=10 if QUICK else rounds, warmup_rounds=10

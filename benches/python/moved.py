@@ -1,19 +1,16 @@
 """What it costs to find moved runs, also in texts that are hard to search.
 
-`python benches/python/moved.py` prints and records it. A call is a plan with all its outputs and
-its release, from a `TokenSequence` that no index has seen. Rounds are single calls; the figure is
-their median.
+`python benches/python/moved.py` prints and records it. A round is one plan with all its outputs and
+its release, from a new `TokenSequence`; the figure is the median.
 
 * *W11* is the prompt of an agent's run of which all reasoning was dropped.
-* *Nothing to find*: tokens that are cached nowhere; of recorded text, what other recorded sessions
-  do not share in runs of 16. The recorded texts are the agent runs of `lmcache_agent.tar.gz`: one
-  token per piece of up to six letters, three digits, three signs or any white space.
-* *Near misses*: runs of 15 cached tokens, one short of `min_run`, with an unknown token between.
-  Each run is cached in several places. Of its windows of eight tokens every ninth is kept, so a
-  window is found in as many places only where a run has nine times as many.
+* *Nothing to find*: tokens that are cached nowhere; of recorded text (`lmcache_agent.tar.gz`), what
+  other sessions do not share in runs of 16.
+* *Near misses*: runs of 15 cached tokens, one short of `min_run`, with an unknown token between. Of
+  a run's windows of eight tokens every ninth is kept, so a window is found in as many places only
+  where a run has nine times as many.
 * *Repetitive* texts: one token, a period of 2 or 17 tokens, a book twice. Eight sequences of a text
-  are cached, each after its own head, and the prompt is the text after a new head. They are
-  compared with eight random texts.
+  are cached, each after its own head, and the prompt is the text after a new head.
 """
 
 from __future__ import annotations
@@ -69,8 +66,6 @@ _PIECES = re.compile(r" ?[A-Za-z]{1,6}|\d{1,3}| ?[^\sA-Za-z\d]{1,3}|\s+")
 
 @dataclass(frozen=True)
 class Planned:
-    """All outputs of a plan."""
-
     blocks: int
     segments: np.ndarray[tuple[int], np.dtype[np.void]]
     gaps: int
@@ -79,12 +74,7 @@ class Planned:
 
 
 def planned(index: kvtrie.RadixIndex, seq: kvtrie.TokenSequence) -> Planned:
-    """Plan a prompt, read all outputs, release.
-
-    Args:
-        index: What is cached.
-        seq: The prompt.
-    """
+    """Plan a prompt, read all outputs, release."""
     plan = index.plan(seq, POLICY)
     answer = Planned(
         plan.blocks.size,
@@ -98,12 +88,7 @@ def planned(index: kvtrie.RadixIndex, seq: kvtrie.TokenSequence) -> Planned:
 
 
 def filled(texts: Iterator[Tokens] | Sequence[Tokens], num_tokens: int) -> kvtrie.RadixIndex:
-    """An index with the whole blocks of the texts.
-
-    Args:
-        texts: What is cached.
-        num_tokens: At least as many as they have together.
-    """
+    """An index with the whole blocks of the texts."""
     index = kvtrie.RadixIndex(num_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, min_run=MIN_RUN, seed=0)
     pool = kvtrie.BlockAllocator(num_tokens // BLOCK_SIZE + 1)
     for ids in texts:
@@ -114,14 +99,7 @@ def filled(texts: Iterator[Tokens] | Sequence[Tokens], num_tokens: int) -> kvtri
 
 
 def row(work: str, seconds: Sequence[float], tokens: int, **notes: object) -> figures.Row:
-    """One row of the table.
-
-    Args:
-        work: What was timed.
-        seconds: Of each round.
-        tokens: Tokens that a round went through.
-        notes: Further columns.
-    """
+    """One row of the table."""
     p10, p90 = np.percentile(seconds, [10, 90]) * 1e6
     figure = {
         "kvtrie": statistics.median(seconds) * 1e6,
@@ -136,14 +114,7 @@ def row(work: str, seconds: Sequence[float], tokens: int, **notes: object) -> fi
 def plans(
     work: str, index: kvtrie.RadixIndex, prompts: Sequence[Tokens], **notes: object
 ) -> figures.Row:
-    """Time plans of prompts in turn.
-
-    Args:
-        work: The row's name.
-        index: What is cached.
-        prompts: Of equal length, more or less.
-        notes: Further columns.
-    """
+    """Time plans of prompts in turn."""
     seconds = []
     dropped = planned(index, sequence(prompts[0])).dropped
     for ids in itertools.islice(itertools.cycle(prompts), ROUNDS):
@@ -156,7 +127,6 @@ def plans(
 
 
 def agent_runs() -> Iterator[figures.Row]:
-    """Prompts of W11 in indexes of several sizes."""
     for cached in POPULATIONS:
         made = population(
             WORKLOADS["W11"],
@@ -187,7 +157,6 @@ def agent_runs() -> Iterator[figures.Row]:
 
 
 def strangers() -> Iterator[figures.Row]:
-    """A prompt of which nothing is cached."""
     each = CACHED // 200
     index = filled([document(SEEDS + number, each) for number in range(200)], CACHED)
     prompts = [document(SEEDS - 1 - number, LONG) for number in range(4)]
@@ -201,15 +170,7 @@ def strangers() -> Iterator[figures.Row]:
 
 
 def expect_nothing(index: kvtrie.RadixIndex, prompts: Sequence[Tokens]) -> None:
-    """Raise if a plan finds a moved run.
-
-    Args:
-        index: What is cached.
-        prompts: Of which nothing is.
-
-    Raises:
-        RuntimeError: Something is.
-    """
+    """Raise if a plan finds a moved run."""
     for ids in prompts:
         segments = planned(index, sequence(ids)).segments
         if (segments["class"] == 1).any():
@@ -218,11 +179,7 @@ def expect_nothing(index: kvtrie.RadixIndex, prompts: Sequence[Tokens]) -> None:
 
 
 def recorded(path: Path) -> Iterator[figures.Row]:
-    """A prompt of recorded text of which nothing is cached, in an index of other recorded text.
-
-    Args:
-        path: The archive of agent runs.
-    """
+    """A prompt of recorded text of which nothing is cached, in an index of other recorded text."""
     sessions = list(tokenised(path))
     # The prompt comes from the longest session; all others are cached.
     asked = max(sessions, key=lambda texts: sum(map(len, texts)))
@@ -248,11 +205,7 @@ def recorded(path: Path) -> Iterator[figures.Row]:
 
 
 def tokenised(path: Path) -> Iterator[list[Tokens]]:
-    """The token ids of each session, one array per request: what was sent and what came back.
-
-    Args:
-        path: The archive of agent runs.
-    """
+    """The token ids of each session, one array per request: what was sent and what came back."""
     names: dict[str, int] = {}
     with tarfile.open(path) as archive:
         for member in sorted(archive.getmembers(), key=lambda member: member.name):
@@ -274,7 +227,6 @@ def tokenised(path: Path) -> Iterator[list[Tokens]]:
 
 
 def near_misses() -> Iterator[figures.Row]:
-    """Prompts of cached runs, each one token too short to count."""
     for places in PLACES:
         run = MIN_RUN - 1
         count = max(1, CACHED // (MIN_RUN * places))
@@ -302,18 +254,11 @@ def near_misses() -> Iterator[figures.Row]:
 
 
 def with_strangers(runs: Tokens, stranger: int) -> Tokens:
-    """The runs concatenated, with a token after each that is nowhere else.
-
-    Args:
-        runs: One per row.
-        stranger: The token after the first run; the others are offset from it.
-    """
     strange = np.arange(len(runs), dtype=np.uint32) * np.uint32(4096) + np.uint32(stranger)
     return np.concatenate([runs, strange[:, None]], axis=1).ravel()
 
 
 def repetitive() -> Iterator[figures.Row]:
-    """Time and memory of repetitive texts, compared with random ones of the same length."""
     length = REPETITIVE
     half = document(SEEDS + 99, length // 2)
     texts: dict[str, Callable[[int], Tokens]] = {
@@ -354,7 +299,6 @@ def repetitive() -> Iterator[figures.Row]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, record."""
     default = Path(__file__).resolve().parents[3] / "shared" / "traces" / "lmcache_agent.tar.gz"
     parser = argparse.ArgumentParser(description="What it costs to find moved runs.")
     parser.add_argument("--text", type=Path, default=default, help="archive of recorded text")

@@ -33,14 +33,6 @@ NOTES = (
 
 
 def rows_of(report: dict[str, Any]) -> list[figures.Row]:
-    """One row per benchmark, with the time of one call in µs.
-
-    Args:
-        report: What pytest-benchmark writes with `--benchmark-json`.
-
-    Returns:
-        Rows in the order of the benchmarks' files and names.
-    """
     rows = []
     for benchmark in sorted(report["benchmarks"], key=lambda benchmark: benchmark["fullname"]):
         info, stats = benchmark["extra_info"], benchmark["stats"]
@@ -64,25 +56,16 @@ def rows_of(report: dict[str, Any]) -> list[figures.Row]:
 
 
 def _short(value: object) -> object:
-    """A number rounded to the digits that a measurement has."""
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def versions() -> dict[str, str]:
-    """The machine and the versions of what was measured."""
     names = ("kvtrie", "numpy", "pytest-benchmark")
     return {name: version(name) for name in names}
 
 
 def measured(arguments: list[str]) -> dict[str, Any]:
-    """Run the benchmarks and return pytest-benchmark's report.
-
-    Args:
-        arguments: More arguments for pytest, for instance `-k lookup`.
-
-    Raises:
-        SystemExit: A benchmark failed, with pytest's exit status.
-    """
+    """Run the benchmarks and return pytest-benchmark's report."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         options = ["--benchmark-only", "--benchmark-quiet", "--quiet", f"--benchmark-json={path}"]
@@ -94,7 +77,6 @@ def measured(arguments: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, record."""
     parser = argparse.ArgumentParser(description="Run the Python benchmarks and record them.")
     parser.add_argument("--dry-run", action="store_true", help="print the figures only")
     options, rest = parser.parse_known_args()

@@ -1,11 +1,9 @@
 """What one plan reuses of every workload: `python benches/python/reuse.py`.
 
 An index holds 200 conversations of one workload, 1,000,000 tokens together. The next prompts of 40
-are planned in one call each, and what a plan reuses is compared with the prefix and the matches
-that `workloads.ceiling` finds without the index. Conversations have their own texts, or share
-boilerplate (half of the system prompt at the same place, half after a line of their own, and the
-headers of tool results), or share it in texts that are repetitive as written text is. Newcomers
-send their first prompt, so boilerplate is all that they could reuse.
+are planned, and compared with what `workloads.ceiling` finds without the index. Conversations have
+their own texts, or share boilerplate, plain or repetitive as written text is. Newcomers send their
+first prompt, so boilerplate is all that they could reuse.
 """
 
 from __future__ import annotations
@@ -45,8 +43,6 @@ POLICY = kvtrie.ReusePolicy(approximate=True)
 
 @dataclass(frozen=True)
 class Variant:
-    """How the texts of conversations are related."""
-
     name: str
     text: str = "uniform"
     shared: bool = False
@@ -63,18 +59,11 @@ VARIANTS = (
 
 @dataclass
 class Tally:
-    """What plans reused of some prompts.
+    """What plans reused of some prompts, in tokens.
 
-    Args:
-        prompts: How many.
-        tokens: Tokens of all prompts.
-        exact: Those in the whole blocks of the exact prefix.
-        possible: Those that could be reused.
-        found: Those of them that the plans reuse.
-        dropped: Places that were not tried.
-        pieces: Segments of approximate tokens.
-        lowest: The lowest share of what could be reused that a plan reuses.
-        incomplete: Prompts of which less than that is reused though nothing was dropped.
+    `exact` are in the whole blocks of the exact prefix; `possible` could be reused, and `found` of
+    them is. `lowest` is the lowest share of one prompt; `incomplete` counts prompts of which less
+    is reused though no place was dropped.
     """
 
     prompts: int = 0
@@ -88,16 +77,7 @@ class Tally:
     incomplete: list[int] = field(default_factory=list)
 
     def add(self, index: kvtrie.RadixIndex, ceiling: Ceiling, prompt: Tokens) -> None:
-        """Plan one more prompt.
-
-        Args:
-            index: What is cached.
-            ceiling: The same, as the judge has it.
-            prompt: Its ids.
-
-        Raises:
-            RuntimeError: The plan reuses what is cached nowhere.
-        """
+        """Plan one more prompt."""
         possible = ceiling.of(prompt, keep_last=1).mask
         with index.plan(sequence(prompt), POLICY) as plan:
             segments = plan.segments
@@ -120,11 +100,7 @@ class Tally:
         self.lowest = min(self.lowest, share)
 
     def merge(self, other: Tally) -> None:
-        """Count the prompts of another tally too.
-
-        Args:
-            other: Its prompts are other ones.
-        """
+        """Count the prompts of another tally too."""
         self.prompts += other.prompts
         self.tokens += other.tokens
         self.exact += other.exact
@@ -136,11 +112,7 @@ class Tally:
         self.lowest = min(self.lowest, other.lowest)
 
     def row(self, work: str) -> figures.Row:
-        """The row of a table.
-
-        Args:
-            work: What was measured.
-        """
+        """The row of a table."""
         return {
             "work": work,
             "unit": "share",
@@ -159,11 +131,6 @@ class Tally:
 
 
 def filled(conversations: Iterable[Conversation]) -> tuple[kvtrie.RadixIndex, Ceiling]:
-    """An index with the conversations, and the judge of what is in it.
-
-    Args:
-        conversations: What is cached.
-    """
     every = list(conversations)
     num_blocks = sum(len(each.cached) // BLOCK_SIZE for each in every)
     index = kvtrie.RadixIndex(num_blocks, BLOCK_SIZE, seed=0)
@@ -183,12 +150,6 @@ def filled(conversations: Iterable[Conversation]) -> tuple[kvtrie.RadixIndex, Ce
 
 
 def tallied(workload: Workload, variant: Variant) -> Tally:
-    """Plan the next prompts of some conversations, or the first ones of newcomers.
-
-    Args:
-        workload: Which edit.
-        variant: How the conversations' texts are related.
-    """
     # Newcomers are built with all others, and not cached.
     newcomers = NEWCOMERS if variant.newcomers else 0
     made = population(
@@ -206,11 +167,7 @@ def tallied(workload: Workload, variant: Variant) -> Tally:
 
 
 def measured(names: Iterable[str]) -> Iterator[figures.Row]:
-    """The rows of all variants, each workload by itself and then all of them.
-
-    Args:
-        names: Ids of workloads.
-    """
+    """The rows of all variants, each workload by itself and then all of them."""
     every = list(names)
     totals = []
     for variant in VARIANTS:
@@ -236,7 +193,6 @@ def measured(names: Iterable[str]) -> Iterator[figures.Row]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, record."""
     parser = argparse.ArgumentParser(description="What one plan reuses of every workload.")
     parser.add_argument("--dry-run", action="store_true", help="print the figures only")
     parser.add_argument("--workloads", nargs="+", help="ids of some, which records nothing")

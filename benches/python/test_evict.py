@@ -32,7 +32,6 @@ pytestmark = pytest.mark.parametrize(
 
 
 def new_leaf() -> kvtrie.TokenSequence:
-    """The leaf that replaces an evicted one."""
     return sequence(document(next(SEEDS), LENGTH))
 
 
@@ -64,10 +63,7 @@ def test_evict(forest: Forest, meter: Meter, rng: random.Random) -> None:
 # On a shared machine the longest wall times come from others; the thread's own time does not.
 @pytest.mark.parametrize(
     "clock",
-    [
-        "wall clock",
-        pytest.param("CPU time", marks=pytest.mark.benchmark(timer=time.thread_time)),
-    ],
+    ["wall clock", pytest.param("CPU time", marks=pytest.mark.benchmark(timer=time.thread_time))],
 )
 def test_evict_call_by_call(forest: Forest, clock: str, meter: Meter, rng: random.Random) -> None:
     index, evict = forest.index, forest.index.evict

@@ -29,12 +29,10 @@ pytestmark = pytest.mark.parametrize(
 
 
 def tail(seed: int) -> list[Tokens]:
-    """What the sequence grows by, as separate arrays."""
     return [ids.copy() for ids in document(NEW + seed, 16 * GROWTHS).reshape(GROWTHS, 16)]
 
 
 def spare_ids(index: kvtrie.RadixIndex) -> npt.NDArray[np.int32]:
-    """Ids of the pool that back nothing."""
     return np.arange(index.num_blocks - GROWTHS, index.num_blocks, dtype=np.int32)
 
 

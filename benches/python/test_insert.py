@@ -38,7 +38,6 @@ pytestmark = pytest.mark.parametrize(
 
 @pytest.fixture
 def fresh(forest: Forest, rng: random.Random) -> Callable[[], kvtrie.TokenSequence]:
-    """Makes sequences that were never cached."""
     shuffle_recency(forest, rng)
     return lambda: sequence(document(next(SEEDS), forest.shape.length))
 

@@ -30,7 +30,6 @@ BLOCKS = (LENGTH + STEPS) // BLOCK_SIZE
 
 
 def running() -> tuple[kvtrie.SequenceLedger, list[str]]:
-    """A ledger of requests whose prompts are computed, and their names."""
     ledger = kvtrie.SequenceLedger(BLOCK_SIZE)
     names = [f"request-{number}" for number in range(REQUESTS)]
     for number, name in enumerate(names):

@@ -21,10 +21,7 @@ STRANGER = 1 << 20
 
 
 @pytest.mark.parametrize(
-    "forest",
-    [Shape(length, length) for length in (512, 8_192, 102_400)],
-    ids=str,
-    indirect=True,
+    "forest", [Shape(length, length) for length in (512, 8_192, 102_400)], ids=str, indirect=True
 )
 @pytest.mark.parametrize("state", ["warm", "cold"])
 @pytest.mark.parametrize(("where", "position"), [("token 0", 0), ("the last token", -1)])

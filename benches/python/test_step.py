@@ -34,8 +34,6 @@ pytestmark = pytest.mark.parametrize("forest", [Shape(LENGTH, LENGTH)], ids=str,
 
 @pytest.fixture
 def half_cached(forest: Forest, rng: random.Random) -> Callable[[], Step]:
-    """Makes steps whose requests continue cached prefixes with new tokens."""
-
     def request() -> kvtrie.TokenSequence:
         old = forest.rows[forest.draw_later(rng, "cold"), :CACHED]
         return sequence(np.concatenate([old, document(next(SEEDS), LENGTH - CACHED)]))

@@ -27,10 +27,7 @@ SEEDS = count(NEW)
 
 
 @pytest.mark.parametrize(
-    "forest",
-    [Shape(length, length) for length in (512, 8_192, 102_400)],
-    ids=str,
-    indirect=True,
+    "forest", [Shape(length, length) for length in (512, 8_192, 102_400)], ids=str, indirect=True
 )
 @pytest.mark.parametrize("state", ["warm", "cold"])
 @pytest.mark.parametrize("source", ["sequence", "array"])

@@ -1,10 +1,9 @@
 """Replays recorded traffic: `python benches/python/traces.py --traces FOLDER`.
 
-A trace names the blocks of each request by ids, equal ids meaning equal prefixes. Here every id is
-mapped to its own block of token ids. A request is looked up, planned, given blocks, which evicts
-where the pool is full, inserted and released, as by an engine; the clock starts when its token ids
-are in a numpy array. With room for everything, the share of blocks found must be what the trace
-allows.
+A trace names the blocks of each request by ids. Every id is mapped to its own block of token ids. A
+request is looked up, planned, given blocks (which evicts), inserted and released; the clock starts
+when its token ids are in a numpy array. With room for everything, the share of blocks found must be
+what the trace allows.
 """
 
 from __future__ import annotations
@@ -56,8 +55,6 @@ POOLS = (None, 0.25)
 
 @dataclass
 class Replay:
-    """What one replay measured: seconds per request, and blocks that were hit."""
-
     num_blocks: int = 0
     hit_blocks: int = 0
     evicted: int = 0
@@ -68,21 +65,12 @@ class Replay:
 
 
 def read(path: Path) -> Requests:
-    """The block ids of each request, in order of time.
-
-    Args:
-        path: A file of gzipped JSON lines with `hash_ids`.
-    """
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         return [np.array(json.loads(line)["hash_ids"], dtype=np.int64) for line in lines]
 
 
 def ideal_share(requests: Requests) -> float:
-    """The share of blocks that a prefix cache without limits finds, by a set of ids.
-
-    Args:
-        requests: The block ids of each request.
-    """
+    """The share of blocks that a prefix cache without limits finds, by a set of ids."""
     seen: set[int] = set()
     hits = 0
     for request in requests:
@@ -93,13 +81,7 @@ def ideal_share(requests: Requests) -> float:
 
 
 def replay(requests: Requests, table: npt.NDArray[np.uint32], num_blocks: int) -> Replay:
-    """Serve the requests one after the other.
-
-    Args:
-        requests: The block ids of each request.
-        table: The token ids of each block id, one block per row.
-        num_blocks: Blocks in the pool, at least as many as the longest request has, and one.
-    """
+    """Serve the requests one after the other."""
     block_size = table.shape[1]
     index = kvtrie.RadixIndex(num_blocks, block_size, moved_runs=False, seed=0)
     pool = kvtrie.BlockAllocator(num_blocks)
@@ -137,13 +119,7 @@ def replay(requests: Requests, table: npt.NDArray[np.uint32], num_blocks: int) -
 
 
 def rows_of(name: str, result: Replay, ideal: float) -> list[figures.Row]:
-    """The rows of one replay.
-
-    Args:
-        name: Trace and pool in words.
-        result: What was measured.
-        ideal: The share of hits that a pool for everything gives.
-    """
+    """The rows of one replay."""
     notes = {"requests": len(result.turn), "blocks": result.num_blocks}
     rows: list[figures.Row] = [
         {
@@ -175,11 +151,7 @@ def rows_of(name: str, result: Replay, ideal: float) -> list[figures.Row]:
 
 
 def measured(trace: Trace, path: Path) -> list[figures.Row]:
-    """Replay one trace with every pool.
-
-    Raises:
-        RuntimeError: The index found another share of blocks than the trace allows.
-    """
+    """Replay one trace with every pool."""
     requests = read(path)
     ideal = ideal_share(requests)
     distinct = np.unique(np.concatenate(requests)).size
@@ -200,7 +172,6 @@ def measured(trace: Trace, path: Path) -> list[figures.Row]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, record."""
     default = Path(__file__).resolve().parents[3] / "shared" / "traces"
     parser = argparse.ArgumentParser(description="Replay recorded traffic.")
     parser.add_argument("--traces", type=Path, default=default, help="folder of the trace files")

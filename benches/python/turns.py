@@ -1,11 +1,8 @@
 """What is left of a turn under each turn policy: `python benches/python/turns.py`.
 
-A turn of a workload is over and cached. A policy closes it; then another request may need as many
-blocks as the turn's reasoning fills, and takes them from the free list and then from the index. The
-next prompt is planned exactly and approximately. The script counts the tokens that are still
-cached, those that were removed, and those that the next prompt reuses. Policies are those of
-`kvtrie.tags`, fed token by token; a further one is that of engines that keep nothing of a turn but
-its prompt. Nothing is timed, so the figures are the same on every machine.
+A turn is cached, and a policy of `kvtrie.tags` closes it; then another request may need as many
+blocks as the turn's reasoning fills. The next prompt is planned exactly and approximately. Tokens
+are counted; nothing is timed, so the figures are the same on every machine.
 """
 
 from __future__ import annotations
@@ -53,20 +50,10 @@ POLICIES: dict[str, tags.TurnPolicy | None] = {
 class Left:
     """What is left of a turn, in tokens.
 
-    Args:
-        workload: Which edit makes the next prompt.
-        policy: What closed the turn.
-        needed: Blocks that another request needs afterwards, in tokens.
-        cached: Tokens in whole blocks before.
-        kept: Tokens in the index before the next prompt comes.
-        freed: Tokens whose blocks the policy freed.
-        dead: Tokens whose blocks it marked.
-        evicted: Tokens whose blocks were evicted for that request.
-        evicted_dead: Those of them that were marked.
-        prompt: Tokens of the next prompt.
-        exact: Those that an exact plan reuses.
-        approximate_exact: Those that an approximate plan reuses exactly.
-        approximate_moved: Those that it reuses otherwise.
+    `needed` is for another request; `kept` is in the index before the next prompt comes;
+    `evicted_dead` are those of `evicted` that the policy had marked. An exact plan of the prompt
+    reuses `exact`; an approximate one `approximate_exact` exactly, and `approximate_moved`
+    otherwise.
     """
 
     workload: str
@@ -85,17 +72,14 @@ class Left:
 
     @property
     def reused(self) -> int:
-        """Tokens of the prompt that the approximate plan reuses."""
         return self.approximate_exact + self.approximate_moved
 
     @property
     def exact_compute(self) -> int:
-        """Tokens of the prompt that are computed after the exact plan."""
         return self.prompt - self.exact
 
     @property
     def approximate_compute(self) -> int:
-        """Tokens of the prompt that are computed after the approximate plan."""
         return self.prompt - self.reused
 
     def row(self) -> figures.Row:
@@ -128,15 +112,7 @@ def tagger() -> tags.Tagger:
 
 @dataclass(frozen=True)
 class Finished:
-    """A turn that is over, before anything is done about it.
-
-    Args:
-        name: The workload's id.
-        case: Its tokens and the next prompt.
-        stream: The spans of the cached tokens.
-        asked: Tokens of the last request's prompt.
-        needed: Blocks wholly inside reasoning.
-    """
+    """A turn that is over, before anything is done about it."""
 
     name: str
     case: Conversation
@@ -146,12 +122,7 @@ class Finished:
 
     @classmethod
     def of(cls, name: str, scale: float = 1.0) -> Finished:
-        """The turn of a workload.
-
-        Args:
-            name: Its id.
-            scale: Factor of the lengths of texts.
-        """
+        """The turn of a workload."""
         case = WORKLOADS[name].build(seed=1, scale=scale)
         stream = tagger().stream()
         for token in case.cached:
@@ -164,12 +135,6 @@ class Finished:
         return cls(name, case, stream, asked, needed)
 
     def left(self, policy: str, *, pressed: bool) -> Left:
-        """Close the turn and plan the next prompt, in a new index.
-
-        Args:
-            policy: A name in `POLICIES`.
-            pressed: Whether as many blocks are needed as the reasoning fills.
-        """
         seq = sequence(self.case.cached)
         num_blocks = self.case.num_computed // BLOCK_SIZE
         index = kvtrie.RadixIndex(num_blocks, BLOCK_SIZE, seed=0)
@@ -209,23 +174,15 @@ class Finished:
         )
 
     def _reused(self, index: kvtrie.RadixIndex, policy: kvtrie.ReusePolicy) -> tuple[int, int]:
-        """Tokens of the next prompt that a plan reuses exactly and otherwise."""
         with index.plan(sequence(self.case.prompt), policy) as plan:
             return plan.num_exact, plan.num_approximate
 
 
 def _whole_blocks(start: int, end: int) -> int:
-    """How many blocks are wholly in a range."""
     return max(0, end // BLOCK_SIZE - -(-start // BLOCK_SIZE))
 
 
 def measured(names: Iterable[str] = NAMES, scale: float = 1.0) -> Iterator[Left]:
-    """What is left of each workload's turn under each policy.
-
-    Args:
-        names: Ids of workloads.
-        scale: Factor of the lengths of texts.
-    """
     for name in names:
         turn = Finished.of(name, scale)
         for policy in POLICIES:
@@ -234,7 +191,6 @@ def measured(names: Iterable[str] = NAMES, scale: float = 1.0) -> Iterator[Left]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Count, print, record."""
     parser = argparse.ArgumentParser(description="What is left of a turn under each policy.")
     parser.add_argument("--dry-run", action="store_true", help="print the tables only")
     options = parser.parse_args(arguments)

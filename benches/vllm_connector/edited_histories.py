@@ -27,14 +27,12 @@ VOCAB = 512
 
 
 def workloads() -> list[str]:
-    """The ids of the workloads that are asked for, variants included."""
     from workloads.registry import WORKLOADS  # noqa: PLC0415 - after the path above
 
     return [name for name in WORKLOADS if name.startswith(FAMILIES)]
 
 
 def conversation(name: str, number: int, scale: float) -> tuple[list[int], list[int], int]:
-    """A computed history, the next prompt, and how many of its tokens are new."""
     from workloads.registry import WORKLOADS  # noqa: PLC0415 - as above
 
     case = WORKLOADS[name].build(number, scale=scale)
@@ -45,7 +43,6 @@ def conversation(name: str, number: int, scale: float) -> tuple[list[int], list[
 
 
 def measure(configuration: str, rounds: int, scale: float) -> None:
-    """Run all workloads in this process, and print a line of JSON for each."""
     from tests.vllm import models  # noqa: PLC0415 - as above
     from tests.vllm.engine import Engine  # noqa: PLC0415 - as above
 
@@ -82,7 +79,6 @@ def measure(configuration: str, rounds: int, scale: float) -> None:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=CONFIGURATIONS)
     parser.add_argument("--rounds", type=int, default=3)

@@ -2,33 +2,19 @@
 
     make bench-vllm
 
-In one engine in one process the connector is removed and put back: between requests, and while a
-batch decodes, for a few steps at a time, the first of which is not timed. So all but the connector
-is the same: code, memory, and the pool, which is as if the connector had never been removed
-(`Bench.keep_up`). A round has four members in random order; where they are requests, each has a new
-prompt:
+In one engine in one process the connector is removed and put back, so that all else is the same;
+the pool is as if it had never been removed (`Bench.keep_up`). A round has four members in random
+order, each with a new prompt: *off* and *control* have no connector, and differ by what the method
+does; *plumbing* has one that does nothing; *kvtrie* plans, finds nothing, tags the tokens and
+updates its index.
 
-* *off* and *control*: vLLM without a connector. Their difference is what the method itself does.
-* *plumbing*: a connector that does nothing: what vLLM pays for having any.
-* *kvtrie*: the connector, which plans and finds nothing, tags the tokens, and updates its index of
-  the pool.
+Differences from *off* in the same round are paired: their mean, their median, and the upper end of
+the mean's one-sided 95 % interval (Student's t). The pool has room, or is full, so that every
+allocated block is evicted from vLLM's cache and from kvtrie's index.
 
-Differences from *off* in the same round are paired. Their mean is printed, their median, and the
-upper end of the mean's one-sided 95 % interval (Student's t).
-
-The pool has room, or is full: then every allocated block is evicted from vLLM's cache and from
-kvtrie's index, as in a warm server.
-
-What is timed is the engine's core (scheduler, worker, model), by the processor time of the whole
-process. Tokenizer, detokenizer and HTTP are not part of it. The model is tiny, so that a step takes
-a few milliseconds: the same microseconds are a far smaller part of a real one's. Garbage is
-collected between members, not inside.
-
-Removing the connector sets ``scheduler.connector`` and the worker's agent to None, and undoes
-what vLLM's scheduler decides at its start for connectors that load (freed blocks wait for steps in
-flight). What else vLLM decides at its start does not show here: it asks a connector for a layout of
-the KV and for piecewise graphs, and kvtrie wants neither; it leaves out attention backends that
-support no connectors.
+Timed is the processor time of the process that runs the engine's core, without tokenizer,
+detokenizer and HTTP. The model is tiny, so the same microseconds are a far smaller part of a real
+model's step. What vLLM decides at its start because there is a connector does not show.
 """
 
 from __future__ import annotations
@@ -95,8 +81,6 @@ CALLS = (
 
 
 class Plumbing(KVConnectorBase_V1, SupportsHMA):
-    """A connector that does nothing."""
-
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         """Nothing."""
 
@@ -110,30 +94,21 @@ class Plumbing(KVConnectorBase_V1, SupportsHMA):
         """Nothing."""
 
     def get_num_new_matched_tokens(self, request: Request, num: int) -> tuple[int, bool]:  # noqa: ARG002 - vLLM's
-        """Nothing."""
         return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num: int) -> None:  # noqa: ANN401 - vLLM's
         """Nothing."""
 
     def build_connector_meta(self, output: Any) -> KVConnectorMetadata:  # noqa: ANN401, ARG002 - vLLM's
-        """Nothing."""
         return KVConnectorMetadata()
 
     def request_finished_all_groups(self, request: Request, ids: Any) -> tuple[bool, None]:  # noqa: ANN401, ARG002 - vLLM's
-        """Nothing."""
         return False, None
 
 
 @dataclass(frozen=True)
 class Work:
-    """Requests that run at once.
-
-    Attributes:
-        name: For people.
-        num_requests: How many.
-        prompt_tokens: Tokens of each prompt.
-    """
+    """Requests that run at once."""
 
     name: str
     num_requests: int
@@ -141,7 +116,6 @@ class Work:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that they take with a short answer."""
         return self.num_requests * -(-(self.prompt_tokens + ANSWER) // BLOCK)
 
 
@@ -206,7 +180,6 @@ class Bench:
             self.engine.pool._reuse_watchers = {}
 
     def keep_up(self, requests: list[Request]) -> None:
-        """Report to kvtrie what has happened without it."""
         if self._watchers is None:
             return
         pool, sources = self.engine.pool, self.kvtrie[0].planner.sources
@@ -224,7 +197,6 @@ class Bench:
             sources.offer(TokenSequence(tokens, space), ids, written)
 
     def _requests(self, work: Work, answer: int, rng: random.Random) -> list[dict[str, Any]]:
-        """New requests."""
         params = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True, detokenize=False)
         asked = []
         for _ in range(work.num_requests):
@@ -251,7 +223,6 @@ class Bench:
         self._core.post_step(self._core.step_fn()[1])
 
     def run(self, member: str, work: Work, rng: random.Random) -> dict[str, float]:
-        """Requests from arrival to end: seconds of processor time."""
         clock = time.process_time
         asked = self._requests(work, ANSWER, rng)
         self.switch(member)
@@ -300,18 +271,15 @@ class Bench:
             self._step()
 
     def reset(self) -> None:
-        """Forget all, and start with an empty pool."""
         self.switch("kvtrie")
         self.engine.reset()
 
     def fill(self, rng: random.Random) -> None:
-        """Fill the pool with blocks that kvtrie's index has."""
         self.reset()
         for _ in range(self.engine.pool.num_gpu_blocks // PROMPT.num_blocks + 2):
             self.run("kvtrie", PROMPT, rng)
 
     def watch_calls(self) -> dict[str, float]:
-        """Seconds inside kvtrie's calls from now on, by name."""
         spent: dict[str, float] = defaultdict(float)
 
         def timed(name: str, call: Callable[..., object]) -> Callable[..., object]:
@@ -330,7 +298,6 @@ class Bench:
         return spent
 
     def unwatch_calls(self) -> None:
-        """Remove the clocks."""
         for half in self.kvtrie:
             for name in CALLS:
                 delattr(half, name)
@@ -350,7 +317,6 @@ def collected() -> Iterator[None]:
 
 
 def report(name: str, rounds: list[dict[str, float]]) -> None:
-    """Print a row of the table."""
     base = statistics.fmean(one["off"] for one in rounds)
     cells = [name, str(len(rounds)), f"{base * 1e3:.3f}"]
     for member in MEMBERS[1:]:
@@ -368,7 +334,6 @@ def report(name: str, rounds: list[dict[str, float]]) -> None:
 def report_requests(
     bench: Bench, work: Work, num_pairs: int, rng: random.Random, *, is_full: bool
 ) -> None:
-    """Measure whole requests, and print their rows."""
     rounds: list[dict[str, dict[str, float]]] = []
     room, num_blocks = 0, len(MEMBERS) * work.num_blocks
     if is_full:
@@ -391,7 +356,6 @@ def report_requests(
 
 
 def report_steps(bench: Bench, work: Work, num_pairs: int, rng: random.Random) -> None:
-    """Measure decode steps, and print their row."""
     rounds: list[dict[str, float]] = []
     bench.fill(rng)
     with collected():
@@ -402,7 +366,6 @@ def report_steps(bench: Bench, work: Work, num_pairs: int, rng: random.Random) -
 
 
 def report_calls(bench: Bench, work: Work, rng: random.Random, num_rounds: int = 20) -> None:
-    """Print what kvtrie's own calls take, timed one by one."""
     spent = bench.watch_calls()
     for _ in range(num_rounds):
         bench.run("kvtrie", work, rng)
@@ -416,7 +379,6 @@ def report_calls(bench: Bench, work: Work, rng: random.Random, num_rounds: int =
 
 
 def main() -> None:
-    """Print the overhead."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--blocks", type=int, default=2_048, help="of the pool")

@@ -45,11 +45,8 @@ _COMPUTE = 2
 class Reach:
     """The tokens of one prompt that could be reused.
 
-    Args:
-        prefix: How many tokens from the front are cached under the same whole prefix, of any
-            length.
-        matched: One bool per token: whether it is in a run of at least `min_run` tokens that is
-            cached anywhere.
+    `prefix` tokens from the front are cached under the same whole prefix; `matched` has one bool
+    per token: whether it is in a run of at least `min_run` tokens that is cached anywhere.
     """
 
     prefix: int
@@ -57,34 +54,23 @@ class Reach:
 
     @property
     def mask(self) -> Mask:
-        """One bool per token: whether it is in the prefix or in a match."""
         mask = self.matched.copy()
         mask[: self.prefix] = True
         return mask
 
     @property
     def total(self) -> int:
-        """The number of tokens that could be reused: prefix and matches together."""
         return int(np.count_nonzero(self.mask))
 
     @property
     def share(self) -> float:
-        """The share of the prompt that could be reused; 0 for an empty prompt."""
         return self.total / max(1, len(self.matched))
 
 
 class Ceiling:
-    """All cached sequences, to compare prompts with.
+    """All cached sequences, to compare prompts with; each namespace needs its own.
 
-    Args:
-        cached: The sequences, each from position 0. Each namespace needs its own ceiling.
-        block_size: Only whole blocks are cached: 1 for all tokens.
-        min_run: The shortest run that counts.
-        num_computed: How many tokens of each sequence have KV; None if all have. Blocks that are
-            not wholly below are not cached.
-
-    Raises:
-        ValueError: An argument is out of range, or `num_computed` is not as long as `cached`.
+    Only whole blocks of the tokens that have KV (`num_computed`, by sequence) are cached.
     """
 
     def __init__(
@@ -128,15 +114,7 @@ class Ceiling:
         return sum(map(len, self._sequences))
 
     def of(self, prompt: ArrayLike, *, keep_last: int = 0) -> Reach:
-        """The tokens of a prompt that could be reused.
-
-        Args:
-            prompt: Its token ids.
-            keep_last: Tokens at its end that are computed anyway.
-
-        Raises:
-            ValueError: `keep_last` is negative, or the prompt is not one row of ids.
-        """
+        """The tokens of a prompt that could be reused."""
         if keep_last < 0:
             message = f"Ceiling.of: keep_last is {keep_last}, at least 0 is needed"
             raise ValueError(message)
@@ -160,15 +138,6 @@ class Ceiling:
 
 
 def coverage(segments: npt.NDArray[np.void], reach: Reach) -> float:
-    """The share of the reusable tokens that a plan reuses.
-
-    Args:
-        segments: `plan.segments`, or any structured array with `start`, `end` and `class`.
-        reach: What could be reused.
-
-    Returns:
-        The share; 1.0 if nothing could be reused.
-    """
     planned = reused(segments, len(reach.matched))
     possible = reach.mask
     count = int(np.count_nonzero(possible))
@@ -176,12 +145,7 @@ def coverage(segments: npt.NDArray[np.void], reach: Reach) -> float:
 
 
 def reused(segments: npt.NDArray[np.void], num_tokens: int) -> Mask:
-    """One bool per token of a prompt: whether a plan reuses it, in place or copied.
-
-    Args:
-        segments: `plan.segments`, or any structured array with `start`, `end` and `class`.
-        num_tokens: Tokens of the prompt.
-    """
+    """One bool per token of a prompt: whether a plan reuses it, in place or copied."""
     mask = np.zeros(num_tokens, dtype=np.bool_)
     for start, end, label in zip(
         segments["start"].tolist(),
@@ -241,7 +205,6 @@ def _paired(names: _Names, step: int) -> _Names:
 
 
 def _look_up(known: _Names, pairs: _Names) -> _Names:
-    """The index of each pair among the known ones."""
     if not len(known):
         return np.full(len(pairs), _UNKNOWN, dtype=np.int64)
     places = np.minimum(np.searchsorted(known, pairs), len(known) - 1)
@@ -249,7 +212,6 @@ def _look_up(known: _Names, pairs: _Names) -> _Names:
 
 
 def _shared(cached: _Names, prompt: _Names) -> int:
-    """Length of the common prefix."""
     length = min(len(cached), len(prompt))
     differ = np.flatnonzero(cached[:length] != prompt[:length])
     return int(differ[0]) if differ.size else length

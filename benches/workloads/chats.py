@@ -8,11 +8,6 @@ _CHAT_SEEDS = 1 << 48
 class Chat:
     """One conversation: a history of `history` tokens, then turns of `turn` tokens.
 
-    Args:
-        number: Which conversation; no two share a token run.
-        history: Tokens before the first turn.
-        turn: New tokens per turn, question and answer together.
-
     Example:
         >>> chat = Chat(0, history=64, turn=16)
         >>> len(chat.after(0)), len(chat.after(2)), len(chat.new(1))
@@ -25,9 +20,7 @@ class Chat:
         self._seed = _CHAT_SEEDS + number
 
     def after(self, turns: int) -> Tokens:
-        """All tokens after `turns` turns."""
         return document(self._seed, self.history + turns * self.turn)
 
     def new(self, turn: int) -> Tokens:
-        """The tokens that a turn appends."""
         return document(self._seed, self.turn, start=self.history + turn * self.turn)

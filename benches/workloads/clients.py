@@ -18,11 +18,7 @@ _NEW_ORDER = (5, 2, 7, 0, 3, 6, 1, 4)
 
 
 def close_turn(name: str) -> Callable[[Writer, ChatTurn], Conversation]:
-    """A chat turn ends, and the template drops its reasoning.
-
-    Args:
-        name: The template, in `workloads.templates.TEMPLATES`.
-    """
+    """A chat turn ends, and the template drops its reasoning."""
     template = TEMPLATES[name]
 
     def client(writer: Writer, shape: ChatTurn) -> Conversation:
@@ -35,7 +31,6 @@ def close_turn(name: str) -> Callable[[Writer, ChatTurn], Conversation]:
 
 
 def keep(writer: Writer, shape: ChatTurn) -> Conversation:
-    """The reasoning stays, and a new question is appended."""
     head = _head(writer, shape)
     turn, _ = KEEP.turn(writer, shape.reasoning, shape.answer)
     return conversation([*head, *turn], [*head, *turn, *_asked(writer, shape.question, KEEP)])
@@ -45,21 +40,10 @@ def keep(writer: Writer, shape: ChatTurn) -> Conversation:
 
 
 class _Run:
-    """An agent's run as it was generated, in the parts that an edit may replace or drop.
-
-    Args:
-        writer: Writes the texts.
-        shape: How long they are.
-        template: How reasoning is written, and what stays of it.
-        head: What comes before the first reasoning; None is system prompt and question.
-    """
+    """An agent's run as it was generated, in the parts that an edit may replace or drop."""
 
     def __init__(
-        self,
-        writer: Writer,
-        shape: AgentRun,
-        template: Template = KEEP,
-        head: Pieces | None = None,
+        self, writer: Writer, shape: AgentRun, template: Template = KEEP, head: Pieces | None = None
     ) -> None:
         self.head = _head(writer, shape) if head is None else head
         self.reasoning: list[tuple[Pieces, Pieces]] = []
@@ -100,12 +84,10 @@ class _Run:
         return pieces
 
     def cached(self) -> Pieces:
-        """All that was asked and generated."""
         return [*self.rounds(), *self.final]
 
 
 def inside_loop(writer: Writer, shape: AgentRun) -> Conversation:
-    """A tool answers, and its result is appended."""
     run = _Run(writer, shape)
     everything = run.rounds()
     # The last call was generated; its result and the markers around it are new.
@@ -114,11 +96,7 @@ def inside_loop(writer: Writer, shape: AgentRun) -> Conversation:
 
 
 def close_run(name: str) -> Callable[[Writer, AgentRun], Conversation]:
-    """The user speaks again, and the template drops the reasoning of the whole run.
-
-    Args:
-        name: The template, in `workloads.templates.TEMPLATES`.
-    """
+    """The user speaks again, and the template drops the reasoning of the whole run."""
     template = TEMPLATES[name]
 
     def client(writer: Writer, shape: AgentRun) -> Conversation:
@@ -132,12 +110,7 @@ def close_run(name: str) -> Callable[[Writer, AgentRun], Conversation]:
 def clear_results(
     *, oldest: int | None = None, keep_last: int = 0
 ) -> Callable[[Writer, AgentRun], Conversation]:
-    """Old tool results are replaced by a notice.
-
-    Args:
-        oldest: How many are; None for all but the last.
-        keep_last: How many of the last stay where `oldest` is None.
-    """
+    """Old tool results are replaced by a notice."""
 
     def client(writer: Writer, shape: AgentRun) -> Conversation:
         run = _Run(writer, shape)
@@ -181,11 +154,7 @@ class _Edges:
         self._count = 0
 
     def of(self, pieces: Pieces) -> tuple[Pieces, Pieces]:
-        """The pieces with edges: as they were generated, and as they come back.
-
-        Args:
-            pieces: Markers are left as they are.
-        """
+        """The pieces with edges: as they were generated, and as they come back."""
         old: Pieces = []
         new: Pieces = []
         for piece in pieces:
@@ -226,7 +195,6 @@ def flip_effort(writer: Writer, shape: AgentRun) -> Conversation:
 
 
 def edit_result(writer: Writer, shape: AgentRun) -> Conversation:
-    """The second tool result is edited, and the reasoning after it is dropped."""
     run = _Run(writer, shape, TEMPLATES["qwen3"])
     edited = min(1, shape.rounds - 1)
     results = list(run.results)
@@ -242,8 +210,6 @@ def edit_result(writer: Writer, shape: AgentRun) -> Conversation:
 
 
 def slide(dropped: int) -> Callable[[Writer, LongChat], Conversation]:
-    """The oldest turns after the system prompt are dropped."""
-
     def client(writer: Writer, shape: LongChat) -> Conversation:
         head, turns = _chat(writer, shape)
         asked = _asked(writer, shape.question, _PLAIN)
@@ -253,11 +219,9 @@ def slide(dropped: int) -> Callable[[Writer, LongChat], Conversation]:
 
 
 def compact(writer: Writer, shape: LongChat) -> Conversation:
-    """A summary replaces all turns but the last two."""
     head, turns = _chat(writer, shape)
     summary = flat(
-        writer.mark("user"),
-        writer.text(max(1, round(shape.answer * _SUMMARY_ANSWERS)), "user"),
+        writer.mark("user"), writer.text(max(1, round(shape.answer * _SUMMARY_ANSWERS)), "user")
     )
     asked = _asked(writer, shape.question, _PLAIN)
     return conversation(flat(head, *turns), flat(head, summary, *turns[-2:], asked))
@@ -278,13 +242,7 @@ def edit_first(writer: Writer, shape: LongChat) -> Conversation:
 
 
 def change_head(start: int, old: int, new: int) -> Callable[[Writer, LongChat], Conversation]:
-    """Some tokens near the beginning differ in every request.
-
-    Args:
-        start: How many tokens come before them.
-        old: How many they were.
-        new: How many they are.
-    """
+    """Some tokens near the beginning differ in every request."""
 
     def client(writer: Writer, shape: LongChat) -> Conversation:
         before = flat(writer.mark("bos"), writer.text(start - 1, "system"))
@@ -301,7 +259,6 @@ def change_head(start: int, old: int, new: int) -> Callable[[Writer, LongChat], 
 
 
 def reorder_documents(writer: Writer, shape: Rag) -> Conversation:
-    """The documents come in another order."""
     head, documents, question, answer = _documents(writer, shape)
     order = sorted(range(shape.documents), key=lambda n: (n // 8, _NEW_ORDER.index(n % 8)))
     return conversation(
@@ -311,7 +268,6 @@ def reorder_documents(writer: Writer, shape: Rag) -> Conversation:
 
 
 def drop_document(writer: Writer, shape: Rag) -> Conversation:
-    """The third document is gone."""
     head, documents, question, answer = _documents(writer, shape)
     left = [document for number, document in enumerate(documents) if number != 2]
     return conversation(flat(head, documents, question, answer), flat(head, left, question))
@@ -330,7 +286,6 @@ _PLAIN = Template("")
 
 
 def _head(writer: Writer, shape: ChatTurn | AgentRun) -> Pieces:
-    """System prompt and first question, up to where the assistant begins."""
     return flat(
         writer.mark("bos"),
         writer.system(shape.system + shape.extra),
@@ -341,7 +296,6 @@ def _head(writer: Writer, shape: ChatTurn | AgentRun) -> Pieces:
 
 
 def _asked(writer: Writer, question: int, template: Template) -> Pieces:
-    """A new question, up to where the model goes on."""
     return flat(
         writer.mark("user"),
         writer.text(question, "user"),
@@ -350,7 +304,6 @@ def _asked(writer: Writer, question: int, template: Template) -> Pieces:
 
 
 def _chat(writer: Writer, shape: LongChat) -> tuple[Pieces, list[Pieces]]:
-    """System prompt, and turns that begin with the marker and the text of their question."""
     head = flat(writer.mark("bos"), writer.system(shape.system + shape.extra))
     turns = [
         flat(
@@ -366,7 +319,6 @@ def _chat(writer: Writer, shape: LongChat) -> tuple[Pieces, list[Pieces]]:
 
 
 def _documents(writer: Writer, shape: Rag) -> tuple[Pieces, Pieces, Pieces, Pieces]:
-    """What comes before the documents, the documents, the question, and the answer."""
     head = flat(writer.mark("bos", "user"), writer.text(shape.extra, "user"))
     documents = writer.documents(shape.documents, shape.document)
     question = flat(writer.text(shape.question, "user"), writer.mark("assistant"))

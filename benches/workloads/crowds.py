@@ -13,11 +13,6 @@ class Crowd:
 
     They are made when asked for: ten million tokens need no second copy next to the index.
 
-    Args:
-        cached_tokens: Tokens in all, 10**4 to 10**8.
-        length: Tokens in each document.
-        seed: Another seed is another crowd.
-
     Example:
         >>> crowd = Crowd(10_000, 512)
         >>> len(crowd), len(crowd[0])
@@ -46,5 +41,4 @@ class Crowd:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all."""
         return self._count * self.length

@@ -18,14 +18,6 @@ def document(seed: int, length: int, start: int = 0) -> Tokens:
 
     The generator is spelled out here because numpy's own streams may differ between its versions.
 
-    Args:
-        seed: Names the document.
-        length: How many tokens.
-        start: Position of the first one, so that a document can be made in pieces.
-
-    Returns:
-        A contiguous uint32 array.
-
     Example:
         >>> document(0, 4).tolist() == document(0, 8)[:4].tolist()
         True
@@ -45,16 +37,7 @@ def document(seed: int, length: int, start: int = 0) -> Tokens:
 
 
 def documents(seed: int, count: int, length: int) -> npt.NDArray[np.uint32]:
-    """`count` documents with the seeds `seed` to `seed + count - 1`, one per row.
-
-    Args:
-        seed: Seed of the first.
-        count: How many.
-        length: Tokens in each.
-
-    Returns:
-        A contiguous uint32 array of shape (count, length).
-    """
+    """`count` documents with the seeds `seed` to `seed + count - 1`, one per row."""
     rows = np.empty((count, length), dtype=np.uint32)
     for number in range(count):
         rows[number] = document(seed + number, length)
@@ -62,22 +45,14 @@ def documents(seed: int, count: int, length: int) -> npt.NDArray[np.uint32]:
 
 
 def other_first_token(tokens: Tokens) -> Tokens:
-    """A copy with another first token: nothing of it is cached.
-
-    Returns:
-        The copy.
-    """
+    """A copy with another first token: nothing of it is cached."""
     changed = tokens.copy()
     changed[0] ^= 1
     return changed
 
 
 def other_last_token(tokens: Tokens) -> Tokens:
-    """A copy with another last token: all but the last block is cached.
-
-    Returns:
-        The copy.
-    """
+    """A copy with another last token: all but the last block is cached."""
     changed = tokens.copy()
     changed[-1] ^= 1
     return changed

@@ -31,12 +31,7 @@ VERSION = 1
 
 
 def write(path: Path, conversations: Iterable[Conversation]) -> None:
-    """Write conversations to a file, all or nothing.
-
-    Args:
-        path: Where; its folder is made if need be.
-        conversations: In this order.
-    """
+    """Write conversations to a file, all or nothing."""
     every = list(conversations)
     parts: list[Tokens] = [np.array([MAGIC, VERSION, len(every)], dtype=np.uint32)]
     for each in every:
@@ -49,7 +44,6 @@ def write(path: Path, conversations: Iterable[Conversation]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the conversations that the command line asks for."""
     parser = argparse.ArgumentParser(description="Write conversations of a workload to a file.")
     parser.add_argument("workload", choices=tuple(WORKLOADS))
     parser.add_argument("--conversations", type=int, default=200)

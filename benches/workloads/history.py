@@ -26,8 +26,6 @@ class Piece:
 
 
 class Span(NamedTuple):
-    """Tokens of one kind, as the arguments of `kvtrie.Span`."""
-
     start: int
     end: int
     kind: str
@@ -42,17 +40,14 @@ class Kept(NamedTuple):
 
     @property
     def delta(self) -> int:
-        """By how much they moved."""
         return self.start - self.old_start
 
     @property
     def end(self) -> int:
-        """Where they end in the prompt."""
         return self.start + self.length
 
     @property
     def old_end(self) -> int:
-        """Where they end in what is cached."""
         return self.old_start + self.length
 
 
@@ -74,16 +69,9 @@ class Edit(NamedTuple):
 class Conversation:
     """One conversation before its next turn.
 
-    Args:
-        cached: The turn before: its prompt and the ids that were generated.
-        num_computed: How many of these have KV: the last sampled token has none.
-        prompt: What the client sends next.
-        spans: Kinds of the cached tokens, ascending.
-        prompt_spans: Kinds of the prompt's tokens, ascending.
-        kept: Pieces of the cached tokens that the prompt has, ascending there. Those that stay
-            adjacent are one piece.
-        edits: What is deleted, replaced and inserted between them, in the order of the prompt.
-            Empty where pieces changed their order.
+    `cached` is the turn before, of which `num_computed` tokens have KV: the last sampled token has
+    none. `kept` and `edits` describe `prompt` in its order; `edits` is empty where pieces changed
+    their order.
     """
 
     cached: Tokens
@@ -96,32 +84,23 @@ class Conversation:
 
     @property
     def moved(self) -> tuple[Kept, ...]:
-        """The kept pieces that are at another position than before."""
         return tuple(kept for kept in self.kept if kept.delta)
 
     @property
     def reordered(self) -> bool:
-        """Whether kept pieces changed their order."""
         return any(
             after.old_start < before.old_start
             for before, after in zip(self.kept, self.kept[1:], strict=False)
         )
 
     def edited(self, action: Action) -> tuple[Edit, ...]:
-        """The edits of one sort."""
         return tuple(edit for edit in self.edits if edit.action == action)
 
 
 def conversation(
     cached: Sequence[Piece], prompt: Sequence[Piece], *, sampled: bool = True
 ) -> Conversation:
-    """Compare two histories piece by piece.
-
-    Args:
-        cached: The turn before, its generated tokens included.
-        prompt: The next one. Pieces that are the same object were kept.
-        sampled: Whether the last cached token was sampled, so that it has no KV.
-    """
+    """Compare two histories piece by piece."""
     kept = _kept(cached, prompt)
     num_cached, num_prompt = _length(cached), _length(prompt)
     return Conversation(

@@ -9,24 +9,17 @@ from workloads.registry import Workload
 
 @dataclass(frozen=True)
 class Population:
-    """Conversations that are all cached, some of which ask for their next turn.
-
-    Args:
-        conversations: All of them.
-        num_asked: How many, from the first on, have prompts of the requested length.
-    """
+    """Conversations that are all cached, some of which ask for their next turn."""
 
     conversations: tuple[Conversation, ...]
     num_asked: int
 
     @property
     def asked(self) -> tuple[Conversation, ...]:
-        """Those whose next prompt is measured."""
         return self.conversations[: self.num_asked]
 
     @property
     def num_cached(self) -> int:
-        """Cached tokens of all conversations."""
         return sum(len(each.cached) for each in self.conversations)
 
 
@@ -41,22 +34,7 @@ def population(
     text: str = "uniform",
     shared: bool = False,
 ) -> Population:
-    """Fill a cache with conversations of about equal length.
-
-    Args:
-        workload: Which.
-        conversations: How many, those that are asked included.
-        cached_tokens: Tokens that they have cached together, within one percent.
-        prompt_tokens: Length of the next prompts of those that are asked; None makes them as long
-            as all others, and all of them ask.
-        asked: How many are asked where `prompt_tokens` is given.
-        seed: As for `Workload.build`.
-        text: As for `Workload.build`.
-        shared: As for `Workload.build`.
-
-    Raises:
-        ValueError: The conversations that are asked leave no room for the others.
-    """
+    """Fill a cache with conversations of about equal length."""
 
     def build(number: int, scale: float) -> Conversation:
         return workload.build(number, seed=seed, scale=scale, text=text, shared=shared)

@@ -149,13 +149,7 @@ _ALL = (
     ),
     Workload("W09", "keep", "append", ChatTurn(), clients.keep, (95.2, 95.8), (95.2, 95.8)),
     Workload(
-        "W10",
-        "agent.inloop",
-        "append",
-        AgentRun(),
-        clients.inside_loop,
-        (95.5, 95.9),
-        (95.5, 95.9),
+        "W10", "agent.inloop", "append", AgentRun(), clients.inside_loop, (95.5, 95.9), (95.5, 95.9)
     ),
     Workload(
         "W11", "agent.close", _CLOSE, AgentRun(), clients.close_run("qwen3"), _CLOSED, _CLOSED_SPAN

@@ -10,11 +10,6 @@ _REQUEST_SEEDS = 1 << 50
 class Requests:
     """A step's requests, each with its own prefix, which may be cached, and a fresh end.
 
-    Args:
-        count: Requests in the step.
-        length: Tokens in each.
-        fresh: Tokens at the end of each that differ from step to step.
-
     Example:
         >>> step = Requests(256, length=512, fresh=64)
         >>> len(step.prompt(0, step=1)), len(step.cached(0))
@@ -27,15 +22,9 @@ class Requests:
         self.fresh = fresh
 
     def cached(self, number: int) -> Tokens:
-        """The prefix of a request that earlier steps have cached."""
         return document(_REQUEST_SEEDS + number, self.length - self.fresh)
 
     def prompt(self, number: int, step: int) -> Tokens:
-        """All tokens of a request in one step.
-
-        Args:
-            number: Which request.
-            step: Which step; each has fresh ends.
-        """
+        """All tokens of a request in one step."""
         seed = 2 * _REQUEST_SEEDS + step * self.count + number
         return np.concatenate([self.cached(number), document(seed, self.fresh)])

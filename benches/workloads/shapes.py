@@ -10,12 +10,9 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Shape:
-    """Counts of tokens; those in `_UNSCALED` count something else."""
-
     _UNSCALED = ("rounds", "turns", "documents", "extra")
 
     def scaled(self, factor: float) -> Self:
-        """The same shape with all texts longer or shorter, none of them empty."""
         changed = {
             field.name: _scaled(getattr(self, field.name), factor)
             for field in fields(self)
@@ -30,15 +27,7 @@ def _scaled(length: int, factor: float) -> int:
 
 @dataclass(frozen=True)
 class ChatTurn(Shape):
-    """System prompt, question, reasoning, answer, and then a new question.
-
-    Args:
-        system: Tokens of the system prompt.
-        question: Of each user message.
-        reasoning: Of the reasoning.
-        answer: Of the answer.
-        extra: Tokens by which the system prompt is longer, to try every alignment.
-    """
+    """System prompt, question, reasoning, answer, and then a new question."""
 
     system: int = 1_325
     question: int = 140
@@ -49,20 +38,7 @@ class ChatTurn(Shape):
 
 @dataclass(frozen=True)
 class AgentRun(Shape):
-    """A question, rounds of reasoning, tool call and tool result, then the answer.
-
-    Args:
-        system: Tokens of the system prompt with its tools.
-        question: Of each user message.
-        first_reasoning: Of the reasoning of the first round.
-        reasoning: Of that of each round after it.
-        call: Of a tool call.
-        result: Of a tool result.
-        final_reasoning: Of that before the answer.
-        answer: Of the answer.
-        rounds: How many tools are called.
-        extra: As for `ChatTurn`.
-    """
+    """A question, rounds of reasoning, tool call and tool result, then the answer."""
 
     system: int = 2_625
     question: int = 145
@@ -78,15 +54,7 @@ class AgentRun(Shape):
 
 @dataclass(frozen=True)
 class LongChat(Shape):
-    """Many turns of question and answer.
-
-    Args:
-        system: Tokens of the system prompt.
-        question: Of each user message.
-        answer: Of each answer.
-        turns: How many turns are over.
-        extra: As for `ChatTurn`.
-    """
+    """Many turns of question and answer."""
 
     system: int = 1_325
     question: int = 140
@@ -97,15 +65,7 @@ class LongChat(Shape):
 
 @dataclass(frozen=True)
 class Rag(Shape):
-    """Documents and a question about them.
-
-    Args:
-        document: Tokens of each document with its title.
-        question: Of the question.
-        answer: Of the answer.
-        documents: How many documents.
-        extra: Tokens of an instruction before the documents.
-    """
+    """Documents and a question about them."""
 
     document: int = 815
     question: int = 12

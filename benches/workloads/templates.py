@@ -27,19 +27,12 @@ class Template:
     opened: str = ""
 
     def turn(self, writer: Writer, reasoning: int, answer: int) -> tuple[list[Piece], list[Piece]]:
-        """A turn that answers, as it was generated and as the history has it.
-
-        Args:
-            writer: Writes the texts.
-            reasoning: Tokens of the reasoning, if the template has any.
-            answer: Tokens of the answer.
-        """
+        """A turn that answers, as it was generated and as the history has it."""
         before, left = self.think(writer, reasoning)
         answered, kept = _written(self.answer, writer, answer, "")
         return [*before, *answered], [*left, *kept]
 
     def think(self, writer: Writer, reasoning: int) -> tuple[list[Piece], list[Piece]]:
-        """The reasoning, as it was generated and as the history has it."""
         return _written(self.reasoning, writer, reasoning, "reasoning")
 
 

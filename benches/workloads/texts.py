@@ -27,14 +27,10 @@ def uniform(seed: int, length: int) -> Tokens:
 def worded(seed: int, length: int) -> Tokens:
     """Ids with the repetitions of written text.
 
-    Words are drawn with a probability proportional to 1 / rank (Zipf's law). A quarter of the
-    draws are phrases of 2 to 24 tokens from a book that all texts share, drawn by the same law.
+    Words are drawn by Zipf's law. A quarter of the draws are phrases of 2 to 24 tokens from a book
+    that all texts share, drawn by the same law. A shorter text of a seed is the beginning of a
+    longer one:
 
-    Args:
-        seed: Names the text.
-        length: How many tokens. A shorter text of the same seed is the beginning of a longer one.
-
-    Example:
         >>> worded(7, 100).tolist() == worded(7, 200)[:100].tolist()
         True
     """
@@ -63,7 +59,6 @@ def _words(drawn: npt.NDArray[np.float64]) -> Tokens:
 
 @cache
 def _phrases() -> tuple[Tokens, _Counts, _Counts]:
-    """All phrases concatenated, where each begins, and how long it is."""
     drawn = document(_PHRASE_SEED + 1, _PHRASES) / VOCABULARY
     # Short ones are frequent: because of the square a third have more than 12 tokens.
     lengths = 2 + (drawn**2 * (_LONGEST_PHRASE - 1)).astype(np.int64)

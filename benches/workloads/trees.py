@@ -39,13 +39,11 @@ class Tree:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that hold the whole tree."""
         levels = -(-len(self.path) // self.edge)
         return len(self.path) // BLOCK_SIZE + levels * self.siblings
 
 
 def one_edge(seed: int, length: int) -> Tree:
-    """A path that is inserted at once."""
     return Tree(document(seed, length), edge=length)
 
 
@@ -55,12 +53,5 @@ def grown(seed: int, length: int, edge: int = 512) -> Tree:
 
 
 def branching(seed: int, length: int, edge: int = 512, siblings: int = 1) -> Tree:
-    """A path with branches at every level: as deep a tree as there are edges.
-
-    Args:
-        seed: Names the path.
-        length: Its tokens.
-        edge: Tokens between two branchings.
-        siblings: Other branches at each.
-    """
+    """A path with branches at every level: as deep a tree as there are edges."""
     return Tree(document(seed, length), edge=edge, siblings=siblings)

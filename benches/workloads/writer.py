@@ -57,20 +57,13 @@ class Writer:
         self._written = 0
 
     def text(self, length: int, kind: str) -> Piece:
-        """A text of the conversation's own."""
         return Piece(self._draw(self._next_seed(), length), kind)
 
     def mark(self, *names: str, kind: str = "") -> list[Piece]:
-        """Markers of a template, each a piece of one token.
-
-        Args:
-            names: Which, as in `MARKERS`.
-            kind: What they are, if anything.
-        """
+        """Markers of a template, each a piece of one token."""
         return [Piece(np.array([MARKERS[name]], dtype=np.uint32), kind) for name in names]
 
     def system(self, length: int) -> list[Piece]:
-        """A system prompt."""
         own = min(20 + self.number % 23, length)
         if not self._shared or length < 2 * own:
             return [self.text(length, "system")]
@@ -91,12 +84,7 @@ class Writer:
         ]
 
     def documents(self, count: int, length: int) -> list[Piece]:
-        """Documents; where conversations share, of a corpus of 40.
-
-        Args:
-            count: How many.
-            length: Tokens of each.
-        """
+        """Documents; where conversations share, of a corpus of 40."""
         if not self._shared:
             return [self.text(length, "user") for _ in range(count)]
         order = np.argsort(document(self._next_seed(), max(_CORPUS, count)), kind="stable")
@@ -111,7 +99,6 @@ class Writer:
 
 
 def _mixed(*parts: int) -> int:
-    """A seed far from those of other parts."""
     seed = _WRITER_SEEDS
     for part in parts:
         # Two of the generator's outputs of 17 bits each, and the part itself, spread over 64 bits.
@@ -121,7 +108,6 @@ def _mixed(*parts: int) -> int:
 
 
 def flat(*groups: Piece | Sequence[Piece]) -> list[Piece]:
-    """Pieces and lists of pieces as one list."""
     pieces: list[Piece] = []
     for group in groups:
         pieces.extend([group] if isinstance(group, Piece) else group)
@@ -129,5 +115,4 @@ def flat(*groups: Piece | Sequence[Piece]) -> list[Piece]:
 
 
 def one_token(value: int) -> Tokens:
-    """A text of one token."""
     return np.array([value], dtype=np.uint32)

@@ -21,7 +21,7 @@ from kvtrie.demo import Conversation
 from kvtrie.models.fingerprint import model_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from typer.testing import Result
@@ -30,12 +30,7 @@ ONE, FIVE, WINDOW = SCENARIOS
 NAMES = ("full", "exact", "drop", "unrotated", "rotated", "rotated+first1", "rotated+last4")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=shipped.KINDS)
@@ -57,9 +52,6 @@ def figures(report: measure.Report, name: str, scenario: Scenario = ONE) -> gate
     ]
     assert len(found) == 1
     return found[0]
-
-
-# --- the task -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scenario", [ONE, FIVE], ids=["one", "five"])
@@ -119,10 +111,7 @@ def test_savings_are_a_share_of_what_rotated_saves(report: measure.Report) -> No
 def test_report_is_the_same_again() -> None:
     again = [
         measure.calibrate(
-            shipped.model_path("gqa"),
-            policies=["rotated"],
-            scenarios=(ONE,),
-            num_questions=3,
+            shipped.model_path("gqa"), policies=["rotated"], scenarios=(ONE,), num_questions=3
         )
         for _ in range(2)
     ]
@@ -139,9 +128,6 @@ def test_window_moves_everything_after_the_system_prompt() -> None:
     exact, rotated = figures(found, "exact", WINDOW), figures(found, "rotated+first1", WINDOW)
     assert exact.exact < 0.2 * (exact.exact + exact.computed)
     assert rotated.computed < 0.3 * exact.computed
-
-
-# --- the pieces -----------------------------------------------------------------------------------
 
 
 def test_model_whose_keys_are_not_rotated_as_its_config_says_is_refused() -> None:
@@ -223,9 +209,6 @@ def test_calibrate_conversation_longer_than_the_context_is_refused() -> None:
     long[1] = {"role": "user", "content": "Draw " * 3000}
     with pytest.raises(measure.CalibrationError, match="2048"):
         measure.calibrate(shipped.model_path("gqa"), conversations=[Conversation(tuple(long))])
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 def run(*args: Any) -> Result:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.cleared import GOOD
 
 import kvtrie
 from kvtrie import gates
@@ -21,20 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-GOOD = gates.Figures(
-    "one turn",
-    positions=900,
-    kl_mean=0.01,
-    kl_p99=0.2,
-    top1=0.99,
-    questions=500,
-    right_full=495,
-    lost=0,
-    gained=0,
-    exact=700,
-    moved=200,
-    computed=100,
-)
 BAD = replace(GOOD, scenario="five turns", lost=50)
 FIVE = replace(GOOD, scenario="five turns")
 WINDOW = replace(GOOD, scenario="window of ten")
@@ -65,7 +52,6 @@ def gate(*measured: gates.Measured, **changes: Any) -> gates.Gate:
 
 
 def reason(*figures: gates.Figures, **changes: Any) -> str:
-    """Why these figures do not clear ``PLAIN``."""
     decision = gate(gates.Measured("rotated", PLAIN, figures), **changes).policy(PLAIN, model="m@1")
     assert not decision.is_cleared
     assert decision.policy == kvtrie.EXACT_ONLY
@@ -131,9 +117,6 @@ def test_no_figures_clear_nothing() -> None:
 def test_gates_need_neither_torch_nor_numpy_themselves() -> None:
     code = "import kvtrie.gates, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# --- verdicts -------------------------------------------------------------------------------------
 
 
 def test_policy_measured_and_good_is_cleared() -> None:
@@ -262,9 +245,6 @@ def test_thresholds_that_are_shares_end_at_one(name: str) -> None:
 def test_thresholds_that_are_not_numbers_are_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="max_kl_mean"):
         gates.Thresholds(max_kl_mean=value)
-
-
-# --- what nothing is cleared without --------------------------------------------------------------
 
 
 def test_figures_with_nothing_right_clear_nothing() -> None:
@@ -450,9 +430,6 @@ def test_interval_is_monotone_in_both_counts() -> None:
         for (lost, gained), end in ends.items():
             assert end <= ends.get((lost + 1, gained), 1.0)
             assert end >= ends.get((lost, gained + 1), -1.0)
-
-
-# --- hostile files --------------------------------------------------------------------------------
 
 
 def put(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:

@@ -36,9 +36,7 @@ def test_figures_hold_their_own_intervals(figures: dict[str, Any]) -> None:
             assert (row["loss_low"], row["loss_high"]) == pytest.approx(ends)
 
 
-def test_limits_are_between_cleared_policies_and_every_control(
-    figures: dict[str, Any],
-) -> None:
+def test_limits_are_between_cleared_policies_and_every_control(figures: dict[str, Any]) -> None:
     # Each limit by itself refuses each control, and no cleared policy is near it.
     limits = gates.Thresholds()
     for model in figures["models"].values():

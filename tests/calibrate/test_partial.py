@@ -122,8 +122,6 @@ def test_full_disk_is_a_typed_error(path: Path) -> None:
         assert partial.begin(RUN) == []
 
 
-# --- the command ----------------------------------------------------------------------------------
-
 OPTIONS = ("--questions", "12", "--policies", "unrotated,rotated", "--json")
 
 
@@ -143,7 +141,6 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def stop_in_the_middle(out: Path, number: signal.Signals) -> tuple[int, str, str]:
-    """Start a run, and end it by a signal once it has measured some more of 17 conversations."""
     kept = out.with_name(f"{out.name}.partial")
     lines = kept.read_bytes().count(b"\n") if kept.exists() else 0
     process = start(out)

@@ -55,7 +55,6 @@ def row(found: measure.Report) -> dict[str, Any]:
 
 
 def line(capsys: pytest.CaptureFixture[str], found: measure.Report) -> str:
-    """The line of the table that shows the policy."""
     _calibrated.show(found, LIMITS)
     lines = capsys.readouterr().out.splitlines()
     return next(one for one in lines if one.strip().startswith(LONG))

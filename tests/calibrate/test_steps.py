@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.scripts import script
 from transformers import AutoTokenizer
 
 from kvtrie.calibrate import recall, shipped
@@ -22,11 +20,8 @@ from kvtrie.calibrate._steps import (
 )
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from transformers import PreTrainedTokenizerBase
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
 ONE, FIVE, WINDOW = SCENARIOS
 REASONING = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}<|im_end|>"
@@ -34,17 +29,7 @@ REASONING = (
 )
 
 
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-training = tool("train_recall_models")
+training = script("tools/train_recall_models.py")
 
 
 @pytest.fixture

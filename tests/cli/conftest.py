@@ -9,15 +9,15 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tokenizers
 import torch
 import transformers
+from tests.byte_tokenizer import byte_tokenizer
 from typer.testing import CliRunner
 
 from kvtrie.cli.app import app
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from typer.testing import Result
@@ -31,39 +31,20 @@ TALK = [
     {"role": "user", "content": "Thanks, and ten times that?"},
 ]
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from a second core, and lose much on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread(one_thread: None) -> None:
+    pass
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers that reads bytes."""
     path = tmp_path_factory.mktemp("model")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
-    vocab |= {char: number for number, char in enumerate(alphabet, start=3)}
-    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(path)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=len(vocab),
+        vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -94,14 +75,11 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def talk(write: Callable[..., Path]) -> Path:
-    """Three turns, one message per line."""
     return write(*TALK)
 
 
 @pytest.fixture
 def run(model_dir: Path) -> Callable[..., Result]:
-    """A function that runs ``kvtrie demo`` in this process, on the tiny model and quickly."""
-
     def invoke(*args: Any, model: Any = model_dir, max_new_tokens: int = 6) -> Result:
         options = ["--repeats", "1", "--max-new-tokens", str(max_new_tokens)]
         if model is not None:
@@ -113,8 +91,6 @@ def run(model_dir: Path) -> Callable[..., Result]:
 
 @pytest.fixture
 def kvtrie_process() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """A function that runs the command in another process."""
-
     def invoke(*args: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kvtrie.cli", *map(str, args)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -94,8 +94,6 @@ def test_model_directory_without_config(run: Run, talk: Path, tmp_path: Path) ->
 
 @pytest.fixture
 def broken(model_dir: Path, tmp_path: Path) -> Callable[..., Path]:
-    """A function that copies the tiny model and spoils the copy."""
-
     def spoil(*, remove: str | None = None, text: str | None = None, **fields: Any) -> Path:
         copy = tmp_path / "copy"
         shutil.copytree(model_dir, copy)
@@ -207,7 +205,6 @@ def test_processes_say_the_same(kvtrie_process: Process, write: Write, tmp_path:
 
 
 def without(*modules: str) -> str:
-    """A program that runs the command line where some packages are not installed."""
     return textwrap.dedent(
         f"""
         import sys

@@ -165,7 +165,6 @@ def test_what_a_terminal_would_obey_is_escaped(file: File, model_dir: Path) -> N
 
 @pytest.fixture
 def snapshot(file: File) -> Path:
-    """An index of two models and two tenants."""
     index = kvtrie.RadixIndex(64, 8)
     first = 0
     for model, salt, ids in (("m", "a", IDS), ("n", "a", IDS[:24]), ("m", "b", IDS[:8])):

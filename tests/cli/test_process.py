@@ -30,7 +30,6 @@ def prompts(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def commands(prompts: list[str], talk: Path, model_dir: Path) -> dict[str, list[str]]:
-    """The arguments of every command, so that it has something to say on stdout."""
     few = ["--repeats", "1", "--max-new-tokens", "2", "--model", str(model_dir)]
     return {
         "explain": ["explain", *prompts],
@@ -114,9 +113,6 @@ def test_closed_stderr_hides_progress_alone(commands: dict[str, list[str]]) -> N
     assert process.returncode == 0
     assert out.startswith("{")
     assert out.endswith("}\n")
-
-
-# --- Ctrl-C ---------------------------------------------------------------------------------------
 
 
 def wait_for(found: Callable[[], bool], process: subprocess.Popen[str]) -> None:

@@ -36,11 +36,7 @@ FAULTS = {
     "no heading": ("<h1>Page</h1>", "", "0 main headings"),
     "missing image": ("one.svg", "two.svg", "image two.svg is missing"),
     "no alternative text": ("a square", "", "image one.svg has no alternative text"),
-    "console": (
-        "<ol></ol>",
-        "<ol></ol><script>console.error('no')</script>",
-        "console: ",
-    ),
+    "console": ("<ol></ol>", "<ol></ol><script>console.error('no')</script>", "console: "),
     "missing script": ("<ol></ol>", "<ol></ol><script src='gone.js'></script>", "gone.js failed"),
     "another host": (
         "<ol></ol>",
@@ -48,11 +44,7 @@ FAULTS = {
         "asks another host: http://127.0.0.1:9/x.js",
     ),
     "cut": ("<h1>Page</h1>", f"<h1>{'x' * 80}</h1>", "<h1> is cut at 400 pixels"),
-    "too wide": (
-        "<ol></ol>",
-        "<ol></ol><div style='width: 1600px'>.</div>",
-        "the page is 16",
-    ),
+    "too wide": ("<ol></ol>", "<ol></ol><div style='width: 1600px'>.</div>", "the page is 16"),
     "search": ("md-search-result__item", "nothing", "search: 'eviction' has no results"),
 }
 

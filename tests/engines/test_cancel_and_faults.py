@@ -44,12 +44,7 @@ def run(generator: Generator, check: Check) -> None:
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("num_blocks", [64, 9])
 def test_cancel_at_every_step(
-    victim: int,
-    num_blocks: int,
-    make: Make,
-    ids: Ids,
-    check_blocks: Check,
-    check_drained: Check,
+    victim: int, num_blocks: int, make: Make, ids: Ids, check_blocks: Check, check_drained: Check
 ) -> None:
     plain = make()
     expected = submit_three(plain, ids)
@@ -113,8 +108,6 @@ def test_leaving_a_stream_early_cancels_it(make: Make, ids: Ids, check_drained: 
 
 
 class Fuse:
-    """Blows at the n-th call that it guards."""
-
     def __init__(self, at: int) -> None:
         self.left = at
         self.error: type[BaseException] = RuntimeError
@@ -152,7 +145,6 @@ class Faulty:
 
 
 def faulty(generator: Generator, fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guard every call that the engine makes on behalf of one request."""
     store = generator._store
     generator._store = Store(
         index=Faulty(store.index, fuse, "plan"),  # type: ignore[arg-type] # a stand-in
@@ -183,11 +175,7 @@ def faulty(generator: Generator, fuse: Fuse, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("num_blocks", [64, 9])
 def test_failure_at_every_call_loses_no_block(
-    num_blocks: int,
-    make: Make,
-    ids: Ids,
-    check_blocks: Check,
-    check_drained: Check,
+    num_blocks: int, make: Make, ids: Ids, check_blocks: Check, check_drained: Check
 ) -> None:
     plain = make()
     expected = [request.tokens for request in submit_three(plain, ids)]

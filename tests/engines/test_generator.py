@@ -29,7 +29,6 @@ CHAT = [{"role": "user", "content": "hé"}]
 
 
 def fresh(models: Models) -> PreTrainedModel:
-    """A new model with new weights."""
     config = copy.deepcopy(models("llama-gqa").config)
     model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
     return model

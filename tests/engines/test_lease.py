@@ -22,8 +22,6 @@ NEW = list(range(200, 220))
 
 
 class Pool:
-    """A fake pool that records copies."""
-
     def __init__(self) -> None:
         self.copied: list[int] = []
         self.layout = SimpleNamespace(block_size=BLOCK)
@@ -33,7 +31,6 @@ class Pool:
 
 
 def make(num_blocks: int = 40) -> Store:
-    """A store that has HEAD and RUN cached."""
     store = Store(
         index=kvtrie.RadixIndex(num_blocks, BLOCK, min_run=8),
         allocator=kvtrie.BlockAllocator(num_blocks),
@@ -43,10 +40,7 @@ def make(num_blocks: int = 40) -> Store:
     for text in (HEAD, RUN):
         table = store.allocator.allocate(len(text) // BLOCK)
         store.index.insert(
-            kvtrie.TokenSequence(text, SPACE),
-            table,
-            num_computed=len(text),
-            source=kvtrie.COMPUTED,
+            kvtrie.TokenSequence(text, SPACE), table, num_computed=len(text), source=kvtrie.COMPUTED
         )
     return store
 
@@ -56,7 +50,6 @@ def sequence(*parts: list[int]) -> kvtrie.TokenSequence:
 
 
 def ranges(lease: Lease, limit: int) -> list[tuple[int, int]]:
-    """What is computed until the prompt is done."""
     found: list[tuple[int, int]] = []
     while True:
         start, end = lease.next_range(limit)
@@ -68,7 +61,6 @@ def ranges(lease: Lease, limit: int) -> list[tuple[int, int]]:
 
 
 def check_empty(store: Store, lease: Lease) -> None:
-    """Nothing is held, and the ledger has nothing left."""
     assert len(store.ledger) == 0
     assert lease.num_held == 0
     stats = store.index.stats()

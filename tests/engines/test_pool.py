@@ -29,7 +29,6 @@ def layout(dtype: str = "float32") -> KVLayout:
 
 
 def poisoned(device: str, dtype: str = "float32") -> KVPool:
-    """A pool full of NaN, each slot with its own payload."""
     pool = KVPool(layout(dtype), num_blocks=BLOCKS, device=device)
     for number, rows in enumerate((*pool.k, *(v for v in pool.v if v is not None))):
         bits = rows.view({2: torch.int16, 4: torch.int32}[rows.element_size()])

@@ -1,10 +1,8 @@
 """Answers with reuse equal answers without any cache, on every kind of model.
 
-The tolerance for logits: reused KV has the same bits as when it was computed in one pass over a
-long prompt, but the pass that reuses it multiplies matrices of other shapes, which sum in another
-order. In float32 (unit roundoff 6e-8) over two layers, sums of about 100 terms and logits below 10,
-that moves a logit by up to about 2e-5 (the largest seen over 56 architectures was 1.8e-5); an error
-in one KV row moves it by tenths. 1e-4 is between the two.
+Logits: reused KV has the same bits, but the pass that reuses it multiplies matrices of other
+shapes, which sum in another order. In float32 that moves a logit by at most 1.8e-5 over 56
+architectures; an error in one KV row moves it by tenths. 1e-4 is between the two.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from tests.engines.architectures import CONFIGS
 
 import kvtrie
 
@@ -28,27 +27,13 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 
-ARCHITECTURES = (
-    "llama-gqa",
-    "llama-yarn",
-    "qwen3",
-    "gpt-neox",
-    "gpt2",
-    "bloom",
-    "falcon-mqa",
-    "mixtral",
-    "glm",
-    "smollm3",
-    "deepseek-v3",
-)
-
 
 def exact_after(prompt_len: int, block_size: int) -> int:
     """Tokens found of a prompt computed before: its full blocks, but for the last token."""
     return min(prompt_len - 1, prompt_len // block_size * block_size)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", CONFIGS)
 def test_second_turn_equals_a_model_without_cache(
     architecture: str, make: Make, ids: Ids, reference: Any, check_drained: Check
 ) -> None:

@@ -14,7 +14,6 @@ LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.9])
 
 
 def draws(sampling: Sampling, count: int = 4_000) -> torch.Tensor:
-    """How often each token was picked, as a share."""
     rng = torch.Generator().manual_seed(0)
     picked = [pick(LOGITS, sampling, rng) for _ in range(count)]
     return torch.bincount(torch.tensor(picked), minlength=len(LOGITS)) / count

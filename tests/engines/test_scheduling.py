@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def drain(generator: Generator, check: Check, limit: int = 2_000) -> int:
-    """Step until nothing is left; the number of steps."""
     for steps in range(limit):
         if not (generator.num_running or generator.num_waiting):
             return steps
@@ -31,7 +30,6 @@ def drain(generator: Generator, check: Check, limit: int = 2_000) -> int:
 
 
 def prompts(ids: Ids) -> list[list[int]]:
-    """Six prompts: three share a head, two are equal."""
     head = ids(18).tolist()
     return [
         [*head, *ids(5, seed=1).tolist()],
@@ -46,12 +44,7 @@ def prompts(ids: Ids) -> list[list[int]]:
 @pytest.mark.parametrize("num_blocks", [200, 24, 13])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_interleaved_requests_equal_one_by_one(
-    num_blocks: int,
-    sampled: bool,
-    make: Make,
-    ids: Ids,
-    check_blocks: Check,
-    check_drained: Check,
+    num_blocks: int, sampled: bool, make: Make, ids: Ids, check_blocks: Check, check_drained: Check
 ) -> None:
     options: dict[str, Any] = {"max_new_tokens": 14, "ignore_eos": True}
     if sampled:

@@ -21,7 +21,6 @@ NEW = 6
 
 
 def draw_prompt(rng: random.Random, heads: list[list[int]], answers: list[list[int]]) -> list[int]:
-    """A fresh prompt, one that shares a head, or a conversation that goes on."""
     fresh = [rng.randrange(3, 60) for _ in range(rng.randrange(1, 20))]
     kind = rng.random()
     if kind < 0.2 or not answers:

@@ -83,8 +83,6 @@ def test_bytes_that_are_no_text_end_nothing() -> None:
 
 def test_another_kind_of_tokenizer_shows_all_at_the_end() -> None:
     class Words:
-        """Decodes, and is not of the library."""
-
         def decode(self, ids: list[int], **_: object) -> str:
             return " ".join(map(str, ids))
 

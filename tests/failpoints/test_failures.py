@@ -63,7 +63,6 @@ class World:
         return self.index.evict(2)
 
     def num_unusable(self) -> int:
-        """How many handles refuse every call."""
         probes: list[tuple[str, Callable[[], object]]] = [
             ("the index", self.index.digest),
             ("the ledger", self.ledger.__len__),

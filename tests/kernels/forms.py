@@ -49,13 +49,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Held:
-    """Tensors as an engine holds them, and their storages."""
-
     tensors: Any
     storages: list[torch.Tensor]
 
     def bits(self) -> list[torch.Tensor]:
-        """All bytes of all storages, padding too."""
         return [storage.view(_BITS[storage.element_size()]).clone() for storage in self.storages]
 
 
@@ -109,7 +106,6 @@ class Form:
         return Sizes(**(known | changes))
 
     def build(self, dtype: str, sizes: Sizes, device: str = "cpu", seed: int = 0) -> Held:
-        """Tensors of random numbers, padding too."""
         maker = Maker(getattr(torch, dtype), device)
         held = Held(self.make(maker, sizes), maker.storages)
         rng = torch.Generator().manual_seed(seed)
@@ -156,12 +152,7 @@ def _bhnc(order: tuple[int, ...], pad: int = 0) -> Form:
         "blocks heads tokens (kv dim)",
         _each(
             lambda m, s: m(
-                s.blocks,
-                s.heads,
-                s.block_size,
-                s.head_dim + s.v_head_dim,
-                order=order,
-                pad=pad,
+                s.blocks, s.heads, s.block_size, s.head_dim + s.v_head_dim, order=order, pad=pad
             )
         ),
         _split_each(split),
@@ -191,7 +182,6 @@ def _one_row_of_k_and_v(m: Maker, s: Sizes) -> Any:
 
 
 def _layers_inside_blocks(m: Maker, s: Sizes) -> Any:
-    """One tensor whose blocks hold all layers, passed layer by layer."""
     whole = m(s.blocks, s.layers, 2, s.block_size, s.heads, s.head_dim)
     return [whole[:, layer] for layer in range(s.layers)]
 
@@ -237,13 +227,7 @@ FORMS = [
         _apart,
         unlike=True,
     ),
-    Form(
-        "apart-in-one-row",
-        "(blocks tokens) heads dim",
-        _one_row_of_k_and_v,
-        _apart,
-        unlike=True,
-    ),
+    Form("apart-in-one-row", "(blocks tokens) heads dim", _one_row_of_k_and_v, _apart, unlike=True),
     Form(
         "layers-inside-blocks",
         "blocks kv tokens heads dim",
@@ -338,7 +322,6 @@ def random_moves(
 
 
 def clone_of(held: Held, pool: KVPool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Copies of the storages, and the pool's tensors upon the copies."""
     copies = [storage.clone() for storage in held.storages]
     by_address = {
         storage.untyped_storage().data_ptr(): copy

@@ -32,7 +32,6 @@ class Engine:
         self.blocks = kvtrie.BlockAllocator(NUM_BLOCKS)
 
     def ask(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.int32], kvtrie.ReusePlan]:
-        """Build a prompt's KV; the table, and the plan, which is released."""
         seq = kvtrie.TokenSequence(tokens, SPACE)
         plan = self.index.plan(seq, POLICY)
         fresh = self.blocks.allocate(plan.num_new_blocks, evict_from=self.index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.scripts import script
 
 from kvtrie.pool import KVPool
 
@@ -19,14 +19,7 @@ SCRIPT = Path(__file__).parents[2] / "benches" / "gpu.py"
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    """The script as a module."""
-    found = importlib.util.spec_from_file_location("gpu_bench", SCRIPT)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules["gpu_bench"] = module
-    found.loader.exec_module(module)
-    return module
+    return script("benches/gpu.py")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which takes minutes")

@@ -23,7 +23,6 @@ BY_NAME = {form.name: form for form in FORMS}
 
 
 def arguments(form: Form, held: Held) -> tuple[Any, ...]:
-    """What ``KVPool.apply`` would call the op with."""
     pool = form.pool(held, form.sizes(), spec("partial"))
     pieces = check_moves(random_moves(11, form.sizes().slots), form.sizes().slots)
     slots, deltas = pieces.expand(form.sizes().slots)

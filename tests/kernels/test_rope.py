@@ -57,9 +57,6 @@ def first(config: dict[str, Any], **changes: Any) -> Rotary:
     return rotary
 
 
-# --- values ---------------------------------------------------------------------------------------
-
-
 def test_spec_is_a_value() -> None:
     spec, same = made(LLAMA), made(LLAMA)
     assert spec == same
@@ -174,9 +171,6 @@ def test_cos_sin_of_nothing_and_of_0() -> None:
     assert (cos.tolist(), sin.tolist()) == ([[1.0, 1.0]], [[0.0, 0.0]])
 
 
-# --- what configs say -----------------------------------------------------------------------------
-
-
 def test_old_and_new_spelling_are_one_spec() -> None:
     old = made(LLAMA, rope_theta=5e5, rope_scaling={**LLAMA3})
     new = made(LLAMA, rope_theta=None, rope_parameters={**LLAMA3, "rope_theta": 5e5})
@@ -289,9 +283,7 @@ def test_latent_and_expanded_rows() -> None:
             {"model_type": "exaone4", "sliding_window": 64}, [1, 1, 1, 0, 1, 1], id="exaone4"
         ),
         pytest.param(
-            {"model_type": "afmoe", "global_attn_every_n_layers": 3},
-            [1, 1, 0, 1, 1, 0],
-            id="afmoe",
+            {"model_type": "afmoe", "global_attn_every_n_layers": 3}, [1, 1, 0, 1, 1, 0], id="afmoe"
         ),
     ],
 )
@@ -434,8 +426,6 @@ PUBLISHED = {
 def test_published_configs(config: dict[str, Any], said: str) -> None:
     assert repr(RopeSpec.from_config(config)) == said
 
-
-# --- refusals -------------------------------------------------------------------------------------
 
 REFUSED = [
     # RoPE types

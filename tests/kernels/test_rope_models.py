@@ -30,7 +30,7 @@ from kvtrie.models.rope_families import FAMILIES
 from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -167,11 +167,7 @@ VARIANTS = [
     ),
     _variant("old-scaled", "gpt_neox", rotary_pct=0.5, rotary_emb_base=20000),
     _variant("odd", "glm4_moe", partial_rotary_factor=0.334),
-    _variant(
-        "scaled-partial",
-        "glm",
-        rope_parameters={**YARN, "partial_rotary_factor": 0.5},
-    ),
+    _variant("scaled-partial", "glm", rope_parameters={**YARN, "partial_rotary_factor": 0.5}),
     _variant(
         "old-linear",
         "gemma3_text",
@@ -190,18 +186,8 @@ CASE = {case.name: case for case in CASES}
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def without_transformers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RopeSpec]:
-    """Reads a config as if transformers were not installed."""
-
     def read(config: Any, **options: Any) -> RopeSpec:
         with monkeypatch.context() as hidden:
             hidden.setitem(sys.modules, "transformers", None)
@@ -252,7 +238,6 @@ def _run(case: Case, model: Any, positions: Tensor) -> list[Tensor]:
 
 
 def _spec(case: Case) -> RopeSpec:
-    """The spec for what transformers keeps."""
     config = case.config()
     if case.model_type in MLA:
         # transformers rotates expanded heads in the order in which it keeps latents.
@@ -269,7 +254,6 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 
 def _embeddings(model: Any) -> Any:
-    """The module that computes cosines and sines."""
     return next(
         module
         for name, module in model.named_modules()
@@ -374,8 +358,7 @@ def test_config_and_its_json_give_one_spec(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [name for name, family in FAMILIES.items() if not family.needs_settings],
+    "model_type", [name for name, family in FAMILIES.items() if not family.needs_settings]
 )
 def test_defaults_are_those_of_transformers(model_type: str) -> None:
     """A config.json without RoPE has the defaults of its config class."""
@@ -399,8 +382,7 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [name for name, family in FAMILIES.items() if family.needs_settings],
+    "model_type", [name for name, family in FAMILIES.items() if family.needs_settings]
 )
 def test_types_that_are_scaled_by_default_need_settings(model_type: str) -> None:
     full = CASE[model_type].config().to_dict()

@@ -50,7 +50,6 @@ specs = pytest.mark.parametrize("rope", SPECS.values(), ids=SPECS)
 
 
 def keys(rope: RopeSpec, tokens: int = 64, seed: int = 0) -> Tensor:
-    """Keys ``[heads, tokens, head_dim]`` in float64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(3, tokens, rope.head_dim, generator=generator, dtype=EXACT)
 

@@ -146,12 +146,7 @@ REFUSED = [
     ("twice", _same_twice(), _args(), "tensors 0 and 1 overlap"),
     ("expanded", _expanded(), _args(), "share addresses"),
     ("sliding", _sliding(), _args(), "share addresses"),
-    (
-        "tangled",
-        _tangled(),
-        _args(block_size=1, num_kv_heads=1, head_dim=3),
-        "cannot be verified",
-    ),
+    ("tangled", _tangled(), _args(block_size=1, num_kv_heads=1, head_dim=3), "cannot be verified"),
     ("within", _lying_within(), _args(axes="(blocks tokens) heads dim"), "different strides"),
     ("no-blocks", [torch.zeros(2, 0, 4, 3, 8)], _args(), "no elements"),
     ("empty", [], _args(), "empty"),
@@ -345,9 +340,5 @@ def test_strides_that_differ_and_rows_that_meet() -> None:
     of_v = [page[:, :, 31:63].view(5, 2, 8, 4)]
     with pytest.raises(LayoutError, match="different strides"):
         KVLayout.from_tensors(
-            (of_k, of_v),
-            axes="blocks heads tokens dim",
-            block_size=8,
-            num_kv_heads=2,
-            head_dim=4,
+            (of_k, of_v), axes="blocks heads tokens dim", block_size=8, num_kv_heads=2, head_dim=4
         )

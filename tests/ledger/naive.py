@@ -12,8 +12,6 @@ class RefusedError(Exception):
 
 @dataclass
 class Slot:
-    """One slot of a table."""
-
     present: bool = False
     issued: bool = False
     claimed: bool = False
@@ -21,8 +19,6 @@ class Slot:
 
 @dataclass
 class NaiveRequest:
-    """One live request."""
-
     size: int
     tokens: list[int]
     table: list[int]
@@ -61,7 +57,6 @@ class NaiveRequest:
         ]
 
     def schedule(self, tokens: int, drafts: int) -> None:
-        """Issue the next free slots."""
         free = [at for at, slot in enumerate(self.slots) if not (slot.present or slot.issued)]
         free = free[:tokens]
         if len(free) < tokens or drafts > tokens:
@@ -122,7 +117,6 @@ class NaiveRequest:
             slot.claimed = at < computed
 
     def step(self, ids: list[int], computed: int, tokens: int, drafts: int) -> None:
-        """One step, or nothing."""
         after = copy.deepcopy(self)
         if not after.verified <= computed <= after.issued:
             raise RefusedError
@@ -136,7 +130,6 @@ class NaiveRequest:
         self.__dict__.update(after.__dict__)
 
     def add_blocks(self, blocks: list[int]) -> None:
-        """More slots."""
         both = self.table + blocks
         if len(set(both)) < len(both):
             raise RefusedError
@@ -144,7 +137,6 @@ class NaiveRequest:
         self.slots += [Slot() for _ in range(len(blocks) * self.size)]
 
     def rollback(self, to: int, *, drop_blocks: bool) -> tuple[list[int], list[int]]:
-        """Positions whose KV is gone, and blocks that are cut."""
         if not self.committed <= to <= self.issued:
             raise RefusedError
         rest = range(to, len(self.slots))

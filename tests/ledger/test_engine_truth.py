@@ -1,8 +1,4 @@
-"""Engines with visible KV: what a ledger calls final and computed is so, slot by slot.
-
-The engine drafts, schedules ahead of what it knows, preempts, and subtracts refused drafts from its
-counter late.
-"""
+"""Engines with visible KV: what a ledger calls final and computed is so, slot by slot."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ def begun(num_tokens: int, num_blocks: int, **how: Any) -> kvtrie.SequenceLedger
 
 
 def dump(ledger: kvtrie.SequenceLedger, request: object = "a") -> tuple[object, ...]:
-    """All properties of a request."""
     return (
         ledger.sequence(request)[:].tolist(),
         ledger.final_range(request),
@@ -48,9 +47,6 @@ def step(
     ledger: kvtrie.SequenceLedger, scheduled: int, computed: int, ids: Any, **more: Any
 ) -> None:
     ledger.step(["a"], [scheduled], [computed], ids, [0, len(ids)], **more)
-
-
-# --- the loop of an engine -----------------------------------------------------------------------
 
 
 def test_prompt_in_chunks_then_decode() -> None:
@@ -218,8 +214,6 @@ def test_rollback_names_segments_after_gaps_too() -> None:
     assert ledger.missing("a").tolist() == [[2, 20]]
 
 
-# --- contradictions ------------------------------------------------------------------------------
-
 PLAN_INDEX = kvtrie.RadixIndex(8, BLOCK)
 CONTRADICTIONS = [
     (lambda led: led.confirm("a", 3), "num_computed is 3, below the 4 tokens"),
@@ -234,10 +228,7 @@ CONTRADICTIONS = [
         lambda led: led.rollback("a", to=3),
         "to is 3, but blocks of the first 4 tokens are committed",
     ),
-    (
-        lambda led: led.append("a", [-1, 5]),
-        r"placeholder \(-1\), but a final id follows it at 1",
-    ),
+    (lambda led: led.append("a", [-1, 5]), r"placeholder \(-1\), but a final id follows it at 1"),
     (
         lambda led: led.append("a", [1 << 32]),
         r"ids\[0\] is 4294967296; it must be in \[-1, 4294967295\]",
@@ -285,10 +276,7 @@ CONTRADICTIONS = [
         lambda led: led.finish("a", kvtrie.RadixIndex(8, 16)),
         "the index has blocks of 16 tokens, the ledger of 4",
     ),
-    (
-        lambda led: led.commit("a", kvtrie.RadixIndex(1, BLOCK)),
-        "the plan belongs to another index",
-    ),
+    (lambda led: led.commit("a", kvtrie.RadixIndex(1, BLOCK)), "the plan belongs to another index"),
     (lambda led: step(led, 1, 7, []), "num_computed is 7, but only the positions below 6"),
     (
         lambda led: step(led, 7, 6, []),
@@ -441,9 +429,6 @@ def test_block_size_has_limits(block_size: int) -> None:
         kvtrie.SequenceLedger(block_size)
 
 
-# --- whose the sequence is -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["finish", "forget", "drop"])
 def test_sequence_is_its_owners_again_at_the_end(how: str) -> None:
     ledger, index = begun(5, 2, num_computed=5), kvtrie.RadixIndex(8, BLOCK)
@@ -492,9 +477,6 @@ def test_request_without_a_repr_is_refused_all_the_same() -> None:
     with pytest.raises(ValueError, match="num_computed is 1"):
         ledger.confirm(odd, 1)
     assert odd in ledger
-
-
-# --- commits -------------------------------------------------------------------------------------
 
 
 def test_commit_takes_exactly_what_is_new() -> None:
@@ -552,9 +534,6 @@ def test_spans_reach_the_index_with_their_blocks() -> None:
     ledger.commit("a", index)
     assert kvtrie.Span(0, 2, "user") in index.tags(seq)
     assert ledger.spans("a") == [kvtrie.Span(1, 7, "reasoning"), kvtrie.Span(0, 2, "user")]
-
-
-# --- plans and labels ----------------------------------------------------------------------------
 
 
 def moved() -> tuple[kvtrie.RadixIndex, kvtrie.TokenSequence, kvtrie.ReusePlan]:
@@ -669,9 +648,6 @@ def test_ledger_dropped_with_a_live_plan_warns_as_the_plan_does() -> None:
         gc.collect()
     assert [warning.category for warning in caught] == [ResourceWarning]
     assert index.num_evictable == 5
-
-
-# --- many ----------------------------------------------------------------------------------------
 
 
 def test_memory_does_not_grow_over_requests() -> None:

@@ -27,8 +27,6 @@ def positions(ranges: np.ndarray) -> list[int]:
 
 
 class Ledgers(RuleBasedStateMachine):
-    """A ledger and its model."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ledger = kvtrie.SequenceLedger(SIZE)
@@ -37,7 +35,6 @@ class Ledgers(RuleBasedStateMachine):
         self.next_block = 0
 
     def fresh(self, count: int) -> list[int]:
-        """Unused block ids; the index never has to evict any."""
         self.next_block += count
         return list(range(self.next_block - count, self.next_block))
 
@@ -57,7 +54,6 @@ class Ledgers(RuleBasedStateMachine):
         ] + [self.index.digest()]
 
     def both(self, ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[Any, Any]:
-        """Do it on both sides, or see both refuse it and nothing change."""
         before = self.dump()
         try:
             expected = theirs()
@@ -120,7 +116,6 @@ class Ledgers(RuleBasedStateMachine):
         self.both(lambda: self.ledger.append(name, ids), lambda: self.live[name].append(ids))
 
     def claim(self, data: st.DataObject, name: object) -> int:
-        """A position that is mostly possible."""
         naive = self.live[name]
         low, high = max(0, naive.verified - 1), naive.issued + 1
         return data.draw(st.integers(low, high) | st.just(naive.issued))

@@ -1,22 +1,10 @@
 """A prefill/decode pair in pure Python that moves labelled fake KV, so that a wrong load shows.
 
-A pool here holds labels instead of numbers: each slot has the token that it was computed for, the
-position, and the context. After a transfer the receiver checks every slot that it counts as
-present, and counts the wrong ones. The same transfer can be made under kvtrie's rules and under
-those of several engines, each written from its description with a link to the report:
+A pool holds labels instead of numbers (`tests.truth`). `transfer` moves a request of one engine to
+another engine's prompt and counts the slots that are not what they are counted as, under kvtrie's
+rules (`RangePlan`) or under those of other engines (`tests.pd.rules`).
 
-* `vllm.suffix_trim`, `vllm.head_trim`, `vllm.SuffixTrim(clip=…, rounded=…)`: blocks paired by
-  counting;
-* `lmcache.CountedHit()`, `lmcache.Tracker`, `lmcache.check_resumed`: lengths with two owners;
-* `llamacpp.shift_reuse`: holes closed by removing and shifting in place;
-* `RangePlan(policy=…)`: a `SequenceLedger`, a `TransferManifest` sent as bytes, and
-  `plan_transfer`.
-
-`Engine.compute` gives an engine a request with its KV; `transfer` moves it to another engine's
-prompt and returns an `Outcome`. Token ids are any ints from 0; disjoint ranges are different texts.
-
-Example:
-    Reasoning is stripped from the history, and the decode engine's blocks are requested again:
+Reasoning is stripped from the history, and the decode engine's blocks are requested again:
 
     >>> import kvtrie
     >>> from tests import pd

@@ -31,7 +31,7 @@ Planner = Callable[..., kvtrie.TransferPlan]
 
 
 class WrongError(Exception):
-    """A slot with a wrong label, or something left behind."""
+    """A slot with a wrong label, or something that was not freed."""
 
 
 @dataclass
@@ -49,20 +49,11 @@ class Conversation:
     envelopes: list[Envelope] = field(default_factory=list)
 
     def ids(self) -> list[int]:
-        """Its tokens."""
         return [token for _, tokens in self.messages for token in tokens]
 
 
 class Episode:
-    """A pair of engines and their conversations.
-
-    Args:
-        rng: Draws everything.
-        planner: What plans instead of `kvtrie.plan_transfer`.
-    """
-
     def __init__(self, rng: Random, planner: Planner | None = None) -> None:
-        """Make two engines with empty pools."""
         self.rng = rng
         self.planner = planner or kvtrie.plan_transfer
         self.counts: Counts = collections.Counter()
@@ -86,7 +77,6 @@ class Episode:
         self.background: dict[str, list[Live]] = {"P": [], "D": []}
 
     def text(self) -> list[int]:
-        """Some tokens: phrases that come again, and new ones."""
         rng = self.rng
         out: list[int] = []
         for _ in range(rng.choice((1, 1, 2, 3))):
@@ -97,13 +87,13 @@ class Episode:
         return out
 
     def edit(self, talk: Conversation) -> None:
-        """What clients and templates do to a history: strip thoughts, compact, change something."""
+        """What clients and templates do to a history: strip reasoning, compact, change a token."""
         rng, messages = self.rng, talk.messages
         if rng.random() < 0.7:
             for engine in (self.prefill, self.decode):
                 if rng.random() < 0.3:
                     self.strip(engine, messages)
-            messages[:] = [message for message in messages if message[0] != "thought"]
+            messages[:] = [message for message in messages if message[0] != "reasoning"]
         kind = rng.random()
         if messages and kind < 0.08:
             at = rng.randrange(len(messages))
@@ -120,16 +110,14 @@ class Episode:
         messages.append(("user", self.text()))
 
     def strip(self, engine: ServingEngine, messages: list[tuple[str, list[int]]]) -> None:
-        """Tell an index that the thoughts of a history are dead."""
         ids = [token for _, tokens in messages for token in tokens]
         at = 0
         for kind, tokens in messages:
-            if kind == "thought":
+            if kind == "reasoning":
                 engine.strip(ids, at, at + len(tokens), remove=self.rng.random() < 0.5)
             at += len(tokens)
 
     def policy(self) -> kvtrie.ReusePolicy:
-        """What a receiver allows."""
         rng = self.rng
         if rng.random() < 0.4:
             return kvtrie.EXACT_ONLY
@@ -143,7 +131,6 @@ class Episode:
         )
 
     def turn(self) -> None:
-        """One conversation goes on by a question and an answer."""
         rng = self.rng
         talk = rng.choice(self.conversations)
         self.edit(talk)
@@ -152,17 +139,16 @@ class Episode:
         sent = self.serve_prefill(talk, prompt, first)
         ids = [*prompt, first] if rng.random() < 0.5 else prompt
         future = self.text() if ids is not prompt else [first, *self.text()]
-        thought = rng.randrange(len(future) + 1)
+        cut = rng.randrange(len(future) + 1)
         for _ in range(2 if rng.random() < 0.05 else 1):
             self.serve_decode(talk, ids, future, sent)
         if sent is not None and rng.random() < 0.97:
             self.prefill.end_lease(sent.lease)
         answer = [*ids[len(prompt) :], *future]
-        talk.messages += [("thought", answer[:thought]), ("answer", answer[thought:])]
+        talk.messages += [("reasoning", answer[:cut]), ("answer", answer[cut:])]
         self.counts["turns"] += 1
 
     def serve_prefill(self, talk: Conversation, prompt: list[int], first: int) -> Envelope | None:
-        """The prefill engine computes a prompt, with what the decode engine returned."""
         rng, engine = self.rng, self.prefill
         live = self.admit(engine, prompt, talk.returned, talk)
         if talk.returned is not None and rng.random() < 0.9:
@@ -181,7 +167,6 @@ class Episode:
     def serve_decode(
         self, talk: Conversation, ids: list[int], future: list[int], sent: Envelope | None
     ) -> None:
-        """The decode engine takes the prompt over and answers."""
         rng, engine = self.rng, self.decode
         live = self.admit(engine, ids, sent, talk)
         if live is None:
@@ -203,13 +188,8 @@ class Episode:
             engine.finish(live)
 
     def admit(
-        self,
-        engine: ServingEngine,
-        ids: list[int],
-        sent: Envelope | None,
-        talk: Conversation,
+        self, engine: ServingEngine, ids: list[int], sent: Envelope | None, talk: Conversation
     ) -> Live | None:
-        """Begin a request, with what was sent if that can be used."""
         rng = self.rng
         keep_last = rng.choice((1, 1, 1, 2, 6))
         self.names += 1
@@ -248,7 +228,6 @@ class Episode:
         fault: str,
         keep_last: int,
     ) -> None:
-        """Begin with what the plan brought, and what can be loaded behind it."""
         transfer = None
         if sent is not None:
             self.counts["transfers"] += 1
@@ -275,7 +254,6 @@ class Episode:
         fault: str,
         keep_last: int,
     ) -> kvtrie.TransferPlan | None:
-        """Read a manifest, plan with it, and load; None if nothing came of it."""
         rng = self.rng
         raw, key, seq = sent.raw, KEYS[0], live.seq
         if fault == "truncated":
@@ -307,7 +285,7 @@ class Episode:
         if fault in ("truncated", "key", "namespace"):
             raise WrongError(f"accepted in spite of: {fault}")
         if fault == "mutated" and raw != sent.raw:
-            # A run that is left out whole is no lie; every label is looked at all the same.
+            # A run that is missing as a whole is not detected here; every label is checked.
             self.counts["changed and accepted"] += 1
         self.check_plan(engine, live, sent, transfer, min(cached, len(live.ids) - keep_last))
         self.check_policy(live, transfer, policy)
@@ -335,7 +313,7 @@ class Episode:
         transfer: kvtrie.TransferPlan,
         cached: int,
     ) -> None:
-        """Pairs lie inside blocks, and beside what is cached or computed they are all there is."""
+        """Pairs are inside blocks; with what is cached and computed they cover the prompt once."""
         theirs, mine, length = sent.sender.block_size, engine.block_size, len(live.ids)
         covered = [(start, end) for start, end in transfer.compute.tolist()]
         if length and (not covered or covered[-1][1] != length):
@@ -358,7 +336,6 @@ class Episode:
     def check_policy(
         self, live: Live, transfer: kvtrie.TransferPlan, policy: kvtrie.ReusePolicy
     ) -> None:
-        """Nothing is loaded that the receiver does not allow."""
         moved = [
             (end - start, hops)
             for _, _, _, start, end, _, kind, hops in transfer.pairs.tolist()
@@ -379,7 +356,7 @@ class Episode:
         plan: kvtrie.ReusePlan,
         transfer: kvtrie.TransferPlan,
     ) -> None:
-        """Begin behind a load: as imported, or, where all is exact, as if computed here."""
+        """Begin after a load: as imported, or, where all is exact, as if computed here."""
         compute, gaps = transfer.compute.tolist(), plan.gaps.tolist()
         exact = not any(pair["class"] for pair in transfer.pairs)
         if exact and len(compute) == 1 and len(gaps) == 1 and self.rng.random() < 0.5:
@@ -438,7 +415,6 @@ class Episode:
         return live
 
     def contradict(self, engine: ServingEngine, live: Live) -> None:
-        """Tell a ledger what cannot be: an error, and all as it was."""
         ledger, name = engine.ledger, live.name
         verified, issued = ledger.lookahead(name)
         committed, _ = ledger.new_range(name)
@@ -474,7 +450,6 @@ class Episode:
             raise WrongError(f"an error changed {before} to {self.state(engine, live)}")
 
     def state(self, engine: ServingEngine, live: Live) -> tuple[object, ...]:
-        """All that a ledger says of a request."""
         ledger, name = engine.ledger, live.name
         return (
             len(live.seq),
@@ -487,7 +462,6 @@ class Episode:
         )
 
     def join(self, engine: ServingEngine) -> None:
-        """Now and then another request runs beside the one that is looked at."""
         rng = self.rng
         others = self.background[engine.name]
         if len(others) > 2 or rng.random() > 0.2:
@@ -499,20 +473,18 @@ class Episode:
             live.num_drafts = rng.choice((0, 2))
             live.guess = 0.5
             others.append(live)
-            self.counts["beside another"] += 1
+            self.counts["next to another"] += 1
 
     def leave(self, engine: ServingEngine) -> None:
-        """End what runs beside and is done, or gets no blocks."""
         others = self.background[engine.name]
         for live in list(others):
             if not (live.to_compute or live.future):
                 engine.settle(live)
-                self.look(engine, live, "end beside another")
+                self.look(engine, live, "end next to another")
                 engine.finish(live)
                 others.remove(live)
 
     def abort(self, engine: ServingEngine, live: Live) -> None:
-        """End a request in the middle."""
         self.counts["aborts"] += 1
         if self.rng.random() < 0.5:
             engine.finish(live, wait=self.rng.random() < 0.5)
@@ -520,7 +492,6 @@ class Episode:
             engine.forget(live)
 
     def relieve(self, engine: ServingEngine) -> None:
-        """Leases end early where blocks run short."""
         for number in list(engine.leases.requests):
             engine.end_lease(number)
         for live in self.background[engine.name]:
@@ -529,7 +500,6 @@ class Episode:
         self.counts["leases ended early"] += 1
 
     def look(self, engine: ServingEngine, live: Live, when: str) -> None:
-        """Look at every label of a request."""
         wrong = engine.wrong(live)
         self.counts["looks"] += 1
         if wrong or engine.broken:
@@ -538,7 +508,6 @@ class Episode:
             )
 
     def finish(self) -> Counts:
-        """End all leases, drain both engines, and look for what is left behind."""
         for engine in (self.prefill, self.decode):
             for number in list(engine.leases.requests):
                 engine.end_lease(number)
@@ -554,7 +523,6 @@ class Episode:
         return self.counts
 
     def look_up(self, engine: ServingEngine, ids: list[int]) -> None:
-        """What the index calls exact is exact."""
         match = engine.index.lookup(kvtrie.TokenSequence(ids, engine.namespace))
         slots = engine.pool.slots(match.blocks.tolist())
         end = match.num_tokens
@@ -563,11 +531,6 @@ class Episode:
 
 
 def play(seed: int, turns: int, planner: Planner | None = None) -> Counts:
-    """One episode.
-
-    Raises:
-        WrongError: It found something, and says how to see it again.
-    """
     episode = Episode(Random(seed), planner)
     try:
         for _ in range(turns):

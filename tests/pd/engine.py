@@ -15,16 +15,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Computed:
-    """A request whose KV an engine holds.
-
-    Attributes:
-        engine: The engine.
-        ids: Its tokens.
-        blocks: Its table, with look-ahead blocks.
-        num_computed: Number of tokens with KV.
-        lookahead: Slots reserved after the tokens.
-    """
-
     engine: Engine
     ids: list[int]
     blocks: list[int]
@@ -34,12 +24,6 @@ class Computed:
 
 class Engine:
     """One side of a pair: a pool of labelled slots and the owners of its blocks.
-
-    Args:
-        name: The name in messages.
-        block_size: Slots per block.
-        num_blocks: Blocks in its pool.
-        namespace: What its KV depends on besides tokens.
 
     Example:
         >>> from tests import pd
@@ -57,7 +41,6 @@ class Engine:
         num_blocks: int = 4096,
         namespace: kvtrie.Namespace | None = None,
     ) -> None:
-        """Make an engine without KV."""
         self.name = name
         self.block_size = block_size
         self.namespace = namespace or kvtrie.Namespace(
@@ -68,15 +51,12 @@ class Engine:
         self.allocator = kvtrie.BlockAllocator(num_blocks)
 
     def __repr__(self) -> str:
-        """The name."""
         return f"Engine({self.name!r})"
 
     def chain(self, ids: Sequence[int]) -> list[int]:
-        """The context of each token if computed from scratch in this namespace."""
         return chain(ids, self.root)
 
     def allocate(self, num_tokens: int) -> list[int]:
-        """Blocks for this many tokens, unwritten."""
         blocks: list[int] = self.allocator.allocate(-(-num_tokens // self.block_size)).tolist()
         self.pool.clear(blocks)
         return blocks
@@ -89,20 +69,6 @@ class Engine:
         lookahead: int = 0,
         drafts: Sequence[int] = (),
     ) -> Computed:
-        """Compute a sequence from scratch and keep its KV.
-
-        Args:
-            ids: Its tokens.
-            num_computed: How many of them get KV; None: all. One less if the last was sampled.
-            lookahead: More slots to reserve, as engines do for drafts.
-            drafts: Unverified ids whose KV is written to the first reserved slots.
-
-        Returns:
-            The request.
-
-        Raises:
-            ValueError: `num_computed` is beyond the tokens, or there are more drafts than slots.
-        """
         ids = list(ids)
         computed = len(ids) if num_computed is None else num_computed
         if computed > len(ids):

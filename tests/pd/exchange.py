@@ -17,15 +17,6 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class Want:
-    """The receiver's request.
-
-    Attributes:
-        engine: The receiver.
-        ids: Its prompt.
-        blocks: Its table from position 0.
-        cached: Tokens from the front that it already has, in the first blocks of the table.
-    """
-
     engine: Engine
     ids: Sequence[int]
     blocks: Sequence[int]
@@ -33,23 +24,10 @@ class Want:
 
     @property
     def uncached_blocks(self) -> Sequence[int]:
-        """The blocks after the wholly cached ones."""
         return self.blocks[self.cached // self.engine.block_size :]
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens to load.
-
-    Attributes:
-        source_slot: The first slot in the sender's pool.
-        slot: The first slot in the receiver's pool.
-        position: The first position in the receiver's sequence.
-        num_tokens: Number of tokens.
-        delta: How far K is moved.
-        exact: Whether they are claimed to be exact.
-        hops: The claimed hops.
-    """
-
     source_slot: int
     slot: int
     position: int
@@ -61,21 +39,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """The decision of a rule.
-
-    Attributes:
-        pieces: The copies.
-        claimed: Ranges of positions that it says need no computation.
-        exact_until: Where KV stops being claimed exact; None if all is.
-    """
-
     pieces: list[Piece]
     claimed: list[tuple[int, int]] = field(default_factory=list)
     exact_until: int | None = None
 
 
 class Rule(Protocol):
-    """Decides which of the sender's blocks go to which of the receiver's."""
+    """Decides which of the sender's blocks go to which of the receiver's.
+
+    A `PeerError` ends the request; after a `kvtrie.TransferRefused` everything is computed.
+    """
 
     def __call__(self, offer: Computed, want: Want, /) -> Answer:
         """Decide.

@@ -12,12 +12,10 @@ FAULTS = ("dropped", "duplicated", "reordered", "truncated", "mutated", "stale",
 
 
 def truncated(raw: bytes, rng: Random) -> bytes:
-    """The first part of a message."""
     return raw[: rng.randrange(len(raw))]
 
 
 def mutated(raw: bytes, rng: Random) -> bytes:
-    """A message with bytes changed, inserted, dropped, repeated or swapped; sometimes unchanged."""
     data = bytearray(raw)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         at = rng.randrange(len(data)) if data else 0

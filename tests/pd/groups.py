@@ -27,19 +27,12 @@ SIZES = (1, 2, 3, 4, 8)
 
 
 class Side:
-    """One engine's pools, a table a group.
+    """One engine's pools, a table per group.
 
-    Attributes:
-        sizes: Slots a block of each group.
-        pools: The pool of each group.
-        tables: The request's blocks in each group.
-        exact_until: Where its KV stops being exact.
-        hops: The most hops of what is not.
-        lookahead: Slots reserved behind its tokens.
+    Its KV is exact up to `exact_until`, and has at most `hops` after it.
     """
 
     def __init__(self, sizes: dict[int, int], num_tokens: int, rng: Random) -> None:
-        """Make tables for so many tokens, of blocks in no order."""
         self.sizes = sizes
         self.pools = {group: LabelledPool(NUM_BLOCKS, size) for group, size in sizes.items()}
         self.tables = {
@@ -51,13 +44,11 @@ class Side:
         self.lookahead = 0
 
     def slots(self, group: int) -> list[int]:
-        """The slots of one group's table."""
         return self.pools[group].slots(self.tables[group])
 
     def compute(
         self, ids: Sequence[int], canon: Sequence[int], start: int, end: int, root: int
     ) -> int:
-        """Compute a range in all groups; how many slots before it were unwritten."""
         return sum(
             pool.compute(self.slots(group), ids, canon, start, end, root=root)
             for group, pool in self.pools.items()
@@ -65,17 +56,12 @@ class Side:
 
 
 class Text:
-    """Tokens, some of which stand for images.
+    """Tokens, some of which stand for images; the ids of all images are the same.
 
-    Attributes:
-        units: Token ids, and images as a number and a length.
-        ids: The token ids; all images have the same ones.
-        items: Where the images are.
-        labels: What the KV of each token is of: its id, or the image and the place in it.
+    `labels` is what the KV of each token is of: its id, or the image and the place in it.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        """Spell units out."""
         self.units = list(units)
         self.ids: list[int] = []
         self.labels: list[int] = []
@@ -92,12 +78,10 @@ class Text:
                 self.labels += [10**6 * (1 + number) + offset for offset in range(length)]
 
     def sequence(self, space: kvtrie.Namespace) -> kvtrie.TokenSequence:
-        """The same as kvtrie knows it."""
         return kvtrie.TokenSequence(self.ids, space, items=self.items)
 
 
 def edited(text: Text, rng: Random) -> Text:
-    """Another prompt with much of the same text: holes, insertions, a longer or shorter end."""
     out = list(text.units)
     for _ in range(rng.choice((0, 1, 1, 2))):
         at = rng.randrange(len(out) + 1)
@@ -114,7 +98,6 @@ def edited(text: Text, rng: Random) -> Text:
 
 
 def written(rng: Random) -> Text:
-    """Some tokens, now and then few ids again and again, or images among them."""
     length = rng.randrange(1, 110)
     if rng.random() < 0.25:
         phrase = [rng.randrange(9) for _ in range(rng.randrange(1, 9))]
@@ -138,7 +121,6 @@ def hop(
     counts: Counts,
     planner: Planner,
 ) -> Side:
-    """Send what one side holds to another one, and look at every slot there."""
     root = hash(SPACES[0])
     sizes = sender.sizes
     if rng.random() < 0.5:
@@ -213,11 +195,7 @@ def _manifest(sender: Side, sent: Text, computed: int) -> bytes:
 
 
 def _load(
-    sender: Side,
-    receiver: Side,
-    pair: tuple[int, ...],
-    labels: Sequence[int],
-    canon: Sequence[int],
+    sender: Side, receiver: Side, pair: tuple[int, ...], labels: Sequence[int], canon: Sequence[int]
 ) -> None:
     group, remote, local, start, end, delta, kind, hops = pair
     theirs, mine = sender.sizes[group], receiver.sizes[group]
@@ -265,11 +243,7 @@ def _policy(rng: Random) -> kvtrie.ReusePolicy:
 
 
 def play(seed: int, planner: Planner | None = None) -> Counts:
-    """A text is computed on one side, sent on to a second and from there to a third.
-
-    Raises:
-        WrongError: It found something, and says how to see it again.
-    """
+    """A text is computed on one side, sent on to a second and from there to a third."""
     rng = Random(seed)
     counts: Counts = collections.Counter()
     root = hash(SPACES[0])

@@ -26,7 +26,6 @@ class Leases:
     next_number: int = 0
 
     def grant(self, request: Hashable, blocks: Sequence[int]) -> int:
-        """Hold a request's blocks for readers, and return the lease's number."""
         number = self.next_number
         self.next_number += 1
         self.blocks[number] = set(blocks)
@@ -34,11 +33,6 @@ class Leases:
         return number
 
     def require(self, number: int, blocks: Sequence[int]) -> None:
-        """Check that blocks may be read.
-
-        Raises:
-            LeaseError: The lease has ended, or covers other blocks.
-        """
         held = self.blocks.get(number)
         if held is None:
             message = f"lease {number} has ended"
@@ -49,7 +43,6 @@ class Leases:
             raise LeaseError(message)
 
     def end(self, number: int) -> Hashable | None:
-        """End a lease, and return the request if that was its last one."""
         self.blocks.pop(number, None)
         request = self.requests.pop(number, None)
         return None if request in self.requests.values() else request

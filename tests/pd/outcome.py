@@ -18,18 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a transfer. All counts are tokens.
+    """The outcome of a transfer, in tokens.
 
-    Attributes:
-        loaded: Counted as present after the load.
-        exact: Of these, claimed exact.
-        computed: Computed by the receiver afterwards.
-        wrong: Of `loaded`, those whose slot does not hold what is claimed.
-        unwritten: Of `wrong`, those whose slot was never written.
-        never_computed: Of `wrong`, those whose token the sender never computed anywhere.
-        tainted: Of `computed`, those claimed exact that attended to wrong KV.
-        refused: Why nothing was loaded; None otherwise.
-        failed: The assertion that ended the request; None otherwise.
+    `exact` of `loaded` are claimed exact. `wrong` of them are in slots that do not hold what is
+    claimed: `unwritten` never written, `never_computed` never computed by the sender. `tainted` of
+    `computed` are claimed exact and attended to wrong KV. `refused` says why nothing was loaded,
+    `failed` which assertion ended the request.
     """
 
     loaded: int
@@ -44,30 +38,12 @@ class Outcome:
 
 
 def transfer(
-    source: Computed,
-    receiver: Engine,
-    ids: Sequence[int],
-    *,
-    rule: Rule,
-    cached: int = 0,
+    source: Computed, receiver: Engine, ids: Sequence[int], *, rule: Rule, cached: int = 0
 ) -> Outcome:
     """Move KV from a sender to a receiver, compute the rest there, and check every slot.
 
     The receiver copies what the rule says, block by block or slot by slot. It computes what the
     rule does not claim, on top of the copies.
-
-    Args:
-        source: The sender's request.
-        receiver: The engine that needs KV; may be the sender.
-        ids: The receiver's prompt.
-        rule: The rule, one of `tests.pd.rules`.
-        cached: Tokens from the front that the receiver already has.
-
-    Returns:
-        The outcome.
-
-    Raises:
-        ValueError: `cached` is not in `[0, len(ids)]`.
 
     Example:
         >>> from tests import pd

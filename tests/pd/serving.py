@@ -1,8 +1,7 @@
 """A serving engine over labelled KV: prefix cache, ledger, drafts, steps in flight, leases.
 
-It keeps the state of a real engine, including the optimistic counter of its scheduler, and reports
-to the ledger what a real one could report. The device is a queue: steps are scheduled, and run
-later, in order.
+It reports to the ledger what a real engine could report, with its scheduler's optimistic counter.
+The device is a queue: steps are scheduled, and run later, in order.
 """
 
 from __future__ import annotations
@@ -32,14 +31,6 @@ JUNK = 2**31
 
 @dataclass(frozen=True)
 class Envelope:
-    """One message.
-
-    Attributes:
-        sender: The engine that holds the blocks.
-        lease: The number of its lease.
-        raw: The manifest's bytes, as received.
-    """
-
     sender: ServingEngine
     lease: int
     raw: bytes
@@ -49,21 +40,11 @@ class Envelope:
 class Live:
     """A request of a serving engine.
 
-    Attributes:
-        name: Its name in the ledger.
-        seq: Its ids, which the ledger owns while it is live.
-        table: Its blocks.
-        slots: The slots of its blocks.
-        to_compute: Ranges that the next prefill chunks compute.
-        future: The ids that the model will sample, the last first.
-        num_drafts: Drafts per decode step.
-        guess: Probability that a draft is right.
-        counter: The scheduler's computed tokens, with steps in flight.
-        ids: The sequence as the device knows it.
-        canon: The contexts of these ids.
-        done: What the device has computed, except gaps.
-        arrived: Sampled ids that were not reported to the ledger.
-        in_flight: Steps that have not run.
+    `to_compute` are ranges of the next prefill chunks; `future` the ids that the model will sample,
+    the last first; `guess` the probability that a draft is right; `counter` the scheduler's
+    computed tokens, with steps in flight; `ids` and `canon` the sequence as the device knows it;
+    `done` what it has computed, except gaps; `arrived` the ids that were not reported to the
+    ledger.
     """
 
     name: Hashable
@@ -83,16 +64,7 @@ class Live:
 
 
 class ServingEngine(Engine):
-    """An engine with a prefix cache, which serves requests step by step.
-
-    Args:
-        name: The name in messages.
-        rng: Draws chunks, drafts and the time of runs.
-        block_size: Slots per block.
-        num_blocks: Blocks in its pool.
-        namespace: What its KV depends on besides tokens.
-        depth: Steps in flight before the oldest runs.
-    """
+    """An engine with a prefix cache, which serves requests step by step."""
 
     def __init__(
         self,
@@ -104,7 +76,6 @@ class ServingEngine(Engine):
         namespace: kvtrie.Namespace | None = None,
         depth: int = 0,
     ) -> None:
-        """Make an engine without requests."""
         super().__init__(name, block_size=block_size, num_blocks=num_blocks, namespace=namespace)
         self.rng = rng
         self.num_blocks = num_blocks
@@ -120,13 +91,11 @@ class ServingEngine(Engine):
         self.device: deque[Callable[[], None]] = deque()
 
     def drain(self) -> None:
-        """Run all scheduled steps."""
         device = self.device
         while device:
             device.popleft()()
 
     def _drop_behind(self) -> None:
-        """Run the oldest steps until no more than `depth` are in flight."""
         while self.device and sum(live.in_flight for live in self.live.values()) > self.depth:
             self.device.popleft()()
 
@@ -134,17 +103,11 @@ class ServingEngine(Engine):
         self.device.append(lambda: self.pool.clear(blocks))
 
     def take(self, num_blocks: int) -> list[int]:
-        """Blocks from the free list or from the index.
-
-        Raises:
-            kvtrie.OutOfBlocksError: There are fewer.
-        """
         blocks: list[int] = self.allocator.allocate(num_blocks, evict_from=self.index).tolist()
         self._clear(blocks)
         return blocks
 
     def give_back(self, done: kvtrie.InsertResult) -> None:
-        """Free the blocks that an insert returned to the engine."""
         self.allocator.free(done.duplicates)
         self.allocator.free(done.surplus)
         self.allocator.free(done.freed)
@@ -153,11 +116,6 @@ class ServingEngine(Engine):
     def prepare(
         self, name: Hashable, ids: Sequence[int], policy: kvtrie.ReusePolicy, keep_last: int
     ) -> tuple[Live, kvtrie.ReusePlan]:
-        """Plan a prompt, and allocate the blocks that it needs.
-
-        Raises:
-            kvtrie.OutOfBlocksError: There are not enough. Nothing is kept.
-        """
         seq = kvtrie.TokenSequence(ids, self.namespace)
         plan = self.index.plan(seq, policy, keep_last=keep_last)
         try:
@@ -167,14 +125,7 @@ class ServingEngine(Engine):
             raise
         table = [*plan.blocks.tolist(), *fresh]
         live = Live(
-            name,
-            seq,
-            table,
-            self.pool.slots(table),
-            list(ids),
-            self.chain(ids),
-            deque(),
-            [],
+            name, seq, table, self.pool.slots(table), list(ids), self.chain(ids), deque(), []
         )
         moves = plan.moves(np.asarray(table, dtype=np.int32))
         for source, target, count, delta in moves.tolist():
@@ -189,14 +140,12 @@ class ServingEngine(Engine):
         self.device.append(lambda: self.pool.load(self.pool, source, target, places, delta))
 
     def begin(self, live: Live, plan: kvtrie.ReusePlan) -> None:
-        """Begin after the local plan."""
         self.ledger.begin(live.name, live.seq, live.table, source=plan)
         self._begun(live)
 
     def begin_imported(
         self, live: Live, plan: kvtrie.ReusePlan, transfer: kvtrie.TransferPlan
     ) -> None:
-        """Begin after the local plan and a transfer of the tokens after it."""
         self.ledger.begin(
             live.name,
             live.seq,
@@ -208,7 +157,6 @@ class ServingEngine(Engine):
         self._begun(live)
 
     def begin_computed(self, live: Live, plan: kvtrie.ReusePlan, loaded: int) -> None:
-        """Begin with the local plan, and count exact KV loaded after it as computed."""
         self.ledger.begin(live.name, live.seq, live.table, source=plan)
         _, present = self.ledger.final_range(live.name)
         self.ledger.schedule(live.name, loaded - present)
@@ -222,7 +170,6 @@ class ServingEngine(Engine):
         self.live[live.name] = live
 
     def grow(self, live: Live, num_tokens: int) -> bool:
-        """Allocate blocks for this many tokens; False if there are none."""
         needed = -(-num_tokens // self.block_size) - len(live.table)
         if needed > 0:
             try:
@@ -236,11 +183,6 @@ class ServingEngine(Engine):
         return True
 
     def step(self, names: Sequence[Hashable]) -> list[Hashable]:
-        """Schedule a step of these requests, and run the oldest steps beyond `depth`.
-
-        Returns:
-            The requests that were skipped, because they got no blocks.
-        """
         rng = self.rng
         starved: list[Hashable] = []
         requests: list[Hashable] = []
@@ -286,7 +228,6 @@ class ServingEngine(Engine):
         return starved
 
     def _next(self, live: Live) -> tuple[int, int, int]:
-        """The start of a request's next step, its positions, and its number of drafts."""
         if live.to_compute:
             start, end = live.to_compute[0]
             return start, min(end - start, self.rng.choice((1, 3, 16, 64))), 0
@@ -298,7 +239,6 @@ class ServingEngine(Engine):
     def _step_by_calls(
         self, name: Hashable, scheduled: int, computed: int, ids: list[int], drafts: int
     ) -> None:
-        """`SequenceLedger.step` as single calls: rejected drafts are rolled back."""
         self.ledger.append(name, ids)
         self.ledger.confirm(name, computed)
         if self.ledger.lookahead(name)[1] > computed:
@@ -335,8 +275,7 @@ class ServingEngine(Engine):
             live.in_flight -= 1
             base = live.done
             if not live.future:
-                # The step was scheduled before another one ended the request. It runs, and its
-                # samples are dropped, but the counter includes it.
+                # Its samples are dropped, but the counter includes it.
                 junk = [JUNK] * (num_drafts + 1 + max(0, base - len(live.ids)))
                 ids = live.ids + junk
                 canon = live.canon + chain(junk, live.canon[-1])
@@ -375,12 +314,10 @@ class ServingEngine(Engine):
         live.arrived += new
 
     def settle(self, live: Live) -> None:
-        """Wait for the device, and report everything about a request to the ledger."""
         self.drain()
         self._tell(live)
 
     def _tell(self, live: Live) -> None:
-        """Report the arrived ids to the ledger, with their counter."""
         ids, live.arrived = live.arrived, []
         if live.num_drafts and not live.to_compute:
             # With drafts in flight, ids and the counter without rejected drafts go together.
@@ -392,13 +329,11 @@ class ServingEngine(Engine):
             self.ledger.confirm(live.name, live.counter)
 
     def commit(self, live: Live) -> None:
-        """Insert new KV into the index while the request runs."""
         self.give_back(self.ledger.commit(live.name, self.index))
         live.table = self.ledger.blocks(live.name).tolist()
         live.slots = self.pool.slots(live.table)
 
     def strip(self, ids: Sequence[int], start: int, end: int, *, remove: bool) -> None:
-        """Mark a span dead, so that its blocks are evicted first, or remove it at once."""
         seq = kvtrie.TokenSequence(ids, self.namespace)
         if remove:
             self.allocator.free(self.index.remove_spans(seq, [(start, end)]).freed)
@@ -407,17 +342,7 @@ class ServingEngine(Engine):
             self.index.mark_dead(seq, [(start, end)])
 
     def preempt(self, live: Live, *, drop_blocks: bool, wait: bool = True) -> Live:
-        """Roll back some of the computed tokens, as engines do when blocks run short.
-
-        Args:
-            live: The request.
-            drop_blocks: Whether the blocks after them are freed.
-            wait: Whether the steps in flight end first. If not, they still run in their blocks, and
-                their samples are dropped.
-
-        Returns:
-            The request that continues.
-        """
+        """Roll back some of the computed tokens, as engines do when blocks run short."""
         if wait or self.ledger.new_range(live.name)[0] >= len(live.ids):
             self.settle(live)
         else:
@@ -466,7 +391,6 @@ class ServingEngine(Engine):
         self._ended(live)
 
     def forget(self, live: Live) -> None:
-        """End a request and drop its KV."""
         held = self.ledger.forget(live.name).tolist()
         self.allocator.free(held)
         self.allocator.free(self.index.take_freed())
@@ -477,13 +401,11 @@ class ServingEngine(Engine):
         self.allocator.free(self.index.take_freed())
 
     def export(self, live: Live, key: bytes) -> Envelope:
-        """Write a manifest, and hold its blocks until the lease ends."""
         raw = kvtrie.TransferManifest.from_ledger(self.ledger, live.name, key=key).to_bytes()
         lease = self.leases.grant(live.name, self.ledger.blocks(live.name).tolist())
         return Envelope(self, lease, raw)
 
     def end_lease(self, number: int) -> None:
-        """End a lease that is done or expired; the request ends with its last lease."""
         name = self.leases.end(number)
         if name is not None and name in self.live:
             self.finish(self.live[name])
@@ -496,18 +418,6 @@ class ServingEngine(Engine):
         *,
         breaks_after: int | None = None,
     ) -> None:
-        """Copy the pairs of a plan from the sender's blocks.
-
-        Args:
-            live: The request that gets them; it has not begun.
-            envelope: The message of the sender.
-            transfer: The plan made from it.
-            breaks_after: The connection breaks after this many pairs.
-
-        Raises:
-            LeaseError: The sender does not hold the blocks for this reader, or the connection
-                broke.
-        """
         sender = envelope.sender
         pairs = transfer.pairs.tolist()
         sender.leases.require(envelope.lease, sorted({pair[1] for pair in pairs}))
@@ -530,7 +440,6 @@ class ServingEngine(Engine):
             raise LeaseError(message)
 
     def wrong(self, live: Live) -> list[tuple[int, str]]:
-        """The positions of a request that are claimed computed and hold other KV."""
         self.drain()
         _, end = self.ledger.final_range(live.name)
         classes, hops = [0] * end, [0] * end

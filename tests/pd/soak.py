@@ -23,7 +23,6 @@ GROUPS_AN_EPISODE = 20
 
 
 def main() -> int:
-    """Run episodes until there were so many transfers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--transfers", type=int, default=1_000_000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
@@ -51,7 +50,7 @@ def main() -> int:
     lines = [f"{name:32}{counts[name]:>14,}" for name in sorted(counts)]
     lines.append(
         f"{counts['transfers']:,} transfers, seeds {options.first}..{seed}, {seconds:.0f} s: "
-        f"{failures} with a wrong label, an unnamed error or something left behind"
+        f"{failures} with a wrong label, an unnamed error or something that was not freed"
     )
     sys.stdout.write("\n".join(lines) + "\n")
     return 1 if failures else 0

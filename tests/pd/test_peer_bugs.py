@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MOVING = kvtrie.ReusePolicy(approximate=True)
-QUESTION, THOUGHT, ANSWER, NEW = range(64), range(100, 260), range(300, 348), range(400, 432)
+QUESTION, REASONING, ANSWER, NEW = range(64), range(100, 260), range(300, 348), range(400, 432)
 
 
 def blocks(names: str, size: int = 16) -> list[int]:
@@ -29,7 +29,6 @@ def blocks(names: str, size: int = 16) -> list[int]:
 
 
 def right(outcome: pd.Outcome) -> tuple[int, int]:
-    """What was loaded and computed, after a look at every label."""
     assert outcome.wrong == 0, outcome
     assert outcome.tainted == 0, outcome
     assert outcome.failed is None, outcome
@@ -37,8 +36,7 @@ def right(outcome: pd.Outcome) -> tuple[int, int]:
 
 
 def stripped(rule: pd.Rule) -> pd.Outcome:
-    """The decode engine has question, thought and answer; the next prompt lacks the thought."""
-    turn = pd.Engine("D").compute([*QUESTION, *THOUGHT, *ANSWER])
+    turn = pd.Engine("D").compute([*QUESTION, *REASONING, *ANSWER])
     prompt = [*QUESTION, *ANSWER, *NEW]
     return pd.transfer(turn, pd.Engine("P"), prompt, cached=64, rule=rule)
 
@@ -65,7 +63,7 @@ SEVEN = "q0 q1 t0 t1 t2 a0 a1"
 
 
 def asked_for_five(rule: pd.Rule) -> pd.Outcome:
-    """D holds seven blocks and is asked for five of them, the thought gone and a new one behind."""
+    """D holds seven blocks; the prompt has four of them, without reasoning, and a new one."""
     turn = pd.Engine("D").compute(blocks(SEVEN))
     return pd.transfer(turn, pd.Engine("P"), blocks("q0 q1 a0 a1 n0"), rule=rule)
 

@@ -23,8 +23,6 @@ SEEDS = 40
 
 
 class Broken:
-    """A planner whose plans are changed."""
-
     def __init__(self, change: Callable[[SimpleNamespace], None]) -> None:
         self.change = change
 
@@ -39,17 +37,14 @@ class Broken:
 
 
 def one_block_on(plan: SimpleNamespace) -> None:
-    """The remote blocks are those of the next pair."""
     plan.pairs["remote"] = np.roll(plan.pairs["remote"], 1)
 
 
 def blocks_swapped(plan: SimpleNamespace) -> None:
-    """The local blocks are those of the next pair."""
     plan.pairs["local"] = np.roll(plan.pairs["local"], 1)
 
 
 def one_token_more(plan: SimpleNamespace) -> None:
-    """The first token to compute is taken for present."""
     if len(plan.compute):
         plan.compute = plan.missing = plan.compute.copy()
         plan.compute[0, 0] += 1
@@ -58,7 +53,6 @@ def one_token_more(plan: SimpleNamespace) -> None:
 
 
 def called_exact(plan: SimpleNamespace) -> None:
-    """All is called exact."""
     plan.exact_until = plan.length
     plan.pairs["class"] = 0
     plan.source = kvtrie.Imported(exact_until=plan.length, hops=0)
@@ -72,7 +66,6 @@ def no_hops(plan: SimpleNamespace) -> None:
 
 
 def finds(play: Callable[[int], object]) -> bool:
-    """Whether one of some seeds shows something wrong."""
     for seed in range(SEEDS):
         try:
             play(seed)

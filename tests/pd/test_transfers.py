@@ -1,4 +1,4 @@
-"""Whatever happens between two engines, no slot has a wrong label, and nothing is left behind."""
+"""Whatever happens between two engines, no slot has a wrong label, and everything is freed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_serving_engines_meet_everything() -> None:
         "connection broke",
     ]
     expected += ["retries", "contradictions"]
-    expected += ["lease ended", "exported in flight", "beside another"]
+    expected += ["lease ended", "exported in flight", "next to another"]
     expected += ["begun as computed", "begun as imported", "refused: digest", "refused: malformed"]
     expected += ["refused: namespace", "tokens loaded exact", "tokens loaded approximate"]
     expected += [f"fault: {fault}" for fault in pd.faults.FAULTS if fault != "dropped"]
@@ -59,7 +59,6 @@ def test_serving_engines_in_few_turns(seed: int, turns: int) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """A sent text, and a wanted one that was edited from it."""
     alphabet = draw(st.sampled_from([2, 5, 5000]))
     token = st.integers(0, alphabet - 1)
     sent = draw(st.lists(token, min_size=1, max_size=90))

@@ -2,10 +2,10 @@
 
     python -m tests.property.any_block_removal --removals 1000000
 
-Histories that share prefixes are cached, removed by id (`discard`), by span (`remove_spans`) and by
-eviction of what `mark_dead` marked, and inserted again, with computed and with imported KV. The
-oracle is a dictionary from whole prefixes to (block, exact): a lookup is right iff it returns the
-longest run of exact blocks from position 0, with these ids. The exit status is 1 when one is wrong.
+Histories that share prefixes are cached, removed by id, by span and by eviction of what was marked
+dead, and inserted again. A lookup is right iff it returns the longest run of exact blocks from
+position 0 in a dictionary from whole prefixes to (block, exact). The exit status is 1 when one is
+wrong.
 """
 
 from __future__ import annotations
@@ -25,20 +25,11 @@ NAMESPACE = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 
 @dataclass
 class History:
-    """A sequence, and its whole prefixes by number."""
-
     seq: kvtrie.TokenSequence
     prefixes: list[int]
 
 
 class Removals:
-    """An index, and a dictionary of what must be in it.
-
-    Args:
-        seed: Of everything that is chosen.
-        hash_bits: Of the index.
-    """
-
     def __init__(self, seed: int, hash_bits: int) -> None:
         rng = Random(seed)
         self.rng = rng
@@ -56,7 +47,6 @@ class Removals:
         self.counts: collections.Counter[str] = collections.Counter()
 
     def pool(self, count: int) -> list[History]:
-        """Histories, most of which branch off another."""
         known: list[list[int]] = []
         for _ in range(count):
             ids: list[int] = []
@@ -68,7 +58,6 @@ class Removals:
         return [self.history(ids) for ids in known]
 
     def history(self, ids: list[int]) -> History:
-        """Number the whole prefixes of a history."""
         prefixes: list[int] = []
         for end in range(self.size, len(ids) + 1, self.size):
             number = self.numbers.setdefault(tuple(ids[:end]), len(self.numbers))
@@ -77,8 +66,6 @@ class Removals:
             prefixes.append(number)
         return History(kvtrie.TokenSequence(ids, NAMESPACE), prefixes)
 
-    # --- the calls --------------------------------------------------------------------------------
-
     def gone(self, ids: Any) -> None:
         """These blocks were removed."""
         for block in ids.tolist():
@@ -86,7 +73,6 @@ class Removals:
             self.held.append(block)
 
     def fill(self) -> None:
-        """Insert a history, evicting what is needed."""
         history, size = self.rng.choice(self.histories), self.size
         count = len(history.prefixes)
         missing = count - len(self.held)
@@ -155,14 +141,12 @@ class Removals:
         return history
 
     def right(self, what: str, answer: Any, expected: Any) -> None:
-        """Count a result, and whether it is right."""
         self.counts["answers"] += 1
         if answer != expected:
             self.counts["wrong answers"] += 1
             self.counts[f"wrong: {what}"] += 1
 
     def look(self, history: History) -> None:
-        """One lookup against the dictionary."""
         expected = []
         for number in history.prefixes:
             block, exact = self.cached.get(number, (-1, False))
@@ -177,7 +161,6 @@ class Removals:
         self.right("lookup", answer, (len(expected) * self.size, expected))
 
     def step(self) -> None:
-        """A removal, lookups after it, and an insert."""
         for _ in range(8 if len(self.where) < self.num_blocks // 2 else 0):
             self.fill()
         removed = self.remove()
@@ -188,13 +171,6 @@ class Removals:
 
 
 def run(removals: int, *, first: int = 0, each: int = 20_000) -> collections.Counter[str]:
-    """Make `removals` removals.
-
-    Args:
-        removals: How many.
-        first: The seed of the first index.
-        each: Removals per index.
-    """
     counts: collections.Counter[str] = collections.Counter()
     for number in range(-(-removals // each)):
         world = Removals(first + number, [64, 8, 4, 0][number % 4])
@@ -206,7 +182,6 @@ def run(removals: int, *, first: int = 0, each: int = 20_000) -> collections.Cou
 
 
 def main() -> int:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--removals", type=int, default=1_000_000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first index")

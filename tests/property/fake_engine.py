@@ -1,8 +1,4 @@
-"""An engine over labelled KV that knows what its KV is worth, whatever the index says of it.
-
-KV of another prefix, an overwritten block, a copy of the wrong slots, a wrong delta or a label that
-is too good shows: see `tests.truth`.
-"""
+"""An engine over labelled KV (`tests.truth`) that knows what its KV is worth."""
 
 from __future__ import annotations
 
@@ -30,13 +26,7 @@ class WrongKVError(AssertionError):
 
 
 class Text(NamedTuple):
-    """A sequence as its KV depends on it.
-
-    Attributes:
-        tokens: Its tokens; in an item, with what it stands for.
-        canon: The context of each, computed from scratch.
-        root: The namespace's number.
-    """
+    """A sequence as its KV depends on it: its tokens, those of items included, and contexts."""
 
     tokens: list[Any]
     canon: list[int]
@@ -44,7 +34,6 @@ class Text(NamedTuple):
 
     @classmethod
     def of(cls, seq: kvtrie.TokenSequence) -> Text:
-        """The text of a sequence."""
         tokens: list[Any] = seq[0 : len(seq)].tolist()
         for item in seq.items:
             for position in range(item.start, item.end):
@@ -55,8 +44,6 @@ class Text(NamedTuple):
 
 @dataclass
 class Engine:
-    """An index, an allocator and the KV, shared by requests."""
-
     num_blocks: int
     block_size: int
     hash_bits: int = 64
@@ -77,7 +64,6 @@ class Engine:
         self.known: list[tuple[kvtrie.TokenSequence, Text]] = []
 
     def take(self, ids: Any) -> None:
-        """Blocks that the index gives up are free."""
         self.pool.free(ids)
 
     def verify(self) -> None:
@@ -110,12 +96,10 @@ class Engine:
             raise WrongKVError(f"{what}: {wrong} of {text.tokens} in {slots}")
 
     def know(self, seq: kvtrie.TokenSequence) -> None:
-        """Check lookups of this sequence from now on."""
         copy = kvtrie.TokenSequence(seq[0 : len(seq)], seq.namespace, items=seq.items)
         self.known.append((copy, Text.of(copy)))
 
     def load(self, seq: kvtrie.TokenSequence, exact_until: int, hops: int) -> None:
-        """Bring KV from elsewhere: right up to `exact_until`, of another context after it."""
         try:
             blocks = self.pool.allocate(len(seq) // self.block_size, evict_from=self.index)
         except kvtrie.OutOfBlocksError:
@@ -133,7 +117,6 @@ class Engine:
             self.take(ids)
 
     def drain(self) -> None:
-        """Finish all requests and evict all: everything is free."""
         for request in list(self.requests):
             request.finish()
         self.verify()
@@ -173,7 +156,6 @@ class Request:
         engine.know(self.seq)
 
     def source(self) -> Any:
-        """The source of the KV in the table."""
         return self.plan
 
     def got(self, ids: Any) -> None:
@@ -191,7 +173,6 @@ class Request:
         self.got(done.freed)
 
     def lines(self) -> Generator[str]:
-        """The loop of the docs, line by line."""
         engine, seq = self.engine, self.seq
         index, pool, size = engine.index, engine.pool, engine.block_size
         yield "begin"
@@ -237,7 +218,6 @@ class Request:
         yield from self.decode(taken)
 
     def decode(self, taken: int) -> Generator[str]:
-        """The decode loop, with so many blocks inserted."""
         engine, seq = self.engine, self.seq
         index, pool, size = engine.index, engine.pool, engine.block_size
         for token in self.answer:
@@ -280,7 +260,6 @@ class Request:
         self.free(done.freed)
 
     def finish(self) -> None:
-        """Finish, abort and preemption alike."""
         engine, index = self.engine, self.engine.index
         engine.requests.remove(self)
         if self.plan is None:
@@ -301,8 +280,6 @@ class Request:
         self.plan.release()
         engine.take(index.take_freed())
 
-    # --- checks of the plan -----------------------------------------------------------------
-
     def apply(self) -> None:
         """Copy; a source that was overwritten is copied as it is."""
         pool, canon, size = self.engine.kv, Text.of(self.seq).canon, self.engine.block_size
@@ -313,7 +290,6 @@ class Request:
             pool.load(pool, source, dest, canon[at : at + count], delta)
 
     def copies(self, start: int, end: int) -> list[tuple[int, int, int, int, int]]:
-        """The copies of a range: source, destination, length, delta, first position."""
         size = self.engine.block_size
         at = {int(block): place * size for place, block in enumerate(self.table)}
         moves = self.plan.moves(self.table, start, end).tolist()
@@ -446,7 +422,6 @@ class Traffic:
         self.running: list[tuple[Request, Generator[str]]] = []
 
     def policy(self) -> kvtrie.ReusePolicy:
-        """Mostly an approximate one."""
         choice = self.rng.choice
         if self.rng.random() < 0.2:
             return kvtrie.EXACT_ONLY
@@ -460,12 +435,10 @@ class Traffic:
         )
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """Two ascending ranges."""
         edges = sorted(self.rng.randint(0, length) for _ in range(4))
         return [(edges[0], edges[1]), (edges[2], edges[3])]
 
     def step(self) -> None:
-        """One action."""
         action, engine, rng = self.rng.choice(self.ACTIONS), self.engine, self.rng
         engine.counts[action] += 1
         prompt = rng.choice(self.family)
@@ -512,7 +485,6 @@ class Traffic:
             self.engine.counts["aborts"] += abort
 
     def run(self, steps: int) -> None:
-        """Some steps, then everything drained."""
         try:
             for _ in range(steps):
                 self.step()

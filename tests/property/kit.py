@@ -14,8 +14,6 @@ OTHER = kvtrie.Namespace(model="m", salt="tenant")
 
 @dataclass
 class Kit:
-    """The index or the model, and the sequences that it takes."""
-
     index_class: Any
     sequence_class: Any
     allocator_class: Any
@@ -30,7 +28,6 @@ class Kit:
 
 
 def put(index: Any, seq: Any, blocks: list[int], *, source: Any = COMPUTED, **more: Any) -> Any:
-    """Insert all of a sequence."""
     return index.insert(seq, blocks, num_computed=len(seq), source=source, **more)
 
 

@@ -39,8 +39,6 @@ SHARES = (0.5, 0.9, 0.99, 1.0)
 
 @dataclass
 class Report:
-    """What some episodes did."""
-
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
     shapes: dict[str, collections.Counter[int]] = field(
         default_factory=lambda: {name: collections.Counter() for name in SHAPES}
@@ -48,7 +46,6 @@ class Report:
     mismatches: list[str] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
-        """Take over another's figures."""
         self.counts += other.counts
         for name in SHAPES:
             self.shapes[name] += other.shapes[name]
@@ -56,7 +53,6 @@ class Report:
 
 
 def episode(number: int, hash_bits: int | None, steps: int) -> Report:
-    """One index from empty to drained."""
     rng = Random(number)
     report = Report()
     # One in eight has few blocks, small ones, and deep holes: the bound on holes is met there.
@@ -122,16 +118,6 @@ def run(
     steps: int = 400,
     jobs: int = 1,
 ) -> Report:
-    """Run episodes until `operations` operations are compared.
-
-    Args:
-        operations: How many.
-        first: The number of the first episode: its seed.
-        episodes: So many episodes instead.
-        hash_bits: Every internal hash cut to so many bits; None takes turns.
-        steps: Calls an episode.
-        jobs: Processes.
-    """
     total = Report()
     count = episodes if episodes is not None else operations // steps + 1
     tasks = [(first + i, hash_bits, steps) for i in range(count)]
@@ -146,7 +132,6 @@ def run(
 
 
 def describe(report: Report, seconds: float) -> str:
-    """The figures of a run as text."""
     calls, episodes = report.counts["calls"], report.counts["episodes"]
     lines = [
         f"{calls} operations compared in {episodes} episodes, {seconds:.0f} s",
@@ -177,7 +162,6 @@ def describe(report: Report, seconds: float) -> str:
 
 
 def main() -> int:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--operations", type=int, default=1_000_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first episode")

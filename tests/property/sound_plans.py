@@ -3,10 +3,9 @@
     python -m tests.property.sound_plans --plans 1000000
 
 A side table has for every slot the token, the position, a digest of its whole prefix, the label and
-the tags that it was inserted with. Each token of every plan is looked up there: same token, the
-plan's delta, the class and hops that follow from the two prefixes. Where no candidate was dropped,
-coverage is compared with the union of all windows that the prompt shares with usable slots; where
-some were, with a bound. The exit status is 1 when anything is wrong.
+the tags. Each token of every plan is looked up there: same token, the plan's delta, the class and
+hops that follow from the two prefixes. Where no candidate was dropped, coverage is compared with
+the union of all usable shared windows. The exit status is 1 when anything is wrong.
 """
 
 from __future__ import annotations
@@ -40,13 +39,11 @@ class UnsoundError(AssertionError):
 
 
 def require(what: str, holds: Any) -> None:
-    """Raise unless something holds."""
     if not holds:
         raise UnsoundError(what)
 
 
 def mixed(tokens: Array) -> Array:
-    """A word of 64 well-mixed bits per token."""
     words = (tokens.astype(np.uint64) + np.uint64(1)) * MIX
     words ^= words >> np.uint64(29)
     words *= np.uint64(0xBF58476D1CE4E5B9)
@@ -54,7 +51,6 @@ def mixed(tokens: Array) -> Array:
 
 
 def contains(ordered: Array, values: Array) -> Array:
-    """Which values are among ordered ones."""
     if not len(ordered):
         return np.zeros(len(values), dtype=np.bool_)
     at = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
@@ -69,16 +65,8 @@ def spread(ends: Array, count: int, width: int) -> Array:
     return np.asarray(np.cumsum(edges[:count]) > 0)
 
 
-# --- histories ------------------------------------------------------------------------------------
-
-
 class Histories:
-    """Conversations as spans of tokens, and what clients do to them.
-
-    Args:
-        rng: Chooses.
-        alphabet: How many token ids there are.
-    """
+    """Conversations as spans of tokens, and what clients do to them."""
 
     def __init__(self, rng: np.random.Generator, alphabet: int) -> None:
         self.rng = rng
@@ -87,14 +75,12 @@ class Histories:
         self.known: list[list[Array]] = [self.fresh() for _ in range(4)]
 
     def text(self, count: int) -> Array:
-        """New tokens: random ones, rarely with a short period."""
         ids = self.rng.integers(0, self.alphabet, count)
         if self.rng.random() < 0.04:
             ids = np.resize(ids[: self.rng.choice([1, 2, 17])], count)
         return ids
 
     def fresh(self) -> list[Array]:
-        """A conversation: a head, then reasoning, calls, results and answers of many lengths."""
         spans = [self.boilerplate[0], self.text(int(self.rng.integers(8, 80)))]
         for _ in range(self.rng.integers(2, 12)):
             spans.append(self.text(int(self.rng.choice([3, 9, 20, 33, 64, 90]))))
@@ -103,7 +89,6 @@ class Histories:
         return spans
 
     def edited(self, spans: list[Array]) -> list[Array]:
-        """One to three edits of a history."""
         spans = list(spans)
         for _ in range(self.rng.integers(1, 4)):
             at = int(self.rng.integers(len(spans))) if spans else 0
@@ -130,7 +115,6 @@ class Histories:
         return spans
 
     def next(self) -> Array:
-        """A prompt: an edited history, or one that grows, or a new one."""
         spans = self.known[self.rng.integers(len(self.known))]
         roll = self.rng.random()
         if roll < 0.2:
@@ -144,30 +128,17 @@ class Histories:
         return np.concatenate([np.zeros(0, dtype=np.int64), *spans])[:LONGEST]
 
 
-# --- what is cached -------------------------------------------------------------------------------
-
-
 @dataclass
 class Report:
-    """What was checked."""
-
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
     wrong: list[str] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
-        """Take over another's figures."""
         self.counts += other.counts
         self.wrong += other.wrong
 
 
 class World:
-    """An index, and a table of the content of all slots.
-
-    Args:
-        seed: Of everything that is chosen.
-        hash_bits: Of the index.
-    """
-
     def __init__(self, seed: int, hash_bits: int) -> None:
         rng = np.random.default_rng(seed)
         self.rng = rng
@@ -219,11 +190,9 @@ class World:
         return np.asarray((each * self.powers[: self.min_run]).sum(axis=1, dtype=np.uint64))
 
     def slots(self, blocks: Array) -> Array:
-        """All slots of some blocks."""
         return np.asarray((blocks[:, np.newaxis] * self.size + np.arange(self.size)).ravel())
 
     def sequence(self, tokens: Array, space: int) -> kvtrie.TokenSequence:
-        """A sequence of these tokens."""
         return kvtrie.TokenSequence(tokens, NAMESPACES[space])
 
     def left(self, ids: Array) -> None:
@@ -233,7 +202,6 @@ class World:
         self.free += ids.tolist()
 
     def insert(self) -> None:
-        """Cache a sequence, computed or imported, in part tagged."""
         tokens, space = self.histories.next(), int(self.rng.random() < 0.2)
         count = len(tokens) // self.size
         if len(self.free) < count:
@@ -262,12 +230,10 @@ class World:
                 self.tags[self.slots(done.blocks.astype(np.int64))[a:b]] |= bit
 
     def exact_tokens(self, blocks: Array) -> int:
-        """How far a path is exact."""
         wrong = np.flatnonzero(~self.exact[blocks])
         return int(wrong[0] if len(wrong) else len(blocks)) * self.size
 
     def record(self, tokens: Array, space: int, done: Any, label: tuple[int, int]) -> None:
-        """Record what was inserted, with the rules of labels."""
         size = self.size
         digests, windows = self.digests(tokens, space), self.windows(tokens)
         by_end = np.concatenate([np.zeros(self.min_run - 1, dtype=np.uint64), windows])
@@ -295,7 +261,6 @@ class World:
         self.views.clear()
 
     def forget(self) -> None:
-        """Remove blocks: the least recently used, some by id, a part of a history."""
         roll = self.rng.random()
         if roll < 0.4:
             self.left(self.index.evict(int(self.rng.integers(0, 40))))
@@ -312,17 +277,13 @@ class World:
             self.left(gone.freed)
         self.left(self.index.take_freed())
 
-    # --- one plan ---------------------------------------------------------------------------------
-
     def view(self, space: int, max_hops: int) -> View:
-        """What a plan may use now."""
         key = space, max_hops
         if key not in self.views:
             self.views[key] = self.look(space, max_hops)
         return self.views[key]
 
     def look(self, space: int, max_hops: int) -> View:
-        """All present blocks, parents first."""
         size = self.size
         within = self.present & (self.space == space)
         movable = np.flatnonzero(within & (self.hops + 1 <= max_hops))
@@ -342,7 +303,6 @@ class World:
         )
 
     def policy(self) -> kvtrie.ReusePolicy:
-        """Mostly one for which coverage can be predicted."""
         roll = self.rng.random()
         if roll < 0.1:
             return kvtrie.EXACT_ONLY
@@ -358,7 +318,6 @@ class World:
         )
 
     def plan(self) -> None:
-        """Plan one prompt and look at every token of it."""
         tokens, space = self.histories.next(), int(self.rng.random() < 0.2)
         policy, keep_last = self.policy(), int(self.rng.choice([0, 1, 1, 7]))
         pin = bool(self.rng.random() < 0.2)
@@ -374,14 +333,12 @@ class World:
 
     @staticmethod
     def predictable(policy: kvtrie.ReusePolicy) -> bool:
-        """Whether the policy forbids nothing that is usable."""
         cut = policy.recompute_first or policy.recompute_last or policy.forbid_kinds
         return policy.partial_blocks and not cut
 
     def check(
         self, plan: kvtrie.ReusePlan, tokens: Array, space: int, policy: kvtrie.ReusePolicy
     ) -> Array:
-        """Check every token of the plan, and return which are reused."""
         segments, number = self.segments(plan, len(tokens))
         slot = self.sources(plan, segments, number)
         reused = segments["class"][number] != COMPUTE
@@ -431,7 +388,6 @@ class World:
 
     @staticmethod
     def segments(plan: kvtrie.ReusePlan, count: int) -> tuple[Array, Array]:
-        """The segments, which must cover the prompt once, and the number of each token's."""
         segments = plan.segments
         edges = np.concatenate([[0], segments["end"]])
         require("segments cover the prompt once", (segments["start"] == edges[:-1]).all())
@@ -503,10 +459,8 @@ class World:
 class View:
     """What a plan may use, as ordered digests.
 
-    Attributes:
-        windows: Windows of min_run usable slots, wherever they move.
-        exact: Whole prefixes of exact slots.
-        alike: Whole prefixes of slots that are usable under the same prefix.
+    `windows` of min_run usable slots, wherever they move; whole prefixes of `exact` slots; `alike`:
+    whole prefixes of slots that are usable under the same prefix.
     """
 
     windows: Array
@@ -515,16 +469,11 @@ class View:
 
 
 def _leading(flags: Array) -> int:
-    """How many are true from the front."""
     wrong = np.flatnonzero(~flags)
     return int(wrong[0]) if len(wrong) else len(flags)
 
 
-# --- running --------------------------------------------------------------------------------------
-
-
 def world(seed: int, hash_bits: int, plans: int) -> Report:
-    """One index from empty to the end of its plans."""
     report = Report()
     here = World(seed, hash_bits)
     try:
@@ -559,16 +508,6 @@ def run(
     jobs: int = 1,
     done: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Check `plans` plans.
-
-    Args:
-        plans: How many.
-        first: The seed of the first index.
-        hash_bits: Every internal hash cut to so many bits; None takes turns.
-        each: Plans per index.
-        jobs: Processes.
-        done: Called after each index.
-    """
     bits = [64, 8, 4, 0] if hash_bits is None else [hash_bits]
     count = -(-plans // each)
     tasks = [(first + i, bits[i % len(bits)], min(each, plans)) for i in range(count)]
@@ -586,7 +525,6 @@ def run(
 
 
 def describe(report: Report, seconds: float) -> str:
-    """The figures of a run as text."""
     plans = report.counts["plans"]
     lines = [f"{plans} plans checked in {seconds:.0f} s, {len(report.wrong)} wrong", ""]
     for name, count in sorted(report.counts.items()):
@@ -597,7 +535,6 @@ def describe(report: Report, seconds: float) -> str:
 
 
 def main() -> int:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plans", type=int, default=1_000_000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first index")

@@ -26,7 +26,6 @@ def prompt(*ids: int) -> kv.Prompt:
 
 
 def run_until(request: Request, line: int) -> str | None:
-    """Run a request up to the pause of that number; the name of it, None where it ended before."""
     for number, name in enumerate(request.lines()):
         request.engine.verify()
         if number == line:
@@ -35,7 +34,6 @@ def run_until(request: Request, line: int) -> str | None:
 
 
 def run_whole(engine: Engine, prompt: kv.Prompt, answer: list[int], policy: Any) -> Request:
-    """A request from its begin to its end."""
     request = Request(engine, prompt, answer, policy)
     assert run_until(request, LINES) is None
     request.finish()
@@ -157,7 +155,6 @@ def test_engine_loop_notices_poisoned_kv(request_class: type[Request]) -> None:
 
 
 def traffic(seed: int) -> Engine:
-    """Requests at random over edits of one history."""
     rng = Random(seed)
     family = [prompt(*(rng.randrange(4) for _ in range(40)))]
     for _ in range(8):

@@ -31,7 +31,6 @@ def make(kit: Kit, **more: Any) -> Any:
 
 
 def cache(index: Any, seq: Any, first: int = 0, **more: Any) -> list[int]:
-    """Put a sequence into consecutive blocks."""
     blocks = list(range(first, first + len(seq) // 4))
     done = put(index, seq, blocks, **more)
     return list(done.blocks.tolist())
@@ -173,11 +172,7 @@ def test_plan_any_order(kit: Kit) -> None:
     index = make(kit)
     cache(index, kit.seq("qqqqdocument.onedocument.twodocument.six"))
     plan = plan_of(index, kit.seq("document.sixdocument.onedocument.two?"))
-    assert rows(plan) == [
-        (0, 12, 28, "a", 1),
-        (12, 36, 4, "a", 1),
-        (36, 37, 36, "c", 0),
-    ]
+    assert rows(plan) == [(0, 12, 28, "a", 1), (12, 36, 4, "a", 1), (36, 37, 36, "c", 0)]
 
 
 def test_plan_match_may_begin_before_the_uncovered_part(kit: Kit) -> None:

@@ -44,7 +44,6 @@ class IndexMachine(RuleBasedStateMachine):
         seed: int,
         moved_runs: bool,
     ) -> None:
-        """An empty index and the first sequences."""
         self.twin = Twin(
             rng,
             num_blocks=num_blocks,
@@ -63,13 +62,11 @@ class IndexMachine(RuleBasedStateMachine):
             self.twin.pairs.append(pair)
 
     def go(self, rng: Random, call: str) -> None:
-        """One call and everything compared."""
         self.twin.rng = rng
         getattr(self.twin, call)()
         self.twin.verify()
 
     def teardown(self) -> None:
-        """No block is lost."""
         if hasattr(self, "twin"):
             try:
                 self.twin.rng = Random(0)
@@ -79,17 +76,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(rng=RANDOMS, call=st.sampled_from([name for name, _ in Twin.CALLS]))
     def any_call(self, rng: Random, call: str) -> None:
-        """Any call, all of them alike."""
         self.go(rng, call)
 
     @rule(rng=RANDOMS)
     def insert(self, rng: Random) -> None:
-        """Fill the tree."""
         self.go(rng, "insert")
 
     @rule(rng=RANDOMS)
     def plan(self, rng: Random) -> None:
-        """Pin something."""
         self.go(rng, "plan")
 
     @rule(
@@ -109,7 +103,6 @@ class IndexMachine(RuleBasedStateMachine):
         ),
     )
     def remove(self, rng: Random, call: str) -> None:
-        """Remove something."""
         self.go(rng, call)
 
 

@@ -1,8 +1,8 @@
 """An index and the model of it, given the same calls, every result compared.
 
-`Twin` drives `kvtrie.RadixIndex`, a second `RadixIndex` with the same seed (the mirror: same calls,
-same digest) and `kvtrie.testing.model.ModelIndex`. What is called and with which arguments comes
-from a `random.Random`, or from hypothesis's `randoms()`, which shrinks.
+`Twin` drives `kvtrie.RadixIndex`, a second one with the same seed (the mirror) and
+`kvtrie.testing.model.ModelIndex`. A `random.Random`, or hypothesis's `randoms()`, chooses the
+calls.
 """
 
 from __future__ import annotations
@@ -64,13 +64,6 @@ class Pair:
 
     @classmethod
     def of(cls, model: ModelSequence, *, shared: bool = True, form: Any = list) -> Pair:
-        """A live sequence made of the model's.
-
-        Args:
-            model: The model's.
-            shared: One sequence for both indexes, which then forget each other's progress in it.
-            form: What the ids are given as.
-        """
         ids = [int(token) for token in model[0 : len(model)]]
         given = np.array(ids, dtype=np.int64) if form is np.array else form(ids)
         real = kvtrie.TokenSequence(given, model.namespace, items=model.items)
@@ -78,12 +71,10 @@ class Pair:
         return cls(real, real if shared else other, model)
 
     def each(self) -> list[Any]:
-        """All sides, one that is shared once."""
         shared = self.mirror is self.real
         return [self.real, self.model] if shared else [self.real, self.mirror, self.model]
 
     def fresh(self) -> kvtrie.TokenSequence:
-        """The same sequence without what a live one remembers."""
         return Pair.of(self.model).real
 
 
@@ -99,7 +90,6 @@ class Plans:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays as lists with their dtype, so that results can be compared and shown."""
     if isinstance(value, np.ndarray):
         names = value.dtype.names
         kind = value.dtype.str if names is None else str(names)
@@ -126,12 +116,10 @@ PLAN = (
 
 
 def pick(result: Any, names: Sequence[str]) -> dict[str, Any]:
-    """The attributes of a result, comparable."""
     return {name: _plain(getattr(result, name)) for name in names}
 
 
 def _restored(index: kvtrie.RadixIndex) -> kvtrie.RadixIndex:
-    """What a snapshot of the index restores."""
     return kvtrie.RadixIndex.restore(index.snapshot(), pool_id=index.pool_id)
 
 
@@ -184,29 +172,19 @@ class Twin:
         self.counts: collections.Counter[str] = collections.Counter()
         self.log: list[str] = []
 
-    # --- comparing --------------------------------------------------------------------------------
-
     def fail(self, what: str, real: object, model: object) -> None:
-        """Raise with both results and the last calls."""
         recent = "\n  ".join(self.log[-12:])
         message = f"{what}:\n  index {real}\n  model {model}\nafter\n  {recent}"
         raise MismatchError(message)
 
     def same(self, what: str, real: object, model: object) -> None:
-        """Raise unless both results are the same."""
         if real != model:
             self.fail(what, real, model)
 
     def both(
         self, what: str, call: Callable[[Any, str], Any], names: Sequence[str] | None
     ) -> tuple[Any, Any, Any] | None:
-        """Make a call on all sides; the results, or None where it was refused on all.
-
-        Args:
-            what: The call, for messages.
-            call: Given a side and its name, makes the call there.
-            names: The attributes to compare; None compares the results themselves.
-        """
+        """Make a call on all sides; the results, or None where it was refused on all."""
         self.log.append(what)
         self.counts["calls"] += 1
         before = self.real.digest()
@@ -244,12 +222,10 @@ class Twin:
         raise DroppedError
 
     def stats(self, index: Any) -> dict[str, int]:
-        """The counts that both sides know."""
         stats = index.stats()
         return {name: getattr(stats, name) for name in STATS}
 
     def verify(self) -> None:
-        """Everything that can be compared without changing anything."""
         stats = self.stats(self.real)
         self.same("stats", stats, self.stats(self.model))
         self.same("num_evictable", self.real.num_evictable, self.model.num_evictable)
@@ -263,24 +239,18 @@ class Twin:
         self.same("conservation", len(self.held) + owned, self.num_blocks)
 
     def give(self, what: str, ids: Any) -> None:
-        """The caller holds these ids from now on."""
         got = [int(block) for block in ids]
         self.same(f"{what} hands out what is held", self.held & set(got), set())
         self.same(f"{what} hands out an id twice", len(set(got)), len(got))
         self.held |= set(got)
 
     def order(self, key: Any) -> int:
-        """A stable order of the model's entries."""
         return self.model._entries[key].block
 
-    # --- choosing ---------------------------------------------------------------------------------
-
     def chance(self, share: float) -> bool:
-        """True in this share of cases."""
         return self.rng.random() < share
 
     def tokens(self, most: int) -> list[int]:
-        """Some token ids of the small alphabet; runs of one token come up."""
         count = self.rng.randint(most // 2 if self.long else 0, most)
         if self.chance(0.02 if self.long else 0.2):
             return [self.rng.randrange(self.alphabet)] * count
@@ -288,26 +258,22 @@ class Twin:
         return [2**32 - 1 if self.alphabet == token + 1 else token for token in ids]
 
     def items(self, start: int, end: int) -> list[kvtrie.Item]:
-        """Sometimes an item within a range."""
         if start >= end or not self.chance(0.05 if self.long else 0.15):
             return []
         first = self.rng.randint(start, end - 1)
         return [kvtrie.Item(first, self.rng.randint(first + 1, end), self.rng.choice(DIGESTS))]
 
     def pair(self) -> Pair:
-        """A live sequence."""
         if not self.pairs:
             self.new_sequence()
         return self.rng.choice(self.pairs)
 
     def seq(self, pair: Pair, side: str, *, fresh: bool) -> Any:
-        """A sequence for one side."""
         if side == "model":
             return pair.model
         return pair.fresh() if fresh else getattr(pair, side)
 
     def spans(self, length: int) -> list[kvtrie.Span]:
-        """A few spans, rarely one that leaves the sequence."""
         found = []
         for _ in range(self.rng.randint(0, 2)):
             start = self.rng.randint(0, length)
@@ -318,7 +284,6 @@ class Twin:
         return found
 
     def start(self, length: int) -> int:
-        """A start, mostly 0, mostly valid."""
         if self.chance(0.6):
             return 0
         if self.chance(0.03):
@@ -346,7 +311,6 @@ class Twin:
         return None if entry is None else entry.block
 
     def offer(self, pair: Pair, source: Plans | object) -> tuple[int, int, list[int]]:
-        """`num_computed`, `start` and blocks for an insert."""
         length, size = len(pair.model), self.block_size
         if len(self.held) * size < length and self.chance(0.5):
             self.evict()
@@ -374,7 +338,6 @@ class Twin:
         return computed, start, blocks
 
     def source(self) -> tuple[Plans | object, Pair]:
-        """A source and a sequence for it."""
         roll = self.rng.random()
         if self.plans and roll < 0.5:
             plans = self.rng.choice(self.plans)
@@ -390,13 +353,9 @@ class Twin:
 
     @staticmethod
     def source_of(source: Plans | object, side: str) -> Any:
-        """The source for one side."""
         return getattr(source, side) if isinstance(source, Plans) else source
 
-    # --- sequences --------------------------------------------------------------------------------
-
     def new_sequence(self) -> None:
-        """A new sequence: of new tokens, or an edit of another."""
         if len(self.pairs) >= MAX_SEQUENCES:
             self.pairs.pop(self.rng.randrange(len(self.pairs)))
         if self.pairs and self.chance(0.85):
@@ -421,7 +380,6 @@ class Twin:
         self.pairs.append(Pair.of(model, shared=shared, form=form))
 
     def cached_pair(self) -> Pair:
-        """A live sequence, rather one of which much is cached."""
         entries = self.model._entries
 
         def cached(pair: Pair) -> int:
@@ -453,7 +411,6 @@ class Twin:
         return at
 
     def extend(self) -> None:
-        """Extend a sequence, or start again where it is long."""
         pair = self.pair()
         length = len(pair.model)
         if length >= self.max_tokens:
@@ -467,7 +424,6 @@ class Twin:
         self.same_sequence(pair)
 
     def truncate(self) -> None:
-        """Cut a sequence."""
         pair = self.pair()
         n = self.rng.randint(0, len(pair.model))
         self.log.append(f"truncate to {n}")
@@ -476,7 +432,6 @@ class Twin:
         self.same_sequence(pair)
 
     def same_sequence(self, pair: Pair) -> None:
-        """Ids and items are the same on both sides."""
         real, model = pair.real, pair.model
         self.same("len(seq)", len(real), len(model))
         self.same("seq[:]", real[0 : len(real)].tolist(), model[0 : len(model)].tolist())
@@ -486,10 +441,7 @@ class Twin:
             [(item.start, item.end, item.digest) for item in model.items],
         )
 
-    # --- calls ------------------------------------------------------------------------------------
-
     def lookup(self) -> None:
-        """One lookup."""
         pair, fresh = self.pair(), self.chance(0.5)
         args = self.lookup_args(pair)
         found = self.both(
@@ -502,7 +454,6 @@ class Twin:
             self.counts["hits"] += found[0].num_tokens > 0
 
     def lookup_args(self, pair: Pair) -> dict[str, Any]:
-        """Arguments of a lookup."""
         keep_last = self.rng.choice([0, 0, 1, 2, self.max_tokens + 1])
         return {
             "keep_last": -1 if self.chance(0.005) else keep_last,
@@ -511,7 +462,6 @@ class Twin:
         }
 
     def plan(self) -> None:
-        """One plan, of an edited history or of one as it is."""
         if self.long and self.chance(0.6):
             self.new_sequence()
             pair = self.pairs[-1]
@@ -532,7 +482,6 @@ class Twin:
             self.release()
 
     def policy(self) -> kvtrie.ReusePolicy:
-        """What a plan may reuse, rarely less than the index's min_run."""
         if self.chance(0.25):
             return kvtrie.ReusePolicy(approximate=False, partial_blocks=self.chance(0.7))
         choice = self.rng.choice
@@ -552,7 +501,6 @@ class Twin:
         )
 
     def count_plan(self, plans: Plans) -> None:
-        """What the plans of a run were like."""
         model, segments = plans.model, plans.model.segments
         in_place = len(model.blocks) * self.block_size
         copied = segments[(segments["start"] >= in_place) & (segments["class"] != 2)]
@@ -577,7 +525,6 @@ class Twin:
         )
 
     def add_plans(self, plans: Plans) -> None:
-        """Keep a plan, its copy list compared."""
         self.plans.append(plans)
         model = plans.model
         self.count_plan(plans)
@@ -600,7 +547,6 @@ class Twin:
             )
 
     def insert(self) -> None:
-        """One insert."""
         source, pair = self.source()
         computed, start, blocks = self.offer(pair, source)
         spans, fresh = self.spans(len(pair.model)) if self.chance(0.2) else [], self.chance(0.4)
@@ -633,7 +579,6 @@ class Twin:
             self.hollow_path(pair)
 
     def hollow_path(self, pair: Pair) -> None:
-        """Fill one path and discard all of it but its end."""
         size = self.block_size
         blocks = sorted(self.held)[: len(pair.model) // size]
         done = self.both(
@@ -654,7 +599,6 @@ class Twin:
                 self.give("discard", got[0])
 
     def inserted(self, done: Any) -> None:
-        """Account for the ids of an insert."""
         out = {*done.duplicates.tolist(), *done.surplus.tolist()}
         self.same("duplicates and surplus that are not held", out - self.held, set())
         taken = self.held & set(done.blocks.tolist())
@@ -665,26 +609,22 @@ class Twin:
         self.counts["replaced"] += len(done.freed)
 
     def validate(self) -> None:
-        """`validate` of all plans, live or released."""
         for plans in [*self.plans, *self.stale]:
             valid = plans.real.validate().tolist()
             self.same(f"validate {plans.model}", valid, plans.model.validate().tolist())
             self.counts["segments found invalid"] += valid.count(False)
 
     def on_plan(self, plans: Plans, call: str) -> None:
-        """A call without arguments on a plan."""
         self.both(
             f"{call} of {plans.model}", lambda _, side: getattr(getattr(plans, side), call)(), None
         )
 
     def release_sources(self) -> None:
-        """`release_sources` of a plan, rarely of a stale one."""
         known = self.stale if self.stale and self.chance(0.05) else self.plans
         if known:
             self.on_plan(self.rng.choice(known), "release_sources")
 
     def release(self) -> None:
-        """`release` of a plan, rarely of a stale one."""
         if self.stale and self.chance(0.05):
             self.on_plan(self.rng.choice(self.stale), "release")
         elif self.plans:
@@ -694,7 +634,6 @@ class Twin:
             self.retire(plans)
 
     def retire(self, plans: Plans) -> None:
-        """Remember a few released plans, to use them wrongly later."""
         self.stale = [*self.stale[-2:], plans]
 
     def collect(self) -> None:
@@ -714,14 +653,12 @@ class Twin:
         self.same("warnings", kinds, [ResourceWarning] * wanted)
 
     def take_freed(self) -> None:
-        """Take what waits."""
         got = self.both("take_freed()", lambda index, _: index.take_freed(), None)
         if got:
             self.give("take_freed", got[0])
             self.counts["taken freed"] += len(got[0])
 
     def evict(self) -> None:
-        """Evict a few, rarely all, rarely a wrong number."""
         n = self.rng.choice([0, 1, 1, 2, 3])
         if self.chance(0.05):
             n = self.rng.choice([-1, self.num_blocks])
@@ -733,7 +670,6 @@ class Twin:
             self.counts["evicted dead"] += dead - self.model.stats().dead
 
     def discard(self) -> None:
-        """Discard ids: indexed, condemned, held, repeated, rarely out of range."""
         ids = [self.rng.randrange(self.num_blocks) for _ in range(self.rng.randint(0, 1))]
         indexed = sorted(entry.block for entry in self.model._entries.values())
         if indexed and self.chance(0.8):
@@ -770,7 +706,6 @@ class Twin:
             self.counts["quarantined"] += got[0]
 
     def ranges(self, length: int) -> list[tuple[int, int]]:
-        """Ascending ranges of a sequence, some of which touch, rarely wrong ones."""
         edges = sorted(self.rng.randint(0, length) for _ in range(2 * self.rng.randint(0, 3)))
         ranges = list(zip(edges[::2], edges[1::2], strict=True))
         if self.chance(0.3):
@@ -780,7 +715,6 @@ class Twin:
         return ranges
 
     def mark_dead(self) -> None:
-        """Mark parts of a sequence."""
         pair = self.pair()
         ranges = self.ranges(len(pair.model))
         marked = self.both(
@@ -792,7 +726,6 @@ class Twin:
             self.counts["marked dead"] += marked[0]
 
     def remove_spans(self) -> None:
-        """Remove parts of a sequence."""
         pair, force = self.pair(), self.chance(0.3)
         ranges = self.ranges(len(pair.model))
         removed = self.both(
@@ -809,14 +742,12 @@ class Twin:
             self.counts["condemned by span"] += len(removed[0].condemned)
 
     def drop(self) -> None:
-        """Drop a namespace."""
         namespace = self.rng.choice(NAMESPACES)
         got = self.both(f"drop({namespace.salt})", lambda index, _: index.drop(namespace), None)
         if got:
             self.give("drop", got[0])
 
     def reset(self) -> None:
-        """Reset the index."""
         got = self.both("reset()", lambda index, _: index.reset(), None)
         if got:
             self.give("reset", got[0])
@@ -836,7 +767,6 @@ class Twin:
             self.mirror = _restored(self.mirror)
 
     def tag(self) -> None:
-        """Tag a sequence."""
         pair = self.pair()
         spans = self.spans(len(pair.model))
         self.both(
@@ -847,7 +777,6 @@ class Twin:
         self.same("kinds", tuple(self.real.kinds), self.model.kinds)
 
     def tags(self) -> None:
-        """Compare the tags of a sequence."""
         pair = self.pair()
         self.both(
             f"tags({pair.model.tokens})",
@@ -856,15 +785,12 @@ class Twin:
         )
 
     def survey(self) -> None:
-        """Compare what every live sequence finds, without touching anything."""
         for pair in self.pairs:
             self.both(
                 f"lookup({pair.model.tokens}, touch=False)",
                 lambda index, side: index.lookup(self.seq(pair, side, fresh=False), touch=False),  # noqa: B023
                 MATCH,
             )
-
-    # --- running ----------------------------------------------------------------------------------
 
     CALLS: tuple[tuple[str, int], ...] = (
         ("new_sequence", 6),
@@ -898,7 +824,6 @@ class Twin:
     """Other weights, for an index that fills up with long histories."""
 
     def step(self) -> None:
-        """One call, chosen by its weight, then everything compared."""
         names, weights = zip(*self.CALLS, strict=True)
         if self.long:
             weights = tuple(self.LONG.get(name, weight) for name, weight in self.CALLS)
@@ -911,7 +836,6 @@ class Twin:
         self.verify()
 
     def drain(self) -> None:
-        """Release everything, evict everything: no block is lost."""
         while self.plans:
             self.release()
         there = set(range(self.num_blocks)) - set(self.model.quarantined.tolist())
@@ -937,7 +861,6 @@ class Twin:
         self.plans.clear()
 
     def shape(self) -> dict[str, int]:
-        """What the tree looks like now, as the model sees it."""
         model, size = self.model, self.block_size
         children = collections.Counter(
             (ns, tokens[:-size]) for ns, tokens in {*model._entries, *model._holes()}
@@ -951,7 +874,6 @@ class Twin:
 
 
 def _try(call: Callable[[Any, str], Any], index: Any, side: str) -> tuple[Any, str | None]:
-    """The result of a call, or the name of the exception that refused it."""
     try:
         return call(index, side), None
     except REFUSED as error:

@@ -15,7 +15,6 @@ NS = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
 
 
 def params(num_tokens: int | None, *groups: list[int], **others: object) -> dict[str, Any]:
-    """What a decode engine of vLLM 0.32.0 returns."""
     return {
         "do_remote_prefill": False,
         "do_remote_decode": True,

@@ -71,7 +71,6 @@ def test_a_history_is_planned_as_if_it_were_alone(
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many blocks each index has that is built for one history."""
     built: list[int] = []
     index_class = kvtrie.RadixIndex
 

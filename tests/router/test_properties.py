@@ -47,7 +47,6 @@ class Tracked(RuleBasedStateMachine):
         )
 
     def ids_from(self, data: st.DataObject) -> tuple[int, ...]:
-        """An edit of what was kept, or something new."""
         new, how = data.draw(IDS), data.draw(st.integers(0, 5))
         if not self.seen or how == 0:
             return new

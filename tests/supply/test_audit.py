@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.scripts import script
 
 if TYPE_CHECKING:
     from types import ModuleType
-
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "audit.py"
 
 KNOWN = {"id": "CVE-1", "fix_versions": ["2.0"]}
 NOTHING = {"dependencies": [{"name": "jinja2", "skip_reason": "not found"}]}
@@ -21,15 +19,10 @@ CANARY = {"dependencies": [{"name": "jinja2", "version": "3.1.2", "vulns": [KNOW
 
 @pytest.fixture
 def audit() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("audit", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("tools/audit.py")
 
 
-def script(folder: Path, name: str, text: str) -> str:
+def program(folder: Path, name: str, text: str) -> str:
     path = folder / name
     path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(0o755)
@@ -37,15 +30,14 @@ def script(folder: Path, name: str, text: str) -> str:
 
 
 def fake_deny(folder: Path, *, fetch: str = "exit 0", check: str = "exit 0") -> str:
-    """A cargo-deny whose two calls run the given commands."""
-    return script(folder, "cargo-deny", f'case "$1" in fetch) {fetch};; *) {check};; esac')
+    return program(folder, "cargo-deny", f'case "$1" in fetch) {fetch};; *) {check};; esac')
 
 
 def fake_service(folder: Path, canary: Any, packages: Any = None) -> Path:
     """A pip-audit with these results for the canary and our lists; text makes it crash."""
     (folder / "canary.json").write_text(json.dumps(canary), encoding="utf-8")
     (folder / "packages.json").write_text(json.dumps(packages), encoding="utf-8")
-    script(
+    program(
         folder,
         "pip-audit",
         f'case "$*" in *canary*) cat {folder}/canary.json;; *) cat {folder}/packages.json;; esac\n'
@@ -120,7 +112,7 @@ def test_a_package_needs_terms_that_are_allowed(
         {"Name": "codespell", "Version": "1.0", "License": "GPL-2.0-only"},
     ]
     (tmp_path / "found.json").write_text(json.dumps(found), encoding="utf-8")
-    script(tmp_path, "pip-licenses", f"cat {tmp_path}/found.json")
+    program(tmp_path, "pip-licenses", f"cat {tmp_path}/found.json")
     assert audit.licenses(tmp_path) is allowed
     said = capsys.readouterr().out
     refused = f"audit: packages: thing 1.0: the licence {license_!r} is not allowed\n"
@@ -135,7 +127,7 @@ def test_a_command_under_the_gpl_is_excepted_by_name_and_terms(
 ) -> None:
     found = [{"Name": name, "Version": "1.0", "License": license_}]
     (tmp_path / "found.json").write_text(json.dumps(found), encoding="utf-8")
-    script(tmp_path, "pip-licenses", f"cat {tmp_path}/found.json")
+    program(tmp_path, "pip-licenses", f"cat {tmp_path}/found.json")
     assert not audit.licenses(tmp_path)
 
 
@@ -145,11 +137,7 @@ def test_a_command_under_the_gpl_is_excepted_by_name_and_terms(
     ids=["silent", "unreachable"],
 )
 def test_packages_are_not_called_checked_by_a_service_that_knows_nothing(
-    audit: ModuleType,
-    canary: Any,
-    why: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    audit: ModuleType, canary: Any, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert audit.vulnerabilities(fake_service(tmp_path, canary))
     said = capsys.readouterr().out

@@ -1,7 +1,4 @@
-"""What make installs has the hash that a list names; otherwise nothing is installed.
-
-The recipes of the Makefile run here as they are, over lists of one tiny package, without a network.
-"""
+"""The Makefile's recipes install what has the hash that a list names, and nothing else."""
 
 from __future__ import annotations
 
@@ -137,7 +134,6 @@ uv_recipes = pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda recipe: r
 
 
 def wheel(folder: Path, name: str = "tiny", *requires: str) -> str:
-    """Makes a wheel and returns its hash."""
     (folder / "wheels").mkdir(exist_ok=True)
     path = folder / "wheels" / f"{name}-1.0-py3-none-any.whl"
     about = f"{name}-1.0.dist-info"

@@ -23,8 +23,6 @@ Piece = tuple[str, Kind]
 
 @dataclass(frozen=True)
 class Said:
-    """A message."""
-
     role: str
     content: str = ""
     reasoning: str = ""
@@ -102,9 +100,6 @@ def is_final(message: Said) -> bool:
     return message.role == "assistant" and not message.calls
 
 
-# --- Qwen3, QwQ -----------------------------------------------------------------------------------
-
-
 def qwen_body(message: Said) -> list[Piece]:
     pieces: list[Piece] = [(message.content, "answer")]
     for number, call in enumerate(message.calls):
@@ -158,8 +153,6 @@ QWQ = Lab(
     name="qwq",
 )
 
-# --- DeepSeek -------------------------------------------------------------------------------------
-
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 
 
@@ -174,73 +167,66 @@ def deepseek_calls(said: Said) -> list[Piece]:
     return [(f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>", "tool_call")]
 
 
-def r1(messages: list[Said]) -> list[Piece]:
-    pieces: list[Piece] = [(BOS, "system")]
-    for before, message in pairwise([Said("nobody"), *messages]):
-        if message.role == "system":
-            pieces.append((message.content, "system"))
-        elif message.role == "user":
-            pieces.append((f"<｜User｜>{message.content}", "user"))
-        elif message.role == "tool":
-            text = f"<｜tool▁output▁begin｜>{message.content}<｜tool▁output▁end｜>"
-            pieces.append((f"<｜tool▁outputs▁begin｜>{text}<｜tool▁outputs▁end｜>", "tool_result"))
-        else:
-            if before.role != "tool":
-                pieces.append(("<｜Assistant｜>", None))
-            pieces += [(message.content, "answer"), *deepseek_calls(message), (EOS, None)]
-    return pieces
+def deepseek(
+    name: str,
+    *,
+    outputs: str,
+    asks_after: Callable[[Said], bool],
+    closed: list[Piece],
+    opening: str,
+    closing: str,
+) -> Lab:
+    """R1 and V3.1; `closed` is in place of the reasoning of turns that are over."""
+
+    def render(messages: list[Said]) -> list[Piece]:
+        pieces: list[Piece] = [(BOS, "system")]
+        for before, message in pairwise([Said("nobody"), *messages]):
+            if message.role == "system":
+                pieces.append((message.content, "system"))
+            elif message.role == "user":
+                pieces.append((f"<｜User｜>{message.content}", "user"))
+            elif message.role == "tool":
+                text = f"<｜tool▁output▁begin｜>{message.content}<｜tool▁output▁end｜>"
+                pieces.append((outputs.format(text), "tool_result"))
+            else:
+                if asks_after(before):
+                    pieces += [("<｜Assistant｜>", None), *closed]
+                pieces += [(message.content, "answer"), *deepseek_calls(message), (EOS, None)]
+        return pieces
+
+    return Lab(
+        name,
+        render,
+        lambda messages: (
+            []
+            if messages[-1].role == "tool"
+            else [("<｜Assistant｜>", None), (opening, "reasoning")]
+        ),
+        lambda said: [
+            (f"{said.reasoning}{closing}", "reasoning"),
+            (said.content, "answer"),
+            *deepseek_calls(said),
+            (EOS, None),
+        ],
+        in_loop=False,
+    )
 
 
-def after_tool(messages: list[Said]) -> bool:
-    return messages[-1].role == "tool"
-
-
-R1 = Lab(
+R1 = deepseek(
     "deepseek-r1",
-    r1,
-    lambda messages: (
-        [] if after_tool(messages) else [("<｜Assistant｜>", None), ("<think>\n", "reasoning")]
-    ),
-    lambda said: [
-        (f"{said.reasoning}\n</think>\n\n", "reasoning"),
-        (said.content, "answer"),
-        *deepseek_calls(said),
-        (EOS, None),
-    ],
-    in_loop=False,
+    outputs="<｜tool▁outputs▁begin｜>{}<｜tool▁outputs▁end｜>",
+    asks_after=lambda before: before.role != "tool",
+    closed=[],
+    opening="<think>\n",
+    closing="\n</think>\n\n",
 )
-
-
-def v31(messages: list[Said]) -> list[Piece]:
-    pieces: list[Piece] = [(BOS, "system")]
-    for before, message in pairwise([Said("nobody"), *messages]):
-        if message.role == "system":
-            pieces.append((message.content, "system"))
-        elif message.role == "user":
-            pieces.append((f"<｜User｜>{message.content}", "user"))
-        elif message.role == "tool":
-            text = f"<｜tool▁output▁begin｜>{message.content}<｜tool▁output▁end｜>"
-            pieces.append((text, "tool_result"))
-        else:
-            if before.role == "user":
-                pieces += [("<｜Assistant｜>", None), ("</think>", "reasoning")]
-            pieces += [(message.content, "answer"), *deepseek_calls(message), (EOS, None)]
-    return pieces
-
-
-V31 = Lab(
+V31 = deepseek(
     "deepseek-v3.1",
-    v31,
-    lambda messages: (
-        [] if after_tool(messages) else [("<｜Assistant｜>", None), ("<think>", "reasoning")]
-    ),
-    lambda said: [
-        (f"{said.reasoning}</think>", "reasoning"),
-        (said.content, "answer"),
-        *deepseek_calls(said),
-        (EOS, None),
-    ],
-    in_loop=False,
+    outputs="{}",
+    asks_after=is_user,
+    closed=[("</think>", "reasoning")],
+    opening="<think>",
+    closing="</think>",
 )
 
 
@@ -284,8 +270,6 @@ V32 = Lab(
     lambda said: [(f"{said.reasoning}</think>", "reasoning"), *v32_body(said)],
 )
 
-# --- GLM ------------------------------------------------------------------------------------------
-
 
 def glm_body(said: Said) -> list[Piece]:
     pieces: list[Piece] = []
@@ -320,8 +304,6 @@ GLM = Lab(
     lambda _: [("<|assistant|>", None)],
     lambda said: [("\n", None), (f"<think>{said.reasoning}</think>", "reasoning"), *glm_body(said)],
 )
-
-# --- Kimi -----------------------------------------------------------------------------------------
 
 
 def kimi_body(said: Said) -> list[Piece]:
@@ -361,8 +343,6 @@ KIMI = Lab(
     lambda said: [(f"<think>{said.reasoning}</think>", "reasoning"), *kimi_body(said)],
 )
 
-# --- MiniMax --------------------------------------------------------------------------------------
-
 
 def minimax_body(said: Said) -> list[Piece]:
     pieces: list[Piece] = [(said.content, "answer")]
@@ -396,8 +376,6 @@ MINIMAX = Lab(
     lambda _: [("]~b]ai\n", None), ("<think>\n", "reasoning")],
     lambda said: [(f"{said.reasoning}\n</think>\n\n", "reasoning"), *minimax_body(said)],
 )
-
-# --- gpt-oss --------------------------------------------------------------------------------------
 
 
 def harmony_message(said: Said, *, reasoning: bool, first: str, end: str) -> list[Piece]:

@@ -18,8 +18,6 @@ Found = tuple[int, int, str, tuple[int, int], bool, bool]
 
 @dataclass
 class Item:
-    """A delimiter, or one token of text."""
-
     name: str | None
     start: int
     end: int
@@ -27,8 +25,6 @@ class Item:
 
 @dataclass
 class Message:
-    """A message of the sequence."""
-
     begin: MessageStart | None
     start: int
     body: int
@@ -60,15 +56,12 @@ def items_of(spellings: Spellings, ids: list[int]) -> list[Item]:
 
 
 class Naive:
-    """Reads whole sequences of one format."""
-
     def __init__(self, form: Format, spellings: Spellings) -> None:
         self.form = form
         self.spellings = spellings
         self.starts = {start.delimiter: start for start in form.starts}
 
     def read(self, ids: list[int]) -> tuple[list[Found], list[tuple[int, int, str, int]]]:
-        """Spans, and turns with their number of spans."""
         messages = self.messages(ids)
         found: list[Found] = []
         turns: list[tuple[int, int, str, int]] = []
@@ -104,8 +97,6 @@ class Naive:
             state = "answered" if progress == "answered" else "open"
             turns.append((begun, len(ids), state, len(found) - count))
         return found, turns
-
-    # --- messages ---------------------------------------------------------------------------------
 
     def messages(self, ids: list[int]) -> list[Message]:
         done: list[Message] = []
@@ -189,8 +180,6 @@ class Naive:
             if any(text[n : n + len(to)] == to for n in range(len(text))):
                 message.kind, message.final = "tool_call", False
 
-    # --- what is in them --------------------------------------------------------------------------
-
     def text(self, items: list[Item], ids: list[int]) -> bool:
         newlines = self.spellings.newlines
         return any(item.name is not None or ids[item.start] not in newlines for item in items)
@@ -204,7 +193,6 @@ class Naive:
         return bool(said) and said[0].name == opening and said[-1].name == closing
 
     def assistant(self, message: Message, ids: list[int]) -> tuple[list[Found], bool, bool]:
-        """Its spans, whether it calls a tool, whether it can be an answer."""
         spoken = self.text(message.items, ids)
         if message.kind is not None:
             whole = (message.start, message.end)
@@ -263,7 +251,6 @@ class Naive:
         return self.found, self.called, spoken
 
     def growth(self, following: list[Item], ids: list[int]) -> int:
-        """How many newlines follow."""
         newlines = self.spellings.newlines
         for count, item in enumerate(following):
             if item.name is not None or ids[item.start] not in newlines:
@@ -285,7 +272,6 @@ class Naive:
 
 
 def spans_of(stream: tags.Stream) -> list[Found]:
-    """What a stream has found, as `Naive` returns it."""
     return [
         (it.span.start, it.span.end, it.kind, it.dropped, it.complete, it.nested)
         for it in stream.sections

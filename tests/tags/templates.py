@@ -244,7 +244,6 @@ def _trained() -> str:
 
 
 def tokenizer_of(name: str, template: str | None, *lacking: str) -> PreTrainedTokenizerBase:
-    """A small byte-level tokenizer with the special tokens of a preset, and a chat template."""
     form = tags.preset(name)
     texts = {text for text, _ in form.delimiters()}
     texts = {text for text in texts if "function" not in text} | {"｜DSML｜"}

@@ -35,7 +35,6 @@ def asked(number: int) -> Said:
 
 
 def answered(number: int, lab: Lab) -> Said:
-    """An answer, with reasoning where the model is asked for it."""
     reasoning = "" if lab is QWEN3_STUB else f"let me see: {number}\n\nis odd."
     return Said("assistant", f"it is {number}.\n\nreally", reasoning)
 
@@ -53,8 +52,6 @@ def result(number: int) -> Said:
 
 
 class Recorder:
-    """An index that records its calls."""
-
     def __init__(self) -> None:
         self.tagged: list[Any] = []
         self.dead: list[tuple[int, int]] = []
@@ -109,7 +106,6 @@ class Conversation:
         return self.vocabulary.pieces(pieces)[0]
 
     def say(self, *messages: Said) -> tags.Stream:
-        """Messages from outside, then the last one from the model; returns the stream after it."""
         *outside, answer = messages
         self.history += outside
         pieces = self.lab.render(self.history) + self.lab.asks(self.history) + self.lab.says(answer)

@@ -34,9 +34,6 @@ def found(sections: Any) -> list[tuple[int, int, str]]:
     return [(it.span.start, it.span.end, it.kind) for it in sections]
 
 
-# --- streams --------------------------------------------------------------------------------------
-
-
 def test_open_span_follows_the_tokens() -> None:
     stream = tagger().stream()
     seen = []
@@ -120,8 +117,7 @@ def test_lone_closing_delimiter_reaches_back_to_the_call_before_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drops", "dropped"),
-    [("whole", (1, 6)), ("to_close", (1, 3)), ("body", (2, 3))],
+    ("drops", "dropped"), [("whole", (1, 6)), ("to_close", (1, 3)), ("body", (2, 3))]
 )
 def test_what_is_dropped_with_reasoning(drops: Any, dropped: tuple[int, int]) -> None:
     ids = [ASSISTANT, THINK, 50, UNTHINK, NEWLINE, NEWLINE, 51, NEWLINE, END]
@@ -329,9 +325,6 @@ def test_confirmed_tokens_stay() -> None:
             stream.confirm(length)
 
 
-# --- turns ----------------------------------------------------------------------------------------
-
-
 def states(stream: tags.Stream) -> list[tuple[int, int, str]]:
     return [(turn.start, turn.end, turn.state) for turn in stream.turns]
 
@@ -368,9 +361,6 @@ def test_final_boundary_waits_for_the_answer() -> None:
     assert states(stream) == [(0, 13, "answered")]
     stream.feed([USER])
     assert states(stream) == [(0, 13, "closed"), (13, 14, "open")]
-
-
-# --- formats and taggers --------------------------------------------------------------------------
 
 
 def test_presets_are_named_and_sourced() -> None:

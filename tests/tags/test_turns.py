@@ -37,9 +37,6 @@ def stream_of(ids: list[int]) -> tags.Stream:
     return stream
 
 
-# --- policies -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -79,9 +76,6 @@ def test_override_for_one_request() -> None:
         policy.override(thinking="preserved", reasoning="drop")
     with pytest.raises(TypeError, match="override: ideas: not among thinking, reasoning"):
         policy.override(ideas="drop")
-
-
-# --- closing --------------------------------------------------------------------------------------
 
 
 def test_every_kind_may_go() -> None:
@@ -173,13 +167,10 @@ def test_nested_call_is_dropped_with_its_reasoning() -> None:
     assert (done.evict_first, done.drop) == ((), ((4, 9),))
 
 
-# --- on an index ----------------------------------------------------------------------------------
-
 INDEXES = [pytest.param(kind, id=kind.__name__) for kind in (kvtrie.RadixIndex, ModelIndex)]
 
 
 def conversation() -> tuple[list[int], list[int], tags.Stream]:
-    """What is cached after a chat turn, the next prompt, and the stream."""
     vocabulary = Vocabulary()
     tagger = tags.Tagger.from_preset("qwen3", vocabulary)
     talk = [Said("system", "be brief " * 10), Said("user", "why is that so? " * 3)]

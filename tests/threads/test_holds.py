@@ -160,7 +160,6 @@ def many_tags_on_few_tokens() -> Call:
 
 
 def searching(cached: npt.ArrayLike, prompt: npt.ArrayLike) -> Call:
-    """A plan that searches moved runs."""
     tokens = np.asarray(cached, np.uint32)
     tokens = tokens[: len(tokens) // SIZE * SIZE]
     index = kvtrie.RadixIndex(len(tokens) // SIZE, SIZE, seed=0)

@@ -23,7 +23,6 @@ THREADS = 4
 
 @pytest.fixture(autouse=True)
 def often() -> Iterator[None]:
-    """Switch threads as often as the interpreter can."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

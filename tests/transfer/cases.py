@@ -22,8 +22,6 @@ DIGESTS = (b"x", b"y" * 40)
 
 @dataclass(frozen=True)
 class Case:
-    """A sender's prompt and tables, and a receiver's."""
-
     theirs: naive.Prompt
     labels: list[tuple[int, int] | None]
     num_lookahead: int
@@ -35,12 +33,10 @@ class Case:
     policy: naive.Policy = field(default_factory=naive.Policy)
 
     def sent(self) -> naive.Manifest:
-        """The manifest of the naive writer."""
         tables, ahead = self.their_tables, self.num_lookahead
         return naive.manifest_of(self.theirs, tables, self.labels, ahead, KEY)
 
     def planned(self, manifest: naive.Manifest, key: bytes = KEY) -> naive.Plan:
-        """The plan of the naive planner."""
         return naive.plan(
             manifest,
             self.mine,
@@ -52,7 +48,6 @@ class Case:
         )
 
     def asked(self, manifest: kvtrie.TransferManifest, key: bytes = KEY) -> kvtrie.TransferPlan:
-        """The plan of the extension."""
         sizes = {
             group: size or dict(manifest.block_sizes).get(group, 16)
             for group, (size, _) in self.my_tables.items()
@@ -70,12 +65,10 @@ class Case:
 
 
 def replaced(case: Case, **changes: Any) -> Case:
-    """The case with some fields changed."""
     return replace(case, **changes)
 
 
 def space(of: naive.Space) -> kvtrie.Namespace:
-    """The namespace of the extension."""
     salt = kvtrie.SHARED if of.salt is None else of.salt
     return kvtrie.Namespace(
         model=of.model, kv_dtype=of.kv_dtype, rope=of.rope, adapter=of.adapter, salt=salt
@@ -83,18 +76,15 @@ def space(of: naive.Space) -> kvtrie.Namespace:
 
 
 def sequence(prompt: naive.Prompt) -> kvtrie.TokenSequence:
-    """The sequence of the extension."""
     items = [kvtrie.Item(*item) for item in prompt.items]
     return kvtrie.TokenSequence(list(prompt.ids), space(prompt.space), items=items)
 
 
 def policy(of: naive.Policy) -> kvtrie.ReusePolicy:
-    """The policy of the extension."""
     return kvtrie.ReusePolicy(**vars(of))
 
 
 def as_plan(plan: kvtrie.TransferPlan) -> naive.Plan:
-    """A plan of the extension in the naive one's form."""
     return naive.Plan(
         plan.pairs.tolist(),
         [(start, end) for start, end in plan.compute.tolist()],
@@ -106,7 +96,6 @@ def as_plan(plan: kvtrie.TransferPlan) -> naive.Plan:
 
 
 def refusal(call: Callable[[], Any]) -> str | None:
-    """The reason that a call is refused with, by the extension or by the naive code."""
     try:
         call()
     except (kvtrie.TransferRefused, naive.Refused) as refused:
@@ -115,12 +104,7 @@ def refusal(call: Callable[[], Any]) -> str | None:
 
 
 def check_loads(case: Case, plan: naive.Plan) -> None:
-    """Check that every loaded slot has what its label says, by the sender's own tokens.
-
-    Args:
-        case: Who sent what.
-        plan: What is loaded of it.
-    """
+    """Check that every loaded slot has what its label says, by the sender's own tokens."""
     theirs, mine = values(case.theirs), values(case.mine)
     loaded: dict[int, set[int]] = {}
     for group, remote, local, start, end, delta, class_, hops in plan.pairs:
@@ -174,7 +158,6 @@ def values(prompt: naive.Prompt) -> list[tuple[int, bytes, int]]:
 
 
 def tables(sizes: list[int], length: int) -> st.SearchStrategy[list[list[int]]]:
-    """Block tables for groups of these block sizes, with some more blocks than they need."""
     needed = [-(-length // size) + 1 for size in sizes]
     most = max(needed, default=0)
     lists = [
@@ -185,14 +168,12 @@ def tables(sizes: list[int], length: int) -> st.SearchStrategy[list[list[int]]]:
 
 @st.composite
 def prompts(draw: st.DrawFn, most: int = 60) -> naive.Prompt:
-    """A prompt of few different tokens, some of them inside items."""
     ids = draw(st.lists(st.integers(0, 2), max_size=most))
     return naive.Prompt(tuple(ids), draw(items(len(ids))), draw(st.sampled_from(SPACES)))
 
 
 @st.composite
 def items(draw: st.DrawFn, length: int) -> tuple[tuple[int, int, bytes], ...]:
-    """Items of a prompt."""
     edges = draw(st.sets(st.integers(0, length), max_size=6).map(sorted))
     pairs = zip(edges[::2], edges[1::2], strict=False)
     return tuple((start, end, draw(st.sampled_from(DIGESTS))) for start, end in pairs)
@@ -200,7 +181,6 @@ def items(draw: st.DrawFn, length: int) -> tuple[tuple[int, int, bytes], ...]:
 
 @st.composite
 def related(draw: st.DrawFn, prompt: naive.Prompt) -> naive.Prompt:
-    """An edit of a prompt: parts cut out, doubled or put in, perhaps with items of its own."""
     ids = list(prompt.ids)
     for _ in range(draw(st.integers(0, 3))):
         start = draw(st.integers(0, len(ids)))
@@ -215,7 +195,6 @@ def related(draw: st.DrawFn, prompt: naive.Prompt) -> naive.Prompt:
 
 
 def policies() -> st.SearchStrategy[naive.Policy]:
-    """Policies that mostly allow something approximate."""
     return st.one_of(
         st.just(naive.Policy()),
         st.builds(
@@ -233,7 +212,6 @@ def policies() -> st.SearchStrategy[naive.Policy]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """A sender and a receiver of related prompts."""
     theirs = draw(prompts())
     mine = draw(related(theirs))
     numbers = draw(st.sampled_from([[0], [0], [0, 1], [3, 7, 2**31 - 1]]))
@@ -269,14 +247,7 @@ def labelled(draw: st.DrawFn, length: int) -> list[tuple[int, int] | None]:
 
 
 def edited(rng: Random) -> Case:
-    """A case whose prompts share long pieces at odd places: what moved runs are found in.
-
-    Args:
-        rng: Where choices come from.
-
-    Returns:
-        The case; its labels are what no `Imported` may say.
-    """
+    """A case whose prompts share long pieces at odd places: what moved runs are found in."""
     alphabet = rng.choice([2, 3, 50])
     length = rng.randrange(120)
     ids = [rng.randrange(alphabet) for _ in range(length)]

@@ -19,18 +19,13 @@ MAX_HOPS = 32767
 
 
 class Refused(Exception):  # noqa: N818 - as the extension names it
-    """A refusal with its reason."""
-
     def __init__(self, reason: str, message: str = "") -> None:
-        """Keep the reason."""
         super().__init__(f"{reason}: {message}")
         self.reason = reason
 
 
 @dataclass(frozen=True)
 class Space:
-    """A namespace; no salt means shared."""
-
     model: str = "m"
     kv_dtype: str = "auto"
     rope: str = "default"
@@ -40,8 +35,6 @@ class Space:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids and items (start, end, digest)."""
-
     ids: tuple[int, ...]
     items: tuple[tuple[int, int, bytes], ...] = ()
     space: Space = field(default_factory=Space)
@@ -49,8 +42,6 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a manifest."""
-
     start: int
     num_tokens: int
     flags: int
@@ -63,8 +54,6 @@ class Run:
 
 @dataclass(frozen=True)
 class Group:
-    """A group of a manifest."""
-
     group: int
     block_size: int
     runs: tuple[Run, ...]
@@ -80,8 +69,6 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a reader accepts."""
-
     max_bytes: int = 64 << 20
     max_groups: int = 64
     max_runs: int = 1 << 16
@@ -92,8 +79,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Policy:
-    """What may be loaded."""
-
     approximate: bool = False
     min_run: int | None = None
     max_hops: int = 1
@@ -109,8 +94,6 @@ Pair = tuple[int, int, int, int, int, int, int, int]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is loaded and computed."""
-
     pairs: list[Pair]
     compute: list[tuple[int, int]]
     exact_until: int
@@ -123,12 +106,10 @@ class Plan:
 
 
 def keyed(key: bytes, person: bytes, data: bytes) -> bytes:
-    """A digest of 16 bytes for a purpose."""
     return hashlib.blake2b(data, digest_size=16, key=key, person=person).digest()
 
 
 def encoded(prompt: Prompt, start: int, end: int) -> bytes:
-    """What is hashed of a range of tokens."""
     data = struct.pack(f"<I{end - start}I", 1, *prompt.ids[start:end])
     pieces = 0
     for first, last, digest in prompt.items:
@@ -141,37 +122,27 @@ def encoded(prompt: Prompt, start: int, end: int) -> bytes:
 
 
 def block_digest(key: bytes, prompt: Prompt, start: int, end: int) -> bytes:
-    """The digest of the tokens of a block."""
     return keyed(key, b"kvtrie.block", encoded(prompt, start, end))
 
 
 def prefix_digest(key: bytes, prompt: Prompt, start: int) -> bytes:
-    """The digest of all tokens before a run."""
     return keyed(key, b"kvtrie.prefix", encoded(prompt, 0, start))
 
 
 def packed_space(key: bytes, space: Space) -> tuple[Any, ...]:
-    """A namespace as a manifest has it."""
     salt = None if space.salt is None else keyed(key, b"kvtrie.salt", space.salt.encode())
     return (space.model, space.kv_dtype, space.rope, space.adapter, salt)
 
 
 def fields_of(run: Run) -> list[Any]:
-    """The fields of a run before its digest, as they are packed."""
     ids = struct.pack(f"<{len(run.blocks)}I", *run.blocks)
     digests = b"".join(run.digests)
     return [run.start, run.num_tokens, run.flags, run.hops, ids, run.prefix, digests]
 
 
 def run_digest(
-    key: bytes,
-    namespace: tuple[Any, ...],
-    group: int,
-    size: int,
-    run: Run,
-    context: bytes = b"",
+    key: bytes, namespace: tuple[Any, ...], group: int, size: int, run: Run, context: bytes = b""
 ) -> bytes:
-    """The digest of a run and of its context."""
     values = [*([context] if context else []), 1, list(namespace), group, size, *fields_of(run)]
     return keyed(key, b"kvtrie.run", b"".join(msgpack.packb(value) for value in values))
 
@@ -186,18 +157,6 @@ def manifest_of(
     num_lookahead: int,
     key: bytes,
 ) -> Manifest:
-    """What a sender offers.
-
-    Args:
-        prompt: Its tokens.
-        tables: By group, the block size and the block table.
-        labels: For each token up to the last that is computed its (class, hops), or None.
-        num_lookahead: Positions issued after them.
-        key: The key.
-
-    Returns:
-        The manifest.
-    """
     end = len(labels)
     namespace = packed_space(key, prompt.space)
     groups = []
@@ -235,12 +194,10 @@ def manifest_of(
 
 
 def signed(key: bytes, namespace: tuple[Any, ...], group: int, size: int, run: Run) -> Run:
-    """The run with the digest that it must have."""
     return replace(run, digest=run_digest(key, namespace, group, size, run))
 
 
 def as_value(manifest: Manifest) -> list[Any]:
-    """What is packed of a manifest."""
     groups = [
         [group.group, group.block_size, [[*fields_of(run), run.digest] for run in group.runs]]
         for group in manifest.groups
@@ -249,7 +206,6 @@ def as_value(manifest: Manifest) -> list[Any]:
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """The bytes of a manifest."""
     packed: bytes = msgpack.packb(as_value(manifest))
     return packed
 
@@ -258,18 +214,6 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def from_bytes(raw: bytes, limits: Limits | None = None) -> Manifest:  # noqa: PLR0912 - in order
-    """Read a manifest.
-
-    Args:
-        raw: The bytes.
-        limits: What is accepted.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        Refused: As the extension refuses. Bytes with several faults may be refused for another one.
-    """
     limits = limits or Limits()
     if len(raw) > limits.max_bytes:
         raise Refused("limits", "bytes")
@@ -311,12 +255,10 @@ def from_bytes(raw: bytes, limits: Limits | None = None) -> Manifest:  # noqa: P
 
 
 def is_count(value: object) -> bool:
-    """Whether this is an unsigned integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def listed(value: Any, length: int | None, what: str, limit: int | None = None) -> list[Any]:
-    """A list of `length` entries."""
     if not isinstance(value, list) or (length is not None and len(value) != length):
         raise Refused("malformed", what)
     if limit is not None and len(value) > limit:
@@ -325,7 +267,6 @@ def listed(value: Any, length: int | None, what: str, limit: int | None = None) 
 
 
 def checked_namespace(value: Any) -> tuple[Any, ...]:
-    """The namespace, if it is one."""
     model, kv_dtype, rope, adapter, salt = listed(value, 5, "namespace")
     texts = [model, kv_dtype, rope] + ([] if adapter is None else [adapter])
     if not all(isinstance(text, str) and text for text in texts):
@@ -336,7 +277,6 @@ def checked_namespace(value: Any) -> tuple[Any, ...]:
 
 
 def checked_run(value: Any, size: int, made: list[Run], blocks_left: int, limits: Limits) -> Run:
-    """The run, if it is one."""
     start, tokens, flags, hops, ids, prefix, digests, digest = listed(value, 8, "a run")
     if not all(is_count(number) for number in (start, tokens, flags, hops)):
         raise Refused("malformed", "numbers")
@@ -384,23 +324,6 @@ def plan(  # noqa: PLR0912 - one step after the other
     keep_last: int = 0,
     policy: Policy | None = None,
 ) -> Plan:
-    """Plan a transfer.
-
-    Args:
-        manifest: What is offered.
-        prompt: The tokens here.
-        tables: By group, the block size (None: the sender's) and the block table.
-        key: The key.
-        cached: What is here already.
-        keep_last: Tokens at the end that are computed anyway.
-        policy: What may be loaded.
-
-    Returns:
-        The plan.
-
-    Raises:
-        Refused: As the extension refuses.
-    """
     policy = policy or Policy()
     for group in manifest.groups:
         for run in group.runs:
@@ -463,7 +386,6 @@ def loads_of(
 def group_loads(
     group: Group, prompt: Prompt, key: bytes, open_: list[bool], policy: Policy
 ) -> dict[int, Load]:
-    """What the tokens of the prompt are loaded from in one group."""
     size, length = group.block_size, len(prompt.ids)
     is_approximate = policy.approximate and not policy.forbid_kinds
     loads: dict[int, Load] = {}
@@ -495,16 +417,13 @@ class Match:
 
     @property
     def start(self) -> int:
-        """First position here."""
         return self.blocks[0][0]
 
     @property
     def end(self) -> int:
-        """One past the last position here."""
         return self.blocks[-1][0] + self.blocks[-1][2]
 
     def load(self, at: int) -> Load:
-        """What a token of it is loaded from."""
         for here, there, length, hops, block in self.blocks:
             if here <= at < here + length:
                 return (there + at - here, APPROXIMATE, hops, block)
@@ -577,7 +496,6 @@ def add_moved(
     policy: Policy,
     loads: dict[int, Load],
 ) -> None:
-    """Cover the rest with moved runs."""
     length, size = len(prompt.ids), group.block_size
     min_run = 16 if policy.min_run is None else policy.min_run
     windows, partial = matches_of(group, prompt, key, policy, min_run)

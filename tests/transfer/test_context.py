@@ -12,7 +12,6 @@ IDS = list(range(8))
 
 
 def written(context: bytes) -> kvtrie.TransferManifest:
-    """Two blocks of a request of that context."""
     return kvtrie.TransferManifest.from_blocks(
         kvtrie.TokenSequence(IDS, SPACE),
         [5, 6],

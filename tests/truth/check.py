@@ -27,23 +27,8 @@ def wrong_slots(
     """The positions whose slot has a wrong label, with the error.
 
     A label is wrong if the slot is unwritten, if it has the KV of another token, namespace or
-    position, if it is called exact but was computed with another context, if it has more hops than
-    claimed, or if it was placed under another prefix.
-
-    Args:
-        pool: The pool of the slots.
-        slots: The sequence's slots, from position 0.
-        ids: Its tokens.
-        canon: Their contexts, from `chain`.
-        classes: The claimed class of each position: 0 exact, 1 approximate. Later positions are not
-            checked.
-        hops: The claimed hops of each position.
-        root: The namespace's number.
-        start: The first position to check.
-
-    Returns:
-        Pairs of a position and a word: `unwritten`, `token`, `namespace`, `position`, `context`,
-        `hops` or `place`.
+    position, if it is called exact (class 0) but was computed with another context, if it has more
+    hops than claimed, or if it was placed under another prefix.
     """
     end = len(classes)
     held = slots[start:end]
@@ -87,18 +72,6 @@ def is_loaded_right(
     hops: int,
     root: int = 0,
 ) -> bool:
-    """Whether consecutive slots hold what was claimed when they were loaded.
-
-    Args:
-        pool: The pool of the slots.
-        slot: The first slot.
-        ids: Their tokens.
-        canon: The contexts of the tokens.
-        start: The position of the first token.
-        exact: Whether they are claimed to be exact.
-        hops: The claimed hops.
-        root: The namespace's number.
-    """
     end = slot + len(ids)
     return (
         pool.token[slot:end] == list(ids)

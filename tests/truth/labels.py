@@ -9,8 +9,6 @@ A slot holds the label of the KV that a real pool would have there:
 * `place`: the digest of the tokens up to and including its own, in its current sequence;
 * `space`: its namespace;
 * `hops`: how many times it was placed under another prefix than the one it was computed under.
-
-Tokens are any hashables, the rest plain integers, in one flat list per field.
 """
 
 from __future__ import annotations
@@ -26,13 +24,6 @@ UNWRITTEN = -1
 
 def chain(ids: Sequence[Hashable], root: int) -> list[int]:
     """The context of each token if computed from scratch: it and all tokens before it.
-
-    Args:
-        ids: Consecutive tokens.
-        root: The context of the token before them, or the namespace's number.
-
-    Returns:
-        One digest per token.
 
     Example:
         >>> from tests.truth.labels import chain
@@ -51,10 +42,6 @@ def chain(ids: Sequence[Hashable], root: int) -> list[int]:
 class LabelledPool:
     """The slots of one engine's pool, each with the label of its KV.
 
-    Args:
-        num_blocks: Number of blocks.
-        block_size: Slots per block.
-
     Example:
         >>> from tests.truth.labels import LabelledPool, chain
         >>> pool = LabelledPool(num_blocks=2, block_size=4)
@@ -68,7 +55,6 @@ class LabelledPool:
     __slots__ = ("block_size", "context", "hops", "place", "position", "space", "token")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Make an unwritten pool."""
         num_slots = num_blocks * block_size
         self.block_size = block_size
         self.token: list[Hashable] = [UNWRITTEN] * num_slots
@@ -79,12 +65,10 @@ class LabelledPool:
         self.hops = [0] * num_slots
 
     def slots(self, blocks: Iterable[int]) -> list[int]:
-        """The slots of a table of blocks, in order."""
         size = self.block_size
         return [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
 
     def clear(self, blocks: Iterable[int]) -> None:
-        """Mark the slots of blocks as unwritten, for the next owner."""
         size = self.block_size
         nothing: list[Hashable] = [UNWRITTEN] * size
         for block in blocks:
@@ -92,16 +76,6 @@ class LabelledPool:
             self.context[block * size : (block + 1) * size] = [0] * size
 
     def attended(self, slots: Sequence[int], canon: Sequence[int], root: int) -> tuple[int, int]:
-        """What a token computed after these slots attends to.
-
-        Args:
-            slots: The slots of all tokens before it.
-            canon: The contexts of these tokens if all are exact.
-            root: The namespace's number.
-
-        Returns:
-            The digest that its context is chained to, and the number of unwritten slots.
-        """
         token, position, context = self.token, self.position, self.context
         if not slots:
             return root, 0
@@ -131,19 +105,6 @@ class LabelledPool:
         *,
         root: int = 0,
     ) -> int:
-        """Write the KV of some tokens, computed with the slots before them.
-
-        Args:
-            slots: The sequence's slots, from position 0.
-            ids: Its tokens.
-            canon: Their contexts, from `chain`.
-            start: The first position to compute.
-            end: One past the last position.
-            root: The namespace's number.
-
-        Returns:
-            The number of unwritten slots before `start`, which the computation read.
-        """
         if end <= start:
             return 0
         state, missing = self.attended(slots[:start], canon, root)
@@ -159,23 +120,8 @@ class LabelledPool:
         return missing
 
     def load(
-        self,
-        source: LabelledPool,
-        source_slot: int,
-        slot: int,
-        places: Sequence[int],
-        delta: int,
+        self, source: LabelledPool, source_slot: int, slot: int, places: Sequence[int], delta: int
     ) -> None:
-        """Copy the KV of consecutive slots, with K moved by `delta`.
-
-        Args:
-            source: The source pool; may be this one.
-            source_slot: The first slot in the source pool.
-            slot: The first slot in this pool.
-            places: For each token, the digest of the tokens up to and including it in its new
-                sequence.
-            delta: New position - old position.
-        """
         end, stop = source_slot + len(places), slot + len(places)
         came_from = source.place[source_slot:end]
         hops = source.hops[source_slot:end]

@@ -20,8 +20,6 @@ DTYPES = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">i2", ">i4", ">i8", "
 
 
 class Odd:
-    """An integer that is not an int."""
-
     def __init__(self, value: int) -> None:
         self.value = value
 
@@ -46,7 +44,6 @@ def tokens(ids: Any) -> list[int]:
 
 
 def packed(values: list[int]) -> Any:
-    """A view whose elements are not aligned."""
     records = np.zeros(len(values), dtype=np.dtype([("pad", "u1"), ("id", "i8")]))
     records["id"] = values
     return records["id"]
@@ -215,8 +212,6 @@ def test_cuda_tensor_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="cuda"):
         tokens(torch.ones(1, dtype=torch.int64, device="cuda"))
 
-
-# --- single integers ------------------------------------------------------------------------------
 
 INDEX = kvtrie.RadixIndex(num_blocks=8, block_size=2)
 SEQ = kvtrie.TokenSequence([1, 2, 3], SPACE)

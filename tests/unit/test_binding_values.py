@@ -194,12 +194,7 @@ def test_structured_arrays_have_their_fields() -> None:
         assert plan.gaps.dtype == np.int64
     names = ("start", "end", "old_start", "delta", "class", "hops", "kinds")
     assert segments.dtype.names == names
-    assert [segments.dtype[name].str for name in names] == [
-        *["<i8"] * 4,
-        "|u1",
-        "<u2",
-        "<u8",
-    ]
+    assert [segments.dtype[name].str for name in names] == [*["<i8"] * 4, "|u1", "<u2", "<u8"]
     assert segments.dtype.isalignedstruct
     mine = 1 << index.kinds.index("mine")
     assert segments.tolist() == [

@@ -1,8 +1,8 @@
 """Degenerate trees: a chain, a comb, a fan, one token repeated. Linear, and in a stack of 256 KiB.
 
-Costs are compared as ratios of one thread's processor time at two sizes, generously: four times the
-size may cost twelve times the time, where quadratic work would cost sixteen and more. A ratio is
-measured again if it fails, since the machine may be busy. There are no limits in seconds.
+Costs are ratios of one thread's processor time at two sizes: four times the size may cost twelve
+times the time, where quadratic work would cost sixteen and more. A ratio that fails is measured
+again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ NOISE = 0.02
 
 
 def in_small_stack(work: Callable[[], None]) -> None:
-    """Run in a thread with a stack of 256 KiB."""
     failures: list[BaseException] = []
 
     def body() -> None:
@@ -83,7 +82,6 @@ def assert_linear(make: Callable[[int], Steps], size: int, *, factor: int = 4) -
 
 
 def take_all(index: Any, n: int) -> None:
-    """Evict everything, in parts."""
     left = n
     while left:
         got = len(index.evict(min(left, max(1, n // 7))))
@@ -92,7 +90,6 @@ def take_all(index: Any, n: int) -> None:
 
 
 def plan_all(index: Any, seq: Any, n: int) -> None:
-    """A plan over all of a sequence but its end."""
     with index.plan(seq) as plan:
         assert plan.num_exact == n
 
@@ -102,7 +99,6 @@ def expect(found: object, wanted: object) -> None:
 
 
 def chain_steps(index: Any, ids: np.ndarray[Any, Any], blocks: np.ndarray[Any, Any]) -> Steps:
-    """Build, read, evict and drop one path."""
     n, size = len(ids), index.block_size
     seq = kvtrie.TokenSequence(ids, NS)
     put = {"num_computed": n, "source": COMPUTED}

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.scripts import script
 
 from kvtrie.demo import answer_of, load_conversations, model_path
 
 torch = pytest.importorskip("torch", reason="the demo model runs on torch")
 transformers = pytest.importorskip("transformers", reason="the demo model runs on transformers")
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
 # What transformers annotates does not pass a strict type check.
 Model = Any
 Tokenizer = Any
@@ -27,17 +20,7 @@ END = "<|im_end|>"
 Reply = tuple[list[int], list[int], str | None]
 
 
-def _tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-task = _tool("demo_task")
+task = script("tools/demo_task.py")
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +35,7 @@ def model() -> Model:
 
 
 def _prompt(
-    tokenizer: Tokenizer,
-    history: list[dict[str, Any]],
-    *,
-    preserve_thinking: bool = True,
+    tokenizer: Tokenizer, history: list[dict[str, Any]], *, preserve_thinking: bool = True
 ) -> list[int]:
     text = tokenizer.apply_chat_template(
         history, tokenize=False, add_generation_prompt=True, preserve_thinking=preserve_thinking
@@ -64,7 +44,6 @@ def _prompt(
 
 
 def _generate(model: Model, prompt: list[int], end: int) -> list[int]:
-    """Greedy decoding after a full prefill; the ids end with the end marker."""
     out: list[int] = []
     cache, ids = None, torch.tensor([prompt])
     with torch.no_grad():
@@ -82,7 +61,6 @@ def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 @pytest.fixture(scope="module")
 def replayed(model: Model, tokenizer: Tokenizer) -> list[Reply]:
-    """Prompt, generated ids and reference of every turn of the shipped conversation."""
     out = []
     history: list[dict[str, Any]] = []
     for turn in load_conversations()[0].turns():
@@ -158,9 +136,7 @@ def test_held_out_conversations_are_answered(model: Model, tokenizer: Tokenizer)
     assert right >= 0.9 * asked
 
 
-def test_reasoning_of_earlier_turns_is_deleted_on_request(
-    tokenizer: Tokenizer,
-) -> None:
+def test_reasoning_of_earlier_turns_is_deleted_on_request(tokenizer: Tokenizer) -> None:
     history: list[dict[str, Any]] = [
         {"role": "user", "content": "One?"},
         {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nOne."},
@@ -208,9 +184,7 @@ def test_marker_is_one_token(tokenizer: Tokenizer, marker: str) -> None:
     assert len(tokenizer(f"<{marker}>", add_special_tokens=False)["input_ids"]) == 1
 
 
-def test_model_is_a_grouped_query_rope_model_of_less_than_five_megabytes(
-    model: Model,
-) -> None:
+def test_model_is_a_grouped_query_rope_model_of_less_than_five_megabytes(model: Model) -> None:
     config = model.config
     assert config.num_key_value_heads < config.num_attention_heads
     assert config.rope_parameters["rope_type"] == "default"

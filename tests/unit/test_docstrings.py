@@ -50,7 +50,6 @@ NO_CONSTRUCTOR = {
 
 
 def arguments(doc: str) -> list[str]:
-    """The names that the section `Args` explains."""
     section = re.search(r"^Args:\n((?:    .*\n|\n)*)", doc + "\n", re.MULTILINE)
     return re.findall(r"^    (\w+):", section.group(1), re.MULTILINE) if section else []
 

@@ -25,7 +25,6 @@ APPROXIMATE = kvtrie.ReusePolicy(approximate=True)
 
 
 def cached(make: Any, **options: Any) -> Any:
-    """Blocks 20 to 27 hold 32 tokens."""
     index = make(64, 4, min_run=8, **options)
     seq = kvtrie.TokenSequence([*range(100, 132)], NS)
     index.insert(seq, [*range(20, 28)], num_computed=32, source=COMPUTED)
@@ -35,9 +34,6 @@ def cached(make: Any, **options: Any) -> Any:
 def edited() -> kvtrie.TokenSequence:
     """The first two blocks, half of the third, new tokens, and a run that has moved."""
     return kvtrie.TokenSequence([*range(100, 110), 1, 2, 3, *range(115, 130), 4], NS)
-
-
-# --- tables ---------------------------------------------------------------------------------------
 
 
 @INDEXES
@@ -88,8 +84,6 @@ def test_moves_checks_a_large_table_in_one_sort() -> None:
         with pytest.raises(ValueError, match=f"table has block {table[0]} twice"):
             plan.moves(table)
 
-
-# --- released plans -------------------------------------------------------------------------------
 
 NAMES_BLOCKS: dict[str, Callable[[Any], object]] = {
     "blocks": lambda plan: plan.blocks,
@@ -164,9 +158,6 @@ def test_validate_after_release_sources_reports_blocks_removed_since(make: Any) 
     assert gone == [0, *(start for label, start in classes if label == 1)]
 
 
-# --- counts ---------------------------------------------------------------------------------------
-
-
 @INDEXES
 def test_free_held_indexed_and_condemned_are_all_blocks(make: Any) -> None:
     """Read off the fields, after every call of a run that condemns, releases and takes."""
@@ -202,9 +193,6 @@ def test_free_held_indexed_and_condemned_are_all_blocks(make: Any) -> None:
         plan.release()
 
 
-# --- weak references ------------------------------------------------------------------------------
-
-
 def test_handles_can_be_weakly_referenced() -> None:
     index = cached(kvtrie.RadixIndex)
     plan = index.plan(edited())
@@ -214,13 +202,7 @@ def test_handles_can_be_weakly_referenced() -> None:
     def note(name: str, _: object) -> None:
         ended.append(name)
 
-    handles = [
-        index,
-        plan,
-        edited(),
-        kvtrie.BlockAllocator(4),
-        kvtrie.SequenceLedger(),
-    ]
+    handles = [index, plan, edited(), kvtrie.BlockAllocator(4), kvtrie.SequenceLedger()]
     watches = [
         weakref.ref(handle, functools.partial(note, type(handle).__name__)) for handle in handles
     ]
@@ -240,9 +222,6 @@ def test_handles_can_be_weakly_referenced() -> None:
     assert not table
 
 
-# --- exceptions on the way in ---------------------------------------------------------------------
-
-
 class Number:
     """An integer whose `__index__` fails, from its `first` call on."""
 
@@ -257,8 +236,6 @@ class Number:
 
 
 class Broken:
-    """Something that cannot be iterated."""
-
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
@@ -321,9 +298,6 @@ def test_an_interrupt_while_an_argument_is_iterated_stays_one() -> None:
     ):
         with pytest.raises(KeyboardInterrupt):
             call(Broken(KeyboardInterrupt()))
-
-
-# --- kinds that nothing is tagged with ------------------------------------------------------------
 
 
 def plan(index: kvtrie.RadixIndex, *kinds: str, approximate: bool = True) -> None:

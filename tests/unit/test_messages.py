@@ -338,8 +338,6 @@ def test_a_range_is_a_list_of_integers() -> None:
         kvtrie.TokenSequence(range(1, -3, -1), NS)
 
 
-# --- secrets --------------------------------------------------------------------------------------
-
 SECRET = "s3cr3t-of-tenant"  # noqa: S105 - of nobody
 HIDDEN = kvtrie.Namespace(model="m", adapter="a", salt=SECRET)
 

@@ -112,10 +112,7 @@ MISUSES: dict[str, tuple[type[Exception], Call]] = {
     "insert block -1 in an array": (ValueError, lambda w: w.insert(np.array([0, -1, 2]))),
     "insert float blocks": (TypeError, lambda w: w.insert([0.0, 1.0, 2.0])),
     "insert float array": (TypeError, lambda w: w.insert(np.array([0.0, 1.0, 2.0]))),
-    "insert empty float array": (
-        TypeError,
-        lambda w: w.insert(np.array([]), num_computed=0),
-    ),
+    "insert empty float array": (TypeError, lambda w: w.insert(np.array([]), num_computed=0)),
     "insert NaN blocks": (TypeError, lambda w: w.insert([0, float("nan"), 2])),
     "insert bool blocks": (TypeError, lambda w: w.insert([False, True, 2])),
     "insert bool array": (TypeError, lambda w: w.insert(np.array([False, True, True]))),
@@ -295,9 +292,6 @@ def test_empty_sequences_are_valid() -> None:
         assert done.surplus.tolist() == [3]
     assert index.tags(seq) == []
     index.tag(seq, [Span(0, 0, "user")])
-
-
-# --- values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

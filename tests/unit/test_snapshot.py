@@ -30,7 +30,6 @@ CONFIGURATION = (
 
 
 def restored(index: kvtrie.RadixIndex) -> kvtrie.RadixIndex:
-    """What a snapshot of the index restores, with the same pool."""
     return kvtrie.RadixIndex.restore(index.snapshot(), pool_id=index.pool_id)
 
 
@@ -57,7 +56,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 
 def grown(index: kvtrie.RadixIndex) -> list[object]:
-    """What an index returns for a long list of calls."""
     answers: list[object] = [index.take_freed().tolist()]
     rng = Random(5)
     for number in range(60):

@@ -1,7 +1,7 @@
-"""Runs one engine, sends it edited histories, and prints its answers.
+"""Runs one engine in a process of its own, sends it edited histories, and prints its answers.
 
-A program of its own: with numba loaded, which drafts n-grams, vLLM starts no second engine in a
-process; and ranks of tensor parallelism are processes.
+With numba loaded, which drafts n-grams, vLLM starts no second engine in a process; and ranks of
+tensor parallelism are processes.
 """
 
 from __future__ import annotations

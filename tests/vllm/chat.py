@@ -17,7 +17,6 @@ Message = dict[str, Any]
 
 
 def model(folder: Path, template: str | None = QWEN3) -> Path:
-    """A Llama with the special tokens of Qwen3, and a chat template."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=64,
@@ -37,22 +36,14 @@ def model(folder: Path, template: str | None = QWEN3) -> Path:
 
 
 class Chat:
-    """Renders conversations.
-
-    Args:
-        tokenizer: The model's.
-    """
-
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.end = self.ids("<|im_end|>")[0]
 
     def ids(self, text: str) -> list[int]:
-        """The ids of a text."""
         return [int(one) for one in self.tokenizer.encode(text, add_special_tokens=False)]
 
     def prompt(self, messages: list[Message], *, reply: str | None = None) -> list[int]:
-        """The prompt of a request for the next reply, with the beginning of the reply."""
         text = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
@@ -60,11 +51,9 @@ class Chat:
 
 
 def user(word: str, count: int = 60) -> Message:
-    """A question."""
     return {"role": "user", "content": f"{word} " * count}
 
 
 def reply(word: str, count: int = 60, *, reasoning: str | None = None) -> Message:
-    """An answer, maybe with reasoning."""
     message: Message = {"role": "assistant", "content": f"{word} " * count}
     return message | ({"reasoning_content": f"{reasoning} " * 120} if reasoning else {})

@@ -1,8 +1,7 @@
 """The embedded engine on the model that vLLM runs, and what the two did with one request.
 
-Two rules of vLLM are not the embedded engine's, and are applied to it here, so that both have the
-same KV to choose from: vLLM caches whole blocks only, and without a scheduler that resumes after
-gaps it computes everything after the first one.
+Two rules of vLLM are applied to it here: vLLM caches whole blocks only, and without a scheduler
+that resumes after gaps it computes everything after the first one.
 """
 
 from __future__ import annotations
@@ -41,12 +40,9 @@ Segment = tuple[int, int, int, int]
 class Served:
     """What an engine did with a request.
 
-    Attributes:
-        tokens: The answer.
-        segments: The sources of the prompt's KV, in as few pieces as possible.
-        logprobs: Of all tokens, where each token of the answer was chosen.
-        k: Keys of prompt and answer, ``[layers, tokens, heads, channels]``.
-        v: Values.
+    `segments` are the sources of the prompt's KV in as few pieces as possible; `logprobs` of all
+    tokens where each token of the answer was chosen; `k` and `v` are ``[layers, tokens, heads,
+    channels]``.
     """
 
     tokens: list[int]
@@ -59,13 +55,7 @@ class Served:
 def segments_of(planned: NDArray[Any], used: Iterable[tuple[int, int]], end: int) -> list[Segment]:
     """The segments of a plan that were used, the rest of a prompt being computed.
 
-    Pieces that say the same in two parts are one: where a plan cuts depends on what the cache holds
-    in place, and vLLM and the embedded engine need not hold the same in place.
-
-    Args:
-        planned: ``ReusePlan.segments``.
-        used: Ranges of the prompt whose KV was not computed.
-        end: Tokens of the prompt.
+    Pieces that say the same in two parts are one: where a plan cuts depends on what is in place.
     """
     origins = np.full((end, 2), (-1, COMPUTED))
     for start, stop in used:
@@ -86,14 +76,6 @@ def segments_of(planned: NDArray[Any], used: Iterable[tuple[int, int]], end: int
 
 
 class Embedded:
-    """The embedded engine.
-
-    Args:
-        model: The model's folder.
-        policy: What requests may reuse.
-        gaps: Whether reuse goes on after gaps.
-    """
-
     def __init__(self, model: Path, policy: kvtrie.ReusePolicy, *, gaps: bool) -> None:
         kind = transformers.AutoModelForCausalLM
         loaded = kind.from_pretrained(model, dtype=torch.float32).eval()
@@ -110,7 +92,6 @@ class Embedded:
         return self._leases[-1]
 
     def ask(self, prompt: Sequence[int], *, max_tokens: int) -> Served:
-        """One request, to its end."""
         done = self._generator.generate(
             prompt, max_new_tokens=max_tokens, ignore_eos=True, return_logits=True
         )
@@ -127,8 +108,6 @@ class Embedded:
 
 
 class _Lease(Lease):
-    """A lease with vLLM's rules, which records what it did."""
-
     def __init__(
         self, store: Store, seq: kvtrie.TokenSequence, policy: kvtrie.ReusePolicy, *, gaps: bool
     ) -> None:
@@ -171,13 +150,6 @@ def _unhashed(planned: NDArray[Any], end: int) -> int:
 
 
 class Watched:
-    """A vLLM engine with the connector, whose requests are returned as `Served`.
-
-    Args:
-        engine: The engine; give it ``max_logprobs=-1``.
-        monkeypatch: Undoes what watching needs.
-    """
-
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._engine = engine
         self._planned: NDArray[Any]
@@ -203,12 +175,10 @@ class Watched:
 
     @property
     def pool(self) -> Any:
-        """The worker's tensors."""
         copies: Any = self._engine.worker._copies
         return copies.pool
 
     def ask(self, prompt: Sequence[int], *, max_tokens: int) -> Served:
-        """One request, to its end."""
         answer = self._engine.ask(prompt, max_tokens=max_tokens, logprobs=-1)
         rows = [[row[token] for token in range(len(row))] for row in answer.logprobs]
         return Served(

@@ -44,8 +44,6 @@ BLOCK = 32
 
 @dataclass
 class Answer:
-    """The result of one request."""
-
     tokens: list[int] = field(default_factory=list)
     num_cached: int = 0
     finished: bool = False
@@ -53,15 +51,10 @@ class Answer:
 
 
 class Engine(Inside):
-    """An engine under test.
+    """An engine under test; plain vLLM if `connector` is None.
 
-    Args:
-        model: Its folder.
-        connector: Settings of the connector; None: plain vLLM.
-        gaps: Whether `KvtrieScheduler` resumes reuse after gaps.
-        blocks: Blocks of the pool, the null block among them.
-        shadow: Whether what every slot holds is followed; slow.
-        options: More for ``vllm.LLM``.
+    With `gaps`, `KvtrieScheduler` resumes reuse after gaps. With `shadow`, which is slow, what
+    every slot holds is followed. The pool has `blocks` blocks, the null block among them.
     """
 
     def __init__(
@@ -115,11 +108,8 @@ class Engine(Inside):
 
     @property
     def worker(self) -> KvtrieConnector:
-        """The worker's half."""
         half: KvtrieConnector = kv_transfer_state.get_kv_transfer_group()
         return half
-
-    # --- requests --------------------------------------------------------------------------------
 
     def add(
         self,
@@ -152,7 +142,6 @@ class Engine(Inside):
         return name
 
     def step(self) -> None:
-        """One step of the engine."""
         for output in self.llm.llm_engine.step():
             answer = self.answers[output.request_id]
             first = output.outputs[0]
@@ -165,16 +154,13 @@ class Engine(Inside):
                 ]
 
     def abort(self, names: Iterable[str]) -> None:
-        """Abort requests."""
         self.llm.llm_engine.abort_request(list(names))
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is unfinished."""
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
     def drain(self, limit: int = 20_000) -> None:
-        """Step until all is done."""
         for _ in range(limit):
             if not self.is_busy:
                 break
@@ -186,37 +172,29 @@ class Engine(Inside):
             self.core.step_fn()
 
     def ask(self, prompt: Sequence[int], **options: Any) -> Answer:
-        """One request, to its end."""
         name = self.add(prompt, **options)
         self.drain()
         return self.answers[name]
 
     def computed_for(self, prompt: Sequence[int], **options: Any) -> int:
-        """How many tokens of a prompt vLLM computes."""
         before = self.num_computed
         self.ask(prompt, max_tokens=1, **options)
         return self.num_computed - before
 
-    # --- tensors ---------------------------------------------------------------------------------
-
     @property
     def kv_pool(self) -> KVPool:
-        """The worker's tensors."""
         copies = self.worker._copies
         assert copies is not None, "vLLM has registered no KV"
         return copies.pool
 
     def kv(self, block: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """K and V of one block in all layers."""
         return self.kv_pool.gather([block], start=0, end=BLOCK)
 
     def reset(self) -> None:
-        """Forget everything cached."""
         self.counts.clear()
         assert self.llm.reset_prefix_cache(reset_connector=self.scheduler.connector is not None)
 
     def close(self) -> None:
-        """Stop the engine, so that another can start in this process."""
         self.llm.llm_engine.engine_core.shutdown()
         kv_transfer_state.ensure_kv_transfer_shutdown()
         del self.llm, self.core, self.scheduler, self.pool

@@ -22,7 +22,6 @@ SCHEDULER = "kvtrie.integrations.vllm.KvtrieScheduler"
 
 
 def connector_config(role: str = "kv_both", **extra: object) -> dict[str, object]:
-    """What a user writes after ``--kv-transfer-config``."""
     return {
         "kv_connector": "KvtrieConnector",
         "kv_connector_module_path": "kvtrie.integrations.vllm",
@@ -33,15 +32,7 @@ def connector_config(role: str = "kv_both", **extra: object) -> dict[str, object
 
 
 class Inside:
-    """Scheduler, pool and connector of an engine core in this process.
-
-    Args:
-        core: The core.
-
-    Attributes:
-        counts: What the connector has counted.
-        shadow: Follows what every slot holds; None: nobody does.
-    """
+    """Scheduler, pool and connector of an engine core in this process."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
@@ -54,12 +45,10 @@ class Inside:
 
     @property
     def connector(self) -> KvtrieConnector:
-        """The scheduler's half."""
         half: KvtrieConnector = self.scheduler.connector
         return half
 
     def watch_counts(self, half: KvtrieConnector) -> None:
-        """Count what this half counts."""
         add = half._counts.add
 
         def counting(name: str, count: int = 1) -> None:
@@ -80,7 +69,6 @@ class Inside:
     def plain_hashes(
         self, tokens: Sequence[int], adapter: LoRARequest | None = None
     ) -> list[bytes]:
-        """vLLM's hashes of the full blocks of these tokens."""
         params = SamplingParams(max_tokens=1)
         hasher = self.core.request_block_hasher
         request = Request(
@@ -88,10 +76,7 @@ class Inside:
         )
         return [bytes(one) for one in request.block_hashes]
 
-    # --- what vLLM does when it is short of blocks -----------------------------------------------
-
     def evict(self, tokens: Sequence[int]) -> None:
-        """Let vLLM forget the cached blocks of some tokens."""
         hashes = self.plain_hashes(tokens)
         gone = {
             block.block_id
@@ -102,13 +87,10 @@ class Inside:
         self.pool.evict_blocks(gone)
 
     def preempt(self, name: str) -> None:
-        """Preempt a running request."""
         request = self.request(name)
         assert request.status == RequestStatus.RUNNING
         self.scheduler.running.remove(request)
         self.scheduler._preempt_request(request, 0.0)
-
-    # --- what must hold --------------------------------------------------------------------------
 
     def check(self) -> None:
         """Every block is free or owned, its count of owners is right, and the index agrees."""
@@ -140,7 +122,6 @@ class Inside:
                 self.shadow.check_index()
 
     def check_idle(self) -> None:
-        """No request: all blocks are free, and nothing is remembered."""
         self.check()
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         if self.scheduler.connector is not None:

@@ -28,7 +28,6 @@ _COMMON: dict[str, Any] = {
 
 
 def llama(folder: Path, seed: int = 0) -> Path:
-    """Grouped queries: four heads over two of KV."""
     config = transformers.LlamaConfig(
         **_COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=32
     )
@@ -72,14 +71,9 @@ SCALED: dict[str, dict[str, object]] = {
 
 
 def scaled(folder: Path, name: str, seed: int = 0) -> Path:
-    """The same Llama with scaled frequencies, one of `SCALED`."""
     rope = {"rope_type": name, **SCALED[name]}
     config = transformers.LlamaConfig(
-        **_COMMON,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        rope_parameters=rope,
+        **_COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_parameters=rope
     )
     return _save(transformers.LlamaForCausalLM, config, folder, seed)
 

@@ -15,15 +15,17 @@ def words(count: int, seed: int) -> list[int]:
 
 
 def joined(*parts: list[int]) -> list[int]:
-    """Parts in a row."""
     return [token for part in parts for token in part]
 
 
 def gapped(parts: Iterable[list[int]]) -> list[int]:
-    """Parts with a stub of another length before each."""
     return joined(*(words(3 + at, 90 + at) + part for at, part in enumerate(parts)))
 
 
 # A turn, and the next one, without the reasoning.
 QUESTION, REASONING, ANSWER, NEXT = words(200, 1), words(160, 2), words(150, 3), words(40, 4)
 EDITED = QUESTION + ANSWER + NEXT
+
+# A text, of which `gapped(PARTS)` has the parts with gaps before them.
+PARTS = [words(70, 60 + number) for number in range(5)]
+HISTORY = joined(*PARTS)

@@ -13,12 +13,6 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """transformers' forward pass over whole sequences.
-
-    Args:
-        model: The model's folder.
-    """
-
     def __init__(self, model: Path) -> None:
         kind = transformers.AutoModelForCausalLM
         self._model = kind.from_pretrained(model, dtype=torch.float32).eval()

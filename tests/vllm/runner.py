@@ -1,7 +1,6 @@
 """vLLM's model runner V2 on a machine without a GPU, and a look at what it computes.
 
-V2's own work, tables of blocks and counts of tokens, is done by Triton kernels, which Triton's
-interpreter runs on a CPU. vLLM also requires a backend of Triton for the CPU, which no release has.
+V2's Triton kernels run in Triton's interpreter, in place of a backend of Triton for the CPU.
 """
 
 from __future__ import annotations
@@ -28,25 +27,20 @@ def interpret() -> None:
 
         @classmethod
         def is_active(cls) -> bool:
-            """Triton need not choose it."""
             return False
 
         def map_python_to_cpp_type(self, ty: str) -> str:
-            """Nothing is compiled."""
             raise NotImplementedError(ty)
 
         def get_current_target(self) -> Any:
-            """Nothing is compiled."""
             raise NotImplementedError
 
         def get_active_torch_device(self) -> Any:
-            """The only device."""
             import torch  # noqa: PLC0415
 
             return torch.device("cpu")
 
         def get_benchmarker(self) -> Any:
-            """Nothing is tuned."""
             raise NotImplementedError
 
     backends.backends.clear()

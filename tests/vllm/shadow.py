@@ -1,10 +1,9 @@
 """What every slot of vLLM's pool should hold, followed from the scheduler's output alone.
 
-A slot is written when a step computes a token into it, or a copy fills it. The shadow records
-whose token that was, at which position, and whether everything before it was exact. So it detects
-what must never happen: a request that reads a slot nobody wrote, other tokens than its own, or
-another tenant's; a copy from a block that was allocated again; a slot that is written twice;
-approximate KV under a hash that plain requests compute.
+The shadow records whose token a slot has, at which position, and whether all before it was exact.
+It detects a read of an unwritten slot, of other tokens or of another tenant's; a copy from a block
+that was allocated again; a slot that is written twice; approximate KV under a hash that plain
+requests compute.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Content:
-    """One slot's token: number ``at`` of ``tokens``, at ``position``."""
-
     request: Request
     at: int
     position: int
@@ -43,13 +40,6 @@ def _space(request: Request) -> tuple[str | None, ...]:
 
 
 class Shadow:
-    """Follows one engine.
-
-    Args:
-        inside: Its scheduler and pool are watched from here on; nothing is cached yet.
-        block_size: Tokens of a block.
-    """
-
     def __init__(self, inside: Inside, block_size: int) -> None:
         self._inside = inside
         self._size = block_size

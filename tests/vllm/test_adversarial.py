@@ -1,8 +1,4 @@
-"""Situations in which wrong KV could be read unnoticed.
-
-Every engine here has a shadow (see ``shadow``), which fails a step that reads a slot that nobody
-wrote, other tokens than its own, another tenant's, or approximate KV under a plain hash.
-"""
+"""Situations in which wrong KV could be read unnoticed: every engine here has a shadow."""
 
 from __future__ import annotations
 
@@ -11,7 +7,17 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.vllm.conftest import APPROXIMATE, EXACT
 from tests.vllm.engine import BLOCK
-from tests.vllm.prompts import ANSWER, EDITED, NEXT, QUESTION, REASONING, gapped, words
+from tests.vllm.prompts import (
+    ANSWER,
+    EDITED,
+    HISTORY,
+    NEXT,
+    PARTS,
+    QUESTION,
+    REASONING,
+    gapped,
+    words,
+)
 from tests.vllm.reference import Reference
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
@@ -45,9 +51,7 @@ def test_sources_are_reused_by_others_of_the_same_step(engine: Callable[..., Eng
 @pytest.mark.parametrize("gaps", [False, True], ids=["scheduler-of-vllm", "gaps"])
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
 def test_chunks_of_a_small_budget(
-    engine: Callable[..., Engine],
-    gaps: bool,
-    in_flight: bool,
+    engine: Callable[..., Engine], gaps: bool, in_flight: bool
 ) -> None:
     vllm = engine(
         connector=APPROXIMATE,
@@ -56,9 +60,8 @@ def test_chunks_of_a_small_budget(
         max_num_batched_tokens=48,
         max_num_seqs=4,
     )
-    parts = [words(70, 60 + number) for number in range(5)]
-    vllm.ask([token for part in parts for token in part])
-    prompt = gapped(parts)
+    vllm.ask(HISTORY)
+    prompt = gapped(PARTS)
     whole = len(prompt)
     computed = vllm.computed_for(prompt)
     if gaps:
@@ -71,7 +74,7 @@ def test_chunks_of_a_small_budget(
     for _ in range(3):
         vllm.step()
     vllm.check()
-    names.append(vllm.add(gapped(parts[::-1])))
+    names.append(vllm.add(gapped(PARTS[::-1])))
     vllm.drain()
     assert all(vllm.answers[name].finished for name in names)
 
@@ -85,9 +88,8 @@ def test_aborted_amid_gaps(engine: Callable[..., Engine], steps: int) -> None:
         max_num_batched_tokens=64,
         max_num_seqs=4,
     )
-    parts = [words(70, 60 + number) for number in range(5)]
-    vllm.ask([token for part in parts for token in part])
-    name, other = vllm.add(gapped(parts)), vllm.add(gapped(parts[1:]))
+    vllm.ask(HISTORY)
+    name, other = vllm.add(gapped(PARTS)), vllm.add(gapped(PARTS[1:]))
     for _ in range(steps):
         vllm.step()
     vllm.abort([name])
@@ -95,16 +97,15 @@ def test_aborted_amid_gaps(engine: Callable[..., Engine], steps: int) -> None:
     vllm.drain()
     vllm.check_idle()
     assert vllm.answers[other].finished
-    again = vllm.ask(gapped(parts), mode="exact")
+    again = vllm.ask(gapped(PARTS), mode="exact")
     assert again.finished
 
 
 @pytest.mark.parametrize("steps", range(1, 6))
 def test_preempted_amid_gaps(engine: Callable[..., Engine], steps: int) -> None:
     vllm = engine(connector=APPROXIMATE, gaps=True, max_num_batched_tokens=64, max_num_seqs=4)
-    parts = [words(70, 60 + number) for number in range(5)]
-    vllm.ask([token for part in parts for token in part])
-    name = vllm.add(gapped(parts), max_tokens=20)
+    vllm.ask(HISTORY)
+    name = vllm.add(gapped(PARTS), max_tokens=20)
     for _ in range(steps):
         vllm.step()
     vllm.preempt(name)
@@ -116,9 +117,8 @@ def test_preempted_amid_gaps(engine: Callable[..., Engine], steps: int) -> None:
 
 def test_the_prefix_cache_is_reset_amid_gaps(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE, gaps=True, max_num_batched_tokens=64, max_num_seqs=4)
-    parts = [words(70, 60 + number) for number in range(5)]
-    vllm.ask([token for part in parts for token in part])
-    name = vllm.add(gapped(parts))
+    vllm.ask(HISTORY)
+    name = vllm.add(gapped(PARTS))
     vllm.step()
     vllm.step()
     assert vllm.connector.planner._pending
@@ -257,10 +257,7 @@ def test_every_cached_block_holds_what_the_model_computes(
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("batched", [64, 4096])
 def test_exact_blocks_after_a_hole(
-    engine: Callable[..., Engine],
-    llama: Path,
-    in_flight: bool,
-    batched: int,
+    engine: Callable[..., Engine], llama: Path, in_flight: bool, batched: int
 ) -> None:
     vllm = engine(
         connector=APPROXIMATE, gaps=True, async_scheduling=in_flight, max_num_batched_tokens=batched

@@ -24,13 +24,6 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Talk(chat.Chat):
-    """Conversations with one engine, whose replies are written here.
-
-    Args:
-        engine: The engine.
-        monkeypatch: Puts back what is watched.
-    """
-
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(engine.llm.get_tokenizer())
         self.engine = engine
@@ -67,7 +60,6 @@ class Talk(chat.Chat):
         return [block.block_id for block in blocks]
 
     def inside(self, ids: list[int], number: int = 0) -> list[int]:
-        """The blocks wholly inside of reasoning, the last one first."""
         opens, closes = self.ids("<think>")[0], self.ids("</think>")[0]
         start = [at for at, one in enumerate(ids) if one == opens][number]
         end = [at for at, one in enumerate(ids) if one == closes][number] + 1

@@ -19,7 +19,6 @@ NUM_CONVERSATIONS = 200
 
 
 def answers(vllm: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """Answers to prompts, eight at a time."""
     said = []
     for first in range(0, len(prompts), 8):
         names = [vllm.add(prompt, max_tokens=6) for prompt in prompts[first : first + 8]]
@@ -28,9 +27,7 @@ def answers(vllm: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return said
 
 
-def test_without_approximate_reuse_outputs_are_those_of_vllm(
-    engine: Callable[..., Engine],
-) -> None:
+def test_without_approximate_reuse_outputs_are_those_of_vllm(engine: Callable[..., Engine]) -> None:
     traffic = Traffic(seed=3)
     prompts = [traffic.next().prompt for _ in range(NUM_CONVERSATIONS)]
     plain = answers(engine(), prompts)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.cleared import GOOD
 from vllm.engine.arg_utils import EngineArgs
 
 import kvtrie
@@ -20,27 +21,13 @@ from kvtrie.models.fingerprint import checkpoint_digest
 if TYPE_CHECKING:
     from pathlib import Path
 
-FIGURES = gates.Figures(
-    "one turn",
-    positions=900,
-    kl_mean=0.01,
-    kl_p99=0.2,
-    top1=0.99,
-    questions=500,
-    right_full=495,
-    lost=0,
-    gained=0,
-    exact=700,
-    moved=200,
-    computed=100,
-)
 ROTATED = kvtrie.ReusePolicy(approximate=True, min_run=16)
 MODEL = shipped.model_path("gqa")
 
 
 def gate(path: Path, **changes: Any) -> str:
-    measured = gates.Measured("rotated", ROTATED, (FIGURES,))
-    control = gates.Control("unrotated", (replace(FIGURES, lost=250),))
+    measured = gates.Measured("rotated", ROTATED, (GOOD,))
+    control = gates.Control("unrotated", (replace(GOOD, lost=250),))
     fields: dict[str, Any] = {"checkpoint": checkpoint_digest(MODEL)} | changes
     gates.Gate(
         "gqa@1", "bfloat16", "{}", gates.Thresholds(), (measured,), (control,), "talk", **fields

@@ -43,7 +43,6 @@ def rope(**more: Any) -> RopeSpec:
 
 
 def moved(mine: list[torch.Tensor], spec: Any, backend: str, how: RopeSpec) -> list[torch.Tensor]:
-    """Move, and return the tensors of before as ``[blocks, tokens, heads, channels]``."""
     before = [one.clone().transpose(1, 2) for one in mine]
     views, layout = locate(mine, spec, {backend})
     KVPool.wrap(views, layout, how).apply(MOVES)

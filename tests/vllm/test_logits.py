@@ -1,9 +1,7 @@
 """With approximate reuse, vLLM computes what kvtrie's own engine computes for the same plan.
 
-Both get the same conversations under the same policy, and each plans by itself, over its own pool.
-The same tokens must come from the same places; KV in the pools and the probabilities of all tokens
-must be equal but for rounding. That tests the copies: computing the prompts without any cache gives
-other KV and other probabilities.
+Each plans by itself, over its own pool. The same tokens must come from the same places; KV and the
+probabilities of all tokens must be equal but for rounding.
 """
 
 from __future__ import annotations
@@ -157,21 +155,10 @@ GAPS = [stubs, a_date_in_the_head, a_stub_and_then_more_turns]
 
 
 def said_by(conversation: object) -> int:
-    """Tokens of an answer: many where its text matters."""
     return 90 if conversation is what_was_said_is_moved else 6
 
 
 class Sides:
-    """vLLM and the embedded engine.
-
-    Args:
-        vllm: A running engine.
-        model: Its model's folder.
-        policy: Its policy.
-        gaps: Whether reuse goes on after gaps.
-        monkeypatch: To watch it.
-    """
-
     def __init__(
         self,
         vllm: Engine,
@@ -186,11 +173,6 @@ class Sides:
         self.reference = Reference(model)
 
     def run(self, of: Callable[[], Conversation]) -> list[Served]:
-        """Ask both, and compare.
-
-        Returns:
-            What vLLM made of each prompt.
-        """
         served = []
         conversation, count = of(), said_by(of)
         prompt = next(conversation)
@@ -232,7 +214,6 @@ class Sides:
 
 
 def num(served: Served, kind: int) -> int:
-    """Tokens of the prompt of one kind."""
     return sum(end - start for start, end, _, this in served.segments if this == kind)
 
 
@@ -285,11 +266,7 @@ def test_the_segments_of_stripped_reasoning(
     vllm = engine(connector={"gate": "unchecked", "policy": POLICY}, max_logprobs=-1)
     sides = Sides(vllm, llama, POLICY, gaps=False, monkeypatch=monkeypatch)
     *_, served = sides.run(reasoning_at_the_edge_of_a_turn)
-    assert served.segments == [
-        (0, 200, 0, EXACT),
-        (200, 350, 360, MOVED),
-        (350, 390, -1, COMPUTED),
-    ]
+    assert served.segments == [(0, 200, 0, EXACT), (200, 350, 360, MOVED), (350, 390, -1, COMPUTED)]
 
 
 @pytest.mark.parametrize("name", models.SCALED)

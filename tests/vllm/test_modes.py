@@ -37,7 +37,6 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
 def alone(
     model: Path, settings: dict[str, Any] | None, *, v2: bool = runner.RUNS_V2, **options: Any
 ) -> dict[str, Any]:
-    """The answers of an engine in another process."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tests.vllm.alone"),

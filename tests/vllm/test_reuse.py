@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.vllm.conftest import APPROXIMATE, EXACT
 from tests.vllm.engine import BLOCK
-from tests.vllm.prompts import ANSWER, NEXT, QUESTION, REASONING, words
+from tests.vllm.prompts import ANSWER, EDITED, NEXT, QUESTION, REASONING, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,11 +38,10 @@ def test_fewer_tokens_than_eight_are_not_worth_a_copy(
 def test_the_next_turn_hits_what_the_last_moved(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE)
     vllm.ask(QUESTION + REASONING + ANSWER)
-    edited = QUESTION + ANSWER + NEXT
-    said = vllm.ask(edited).tokens
-    again = edited + said + words(20, 5)
+    said = vllm.ask(EDITED).tokens
+    again = EDITED + said + words(20, 5)
     # The tokens after the last whole block are in no cached block.
-    tail = len(edited + said) % BLOCK
+    tail = len(EDITED + said) % BLOCK
     assert vllm.computed_for(again) <= 20 + tail
 
 
@@ -71,32 +70,23 @@ def test_what_was_moved_is_not_moved_on(engine: Callable[..., Engine]) -> None:
 def test_a_plain_request_hits_nothing_approximate(engine: Callable[..., Engine]) -> None:
     vllm = engine(connector=APPROXIMATE)
     vllm.ask(QUESTION + REASONING + ANSWER)
-    edited = QUESTION + ANSWER + NEXT
-    vllm.ask(edited)
-    answer = vllm.ask(edited, mode="exact")
+    vllm.ask(EDITED)
+    answer = vllm.ask(EDITED, mode="exact")
     # Its own exact hit, and the copied rest of the block in which the prompts diverge.
     assert answer.num_cached == len(QUESTION)
     plain = engine()
-    assert plain.ask(edited).tokens == answer.tokens
+    assert plain.ask(EDITED).tokens == answer.tokens
 
 
-def test_two_turns_of_one_conversation_at_once(engine: Callable[..., Engine]) -> None:
-    vllm = engine(connector=APPROXIMATE)
+# One request at a time: the second arrives before the first's approximate blocks are known, and is
+# admitted after.
+@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1}], ids=["at-once", "one-at-a-time"])
+def test_two_turns_of_one_conversation(
+    engine: Callable[..., Engine], options: dict[str, int]
+) -> None:
+    vllm = engine(connector=APPROXIMATE, **options)
     vllm.ask(QUESTION + REASONING + ANSWER)
-    edited = QUESTION + ANSWER + NEXT
-    names = [vllm.add(edited), vllm.add(edited), vllm.add(edited + words(60, 6))]
-    vllm.drain()
-    first, second, _ = (vllm.answers[name] for name in names)
-    assert first.tokens == second.tokens
-
-
-def test_blocks_that_became_known_while_a_request_waited(engine: Callable[..., Engine]) -> None:
-    # One request at a time: the second arrives before the first's approximate blocks are known,
-    # and is admitted after.
-    vllm = engine(connector=APPROXIMATE, max_num_seqs=1)
-    vllm.ask(QUESTION + REASONING + ANSWER)
-    edited = QUESTION + ANSWER + NEXT
-    names = [vllm.add(edited), vllm.add(edited), vllm.add(edited + words(60, 6))]
+    names = [vllm.add(EDITED), vllm.add(EDITED), vllm.add(EDITED + words(60, 6))]
     vllm.drain()
     first, second, _ = (vllm.answers[name] for name in names)
     assert first.tokens == second.tokens

@@ -80,10 +80,7 @@ def test_a_request_is_resumed_for_a_runner_that_asks_the_scheduler() -> None:
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
 def test_others_that_read_a_copy_that_fails(
-    engine: Callable[..., Engine],
-    llama: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    in_flight: bool,
+    engine: Callable[..., Engine], llama: Path, monkeypatch: pytest.MonkeyPatch, in_flight: bool
 ) -> None:
     # Blocks under the lineage of what is copied are known to others as soon as vLLM has given them
     # to a request: before the step that fills them, and while the next one is in flight.
@@ -112,10 +109,7 @@ def test_others_that_read_a_copy_that_fails(
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
 def test_a_copy_after_a_gap_that_fails(
-    engine: Callable[..., Engine],
-    llama: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    in_flight: bool,
+    engine: Callable[..., Engine], llama: Path, monkeypatch: pytest.MonkeyPatch, in_flight: bool
 ) -> None:
     vllm = engine(
         connector=APPROXIMATE, gaps=True, async_scheduling=in_flight, max_num_batched_tokens=64

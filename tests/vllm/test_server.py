@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def address(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where a server with connector and scheduler listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -63,7 +62,6 @@ def address(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 
 def stream(address: str, prompt: list[int], **more: Any) -> list[dict[str, Any]]:
-    """The events of one streamed completion."""
     body = {
         "model": more.pop("model"),
         "prompt": prompt,
@@ -90,7 +88,6 @@ def stream(address: str, prompt: list[int], **more: Any) -> list[dict[str, Any]]
 
 
 def said(events: list[dict[str, Any]]) -> list[int]:
-    """The tokens of a streamed completion."""
     return [
         token
         for event in events
@@ -100,7 +97,6 @@ def said(events: list[dict[str, Any]]) -> list[int]:
 
 
 def metric(address: str, name: str) -> float:
-    """A counter of the server's metrics."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=30) as response:  # noqa: S310
         text = response.read().decode()
     return sum(

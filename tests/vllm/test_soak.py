@@ -25,10 +25,7 @@ CLOSE = 2e-3
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("gaps", [False, True], ids=["scheduler-of-vllm", "gaps"])
 def test_soak(  # noqa: PLR0915 - one story
-    engine: Callable[..., Engine],
-    llama: Path,
-    gaps: bool,
-    in_flight: bool,
+    engine: Callable[..., Engine], llama: Path, gaps: bool, in_flight: bool
 ) -> None:
     vllm = engine(
         connector=APPROXIMATE,

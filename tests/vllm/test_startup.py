@@ -21,10 +21,10 @@ from kvtrie.tags import Tagger
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.vllm.conftest import _Engines
+    from tests.vllm.kept import Kept
 
 
-def refused(engines: _Engines, model: Path, **options: Any) -> str:
+def refused(engines: Kept, model: Path, **options: Any) -> str:
     engines.close()
     with pytest.raises(Exception) as caught:  # noqa: PT011 - vLLM may wrap what the connector raises
         Engine(model, **options)
@@ -41,7 +41,7 @@ def refused(engines: _Engines, model: Path, **options: Any) -> str:
     return "\n".join(messages)
 
 
-def test_an_unknown_key(engines: _Engines, llama: Path) -> None:
+def test_an_unknown_key(engines: Kept, llama: Path) -> None:
     said = refused(engines, llama, connector={"gates": "unchecked"})
     assert "unknown key 'gates'; did you mean 'gate'?" in said
 
@@ -77,12 +77,12 @@ def test_the_log_says_what_will_be_reused() -> None:
     assert "for requests that opt in" in said(may, gate="unchecked", default="exact")
 
 
-def test_a_gate_file_that_is_not_there(engines: _Engines, llama: Path, tmp_path: Path) -> None:
+def test_a_gate_file_that_is_not_there(engines: Kept, llama: Path, tmp_path: Path) -> None:
     assert "gate.json" in refused(engines, llama, connector={"gate": str(tmp_path / "gate.json")})
 
 
 def test_a_vllm_that_was_not_tested(
-    engines: _Engines, llama: Path, monkeypatch: pytest.MonkeyPatch
+    engines: Kept, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_support, "vllm_version", "0.99.0")
     said = refused(engines, llama, connector=APPROXIMATE)
@@ -104,18 +104,18 @@ def test_a_vllm_without_what_is_imported_from_it() -> None:
     assert "vLLM 0.99.0 is not among the tested versions" in done.stderr.splitlines()[-1]
 
 
-def test_no_prefix_caching(engines: _Engines, llama: Path) -> None:
+def test_no_prefix_caching(engines: Kept, llama: Path) -> None:
     said = refused(engines, llama, connector=APPROXIMATE, enable_prefix_caching=False)
     assert "--enable-prefix-caching" in said
 
 
-def test_the_scheduler_without_the_connector(engines: _Engines, llama: Path) -> None:
+def test_the_scheduler_without_the_connector(engines: Kept, llama: Path) -> None:
     assert "--scheduler-cls" in refused(engines, llama, scheduler_cls=SCHEDULER)
 
 
 @pytest.mark.parametrize("amx", [False, True], ids=["without-amx", "with-amx"])
 def test_mla_on_a_cpu(
-    engines: _Engines, deepseek: Path, monkeypatch: pytest.MonkeyPatch, *, amx: bool
+    engines: Kept, deepseek: Path, monkeypatch: pytest.MonkeyPatch, *, amx: bool
 ) -> None:
     # Where the processor has AMX, vLLM takes another backend for MLA, which takes these weights in
     # bfloat16 only; no backend computes anything here.

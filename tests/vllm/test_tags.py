@@ -36,9 +36,6 @@ def tagger(model: Path, options: dict[str, Any], **settings: Any) -> Any:
     return _tags.tagger_of(Settings.read(settings), config(model, **options))
 
 
-# --- which format
-
-
 def test_auto_reads_the_chat_template(chatting: Path) -> None:
     assert tagger(chatting, {}).format.name == "qwen3"
     assert tagger(chatting, {}).format.boundary == "user"
@@ -97,9 +94,6 @@ def test_a_format_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(SettingsError, match=why):
         tagger(chatting, options, **settings)
-
-
-# --- counting
 
 
 def test_count_by_kind_takes_the_inner_span() -> None:
@@ -176,9 +170,6 @@ def test_forbidden_kinds_are_not_moved(engine: Callable[..., Engine], chatting: 
     counts = prompt_counts(e)
     assert "moved/answer" not in counts
     assert counts["exact/user"] > 50
-
-
-# --- metrics
 
 
 def test_metrics_are_exported_to_prometheus() -> None:

@@ -99,7 +99,6 @@ class Side:
     hasher: Any = None
 
     def run(self, name: str, prompt: list[int], params: dict[str, Any], **more: Any) -> Request:
-        """Add a request, and step until it has ended; it says one token."""
         sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
         request = Request(name, list(prompt), sampling, None, block_hasher=self.hasher, **more)
         self.scheduler.add_request(request)
@@ -148,7 +147,6 @@ class Side:
     loaded: list[int] = field(default_factory=list)
 
     def take_reads(self) -> set[str]:
-        """Bring the blocks that the connector has asked for."""
         reads, self.scheduler.connector.reads = self.scheduler.connector.reads, {}
         came = set()
         for name, (local, remote) in reads.items():
@@ -191,9 +189,7 @@ def start(tmp_path: Path) -> Callable[..., Side]:
         config.cache_config.num_gpu_blocks = 64
         spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
         caches = KVCacheConfig(
-            num_blocks=64,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["l"], spec)],
+            num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)]
         )
         scheduler = Scheduler(
             vllm_config=config,
@@ -208,7 +204,6 @@ def start(tmp_path: Path) -> Callable[..., Side]:
 
 
 def prefill(side: Side, prompt: list[int], **more: Any) -> dict[str, Any]:
-    """What the sender returns, as it is sent to the receiver."""
     answers: list[Any] = []
     connector = side.scheduler.connector
     finished = connector.request_finished_all_groups
@@ -303,12 +298,7 @@ def forge(params: dict[str, Any], how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "outcome"),
-    [
-        ("changed", "digest"),
-        ("cut", "malformed"),
-        ("text", "malformed"),
-        ("none", "no manifest"),
-    ],
+    [("changed", "digest"), ("cut", "malformed"), ("text", "malformed"), ("none", "no manifest")],
 )
 def test_what_is_no_manifest_is_computed(
     start: Callable[..., Side], how: str, outcome: str

@@ -8,15 +8,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ask:
-    """One request.
-
-    Attributes:
-        prompt: Its tokens.
-        max_tokens: How many tokens it wants.
-        mode: What it says of approximate KV, if anything.
-        salt: Its tenant.
-    """
-
     prompt: list[int]
     max_tokens: int
     mode: str | None
@@ -24,18 +15,10 @@ class Ask:
 
     @property
     def may_be_approximate(self) -> bool:
-        """With a connector whose default is approximate."""
         return self.mode != "exact"
 
 
 class Traffic:
-    """Histories grow, and clients edit them.
-
-    Args:
-        seed: Of everything random.
-        longest: Tokens of the longest prompt.
-    """
-
     def __init__(self, seed: int, *, longest: int = 480) -> None:
         self.random = random.Random(seed)
         self._longest = longest
@@ -45,7 +28,6 @@ class Traffic:
         return self.random.choices(range(3, 500), k=count)
 
     def next(self) -> Ask:
-        """One more request."""
         rng = self.random
         number = rng.randrange(len(self._histories))
         history = self._edited(self._histories[number])
@@ -63,7 +45,6 @@ class Traffic:
         )
 
     def said(self, ask: Ask, answer: list[int]) -> None:
-        """A client keeps an answer."""
         for number, history in enumerate(self._histories):
             if history == ask.prompt:
                 self._histories[number] = history + answer

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import transformers
+from tests.vllm.kept import Kept
 from tests.vllm_scheduler.core import Core
 from tests.vllm_scheduler.worker import VOCAB
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a Llama, without weights."""
     folder = tmp_path_factory.mktemp("models") / "llama"
     transformers.LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -32,50 +32,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class _Cores:
-    """Making a configuration takes seconds, so that a core is kept while the next test wants it."""
-
-    def __init__(self, model: Path) -> None:
-        self._model = model
-        self._key: object = None
-        self._core: Core | None = None
-
-    def get(self, **options: Any) -> Core:
-        key = repr(sorted(options.items()))
-        if self._core is None or self._key != key:
-            self.close()
-            self._core, self._key = Core(self._model, **options), key
-        self._core.reset()
-        return self._core
-
-    def close(self) -> None:
-        if self._core is not None:
-            self._core.close()
-        self._core = None
-
-
 @pytest.fixture(scope="session")
-def cores(model: Path) -> Iterator[_Cores]:
-    """All cores of a session."""
-    cores = _Cores(model)
-    yield cores
-    cores.close()
+def cores() -> Iterator[Kept]:
+    kept = Kept(Core)
+    yield kept
+    kept.close()
 
 
 @pytest.fixture
-def core(cores: _Cores) -> Iterator[Callable[..., Core]]:
-    """Starts a core, or takes the one that is there; when the test is over, nothing may be left."""
-    used: list[Core] = []
-
-    def start(**options: Any) -> Core:
-        used.append(cores.get(**options))
-        return used[-1]
-
-    try:
-        yield start
-        if used:
-            used[-1].drain()
-            used[-1].check_idle()
-    except BaseException:
-        cores.close()
-        raise
+def core(cores: Kept, model: Path) -> Iterator[Callable[..., Core]]:
+    yield from cores.lend(model)

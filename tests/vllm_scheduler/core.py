@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answer:
-    """The result of one request."""
-
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
     has_failed: bool = False
@@ -47,17 +45,11 @@ class _SecondRunner(VllmConfig):  # type: ignore[misc] # untyped here
 
 
 class Core(Inside):
-    """An engine core under test.
+    """An engine core under test, without the connector if `connector` is None.
 
-    Args:
-        model: The folder of a model's configuration.
-        connector: Settings of the connector; None: plain vLLM.
-        gaps: Whether `KvtrieScheduler` resumes reuse after gaps.
-        in_flight: Whether vLLM schedules a step while the one before is under way.
-        second_runner: Whether the scheduler works for vLLM's model runner V2.
-        blocks: Blocks of the pool, the null block among them.
-        shadow: Whether what every slot holds is followed.
-        options: More for vLLM.
+    With `gaps`, `KvtrieScheduler` resumes reuse after gaps. `in_flight`: vLLM schedules a step
+    while the one before is under way. `second_runner`: the scheduler works for vLLM's model runner
+    V2.
     """
 
     def __init__(
@@ -117,8 +109,6 @@ class Core(Inside):
 
         self.pool.get_new_blocks = get_new_blocks
 
-    # --- requests --------------------------------------------------------------------------------
-
     def add(
         self,
         prompt: Sequence[int],
@@ -129,16 +119,6 @@ class Core(Inside):
         adapter: str | LoRARequest | None = None,
         priority: int = 0,
     ) -> str:
-        """Queue a request and return its id.
-
-        Args:
-            prompt: Its prompt.
-            max_tokens: How many tokens it says.
-            mode: What it says in ``kv_transfer_params``.
-            salt: Its tenant.
-            adapter: Its LoRA adapter, or that one's name.
-            priority: The lower, the sooner.
-        """
         self._number += 1
         name = f"request-{self._number}"
         params = None if mode is None else {"kv_transfer_params": {"kvtrie": mode}}
@@ -169,16 +149,13 @@ class Core(Inside):
             answer.has_failed = output.finish_reason == FinishReason.ERROR
 
     def abort(self, names: Iterable[str]) -> None:
-        """Abort requests."""
         self.core.abort_requests(list(names))
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is to be done, or under way."""
         return bool(self.core.scheduler.has_requests() or self.core.batch_queue)
 
     def drain(self, limit: int = 20_000) -> None:
-        """Step until all is done."""
         for _ in range(limit):
             if not self.is_busy:
                 return
@@ -186,36 +163,26 @@ class Core(Inside):
         raise AssertionError(f"the core is still busy after {limit} steps")
 
     def ask(self, prompt: Sequence[int], **options: Any) -> list[int]:
-        """One request, to its end; what it says."""
         name = self.add(prompt, **options)
         self.drain()
         return self.answers[name].tokens
 
     def computed_for(self, prompt: Sequence[int], **options: Any) -> int:
-        """How many tokens of a prompt are computed."""
         before = self.worker.num_computed
         self.ask(prompt, max_tokens=1, **options)
         return self.worker.num_computed - before
 
     def reset_cache(self, *, forces: bool = True, connector: bool = True) -> bool:
-        """Forget everything cached.
-
-        Args:
-            forces: Whether running requests are preempted for it.
-            connector: Whether the connector is reset too.
-        """
         done: bool = self.core.reset_prefix_cache(
             forces, connector and self.scheduler.connector is not None
         )
         return done
 
     def reset(self) -> None:
-        """Restore the initial state."""
         assert self.reset_cache()
         self.counts.clear()
         self.worker.fails = self.worker.drafts = None
         self.worker.num_failed = 0
 
     def close(self) -> None:
-        """Stop the core."""
         self.core.shutdown()

@@ -18,8 +18,6 @@ FORMAT = {"user": USER, "assistant": ASSISTANT, "reasoning": [THINK, STOP]}
 
 
 class Crowd:
-    """Short requests, each of a new tenant."""
-
     def __init__(self, core: Core) -> None:
         self._core = core
         self._rng = random.Random(5)
@@ -37,7 +35,6 @@ class Crowd:
         )
 
     def serve(self, count: int) -> None:
-        """So many requests, some of which are aborted."""
         for _ in range(count // 4):
             asked = [self._add() for _ in range(4)]
             if self._rng.random() < 0.1:
@@ -46,7 +43,6 @@ class Crowd:
 
 
 def sizes(thing: object, where: str, seen: set[int]) -> Iterator[tuple[str, int]]:
-    """All containers that kvtrie's objects hold, and their lengths."""
     if id(thing) in seen:
         return
     seen.add(id(thing))
@@ -67,7 +63,6 @@ def sizes(thing: object, where: str, seen: set[int]) -> Iterator[tuple[str, int]
 
 
 def held(core: Core) -> dict[str, int]:
-    """Items that are held, by where."""
     total: dict[str, int] = {}
     for where, count in sizes(core.connector, "connector", set()):
         total[where] = total.get(where, 0) + count

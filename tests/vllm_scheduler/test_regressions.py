@@ -23,8 +23,8 @@ in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "as
 def test_an_adapter_that_took_over_a_name_reads_nothing_of_the_one_before(
     core: Callable[..., Core], mode: str, in_flight: bool
 ) -> None:
-    # vLLM hashes the adapter's path too, so it hits nothing; the index knew adapters by name, and
-    # had the old one's KV copied as exact.
+    # vLLM hashes the adapter's path too; the index knew adapters by name, and had the old one's KV
+    # copied as exact.
     vllm = core(connector=UNCHECKED, in_flight=in_flight, enable_lora=True, max_loras=2)
     old, new = (LoRARequest("tuned", number, f"/adapters/{number}") for number in (1, 2))
     vllm.ask(QUESTION + ANSWER, adapter=old)
@@ -72,8 +72,8 @@ def test_a_reset_that_fails_is_reported(
 def test_tokens_that_vllm_counts_on_and_nobody_promised_are_not_skipped(
     core: Callable[..., Core], monkeypatch: pytest.MonkeyPatch, less: int, in_flight: bool
 ) -> None:
-    # Where vLLM took another number than was promised, nothing was copied, without an error. The
-    # scheduler does that for models that replay: it takes whole blocks only.
+    # Where vLLM took another number than was promised (whole blocks, for models that replay),
+    # nothing was copied, without an error.
     vllm = core(connector=UNCHECKED, in_flight=in_flight)
     vllm.ask(QUESTION + REASONING + ANSWER)
     counts_on(vllm, monkeypatch, -less)
@@ -99,7 +99,6 @@ def test_an_exact_request_of_which_vllm_counts_on_other_tokens_than_promised(
 
 
 def counts_on(vllm: Core, monkeypatch: pytest.MonkeyPatch, change: int) -> None:
-    """Let vLLM count on more or fewer copied tokens than are promised."""
     match = vllm.connector.get_num_new_matched_tokens
 
     def changed(*given: Any) -> tuple[int, bool]:
@@ -114,8 +113,8 @@ def counts_on(vllm: Core, monkeypatch: pytest.MonkeyPatch, change: int) -> None:
 def test_blocks_of_a_request_preempted_in_the_step_that_was_to_write_them_are_not_found(
     core: Callable[..., Core], mode: str
 ) -> None:
-    # By priority, vLLM preempts a request that the same step has taken slots for, and cached. With
-    # a segment after a gap among them, others hit blocks that nobody had written.
+    # By priority, vLLM preempts a request that the same step has taken slots for, and cached:
+    # others hit blocks that nobody had written.
     prompt, num_preempted = words(250, 95), 0
     for left in range(11, 16):
         vllm = core(
@@ -141,7 +140,6 @@ def test_blocks_of_a_request_preempted_in_the_step_that_was_to_write_them_are_no
         assert not vllm.shadow.unwritten(), f"{left} blocks were left"
         vllm.pool.free_blocks(held)
         vllm.drain(limit=300)
-        # The segment is at its old position, so that nothing here is approximate.
         assert vllm.answers[low].tokens == continuation(prompt, 8)
         assert vllm.answers[high].tokens == continuation(words(BLOCK, 77), 8)
     assert num_preempted

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.vllm.prompts import ANSWER, EDITED, QUESTION, REASONING, gapped, joined, words
+from tests.vllm.prompts import (
+    ANSWER,
+    EDITED,
+    HISTORY,
+    PARTS,
+    QUESTION,
+    REASONING,
+    gapped,
+    words,
+)
 from tests.vllm_scheduler.worker import BLOCK, continuation
 
 from kvtrie.integrations.vllm import _gate
@@ -17,9 +26,6 @@ if TYPE_CHECKING:
 
 UNCHECKED = {"gate": "unchecked"}
 in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
-
-PARTS = [words(70, 60 + number) for number in range(5)]
-HISTORY = joined(*PARTS)
 
 
 @pytest.fixture
@@ -161,8 +167,6 @@ def test_whether_a_block_is_approximate_is_one_counter(small: Callable[..., Core
     """It is asked for every request: counters of the whole index would go over all its edges."""
 
     class Counting:
-        """An index that notes what it is asked."""
-
         def __init__(self, index: Any) -> None:
             self.index = index
             self.asked: list[str] = []

@@ -1,8 +1,7 @@
 """Mixed traffic through vLLM's real scheduler and cache manager, every slot checked twice.
 
 The shadow follows the scheduler's output; the worker's KV depends on all that it reads, so the
-answer of an exact request is known. A copy from the wrong place, a block with two owners or a block
-that was allocated too early fails one check or both.
+answer of an exact request is known.
 """
 
 from __future__ import annotations
@@ -35,14 +34,6 @@ in_flight = pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "as
 
 
 class Run:
-    """Random traffic into one core.
-
-    Args:
-        core: The core.
-        seed: Of everything random.
-        adapters: Names of LoRA adapters that requests may have.
-    """
-
     def __init__(self, core: Core, seed: int, adapters: tuple[str | None, ...] = (None,)) -> None:
         self.core = core
         self.traffic = Traffic(seed)
@@ -54,7 +45,6 @@ class Run:
         self.num_failed = self.num_steps = 0
 
     def go(self, count: int) -> None:
-        """So many requests, and all that came of them."""
         while len(self.asked) < count or self.core.is_busy:
             while len(self.asked) < count and len(self.open) < 10 and self.rng.random() < 0.6:
                 self._ask()
@@ -111,7 +101,6 @@ class Run:
 
 
 def report(run: Run) -> None:
-    """One line, with -s."""
     vllm = run.core
     print(  # noqa: T201
         f"\n{len(run.asked)} requests, {run.num_steps} steps, {run.num_aborted} aborted, "
@@ -164,8 +153,8 @@ def test_mixed_traffic(
 @gaps
 @in_flight
 def test_the_second_model_runner(core: Callable[..., Core], gaps: bool, in_flight: bool) -> None:
-    # Its requests come back from preemption as new ones, with their answers so far, and so they do
-    # after a gap: it reads the scheduler's count of computed tokens of new requests only.
+    # It reads the scheduler's count of computed tokens of new requests only, and its requests come
+    # back from preemption, and after a gap, as new ones.
     vllm = core(connector=APPROXIMATE, gaps=gaps, in_flight=in_flight, second_runner=True, **SMALL)
     assert vllm.scheduler.use_v2_model_runner
     run = Run(vllm, seed=21 + 2 * gaps + in_flight)
@@ -239,11 +228,7 @@ def test_drafts_that_are_rejected(core: Callable[..., Core], gaps: bool) -> None
         connector=APPROXIMATE,
         gaps=gaps,
         shadow=False,
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 2,
-        },
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
         **SMALL,
     )
     run = Run(vllm, seed=61 + gaps)

@@ -1,9 +1,8 @@
 """A worker without a model: KV is numbers that depend on what a model's KV depends on.
 
 The number of a token is a hash of the token and of all numbers before it, each with the position of
-its slot; a sampled token is a hash of all that it reads. So one wrong slot anywhere in a request's
-context changes its answer from there on, as in a model, and the answer of an exact request is known
-without any cache (`continuation`).
+its slot; a sampled token is a hash of all that it reads. So one wrong slot in a request's context
+changes its answer, and the answer of an exact request is known without any cache (`continuation`).
 """
 
 from __future__ import annotations
@@ -53,19 +52,16 @@ def _read(kv: int, position: int) -> int:
 
 
 def _write(seen: int, token: int) -> int:
-    """The KV of a token that has read all before it."""
     return _mix(seen ^ _mix(token))
 
 
 def lora_of(adapter: str | LoRARequest | None) -> LoRARequest | None:
-    """vLLM's request for an adapter; for a name, all have the same path."""
     if not isinstance(adapter, str):
         return adapter
     return LoRARequest(adapter, 1 + sum(adapter.encode()), "/none")
 
 
 def _start(adapter: LoRARequest | None) -> int:
-    """An adapter changes all KV."""
     start = 0
     if adapter is not None:
         for byte in f"{adapter.lora_name} of {adapter.lora_path}".encode():
@@ -80,13 +76,6 @@ def _say(seen: int) -> int:
 def continuation(
     prompt: Sequence[int], count: int, *, adapter: str | LoRARequest | None = None
 ) -> list[int]:
-    """The answer of a request that computes all of its KV.
-
-    Args:
-        prompt: Its prompt.
-        count: How many tokens it says.
-        adapter: Its LoRA adapter, or that one's name.
-    """
     seen, said = _start(lora_of(adapter)), list[int]()
     for position, token in enumerate(prompt):
         seen = (seen + _read(_write(seen, token), position)) & _MASK
@@ -98,8 +87,6 @@ def continuation(
 
 @dataclass(slots=True)
 class _Row:
-    """What a model runner keeps of one request."""
-
     num_prompt: int
     tokens: list[int]
     blocks: list[int]
@@ -110,13 +97,8 @@ class _Row:
 class Worker(Executor):  # type: ignore[misc] # untyped here
     """Serves vLLM's engine core in place of a model.
 
-    Attributes:
-        fails: Says of a load whether its copy fails.
-        drafts: Returns the drafts after these tokens, given the model's next ones.
-        num_computed: Tokens computed.
-        num_moved: Tokens copied to another position.
-        num_copied: Tokens copied to the same.
-        num_failed: Copies that failed.
+    `fails` says of a load whether its copy fails; `drafts` returns the drafts after these tokens,
+    given the model's next ones.
     """
 
     def _init_executor(self) -> None:
@@ -132,8 +114,6 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         self._size = int(config.cache_config.block_size)
         # Model runner V2 reads the scheduler's count for new requests only.
         self._counts_itself = config.use_v2_model_runner
-
-    # --- what vLLM asks when it starts -----------------------------------------------------------
 
     def get_kv_cache_specs(self) -> list[dict[str, Any]]:
         spec = FullAttentionSpec(
@@ -178,8 +158,6 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
 
     def reset_mm_cache(self) -> None: ...
 
-    # --- a step ----------------------------------------------------------------------------------
-
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         output = self._run(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens == 0:
@@ -219,7 +197,6 @@ class Worker(Executor):  # type: ignore[misc] # untyped here
         )
 
     def _follow(self, output: Any) -> None:
-        """Follow the scheduler's output, and nothing else."""
         for name in output.finished_req_ids:
             self._rows.pop(name, None)
         for new in output.scheduled_new_reqs:

@@ -36,6 +36,10 @@ fn put(index: &mut RadixIndex, seq: &mut TokenSequence, raw: impl IntoIterator<I
     index.insert(seq, &ids(raw), options).unwrap();
 }
 
+fn imported(exact_until: usize, hops: u16) -> Source<'static> {
+    Source::Imported(Imported { exact_until, hops })
+}
+
 fn approximate() -> ReusePolicy {
     ReusePolicy {
         approximate: true,
@@ -730,13 +734,8 @@ fn tokens_of_a_forbidden_kind_are_computed() {
     for ((start, end), exact_until) in spans.flat_map(|span| [(span, 40), (span, 36)]) {
         let mut index = index();
         let seq = &mut sequence(0..40);
-        let source = Source::Imported(Imported {
-            exact_until,
-            hops: 1,
-        });
-        index
-            .insert(seq, &ids(20..30), InsertOptions::new(40, source))
-            .unwrap();
+        let options = InsertOptions::new(40, imported(exact_until, 1));
+        index.insert(seq, &ids(20..30), options).unwrap();
         let kinds = [(start, end, "reasoning"), (0, 40, "answer")];
         let spans = kinds.map(|(start, end, kind)| Span {
             start,
@@ -768,12 +767,8 @@ fn of_places_that_reach_as_far_the_one_with_fewest_hops_is_taken() {
         let mut index = index();
         let near = &mut sequence(0..16);
         for start in (0..16).step_by(4) {
-            let imported = Source::Imported(Imported {
-                exact_until: 0,
-                hops: 2,
-            });
             let source = if start == first_moved {
-                imported
+                imported(0, 2)
             } else {
                 Source::Computed
             };
@@ -854,10 +849,7 @@ fn children_of_the_own_path_that_were_not_compared_are_counted() {
     })
     .unwrap();
     let text = |other: u32| (0..8).chain([40, 41, other, other]);
-    let imported = Source::Imported(Imported {
-        exact_until: 0,
-        hops: 1,
-    });
+    let imported = imported(0, 1);
     for other in 1..=4 {
         let seq = &mut sequence(text(100 * other));
         let options = InsertOptions::new(12, imported);
@@ -889,10 +881,7 @@ fn labelled(hops: &[u16]) -> RadixIndex {
     let mut index = index();
     let seq = &mut sequence(0..4 * hops.len() as u32);
     for (number, &hops) in hops.iter().enumerate() {
-        let imported = Source::Imported(Imported {
-            exact_until: 0,
-            hops,
-        });
+        let imported = imported(0, hops);
         let options = InsertOptions {
             start: 4 * number,
             ..InsertOptions::new(4 * number + 4, imported)
@@ -996,11 +985,7 @@ fn a_segment_in_place_is_valid_as_long_as_its_own_blocks_stay() {
     ] {
         let mut index = index();
         let mut seq = sequence(0..40);
-        let imported = Source::Imported(Imported {
-            exact_until: 16,
-            hops: 1,
-        });
-        let options = InsertOptions::new(40, imported);
+        let options = InsertOptions::new(40, imported(16, 1));
         index.insert(&mut seq, &ids(20..30), options).unwrap();
         let plan = plan(&mut index, &mut sequence(0..41), false);
         let places: Vec<_> = segments(&plan)
@@ -1109,11 +1094,7 @@ fn a_sibling_of_a_hole_is_copied_as_far_as_its_tokens_are_the_same() {
 fn tokens_that_are_recomputed_are_counted_over_all_that_is_approximate() {
     let mut index = index();
     let mut known = sequence(0..40);
-    let imported = Source::Imported(Imported {
-        exact_until: 20,
-        hops: 1,
-    });
-    let options = InsertOptions::new(40, imported);
+    let options = InsertOptions::new(40, imported(20, 1));
     index.insert(&mut known, &ids(20..30), options).unwrap();
     // Two more edges on the path.
     for end in [24, 32] {
@@ -1156,11 +1137,7 @@ fn tokens_that_are_recomputed_are_counted_over_all_that_is_approximate() {
 fn a_segment_in_place_has_the_kinds_of_all_its_blocks() {
     let mut index = index();
     let mut known = sequence(0..40);
-    let imported = Source::Imported(Imported {
-        exact_until: 8,
-        hops: 1,
-    });
-    let options = InsertOptions::new(40, imported);
+    let options = InsertOptions::new(40, imported(8, 1));
     index.insert(&mut known, &ids(20..30), options).unwrap();
     let span = |start, end, kind: &str| Span {
         start,

@@ -17,22 +17,16 @@ if TYPE_CHECKING:
 class ShiftReuse:
     """Removes what the new prompt lacks, and shifts what follows: right for the first hole only.
 
-    Two heads walk over the cached tokens and the prompt. Where both agree for long enough, the
-    cells between them are removed and the following ones shifted. The shift reached to the end of
-    the cache, but the next removal named cells by their index among the cached tokens. After the
-    first hole these are other cells, so the removal drops KV that the prompt needs and that counts
+    Where cached tokens and prompt agree for `min_match` tokens, the cells between are removed and
+    the following ones shifted, to the end of the cache (`shift_all`). The next removal named cells
+    by their index among the cached tokens, which are other cells by then: it drops KV that counts
     as present. https://github.com/ggml-org/llama.cpp/pull/12161
-
-    Attributes:
-        min_match: Tokens that must agree.
-        shift_all: Whether a shift moves every cell after the hole, or only the chunk.
     """
 
     min_match: int = 1
     shift_all: bool = True
 
     def __call__(self, offer: Computed, want: Want, /) -> Answer:
-        """Walk both sequences once, and keep the remaining cells."""
         old, new = offer.ids[: offer.num_computed], want.ids
         cells: list[int | None] = list(range(len(old)))
         present = _common(old, new)
@@ -65,7 +59,6 @@ class ShiftReuse:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common prefix of two sequences."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:

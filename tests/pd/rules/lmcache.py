@@ -18,47 +18,25 @@ class Tracker:
     """The ids that LMCache assumes in a request's slots: slices of the engine's list.
 
     Each scheduler step it appends `ids[base : base + scheduled]`. The base was the engine's count
-    of computed tokens, a second owner of the same length:
+    of computed tokens. With asynchronous scheduling the counter is a step ahead of the ids, so all
+    slices of decode steps are empty: https://github.com/LMCache/LMCache/pull/2821
 
-    * With asynchronous scheduling the counter is a step ahead of the ids, so the slice of a decode
-      step is empty, and so are all later ones: decoded tokens are never saved.
-      https://github.com/LMCache/LMCache/pull/2821
-    * `clamped` takes the smaller of the counter and the list's own length. After a preemption or a
-      failed load, the counter is below the list: ids already in the list are appended again, each
-      at the slot of another position. https://github.com/LMCache/LMCache/pull/2929. LMCache 0.5.6
-      clamps, and also rebuilds the list of a preempted request and cuts that of one that was rolled
-      back; the clamp alone is not enough.
-
-    Attributes:
-        ids: The assumed ids.
-        clamped: Whether the base is clamped.
+    `clamped` takes the smaller of the counter and the list's own length. After a preemption or a
+    failed load the counter is below the list: ids are appended again, each at the slot of another
+    position. https://github.com/LMCache/LMCache/pull/2929. LMCache 0.5.6 clamps, and also rebuilds
+    or cuts the list.
     """
 
     ids: list[int] = field(default_factory=list)
     clamped: bool = False
 
     def update(self, num_computed: int, num_scheduled: int, engine_ids: Sequence[int]) -> int:
-        """Follow one scheduler step.
-
-        Args:
-            num_computed: The engine's counter before this step.
-            num_scheduled: Tokens that this step computes.
-            engine_ids: The engine's current ids.
-
-        Returns:
-            The number of appended ids.
-        """
         base = min(num_computed, len(self.ids)) if self.clamped else num_computed
         new = engine_ids[base : base + num_scheduled]
         self.ids.extend(new)
         return len(new)
 
     def wrong(self, computed: Computed) -> int:
-        """The number of ids whose slot holds another token's KV, or none.
-
-        Args:
-            computed: The engine's request.
-        """
         pool = computed.engine.pool
         slots = pool.slots(computed.blocks)
         return sum(
@@ -72,14 +50,6 @@ def check_resumed(num_computed: int, num_stored: int, num_cached: int) -> None:
 
     On a full hit the scheduler leaves the last token to compute, so its counter is one below
     what is stored, and the comparison fails. https://github.com/LMCache/LMCache/pull/2929
-
-    Args:
-        num_computed: The engine's counter.
-        num_stored: Tokens that LMCache has.
-        num_cached: Tokens that the engine's own cache has.
-
-    Raises:
-        PeerError: They do not agree.
     """
     expected = max(num_stored, num_cached)
     if num_computed != expected:
@@ -91,19 +61,14 @@ def check_resumed(num_computed: int, num_stored: int, num_cached: int) -> None:
 class CountedHit:
     """A receiver that uses the length of the prompt as the length of the hit.
 
-    The scheduler says how many tokens to load, the worker retrieves as many as the prompt has, and
-    the two differ by the last token: 894 and 895. If the sender had computed only the smaller
-    number, the last slot is read although it was never written.
+    The scheduler's count and the worker's differ by the last token: 894 and 895. If the sender had
+    computed only the smaller number, the last slot is read although it was never written.
     https://github.com/vllm-project/vllm/issues/52617
-
-    Attributes:
-        lengths: After a call, the lengths of the scheduler and of the worker.
     """
 
     lengths: list[tuple[int, int]] = field(default_factory=list)
 
     def __call__(self, offer: Computed, want: Want, /) -> Answer:
-        """Load every slot of the prompt."""
         end = len(want.ids)
         self.lengths.append((end - 1, end))
         slots = offer.engine.pool.slots(offer.blocks)

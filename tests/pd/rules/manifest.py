@@ -17,14 +17,6 @@ if TYPE_CHECKING:
 
 
 def ledger_of(computed: Computed) -> tuple[kvtrie.SequenceLedger, str]:
-    """A ledger with the sender's state of its request.
-
-    Args:
-        computed: The request.
-
-    Returns:
-        The ledger, and the request's name in it.
-    """
     engine = computed.engine
     ledger = kvtrie.SequenceLedger(block_size=engine.block_size)
     seq = kvtrie.TokenSequence(computed.ids, engine.namespace)
@@ -37,16 +29,7 @@ def ledger_of(computed: Computed) -> tuple[kvtrie.SequenceLedger, str]:
 
 @dataclass(frozen=True)
 class RangePlan:
-    """The sender writes a manifest of its ledger, and the receiver plans with it.
-
-    Attributes:
-        policy: What the receiver allows.
-        key: The deployment's secret.
-        keep_last: Tokens at the end that are computed anyway.
-        planner: Replaces `kvtrie.plan_transfer`: a broken planner shows that the simulator detects
-            errors.
-        plans: After a call, the plans.
-    """
+    """The sender writes a manifest of its ledger, and the receiver plans with it."""
 
     policy: kvtrie.ReusePolicy = kvtrie.EXACT_ONLY
     key: bytes = b"a secret of the deployment"
@@ -55,7 +38,6 @@ class RangePlan:
     plans: list[kvtrie.TransferPlan] = field(default_factory=list)
 
     def __call__(self, offer: Computed, want: Want, /) -> Answer:
-        """Send the manifest as bytes, and plan."""
         ledger, request = ledger_of(offer)
         raw = kvtrie.TransferManifest.from_ledger(ledger, request, key=self.key).to_bytes()
         plan = (self.planner or kvtrie.plan_transfer)(
@@ -73,16 +55,6 @@ class RangePlan:
 
 
 def answer_of(plan: kvtrie.TransferPlan, offer: Computed, want: Want) -> Answer:
-    """A transfer plan as copies of slots.
-
-    Args:
-        plan: The plan.
-        offer: The sender's request, for its pool's geometry.
-        want: The receiver's.
-
-    Returns:
-        The plan as pieces and ranges of positions.
-    """
     theirs, mine = offer.engine.block_size, want.engine.block_size
     pieces = [
         Piece(

@@ -21,32 +21,23 @@ if TYPE_CHECKING:
 class SuffixTrim:
     """Pull: the receiver's uncached blocks get the last ones of the sender's list.
 
-    A shorter list at the receiver counts as a cached prefix, so the front of the sender's list is
-    dropped until both have the same length. That is wrong as soon as the sender has something in
-    the middle or at the end that the receiver does not have:
+    The front of the sender's list is dropped until both have the same length. That is wrong as soon
+    as the sender has something that the receiver does not have:
+    https://github.com/vllm-project/vllm/issues/43094 (stripped reasoning),
+    https://github.com/vllm-project/vllm/issues/43996 (a look-ahead block),
+    https://github.com/vllm-project/vllm/pull/50558 (more blocks than the sender).
 
-    * https://github.com/vllm-project/vllm/issues/43094: reasoning was stripped from the history;
-    * https://github.com/vllm-project/vllm/issues/43996: the sender reserved a look-ahead block;
-    * https://github.com/vllm-project/vllm/pull/50558: a receiver with more blocks than the sender
-      fails an assertion, and one that has them after a cached prefix gets blocks of other
-      positions.
-
-    Attributes:
-        clip: If given, the sender's scheduler first keeps only as many blocks as its computed
-            tokens fill, at `clip` tokens per block, as in vLLM 0.32. Under decode-context
-            parallelism a block of the table spans `block_size` tokens on each rank, but the clip
-            counts those of one rank, so a look-ahead block stays. A pull then pairs blocks by
-            position; a push still trims from the end.
-        rounded: Whether the length that the sender reports is rounded up to whole blocks. Wrong if
-            the receiver's prompt ends inside the last block, after the computed tokens:
-            https://github.com/vllm-project/vllm/issues/34616.
+    With `clip`, the sender first keeps only as many blocks as its computed tokens fill at `clip`
+    tokens per block, as in vLLM 0.32. Under decode-context parallelism a block spans `block_size`
+    tokens on each rank, but the clip counts those of one rank, so a look-ahead block stays.
+    `rounded` rounds the sender's length up to whole blocks: wrong if the receiver's prompt ends
+    inside the last one. https://github.com/vllm-project/vllm/issues/34616
     """
 
     clip: int | None = None
     rounded: bool = False
 
     def __call__(self, offer: Computed, want: Want, /) -> Answer:
-        """Pair the two lists from their ends."""
         remote: Sequence[int] = offer.blocks
         if self.clip is not None:
             remote = remote[: -(-offer.num_computed // self.clip)]
@@ -72,7 +63,6 @@ class HeadTrim:
     """
 
     def __call__(self, offer: Computed, want: Want, /) -> Answer:
-        """Pair the two lists from their fronts."""
         remote = offer.blocks[: len(want.uncached_blocks)]
         return _whole_blocks(offer, want, remote, min(offer.num_computed, len(want.ids)))
 
