@@ -28,9 +28,8 @@ class Seen:
     """What a `compare` has read of the tracker under the lock. It does not change afterwards.
 
     `named` are the histories of the given conversation, or None. `longest` is the history with the
-    longest common prefix, if no search is needed. Else `through` is a place of that history with
-    its position, and `histories` are all histories of the namespace. `may_alias` are those that may
-    be an alias.
+    longest common prefix, if no search is needed. Else `through` is a place of it with its
+    position, and `histories` are all of the namespace. `may_alias` are those that may be an alias.
     """
 
     path: npt.NDArray[np.int32]
@@ -75,7 +74,7 @@ def leading(segments: npt.NDArray[np.void]) -> tuple[int, int]:
 def in_place(
     history: History, num_common: int, size: int, asked: CompareArguments
 ) -> tuple[int, int]:
-    """Tokens at the front that may be used in place, and how many of them are exact."""
+    """Tokens at the front that may be used in place; how many of them are exact."""
     usable = max(0, min(num_common, history.num_computed, size - asked.keep_last))
     if isinstance(history.source, ComputedSource):
         return usable, usable
@@ -116,7 +115,7 @@ def alias(
 def without_reasoning(history: History, prompt: npt.NDArray[np.uint32]) -> int | None:
     """Length of the part of a prompt that is this history without some of its reasoning, or None.
 
-    First all reasoning is dropped; then only reasoning that the prompt does not have.
+    First all reasoning is dropped; then only what the prompt does not have.
     """
     tokens = history.seq[:]
     for keep_some in (False, True):
@@ -141,7 +140,7 @@ def planned(
 ) -> tuple[npt.NDArray[np.void], int]:
     """The source of the prompt's tokens in one history, and how many are reused.
 
-    The tracker's index holds all tokens as exact and without tags. So it plans for a computed
+    The tracker's index holds all tokens as exact and without tags, so it plans for a computed
     history none of whose kinds is forbidden; the tags are added here. If the history has left
     meanwhile, or its windows are on too many paths, an index is built of the history alone.
     """
@@ -179,7 +178,7 @@ def _plan(
 
 
 def _add_kinds(segments: npt.NDArray[np.void], spans: Sequence[Span], kinds: Sequence[str]) -> None:
-    """Set the kinds of segments: those of their source tokens, bit i being ``kinds[i]``."""
+    """Set the kinds of segments, bit i being ``kinds[i]``."""
     first = segments["old_start"]
     end = first + segments["end"] - segments["start"]
     for bit, kind in enumerate(kinds):
