@@ -57,7 +57,6 @@ class Model:
         self.rope = checked_rope(model, self.layout)
 
     def pool(self, num_tokens: int) -> KVPool:
-        """A pool for this many tokens."""
         num_blocks = -(-num_tokens // self.layout.block_size)
         return KVPool(self.layout, self.rope, num_blocks=num_blocks, device=self.model.device)
 
@@ -112,7 +111,6 @@ class _Copier:
         return getattr(self._pool, name)
 
     def apply(self, moves: NDArray[Any]) -> None:
-        """Copy, with or without rotation of K."""
         if not self._rotates:
             moves = moves.copy()
             moves["delta"] = 0
@@ -176,7 +174,6 @@ class Replay:
 
 
 def tokens_needed(steps: list[Step], block_size: int) -> int:
-    """Pool size in tokens for which a conversation needs no eviction."""
     return sum(len(step.prompt) + len(step.reply) + block_size for step in steps)
 
 

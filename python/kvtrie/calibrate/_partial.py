@@ -96,7 +96,6 @@ class Partial:
         return rows
 
     def num_rows(self) -> int:
-        """The number of complete rows in the file."""
         return max(0, self.path.read_bytes().count(b"\n") - 1)
 
     def add(self, row: Row) -> None:
@@ -108,7 +107,6 @@ class Partial:
         self._append(row)
 
     def remove(self) -> None:
-        """Remove the file: the run is over."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -131,7 +129,6 @@ class Partial:
         self.close()
 
     def _read(self) -> list[Row]:
-        """The complete lines; the rest is truncated."""
         self._file.seek(0)
         raw = self._file.read()
         end = raw.rfind(b"\n") + 1

@@ -187,7 +187,6 @@ class Renderer:
 
 
 def _exchanges(messages: Sequence[Mapping[str, Any]]) -> tuple[Messages, list[Messages]]:
-    """The messages before the first user message, and the exchanges."""
     head: Messages = []
     exchanges: list[Messages] = []
     for message in messages:

@@ -159,7 +159,6 @@ class _Tally:
             )
 
     def row(self) -> dict[str, Any]:
-        """The sums as plain values, exact to the bit."""
         raw = torch.cat(self.divergences).numpy().astype("<f8").tobytes()
         return {
             "divergences": base64.b64encode(raw).decode("ascii"),
@@ -169,7 +168,6 @@ class _Tally:
         }
 
     def add_row(self, row: Mapping[str, Any]) -> None:
-        """Add what ``row`` returned."""
         raw = np.frombuffer(base64.b64decode(row["divergences"]), dtype="<f8")
         self.divergences.append(torch.from_numpy(raw.astype(np.float64)))
         self.agreeing += row["agreeing"]
@@ -334,7 +332,6 @@ def calibrate(
 
 
 def _content(work: Sequence[tuple[Scenario, list[list[Step]]]]) -> str:
-    """A digest of every replayed token, and of what is measured."""
     total = hashlib.blake2b(digest_size=16, person=b"kvtrie.replay.1")
     for scenario, found in work:
         total.update(repr((scenario.name, len(found))).encode())
@@ -352,7 +349,6 @@ def _digest(path: str | PathLike[str]) -> str | None:
 
 
 def _load(directory: Path, device: str, dtype: str) -> tuple[Any, Any]:
-    """Model and tokenizer of a directory."""
     # Its progress bars and reports are for training; errors are reported in one sentence below.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -375,7 +371,6 @@ def _replayable(
     num_questions: int,
     seed: int,
 ) -> list[list[Step]]:
-    """The conversations of a scenario that have something to measure, split into replies."""
     sources: Iterable[tuple[Any, Any]]
     if conversations is None:
         first = HELD_OUT + seed * 1_000_000

@@ -24,7 +24,6 @@ def as_json(report: Report, thresholds: gates.Thresholds) -> str:
 
 
 def document(report: Report, thresholds: gates.Thresholds) -> dict[str, Any]:
-    """The figures as values for JSON."""
     return {
         "kvtrie": version("kvtrie"),
         "model": report.model,
@@ -94,7 +93,6 @@ def verdict(report: Report, result: Result, thresholds: gates.Thresholds) -> Ver
 
 
 def show(report: Report, thresholds: gates.Thresholds) -> None:
-    """Print one table per scenario and the cleared policies to stdout."""
     console = _output.console()
     console.print(
         Text(

@@ -86,7 +86,6 @@ def _ids(why: kvtrie.Explanation) -> list[str]:
 
 
 def _texts(why: kvtrie.Explanation, tokenizer: TextTokenizer) -> dict[str, str]:
-    """The tokens of `_split` as text."""
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in _split(why)]
     return dict(zip(("before", "ours", "theirs"), texts, strict=True))
 

@@ -47,7 +47,6 @@ class Ticks:
         self._step: Callable[[str], None] | None = None
 
     def stage(self, text: str) -> None:
-        """Show what happens before the first step: a spinner on a terminal, a line elsewhere."""
         self._stack.close()
         console = Console(file=self._out)
         if console.is_terminal:
@@ -57,7 +56,6 @@ class Ticks:
             self._out.flush()
 
     def __call__(self, done: int, total: int, text: str) -> None:
-        """Show a step: its number, the total, and a name."""
         steps = min(total, self._most)
         if self._step is None:
             self._stack.close()
@@ -67,7 +65,6 @@ class Ticks:
             self._step(text)
 
     def close(self) -> None:
-        """End the bar or spinner."""
         self._stack.close()
 
 

@@ -71,7 +71,6 @@ class TurnResult:
 
     @property
     def ratio(self) -> float:
-        """How many times shorter the time to first token is."""
         return self.seconds_without_reuse / self.seconds_with_reuse
 
     @property
@@ -107,7 +106,6 @@ class DemoResult:
 
     @property
     def turns(self) -> list[TurnResult]:
-        """All turns."""
         return [turn for conversation in self.conversations for turn in conversation.turns]
 
     @property
@@ -350,13 +348,11 @@ def _logits_without_cache(generator: Generator, tokens: list[int], first: int) -
 
 
 def _question(turn: ReplayTurn) -> str:
-    """The last user message; without one, the last message."""
     said = [message for message in turn.given if message["role"] == "user"] or turn.given
     return str(said[-1].get("content") or "")
 
 
 def _tolerance(generator: Generator, num_tokens: int, logits: torch.Tensor) -> float:
-    """See ``WHY_TOLERANCE``."""
     dtype = generator.pool.dtype
     # Half-precision products are summed in float32 and rounded once.
     is_half = dtype in {torch.float16, torch.bfloat16}

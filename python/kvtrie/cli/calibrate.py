@@ -170,7 +170,6 @@ class _Kept:
     total: int = 0
 
     def last_words(self) -> str:
-        """What was kept when the run is interrupted."""
         if self.partial is None:
             return "nothing was kept, because --out was not given"
         rows = self.partial.num_rows()

@@ -61,7 +61,6 @@ class Lease:
 
     @property
     def table(self) -> NDArray[np.int32]:
-        """Block ids, position 0 first."""
         return self._store.ledger.blocks(self)
 
     @property

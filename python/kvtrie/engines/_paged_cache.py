@@ -100,7 +100,6 @@ class _PagedLayer(CacheLayerMixin):
         return rows.transpose(0, 1).unsqueeze(0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that the mask covers."""
         return self._slots.start + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -108,16 +107,13 @@ class _PagedLayer(CacheLayerMixin):
         return self._slots.end if self.was_written else self._slots.start
 
     def get_max_length(self) -> int:
-        """No limit of its own."""
         return -1
 
     def reset(self) -> None:
-        """Refuse: the pool's contents belong to the index."""
         msg = "a paged cache cannot be reset: its blocks belong to the index"
         raise NotImplementedError(msg)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Refuse: one sequence per cache, no beams."""
         msg = f"a paged cache holds one sequence, it cannot be reordered by {tuple(beam_idx.shape)}"
         raise NotImplementedError(msg)
 

@@ -34,7 +34,6 @@ _TINY: Final = 1e-7
 
 
 def forward_inputs(model: PreTrainedModel) -> frozenset[str]:
-    """The optional inputs of a model's forward pass that an engine can set."""
     known = {"position_ids", "cache_position", "logits_to_keep"}
     return frozenset(known & set(inspect.signature(model.forward).parameters))
 
@@ -113,7 +112,6 @@ def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
 
 
 def _shifts(model: PreTrainedModel) -> list[int]:
-    """The start positions of the probe's passes, within the model's context."""
     context_len = getattr(model.config, "max_position_embeddings", None)
     if context_len is None:
         return [_SHIFTS[0]]

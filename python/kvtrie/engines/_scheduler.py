@@ -64,7 +64,6 @@ class Scheduler:
         return sum(job.lease.num_held for job in self.running if job.lease is not None)
 
     def add(self, job: Job) -> None:
-        """Queue a job."""
         self.waiting.append(job)
 
     def step(self) -> list[Event]:
@@ -132,7 +131,6 @@ class Scheduler:
             return Lease(self._store, job.seq, _IN_PLACE_ONLY)
 
     def _advance(self, job: Job, lease: Lease, events: list[Event]) -> None:
-        """One pass of one request: a chunk of its prompt, or the last sampled token."""
         try:
             start, end = lease.next_range(self._prefill_chunk)
             if self._make_room(job, lease, end):
@@ -171,7 +169,6 @@ class Scheduler:
         self._close(job)
 
     def _emit(self, job: Job, lease: Lease, logits: torch.Tensor, events: list[Event]) -> None:
-        """Pick the next token and emit its event."""
         request = job.request
         token = pick(logits, job.sampling, job.rng)
         lease.append([token])

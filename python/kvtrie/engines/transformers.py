@@ -442,7 +442,6 @@ class Generator:
             self.cancel(request)
 
     def _job(self, prompt: Prompt, options: Options) -> Job:
-        """Check everything that can be checked before a block is touched."""
         seq = TokenSequence(
             self.encode(
                 prompt,
@@ -497,7 +496,6 @@ class Generator:
         return job
 
     def _decide(self, policy: ReusePolicy) -> Decision:
-        """The decision on a policy for this model."""
         if not policy.approximate:
             return Decision(policy, is_cleared=True, reason="exact reuse needs no clearance")
         if self._cannot_move is not None:

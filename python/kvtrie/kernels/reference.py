@@ -223,7 +223,6 @@ def _check_turn(k: Tensor, rope: object, layer: object) -> None:
 
 
 def _deltas(delta: object, num_tokens: int) -> NDArray[np.int64]:
-    """One delta, or one per token, on the host."""
     if isinstance(delta, torch.Tensor):
         if delta.dtype != torch.int64:
             msg = f"rotate: delta must be int64, not {str(delta.dtype).removeprefix('torch.')}"

@@ -78,7 +78,6 @@ def _row_offsets(
 
 @triton.jit
 def _widen(bits, FLOAT: tl.constexpr, MATH: tl.constexpr, BY_HAND: tl.constexpr):
-    """The number that an element's bits encode."""
     if BY_HAND:
         return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return bits.to(FLOAT, bitcast=True).to(MATH)
@@ -277,7 +276,6 @@ def move_rows(
 
 
 def _layers(tensors: Sequence[Tensor], geometry: Geometry) -> Tensor:
-    """The kernel's table of layers."""
     k, v = geometry.placement.k, geometry.placement.v
     starts = [tensor.data_ptr() for tensor in tensors]
     item_size = tensors[0].element_size()
@@ -313,7 +311,6 @@ def _packed(parts: Sequence[Tensor], *, pinned: bool) -> Tensor:
 
 
 def _unpacked(staged: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Views of what ``_packed`` packed, in the types and shapes of the parts."""
     views: list[Tensor] = []
     start = 0
     for part in parts:

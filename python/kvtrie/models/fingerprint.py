@@ -122,7 +122,6 @@ def checkpoint_digest(directory: str | PathLike[str]) -> str:
 
 
 def _tensors(root: Path) -> dict[str, _Tensor]:
-    """Every tensor of the files that belong to the model."""
     found: dict[str, _Tensor] = {}
     for file in _files(root):
         for name, tensor in _header(file):

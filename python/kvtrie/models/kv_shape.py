@@ -124,7 +124,6 @@ def _ropes(fields: ConfigFields) -> list[Mapping[str, Any]]:
 
 
 def _rows(fields: ConfigFields, mla: str) -> tuple[int, int, int]:
-    """KV heads, and the channels of a head's row of K and of V."""
     num_heads = fields.size(*NUM_HEADS)
     if fields.get("kv_lora_rank") is None:
         head_dim = _head_dim(fields)

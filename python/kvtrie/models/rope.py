@@ -230,7 +230,6 @@ def _settings_by_layer(
 
 
 def _settings(fields: ConfigFields) -> Mapping[str, Any]:
-    """The RoPE settings in the old spelling or the new."""
     found = {}
     for name in ("rope_parameters", "rope_scaling"):
         value = fields.get(name)
@@ -410,7 +409,6 @@ def _rope_type(fields: ConfigFields, settings: Mapping[str, Any]) -> str:
 
 
 def _outer(fields: ConfigFields, name: str) -> Any:  # noqa: ANN401 - a config field may be anything
-    """A setting that some configs have next to their RoPE settings."""
     return fields.get(name) if name == "original_max_position_embeddings" else None
 
 
@@ -442,7 +440,6 @@ def _original_length(fields: ConfigFields, settings: Mapping[str, Any]) -> int:
 def _parameters(
     fields: ConfigFields, kind: str, settings: Mapping[str, Any], share: float
 ) -> dict[str, Any]:
-    """The checked parameters of a type, with every default that depends on the config."""
     if kind == "default":
         return {}
     if kind == "yarn":

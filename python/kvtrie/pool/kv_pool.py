@@ -457,7 +457,6 @@ class KVPool:
             raise ValueError(msg)
 
     def _checked_blocks(self, blocks: BlockIds, start: int, end: int) -> NDArray[np.int64]:
-        """The ids of the blocks that hold positions ``[start, end)``."""
         table = np.asarray(blocks)
         if table.size == 0:
             table = table.astype(np.int64)

@@ -341,7 +341,6 @@ class _Box:
 
     @property
     def end(self) -> int:
-        """The address after the last element."""
         last = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
         return self.start + (last + 1) * self.item_size
 
@@ -395,7 +394,6 @@ class _Box:
 
 
 def _reach(axes: Sequence[tuple[int, int]]) -> int:
-    """Elements from the first to the last of these axes."""
     return 1 + sum(step * (size - 1) for step, size in axes)
 
 
@@ -414,7 +412,6 @@ def _can_meet(apart: int, axes: tuple[tuple[int, int, int], ...]) -> bool:
 
 
 def _meeting(boxes: Sequence[_Box]) -> Iterator[tuple[_Box, _Box]]:
-    """Pairs of tensors whose address ranges overlap."""
     ordered = sorted(boxes, key=lambda box: box.start)
     if all(one.end <= two.start for one, two in pairwise(ordered)):
         return

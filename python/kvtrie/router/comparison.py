@@ -178,7 +178,6 @@ def _plan(
 
 
 def _add_kinds(segments: npt.NDArray[np.void], spans: Sequence[Span], kinds: Sequence[str]) -> None:
-    """Set the kinds of segments, bit i being ``kinds[i]``."""
     first = segments["old_start"]
     end = first + segments["end"] - segments["start"]
     for bit, kind in enumerate(kinds):

@@ -60,7 +60,6 @@ class Grammar:
 
     @staticmethod
     def _prefixes(start: MessageStart, found: Spellings) -> dict[Spelling, Role | None]:
-        """Roles by whole name; None for each proper prefix of a name."""
         roles = dict(start.names)
         table: dict[Spelling, Role | None] = {}
         for name, spelling in found.names.get(start.delimiter, {}).items():

@@ -89,7 +89,6 @@ class _Probe:
         self.tool_style = self._tool_style()
 
     def render(self, messages: list[Message], *, prompt: bool = False, **more: object) -> str:
-        """The text of a conversation."""
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
@@ -143,7 +142,6 @@ class _Probe:
         return None
 
     def locate(self, ids: list[int], word: str, after: int = 0) -> tuple[int, int]:
-        """The range of tokens that holds a word."""
         decode = self.tokenizer.decode
 
         def first(low: int, high: int, test: Any) -> int:  # noqa: ANN401 - a predicate
@@ -174,7 +172,6 @@ def _thinking(message: Message) -> Message:
 
 
 def _loop(style: tuple[Any, Any, dict[str, Any]], *, reasoning: bool = False) -> list[Message]:
-    """A tool call and its result."""
     content, arguments, _ = style
     call = {"id": "call_0", "type": "function"}
     call |= {"function": {"name": _TOOL, "arguments": arguments}}  # type: ignore[dict-item] # messages nest
@@ -269,7 +266,6 @@ def _boundary(form: Format, probe: _Probe) -> Boundary:
 
 
 def _drops(probe: _Probe, form: Format) -> Drops:
-    """How much of reasoning the template deletes."""
     pair = next((pair for pair in form.pairs if pair.kind == "reasoning"), None)
     if pair is None:
         return "whole"

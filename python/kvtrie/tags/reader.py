@@ -182,7 +182,6 @@ class MessageReader:
         channel: tuple[int, ...] | None,
         body: int,
     ) -> State:
-        """Begin the text of a message whose header has been read."""
         grammar = self._grammar
         role = begin.role
         for name, named in grammar.names[begin.delimiter].items():
@@ -244,7 +243,6 @@ class MessageReader:
         )
 
     def _end_message(self, state: State, start: int, end: int) -> State:
-        """End a message whose text ends at `start` and whose end delimiter ends at `end`."""
         state = self._settle(state)
         role: Role | None = "tool" if state.wrap == UNWRAPPED else state.role
         spoken = 0 <= state.first < start
@@ -282,7 +280,6 @@ class MessageReader:
         return state
 
     def _close_turn(self, state: State) -> State:
-        """End the turn where the current message begins."""
         self.turns.append((state.turn, state.start, state.turn_sections, state.num_sections))
         return state._replace(
             turn=state.start,

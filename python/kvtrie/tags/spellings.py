@@ -121,7 +121,6 @@ def from_tokenizer(form: Format, tokenizer: object, what: str) -> Spellings:
 
 
 def _newlines(tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that consist of newlines alone."""
     found = set()
     for text in _NEWLINES:
         for before in ("x", ""):

@@ -329,7 +329,6 @@ class TurnPolicy:
 
 
 def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The ranges, ascending; those that overlap or touch are merged."""
     merged: list[Range] = []
     for start, end in sorted(ranges):
         if merged and start <= merged[-1][1]:

@@ -42,7 +42,6 @@ _MAX_NAMESPACES: Final = 1024
 
 
 def summary(settings: Settings, cleared: ReusePolicy, tagger: Tagger | None) -> str:
-    """What the connector will do, in one line for the log."""
     if cleared.approximate:
         reuse = f"approximate reuse (gate: {settings.gate})"
         if settings.default == "exact":
@@ -290,7 +289,6 @@ class Planner:
     # --- the step ------------------------------------------------------------------------------
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
-        """Build the copies of a step, and release what is no longer needed."""
         # Copies that vLLM relies on must go out with this step, whatever else fails.
         try:
             self._settle()
@@ -507,7 +505,6 @@ class Planner:
     # --- the end -------------------------------------------------------------------------------
 
     def finish(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Index what a finished request leaves in vLLM's cache."""
         self._requests.pop(request.request_id, None)
         self._moved.pop(request.request_id, None)
         live = self._live.pop(request.request_id, None)

@@ -92,7 +92,6 @@ class LiveRequest:
         ]
 
     def follow(self, request: Request) -> None:
-        """Append the ids that have become final."""
         if len(self.seq) < request.num_tokens:
             self.seq.extend(request.all_token_ids[len(self.seq) :])
 
@@ -109,7 +108,6 @@ class LiveRequest:
         return [] if self.reading is None else self.reading.new_spans(self.seq)
 
     def becomes_approximate(self, position: int) -> None:
-        """Record that tokens from ``position`` on are approximate."""
         self.exact_until = position if self.exact_until is None else min(self.exact_until, position)
 
 

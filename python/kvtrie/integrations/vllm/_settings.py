@@ -74,7 +74,6 @@ class Settings:
         return settings
 
     def wanted(self) -> ReusePolicy:
-        """The policy of approximate requests, if the gate clears it."""
         return _policy(self.policy or {})
 
     def _check(self) -> None:

@@ -63,7 +63,6 @@ class Sources:
         self.num_stale = 0
 
     def __len__(self) -> int:
-        """The number of known blocks."""
         self._settle()
         return len(self._hashes)
 
@@ -76,7 +75,6 @@ class Sources:
 
     @property
     def has_approximate(self) -> bool:
-        """Whether any known block holds approximate KV."""
         return self.index.num_approximate > 0
 
     def offer(
@@ -162,7 +160,6 @@ class Sources:
         return None
 
     def reset(self) -> None:
-        """Forget every block."""
         self._index.reset()
         self._hashes.clear()
         self._gone.clear()
@@ -183,7 +180,6 @@ class Sources:
         return gone, done.kept.tolist()
 
     def blocks(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
-        """Look up vLLM's records of these blocks."""
         records = self._pool.blocks
         return [records[number] for number in block_ids]
 
@@ -202,7 +198,6 @@ class Sources:
         self._gone += [number for number in numbers if self._hashes.pop(number, None) is not None]
 
     def _settle(self) -> None:
-        """Remove from the index what the pool has handed out."""
         if not self._gone:
             return
         gone, self._gone = self._gone, []

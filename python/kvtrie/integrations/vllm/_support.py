@@ -76,7 +76,6 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
 
 
 def _check_settings(vllm_config: VllmConfig) -> None:
-    """Refuse vLLM settings that do not work with the connector."""
     # Checked first, because the processor decides between settings checked below.
     if vllm_config.model_config.use_mla and current_platform.is_cpu():
         _refuse(

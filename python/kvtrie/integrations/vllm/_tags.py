@@ -120,7 +120,6 @@ class Reading:
         self._num_returned = 0
 
     def follow(self, seq: TokenSequence) -> None:
-        """Read the tokens that have become final."""
         if len(self.stream) < len(seq):
             self.stream.feed(np.asarray(seq[len(self.stream) :]))
 

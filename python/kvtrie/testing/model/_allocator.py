@@ -24,7 +24,6 @@ class ModelAllocator:
 
     @property
     def num_free(self) -> int:
-        """The number of free ids."""
         return len(self._free)
 
     def allocate(self, n: int, evict_from: ModelIndex | None = None) -> Int32:

@@ -21,7 +21,6 @@ TOKEN_LIMIT = 2**32
 
 
 def as_count(value: object, what: str, low: int = 0) -> int:
-    """`value` as an int of at least `low`; bool and float are refused."""
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
         message = f"{what} is {value!r}, not an integer"
         raise TypeError(message)
@@ -33,14 +32,12 @@ def as_count(value: object, what: str, low: int = 0) -> int:
 
 
 def expect(value: object, kind: type, what: str) -> None:
-    """Refuse a value of another type."""
     if not isinstance(value, kind):
         message = f"{what} is of type {type(value).__name__}, not {kind.__name__}"
         raise TypeError(message)
 
 
 def as_flag(value: object, what: str) -> bool:
-    """`value` if it is a bool."""
     if not isinstance(value, bool | np.bool_):
         message = f"{what} is {value!r}, not a bool"
         raise TypeError(message)
@@ -73,7 +70,6 @@ def as_integers(values: Integers, what: str, limit: int) -> list[int]:
 
 
 def int32(numbers: Iterable[int]) -> Int32:
-    """An array of block ids."""
     return np.array(list(numbers), dtype=np.int32)
 
 

@@ -117,7 +117,6 @@ def _sibling(cached: Cached, limited: Tokens, start: int) -> list[Piece]:
 
 
 def _block(entry: Entry, start: int, count: int) -> list[Source]:
-    """The first slots of a block whose first token has the position `start`."""
     return [Source(entry, offset, start + offset) for offset in range(count)]
 
 

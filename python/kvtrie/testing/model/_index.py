@@ -282,7 +282,6 @@ class ModelIndex(Removal):
         )
 
     def _source(self, source: Source, namespace: Namespace, tokens: Tokens) -> PlanState | None:
-        """The plan of a source, if it is a plan; refuses one of other tokens."""
         if source is COMPUTED or isinstance(source, Imported):
             return None
         if not isinstance(source, ModelPlan):
@@ -347,7 +346,6 @@ class ModelIndex(Removal):
         return offer
 
     def _own(self, plan: ModelPlan) -> None:
-        """Refuse anything but a plan of this index."""
         expect(plan, ModelPlan, "a plan")
         if plan._index is not self:  # noqa: SLF001 - a plan is part of its index
             message = "a plan of another index"
@@ -357,11 +355,9 @@ class ModelIndex(Removal):
 
     @property
     def num_approximate(self) -> int:
-        """The number of blocks whose KV is approximate."""
         return sum(not entry.exact for entry in self._entries.values())
 
     def stats(self) -> ModelStats:
-        """The counts of the index."""
         return ModelStats(
             indexed=len(self._entries),
             condemned=len(self._condemned) + len(self._waiting),
@@ -378,7 +374,6 @@ class ModelIndex(Removal):
         )
 
     def digest(self) -> int:
-        """A number that is equal for two models with the same calls."""
         entries = sorted(
             (repr(ns), sort_key(tokens), e.block, e.exact, e.hops, e.stamp, e.mark, tuple(e.tags))
             for (ns, tokens), e in self._entries.items()
@@ -398,7 +393,6 @@ class ModelIndex(Removal):
         return int.from_bytes(raw, "little")
 
     def check(self) -> None:
-        """Raise `KvTrieError` if an invariant of the model is broken."""
         indexed = [entry.block for entry in self._entries.values()]
         quarantined = self._quarantined - self._condemned
         every = [*indexed, *self._condemned, *self._waiting, *quarantined]

@@ -40,7 +40,6 @@ class Removal(Tags):
         return self._resets, self._drops.get(namespace, 0)
 
     def take_freed(self) -> Int32:
-        """Return the waiting blocks."""
         freed, self._waiting = self._waiting, []
         return int32(freed)
 
@@ -59,7 +58,6 @@ class Removal(Tags):
 
     @property
     def num_evictable(self) -> int:
-        """The number of blocks that `evict` could remove from the index."""
         return len(self._evictable())
 
     def discard(self, block_ids: Integers) -> Int32:
@@ -96,18 +94,15 @@ class Removal(Tags):
 
     @property
     def quarantined(self) -> Int32:
-        """The ids that are in quarantine or will be after their last release, ascending."""
         return int32(sorted(self._quarantined))
 
     def drop(self, namespace: Namespace) -> Int32:
-        """Empty a namespace and start its next epoch."""
         expect(namespace, Namespace, "namespace")
         self._drops[namespace] = self._drops.get(namespace, 0) + 1
         freed = self._forget(key for key in self._entries if key[0] == namespace)
         return np.sort(freed)
 
     def reset(self) -> Int32:
-        """Empty the index and start the next epoch of all namespaces."""
         self._resets += 1
         return np.sort(self._forget(self._entries))
 

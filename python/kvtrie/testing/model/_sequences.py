@@ -35,7 +35,6 @@ def sort_key(tokens: Tokens) -> list[tuple[int, int, bytes, int]]:
 
 
 def common(left: Tokens, right: Tokens) -> int:
-    """Length of the common prefix of `left` and `right`."""
     for n, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return n
@@ -61,17 +60,14 @@ class ModelSequence:
 
     @property
     def namespace(self) -> Namespace:
-        """The namespace."""
         return self._namespace
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """The items, in order of position."""
         return tuple(self._items)
 
     @property
     def tokens(self) -> Tokens:
-        """The comparable tokens; `kvtrie.TokenSequence` has no such property."""
         return self._tokens
 
     def __len__(self) -> int:

@@ -79,7 +79,6 @@ class ModelStore:
     # --- computed from all entries ----------------------------------------------------------------
 
     def _path(self, namespace: Namespace, tokens: Tokens) -> list[Key]:
-        """The keys of all full blocks of a sequence."""
         size = self.block_size
         ends = range(size, len(tokens) + 1, size)
         return [(namespace, tokens[:end]) for end in ends]
@@ -181,7 +180,6 @@ class ModelStore:
         return self._condemned | set(self._waiting) | self._quarantined
 
     def _forget(self, keys: Iterable[Key]) -> Int32:
-        """Remove entries; returns the freed ids."""
         gone = [self._entries.pop(key).block for key in list(keys)]
         freed = [block for block in gone if self._left(block) is not None]
         self._settle()
@@ -201,7 +199,6 @@ class ModelStore:
         self._waiting += sorted(cut_off)
 
     def _release(self, state: PlanState) -> None:
-        """Remove a plan and its pins."""
         state.released = True
         self._plans = [plan for plan in self._plans if plan is not state]
         self._settle()

@@ -25,17 +25,14 @@ class Tags(ModelStore):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of the kinds, by bit."""
         return tuple(self._kinds)
 
     def _bits(self, kinds: Iterable[str]) -> int:
-        """The bit set of the known ones of these kinds."""
         return sum(1 << bit for bit, kind in enumerate(self._kinds) if kind in set(kinds))
 
     def _spans(
         self, spans: Iterable[Span], tokens: Tokens
     ) -> tuple[list[str], list[tuple[range, int]]]:
-        """The new kinds, and the ranges to mark with their bits."""
         kinds = list(self._kinds)
         marks = []
         for span in spans:
