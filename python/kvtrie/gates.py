@@ -2,17 +2,7 @@
 
 A gate file names one model, and says what each policy measured on it cost and whether that is
 within the thresholds. Engines use ``kvtrie.EXACT_ONLY`` for what it does not clear. A cleared
-policy is still approximate.
-
-A policy is cleared if all of this holds:
-
-* In every scenario the data could have refused it. Full recomputation is right on at least half of
-  the questions (``LEAST_RIGHT``). A control, which is a way to reuse KV that no request can ask
-  for, is detected as worse on the same replies: the lower end of the 95 % interval of its loss,
-  paired by question, is above ``max_loss``.
-* In every scenario the loss, the mean KL divergence, its 99th percentile and the agreement of the
-  likeliest token are within the thresholds.
-* Over all questions the upper end of the interval of the loss is at most ``max_loss``.
+policy is still approximate. ``docs/fidelity.md`` has the rule.
 
 Clearing is monotone: a policy that lost more, gained less or diverges more, or a control that lost
 less, never clears what better figures do not.
@@ -75,7 +65,7 @@ class GateMismatchError(GateError):
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What a policy must keep to be cleared. ``docs/fidelity.md`` says where the defaults come from.
+    """What a policy must keep to be cleared; see ``docs/fidelity.md`` for the defaults.
 
     Attributes:
         max_loss: Task accuracy that may be lost, 0 to 1.

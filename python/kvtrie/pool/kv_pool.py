@@ -53,15 +53,6 @@ class CopyEvent:
 
     On a CPU they are done when the call returns. On a GPU they are queued on the stream that was
     current at the call, before all later work of that stream.
-
-    Example:
-        >>> import numpy as np
-        >>> from kvtrie import KVLayout
-        >>> layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
-        >>> fields = ("source_slot", "dest_slot", "num_tokens", "delta")
-        >>> moves = np.array([(0, 16, 4, 0)], dtype=[(name, "i8") for name in fields])
-        >>> KVPool(layout, num_blocks=2).apply(moves).query()
-        True
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +66,7 @@ class CopyEvent:
         """Make a stream wait for the copies; the CPU does not wait.
 
         Args:
-            stream: The stream; ``None``: the current stream of the pool's device.
+            stream: ``None``: the current stream of the pool's device.
         """
         if self._event is not None:
             self._event.wait(stream or torch.cuda.current_stream(self._device))
@@ -91,12 +82,10 @@ class CopyEvent:
 
 
 class KVPool:
-    """K and V of all layers, in its own tensors or an engine's.
+    """K and V of all layers, in its own tensors or an engine's (``KVPool.wrap``).
 
-    A pool with its own tensors holds K in one tensor ``[layers, blocks, block_size, heads,
-    head_dim]`` and V, if there is one, in another. ``pool.k[layer]`` is the contiguous tensor that
-    a paged attention kernel expects. ``KVPool.wrap`` takes an engine's tensors, in any order of
-    axes.
+    A pool of its own holds K in one tensor ``[layers, blocks, block_size, heads, head_dim]`` and V,
+    if there is one, in another.
 
     Every method checks its slots, block ids and positions first: a call that raises has changed
     nothing. Methods write their destination slots and no others. On a GPU the work is queued on the
@@ -109,9 +98,9 @@ class KVPool:
         device: A CPU or a CUDA device.
 
     Raises:
-        LayoutError: If ``rope`` has another geometry, or ``layout`` describes an engine's tensors.
-        ValueError: If ``num_blocks`` is out of range, or there is no kernel for the device.
-        MemoryError: If the device has no room; the message says the requested size.
+        LayoutError: ``rope`` has another geometry, or ``layout`` describes an engine's tensors.
+        ValueError: ``num_blocks`` is out of range, or there is no kernel for the device.
+        MemoryError: The device has no room; the message says the requested size.
 
     Example:
         >>> import torch
@@ -178,16 +167,12 @@ class KVPool:
         Args:
             tensors: As given to ``KVLayout.from_tensors``. They are verified again.
             layout: What that call returned, in this process or another.
-            rope: How the model rotates K; without it, no move may have a delta.
-
-        Returns:
-            The pool.
+            rope: As for the class.
 
         Raises:
-            LayoutError: If the tensors do not match the layout, or ``rope`` is of another
-                geometry.
-            ValueError: If there is no kernel for the device.
-            TypeError: If ``tensors`` is neither a tensor nor a sequence of tensors.
+            LayoutError: The tensors do not match the layout, or ``rope`` is of another geometry.
+            ValueError: There is no kernel for the device.
+            TypeError: ``tensors`` is neither a tensor nor a sequence of tensors.
 
         Example:
             >>> import torch
@@ -297,12 +282,12 @@ class KVPool:
             writer is ordered after it: on one stream, at once.
 
         Raises:
-            TypeError: If ``moves`` is not such an array.
-            ValueError: If a slot is outside the pool, a move is empty, a delta is 2**31 or more
+            TypeError: ``moves`` is not such an array.
+            ValueError: A slot is outside the pool, a move is empty, a delta is 2**31 or more
                 (beyond 2**27 where K rotates), a destination occurs twice, or a slot is both source
                 and destination (a block that is still read must not be written).
-            LayoutError: If a move has a delta and the pool has no ``rope``.
-            NonFiniteError: With ``check_finite``, if K or V of a source slot is NaN or infinite.
+            LayoutError: A move has a delta and the pool has no ``rope``.
+            NonFiniteError: With ``check_finite``, K or V of a source slot is NaN or infinite.
         """
         pieces = check_moves(moves, self._num_blocks * self._layout.block_size)
         if self._rope is None and bool(pieces.delta.any()):
@@ -334,8 +319,8 @@ class KVPool:
             wide; ``None`` where there is no V.
 
         Raises:
-            TypeError: If ``blocks`` does not hold integers.
-            ValueError: If a position is outside the table or a block is outside the pool.
+            TypeError: ``blocks`` does not hold integers.
+            ValueError: A position is outside the table or a block is outside the pool.
         """
         slots = self.slots(blocks, start, end)
         k = torch.stack([reference.gather_rows(view, slots) for view in self._k])
@@ -352,12 +337,12 @@ class KVPool:
         Args:
             k: ``[num_layers, tokens, kv_heads, head_dim]``, in the pool's dtype, on its device.
             v: As many rows, ``v_head_dim`` wide; ``None`` where there is no V.
-            blocks: The table: the block of position 0 first.
+            blocks: As for ``gather``.
             start: Position of the first token.
 
         Raises:
-            TypeError: If ``blocks`` does not hold integers.
-            ValueError: If a shape, dtype or device does not match, a position is outside the table,
+            TypeError: As for ``gather``.
+            ValueError: A shape, dtype or device does not match, a position is outside the table,
                 a block is outside the pool, or a written block occurs twice.
         """
         layout = self._layout
@@ -380,16 +365,13 @@ class KVPool:
         """The checked slots of positions ``[start, end)``, int64, on the pool's device.
 
         Args:
-            blocks: The table: the block of position 0 first.
+            blocks: As for ``gather``.
             start: First position.
             end: Position after the last.
             unique: Refuse a block that occurs twice among those of the positions.
 
-        Returns:
-            One slot per position.
-
         Raises:
-            TypeError: If ``blocks`` does not hold integers.
+            TypeError: As for ``gather``.
             ValueError: As for ``gather`` and ``scatter``.
         """
         block_size = self._layout.block_size
@@ -407,15 +389,12 @@ class KVPool:
         """The checked ids of the blocks that hold positions ``[0, end)``, int64, on the device.
 
         Args:
-            blocks: The table: the block of position 0 first.
+            blocks: As for ``gather``.
             end: Position after the last.
 
-        Returns:
-            One id per block.
-
         Raises:
-            TypeError: If ``blocks`` does not hold integers.
-            ValueError: If ``end`` is outside the table or a block is outside the pool.
+            TypeError: As for ``gather``.
+            ValueError: As for ``gather``.
         """
         return torch.from_numpy(self._checked_blocks(blocks, 0, end)).to(self._device)
 
@@ -544,8 +523,8 @@ def _tables(
     """Cosines and sines ``[tables, deltas, pairs]``, with the pairs of the widest, padded to four.
 
     Padding lets rows of a table start at multiples of 16 bytes. Values are computed in float64, and
-    rounded to float32 for pools with two bytes per element. Other pools keep float64: float32 keys
-    rotated with float32 values would have more error than one rounding.
+    rounded to float32 for pools with two bytes per element: other pools would have more error than
+    one rounding.
     """
     precise = np.float32 if dtype.itemsize == 2 else np.float64
     widest = max((len(rotary.inv_freq) for rotary in rotaries), default=0)

@@ -1,7 +1,6 @@
 """Where every element of a KV pool is stored: tensors, offsets and strides, from named axes.
 
-Plain integers about tensors of others. Only shape, strides, element type, device and address of a
-tensor are read, so torch is not imported.
+Only shape, strides, element type, device and address of a tensor are read: torch is not imported.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class Found:
 
     Attributes:
         placement: Where K and V are stored.
-        tensors: The tensors, in the order of their numbers in ``placement``.
+        tensors: In the order of their numbers in ``placement``.
         num_layers: Layers of the pool.
-        dtype: Name of the element type, such as ``bfloat16``.
+        dtype: Such as ``bfloat16``.
     """
 
     placement: Placement
@@ -61,18 +60,9 @@ class _Sizes:
 
 
 def place(tensors: object, axes: str, sizes: tuple[int, int, int, int], *, call: str) -> Found:
-    """Find K and V in tensors by the names of their axes, and check all that can be checked.
+    """Find K and V in tensors as `KVLayout.from_tensors` says, and check all that can be checked.
 
-    Args:
-        tensors: One tensor per layer, or one tensor if ``axes`` names the layers. If K and V are in
-            separate tensors: a pair of these, K first.
-        axes: Names of a tensor's axes in order, merged axes in parentheses.
-        sizes: Tokens per block, KV heads, channels of K, channels of V (0: no V).
-        call: The caller, for messages.
-
-    Raises:
-        LayoutError: If the tensors do not fit, overlap, or cannot be verified not to.
-        TypeError: If ``tensors`` has another form.
+    ``sizes`` are tokens per block, KV heads, channels of K, channels of V (0: no V).
     """
     finder = _Finder(axes, _Sizes(*sizes), call)
     return finder.find(tensors)
@@ -82,8 +72,8 @@ def parse_axes(axes: object, call: str) -> tuple[tuple[str, ...], ...]:
     """Read an axes string: one tuple of names per axis, outermost first.
 
     Raises:
-        LayoutError: If it is malformed, or names an axis that is unknown, missing or repeated.
-        TypeError: If it is not a string.
+        LayoutError: It is malformed, or names an axis that is unknown, missing or repeated.
+        TypeError: It is not a string.
     """
     if not isinstance(axes, str):
         msg = f"{call}: axes must be a str such as 'blocks tokens heads dim', not {axes!r}"
@@ -122,7 +112,7 @@ def _refuse(call: str, reason: str) -> NoReturn:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value has the attributes of a tensor."""
+    """Whether a value looks like a tensor."""
     return hasattr(value, "data_ptr") and hasattr(value, "stride")
 
 
@@ -366,8 +356,7 @@ class _Box:
     def may_meet(self, other: _Box) -> bool:
         """Whether the addresses of two tensors may overlap; False is certain for any strides.
 
-        Axes with equal strides in both stay axes; everything inside them counts as a run without
-        gaps.
+        Axes with equal strides in both stay axes; everything inside counts as a run without gaps.
         """
         apart, rest = divmod(other.start - self.start, self.item_size)
         if rest:

@@ -51,7 +51,7 @@ class HistoryStore:
         self.uses = np.zeros(num_places, np.int32)
         self.position = np.zeros(num_places, np.int32)
         self.newest = np.zeros(num_places, np.int64)
-        # By last token; by last token of those without an id; by the token before the first reasoning.
+        # By last token; the same without an id; by the token before the first reasoning.
         self.ending = HistoriesByPlace(num_places)
         self.unnamed = HistoriesByPlace(num_places)
         self.before_reasoning = HistoriesByPlace(num_places)

@@ -80,38 +80,13 @@ class TurnTracker:
     It keeps ids, how far they are computed, and the handles of their KV; no KV. Tokens are
     compared, not hashes; every count is exact to the token. Namespaces are separate.
 
-    **Threads.** All calls may come from any thread. One lock guards a tracker; histories are
-    compared without it, so a long comparison blocks nobody, and its result is that of the moment of
-    the lookup. No call runs code of the caller under the lock, and forgotten objects are destroyed
-    after it is released. But Python may run a finalizer wherever garbage collection starts, and a
-    signal handler between any two lines: those that call the tracker may deadlock. After `os.fork`,
-    calls in the child raise `StaleHandleError`.
+    **Threads.** All calls may come from any thread. One lock guards a tracker; histories are compared without it, so a long comparison blocks nobody, and its result is that of the moment of the lookup. No call runs code of the caller under the lock, and forgotten objects are destroyed after it is released. But Python may run a finalizer wherever garbage collection starts, and a signal handler between any two lines: those that call the tracker may deadlock. After `os.fork`, calls in the child raise `StaleHandleError`.
 
-    **Bounds.** A history is forgotten `ttl` seconds after it was kept. Choose less than the engine
-    keeps its blocks for (vLLM's ``decoder_kv_blocks_ttl``, 480 by default, counts from the end of
-    the request). The least recently used conversations are dropped when `max_tokens` or
-    `max_conversations` would be exceeded.
+    **Bounds.** A history is forgotten `ttl` seconds after it was kept. Choose less than the engine keeps its blocks for (vLLM's ``decoder_kv_blocks_ttl``, 480 by default, counts from the end of the request). The least recently used conversations are dropped when `max_tokens` or `max_conversations` would be exceeded.
 
-    **Cost.** `compare` reads the prompt once. A plan of moved runs also reads the history, and up
-    to eight if several may hold the runs. Without a conversation id, the first call after a newer
-    history was forgotten may look at all histories of the namespace, each in a fraction of a
-    microsecond.
+    **Cost.** `compare` reads the prompt once. A plan of moved runs also reads the history, and up to eight if several may hold the runs. Without a conversation id, the first call after a newer history was forgotten may look at all histories of the namespace, each in a fraction of a microsecond.
 
-    **vLLM.** `kv_transfer_params` are those that a decode engine with ``bidirectional_kv_xfer``
-    returns (`do_remote_decode`), for the prefill of the next turn. vLLM pairs the end of the list
-    with the end of what the receiver allocated. So they are cut to whole blocks of the common
-    prefix, in every group, counted from the front, with `remote_num_tokens` lowered to match. If no
-    cut is safe, there are none and `transfer_reason` says why:
-
-    * They are of a prefill engine (`do_remote_prefill`), or of push mode, whose receiver takes its
-      whole prompt.
-    * A list does not begin at token 0.
-    * The engine uses decode context parallelism.
-    * The number of groups is not that of `block_size`.
-
-    Approximate KV is never offered, because vLLM does not label it. Parameters are handed out once,
-    because the reader releases all blocks, however few it read. Those kept under a conversation id
-    go to that conversation alone. Fields that vLLM 0.32.0 does not have are passed on unchanged.
+    **vLLM.** `kv_transfer_params` are those that a decode engine with ``bidirectional_kv_xfer`` returns. They are cut to a list that is safe to read, handed out once, and left out with a `transfer_reason` if no list is safe; see ``docs/router.md``. Approximate KV is never offered, because vLLM does not label it.
 
     Args:
         ttl: Seconds that a history is kept; may be `math.inf`.
@@ -123,8 +98,7 @@ class TurnTracker:
         receiver_block_size: Tokens per block of the engines that receive the parameters, if
             different. Cuts then end at common multiples.
         min_transfer: Fewest tokens for which parameters are handed out. Without conversation ids,
-            set it above the length that all conversations share: else the first turn of one takes
-            the parameters of another for a system prompt.
+            set it above the length that all conversations share.
         min_run: Shortest moved run in tokens, at least 8.
         clock: Returns seconds, never decreasing.
 

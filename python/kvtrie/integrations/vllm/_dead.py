@@ -1,7 +1,6 @@
 """Dead reasoning: when vLLM needs blocks, it takes those of finished turns' reasoning first.
 
-A chat template drops reasoning of earlier turns, so no later prompt needs its KV. But vLLM caches
-it like any other KV, and evicts it after older prompts and answers.
+Without this it would evict them after older prompts and answers.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.integrations.vllm._tags import Reading
 
-# A block that is still in use after this many checks is shared with other requests.
+# A block in use after this many checks is shared with other requests.
 _MAX_LOOKS: Final = 8
 
 
 class DeadThinking:
     """Moves blocks of dead reasoning to the head of vLLM's free queue.
 
-    A block keeps its hash until vLLM hands it out, so it can be found until then. Blocks in use and
-    blocks that other conversations continue from stay where they are.
+    Until vLLM hands a block out, it keeps its hash and can be found. Blocks in use and blocks that
+    other conversations continue from stay where they are.
     """
 
     def __init__(self, pool: BlockPool, sources: Sources, block_size: int, counts: Counts) -> None:

@@ -35,18 +35,14 @@ _FIX: Final = (
 
 
 def cleared(settings: Settings, vllm_config: VllmConfig) -> ReusePolicy:
-    """The policy for approximate requests; ``kvtrie.EXACT_ONLY`` without a gate.
-
-    Raises:
-        GateError: The gate file cannot be read, or is for another model.
-    """
+    """The policy for approximate requests; ``kvtrie.EXACT_ONLY`` without a gate."""
     if settings.gate is None:
         return EXACT_ONLY
     wanted = settings.wanted()
     gate = read(settings)
     if gate is None:
         return wanted
-    # A gate compares the shortest run; the connector's index finds none shorter than this.
+    # A gate compares the shortest run, and the index finds none shorter than this.
     explicit = wanted if wanted.min_run is not None else wanted.replace(min_run=LEAST_RUN)
     try:
         decision = gate.policy(explicit, checkpoint=_served(vllm_config))
@@ -73,11 +69,6 @@ def cleared(settings: Settings, vllm_config: VllmConfig) -> ReusePolicy:
 
 
 def read(settings: Settings) -> gates.Gate | None:
-    """The gate file; None if there is none to read.
-
-    Raises:
-        GateError: It cannot be read.
-    """
     if settings.gate is None or settings.gate == "unchecked":
         return None
     try:
@@ -93,12 +84,7 @@ def covers(settings: Settings, adapter: str | None) -> bool:
 
 
 def _served(vllm_config: VllmConfig) -> str:
-    """The digest of the checkpoint that vLLM serves.
-
-    Raises:
-        CheckpointError: It cannot be identified.
-        GateMismatchError: vLLM does not run the weights of the directory.
-    """
+    """The digest of the checkpoint that vLLM serves."""
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format not in _PLAIN_FORMATS:
         msg = f"vLLM loads the weights by load_format={load.load_format!r}, not unchanged"
@@ -148,11 +134,7 @@ def _kv_dtype(vllm_config: VllmConfig) -> str:
 
 
 def _check_rope(vllm_config: VllmConfig) -> None:
-    """Refuse vLLM settings that rotate the keys differently than the checkpoint.
-
-    Raises:
-        GateMismatchError: The settings do so.
-    """
+    """Refuse vLLM settings that rotate the keys differently than the checkpoint."""
     if not vllm_config.model_config.hf_overrides:
         return
     config = _config(_directory(vllm_config))

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
 _CPU: Final = "CPU_ATTN"
-# K's channels and then V's, as in vLLM's interface. Others split a page differently: ROCm into
-# [channels / x, tokens, x], TurboQuant and NVFP4 into codes and scales.
+# As in vLLM's interface. Others split a page differently: ROCm into [channels / x, tokens, x],
+# TurboQuant and NVFP4 into codes and scales.
 _K_THEN_V: Final = (
     *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"),
     *("FLASHINFER", "FLEX_ATTENTION"),
@@ -29,23 +29,15 @@ _PLAIN_ISAS: Final = ("vec", "vec16")
 def locate(
     tensors: list[torch.Tensor], spec: AttentionSpec, backends: Collection[str]
 ) -> tuple[object, KVLayout]:
-    """Views of a worker's KV tensors, and the layout that describes them.
+    """Views of a worker's KV tensors, and their layout: the arguments of `kvtrie.KVPool.wrap`.
 
     Every tensor has the shape ``[blocks, heads, tokens, channels]``; strides give the physical
     order. Channels are K and then V. The CPU backend instead splits each head's page into all of K
     and all of V, and stores K channel by channel. A kernel may use smaller blocks than the manager;
     slots are the same.
 
-    Args:
-        tensors: One per layer, as given to ``register_kv_caches``.
-        spec: The KV of the group's layers.
-        backends: Names of the attention backends that read them.
-
-    Returns:
-        The arguments of `kvtrie.KVPool.wrap`.
-
     Raises:
-        LayoutError: If the tensors have another layout.
+        LayoutError: The tensors have another layout.
     """
     k, v = spec.head_size, spec.head_size_v
     known = (*_K_THEN_V, _CPU) if v else _LATENT

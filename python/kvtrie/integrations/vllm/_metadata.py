@@ -16,8 +16,8 @@ class Load:
     """The copies into one request.
 
     Attributes:
-        moves: As `kvtrie.ReusePlan.moves` returns them: plain slots, pieces end at block edges.
-            None if they could not be made; the workers then report the blocks as failed.
+        moves: As `kvtrie.ReusePlan.moves` returns them. None if they could not be made; the workers
+            then report the blocks as failed.
         blocks: The blocks that the copies write.
     """
 

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("vllm.kvtrie")
 _Answer = TypeVar("_Answer")
 
-# After this many failed admissions with pinned sources, a request gets no reuse.
+# Failed admissions with pinned sources, after which a request gets no reuse.
 _MAX_REFUSALS: Final = 2
-# Most namespaces kept, because a server may see any number of salts.
+# A server may see any number of salts.
 _MAX_NAMESPACES: Final = 1024
 
 
@@ -73,10 +73,10 @@ class Planner:
         self._cleared = cleared
         self._counts = counts
         self._space_of = lru_cache(maxsize=_MAX_NAMESPACES)(self._new_namespace)
-        # All of vLLM's requests, also those without kvtrie: they may read what it copied.
+        # Also those without kvtrie: they may read what it copied.
         self._requests: dict[str, Request] = {}
         self._live: dict[str, LiveRequest] = {}
-        # Those with work in the current step, so that a decode step skips the others.
+        # With work in the current step, so that a decode step skips the others.
         self._pending: dict[str, Request] = {}
         self._prefilling: dict[str, Request] = {}
         self._loads: list[Load] = []
@@ -145,13 +145,9 @@ class Planner:
     # --- admission ---------------------------------------------------------------------------
 
     def match(self, request: Request, num_local: int) -> int:
-        """The number of tokens after vLLM's own hit that need no computing.
+        """The number of tokens after vLLM's own hit (whole blocks) that need no computing.
 
         The sources are pinned: vLLM allocates next. May be called again for the same request.
-
-        Args:
-            request: vLLM's request.
-            num_local: Tokens of vLLM's own hit, whole blocks.
         """
         live = self._live.get(request.request_id)
         if live is None:
@@ -192,8 +188,7 @@ class Planner:
     ) -> None:
         """Start a separate lineage at the request's first approximate KV.
 
-        When a request is admitted again after its exact prefix was evicted, the lineage may begin
-        earlier than before.
+        If its exact prefix was evicted before it is admitted again, the lineage may begin earlier.
         """
         approximate = plan.segments[plan.segments["class"] == APPROXIMATE]
         for start, end in ranges:
@@ -207,12 +202,7 @@ class Planner:
             live.becomes_approximate(first)
 
     def allocated(self, request: Request, num_external: int) -> None:
-        """Handle that vLLM has allocated the request's blocks.
-
-        Args:
-            request: vLLM's request.
-            num_external: What `match` promised, or 0 if vLLM did not use it.
-        """
+        """Handle vLLM's allocation; ``num_external`` is what `match` promised, or 0 if unused."""
         live = self._live.get(request.request_id)
         if live is None:
             return
@@ -239,8 +229,7 @@ class Planner:
     ) -> None:
         """Copy the tokens of a range, on which vLLM relies from now on.
 
-        Tokens that cannot be copied, such as those after ``most``, are reported by the workers as a
-        failed copy.
+        Tokens that cannot be copied, such as those after ``most``, are reported as a failed copy.
         """
         ids = self._manager.get_block_ids(request.request_id)[0]
         blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
@@ -313,16 +302,15 @@ class Planner:
             self._offer_prompts()
         loads, self._loads = self._loads, []
         if loads:
-            # vLLM sets this only for what `match` promised. Where it is not set, vLLM copies after
-            # the forward pass: too late for segments after gaps.
+            # vLLM sets this only for what `match` promised. Otherwise it copies after the forward
+            # pass: too late for segments after gaps.
             output.has_sync_kv_loads = True
         return StepMetadata(loads)
 
     def forget_unwritten(self, request: Request) -> None:
         """Before a preemption, hide the blocks that this step was to write.
 
-        vLLM caches blocks when it allocates their slots. If another request of the same step then
-        preempts this one, its blocks stay in the cache unwritten.
+        vLLM caches blocks when it allocates their slots, so they would stay in the cache unwritten.
         """
         live = self._live.get(request.request_id)
         jumped = live.pending.jumped if live is not None and live.pending is not None else None
@@ -388,7 +376,7 @@ class Planner:
         self._manager.evict_blocks(cached)
 
     def preempted(self, request_id: str) -> None:
-        """Release the sources of a request that vLLM preempted: it may need these blocks too."""
+        """Release a preempted request's sources: vLLM may need these blocks too."""
         live = self._live.get(request_id)
         if live is not None:
             self._drop_pending(request_id, live)
@@ -420,7 +408,7 @@ class Planner:
         self._drop_pending(request_id, live)
 
     def _note_refusal(self, request: Request, live: LiveRequest) -> None:
-        """Record whether vLLM may have refused the request because its sources were pinned."""
+        """Record whether vLLM may have refused it because its sources were pinned."""
         before = self._pool.get_num_free_blocks()
         self._drop_pending(request.request_id, live)
         after = self._pool.get_num_free_blocks()

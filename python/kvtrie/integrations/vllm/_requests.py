@@ -30,7 +30,7 @@ class Pending:
     Attributes:
         plan: The plan.
         pinned: Its blocks, which the pool may not hand out meanwhile.
-        promised: What vLLM was promised: the tokens after its own hit that need no computing.
+        promised: The tokens after vLLM's own hit that need no computing, as vLLM was told.
         after_gaps: Ranges after a gap that may be copied when the gap is computed, ascending.
         allocated: Whether vLLM has allocated the request's blocks.
         jumped: The range after a gap that this step skips, if the step includes the request.
@@ -99,8 +99,7 @@ class LiveRequest:
         """Record vLLM's own hit, at every admission of the request."""
         exact = num_local if self.exact_until is None else min(num_local, self.exact_until)
         self.used = [(0, exact, False), (exact, num_local, True)]
-        # Blocks that vLLM found may have left the index since, with their hops: assume the most
-        # that the policy allows.
+        # Blocks that vLLM found may have left the index since, with their hops: assume the most.
         self.moved = [(exact, num_local, self.policy.max_hops)] if exact < num_local else []
 
     def new_spans(self) -> list[Span]:
@@ -114,8 +113,7 @@ class LiveRequest:
 def adapter_of(request: Request) -> str | None:
     """The identity of a request's LoRA adapter; None without one.
 
-    It includes the path, as in vLLM's hashes, because a name may be reused for another adapter
-    while the engine runs.
+    It includes the path, as in vLLM's hashes: a name may be reused while the engine runs.
     """
     lora = request.lora_request
     return None if lora is None else json.dumps([lora.lora_name, lora.lora_path])

@@ -43,7 +43,7 @@ class Settings:
         dead_thinking: Whether vLLM takes blocks of reasoning that the template will drop first,
             once their turn is over.
         seed: Seeds the index, which only the scheduler has; None draws one from the operating
-            system. Independent of vLLM's seed: sampling does not depend on it.
+            system. Independent of vLLM's seed.
     """
 
     gate: str | None = None
@@ -52,12 +52,12 @@ class Settings:
     chat_format: str | Mapping[str, Any] | None = "auto"
     template_arguments: Mapping[str, Any] | None = None
     dead_thinking: bool = True
-    # Not in the repr, because it is a secret.
+    # A secret.
     seed: int | None = field(default=None, repr=False)
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Settings:
-        """Read and check the mapping of the user's configuration.
+        """Check the user's mapping.
 
         Raises:
             SettingsError: A key is unknown, or a value is invalid.
@@ -103,10 +103,7 @@ class Settings:
 def request_policy(
     params: Mapping[str, Any] | None, cleared: ReusePolicy, default: str
 ) -> ReusePolicy:
-    """What one request may reuse.
-
-    A request sets ``{"kvtrie": "exact"}`` or ``{"kvtrie": "approximate"}`` in its
-    ``kv_transfer_params``.
+    """What one request may reuse, by ``{"kvtrie": "exact" or "approximate"}`` in its parameters.
 
     Raises:
         SettingsError: It has another value.

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     )
     from kvtrie.integrations.vllm._requests import Stretch
 
-# Each round forgets all stale blocks that it met. Another round finds more only if they were after
-# these: a few rounds suffice, and a prompt is not worth more.
+# Each round forgets all stale blocks that it met; another finds more only if they were after these.
 _MAX_ROUNDS: Final = 4
 
 
@@ -35,14 +34,8 @@ class Sources:
 
     A block is known with the hash that vLLM cached it under. It may be copied from while the pool
     has not handed it out again, which vLLM reports (``unpin_blocks(on_reuse=)``), and while it
-    still has that hash. The index holds no reference; the caller that copies pins.
-
-    Args:
-        pool: vLLM's block pool.
-        block_size: Tokens per block.
-        policy: The widest policy of any plan. Without approximate reuse no windows of moved runs
-            are kept.
-        seed: Seeds the index; None draws one.
+    still has that hash. The index holds no reference; the caller that copies pins. ``policy`` is
+    the widest of any plan.
     """
 
     def __init__(
@@ -85,17 +78,12 @@ class Sources:
         *,
         spans: Iterable[Span] = (),
     ) -> None:
-        """Index the blocks that hold the KV of a sequence.
+        """Index the blocks that hold KV of a sequence, up to the first that vLLM has not cached.
 
-        Args:
-            seq: The tokens.
-            block_ids: vLLM's table, the block of position 0 first. Only blocks before the first one
-                that vLLM has not cached are indexed.
-            stretches: The exactness of the written blocks.
-            spans: The kinds of the tokens.
+        ``block_ids`` is vLLM's table from position 0; ``stretches`` covers the written blocks.
         """
         ids = block_ids[: sum(count for count, _ in stretches)]
-        # Blocks that the index already has for these tokens need no work.
+        # Those that the index already has need no work.
         known = self.index.lookup(seq, touch=False).blocks.tolist()
         start = _num_equal(known, ids)
         blocks = []
@@ -170,8 +158,7 @@ class Sources:
         """Forget the blocks wholly inside ranges of a sequence.
 
         Returns:
-            The number of forgotten blocks, and of blocks kept because other sequences continue from
-            them.
+            The number of forgotten blocks, and of those that other sequences continue from.
         """
         done = self.index.remove_spans(seq, ranges)
         gone = [*done.freed.tolist(), *done.condemned.tolist()]
@@ -189,8 +176,7 @@ class Sources:
         return known is None or known != self._pool.blocks[number].block_hash
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
-        # In a full pool this is called for each allocated block. They are collected and removed
-        # from the index before its next use.
+        # Called for each allocated block of a full pool: they are removed before the next use.
         if self._hashes.pop(block.block_id, None) is not None:
             self._gone.append(block.block_id)
 

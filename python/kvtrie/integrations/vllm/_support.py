@@ -26,22 +26,14 @@ class UnsupportedError(ValueError):
 
 
 def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Refuse what would not work; the message says why and what to change.
-
-    Raises:
-        UnsupportedError: See the message.
-    """
+    """Refuse what would not work; the message says why and what to change."""
     check_version()
     _check_groups(kv_cache_config)
     _check_settings(vllm_config)
 
 
 def check_version() -> None:
-    """Refuse a vLLM version that is not tested.
-
-    Raises:
-        UnsupportedError: See the message.
-    """
+    """Refuse a vLLM version that is not tested."""
     minor = ".".join(vllm_version.split("+")[0].split(".")[:2])
     if minor not in TESTED:
         tested = " and ".join(f"{one}.x" for one in TESTED)
@@ -76,7 +68,7 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
 
 
 def _check_settings(vllm_config: VllmConfig) -> None:
-    # Checked first, because the processor decides between settings checked below.
+    # Checked first: the processor decides between settings checked below.
     if vllm_config.model_config.use_mla and current_platform.is_cpu():
         _refuse(
             "the model has latent attention (MLA), which vLLM runs on a CPU without prefix caching "
@@ -111,16 +103,7 @@ def _check_settings(vllm_config: VllmConfig) -> None:
 
 
 def check_alone(vllm_config: VllmConfig) -> None:
-    """Refuse other connectors around this one.
-
-    Only a worker can see them, in the configuration under which it is made.
-
-    Args:
-        vllm_config: This connector's configuration, with only its own transfer configuration.
-
-    Raises:
-        UnsupportedError: See the message.
-    """
+    """Refuse other connectors around this one, which only a worker sees in its configuration."""
     current = get_current_vllm_config_or_none()
     around = current.kv_transfer_config if current is not None else None
     mine = vllm_config.kv_transfer_config
@@ -133,11 +116,7 @@ def check_alone(vllm_config: VllmConfig) -> None:
 
 
 def check_pool(pool: BlockPool, block_size: int) -> None:
-    """Refuse a pool whose blocks are not hashed one by one, or that lacks needed methods.
-
-    Raises:
-        UnsupportedError: See the message.
-    """
+    """Refuse a pool whose blocks are not hashed one by one, or that lacks needed methods."""
     if pool.hash_block_size != block_size:
         _refuse(
             f"vLLM hashes {pool.hash_block_size} tokens of its blocks of {block_size} at once: "

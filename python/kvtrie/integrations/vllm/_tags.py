@@ -1,4 +1,4 @@
-"""The kinds of requests' tokens, by the model's chat format, in the scheduler's process."""
+"""The kinds of requests' tokens, by the model's chat format."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _from_parser(vllm_config: VllmConfig, tokenizer: Any) -> Tagger | None:  # n
             tokenizer.encode(text, add_special_tokens=False)
             for text in (parser.reasoning_start_str, parser.reasoning_end_str)
         )
-        # Everything is one message of the assistant: the parser has no roles.
+        # One message of the assistant: the parser has no roles.
         found = Tagger.from_ids(reasoning=(opens, closes), initial="assistant", boundary="never")
     except Exception:
         _LOG.warning("kvtrie: tokens are not tagged: reasoning parser %r", name, exc_info=True)
@@ -146,15 +146,9 @@ class Reading:
 def count_by_kind(
     num_tokens: int, used: Iterable[tuple[int, int, bool]], spans: Iterable[Span]
 ) -> Counter[tuple[str, str]]:
-    """The number of a prompt's tokens by source and kind.
+    """Tokens of a prompt by (one of `REUSES`, kind); of nested spans the inner one counts.
 
-    Args:
-        num_tokens: Tokens of the prompt.
-        used: Ranges whose KV was not computed, and whether it is approximate.
-        spans: The kinds of the tokens. Of nested spans the inner one counts.
-
-    Returns:
-        Tokens by (one of `REUSES`, kind).
+    ``used`` are the ranges whose KV was not computed, and whether it is approximate.
     """
     spans = list(spans)
     if not spans:

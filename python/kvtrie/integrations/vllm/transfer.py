@@ -1,11 +1,9 @@
 """vLLM's transfer between prefill and decode engines, with every block checked by its tokens.
 
-A transfer connector of vLLM sends a list of block ids, and the receiver trims it by count. One more
-block on either side, such as a look-ahead block or reasoning that was dropped meanwhile, and it
-loads the wrong blocks without an error. The sender here adds a `kvtrie.TransferManifest` to its
-result: the tokens of its blocks, under a keyed digest. The receiver loads the blocks that follow
-its own prefix and hold its tokens, and computes everything else. The connector still moves the
-bytes.
+vLLM's receiver trims a list of block ids by count: one more block on either side, and it loads the
+wrong blocks without an error. The sender here adds a `kvtrie.TransferManifest`: the tokens of its
+blocks, under a keyed digest. The receiver loads the blocks that follow its own prefix and hold its
+tokens, and computes everything else. The connector still moves the bytes.
 
 ```text
 --kv-transfer-config '{"kv_connector": "KvtrieNixlConnector", "kv_role": "kv_producer",
@@ -118,7 +116,7 @@ class CheckedTransfer:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """The number of tokens that the connector would load and that are those of the request."""
+        """How many tokens the connector would load that are those of the request."""
         found: tuple[int | None, bool]
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc]
         count, is_async = found
@@ -218,11 +216,6 @@ def _key(extra: Mapping[str, Any]) -> bytes:
 
 
 def _read(said: object) -> TransferManifest | None:
-    """A received manifest.
-
-    Raises:
-        TransferRefused: It is not a manifest.
-    """
     if not isinstance(said, str):
         return None
     if len(said) > _MAX_MANIFEST:
