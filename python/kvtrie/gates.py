@@ -344,7 +344,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The verdicts on one model.
+    """The verdicts on one model. ``docs/fidelity.md`` has an example.
 
     Args:
         model: Name and fingerprint, as in the engine's namespace.
@@ -352,40 +352,11 @@ class Gate:
         rope: RoPE settings, as in the engine's namespace.
         thresholds: What a policy must keep.
         measured: The policies.
-        controls: The controls, in the same scenarios and on the same replies. Without controls
-            nothing is cleared.
+        controls: In the same scenarios and on the same replies. Without controls nothing is
+            cleared.
         data: A description of the replayed data.
         checkpoint: Digest of the measured model directory, by which engines with another namespace
             recognise it; None if its weights are not in safetensors files.
-
-    Example:
-        >>> import dataclasses
-        >>> import kvtrie
-        >>> from kvtrie import gates
-        >>> figures = gates.Figures(
-        ...     "one turn",
-        ...     positions=900,
-        ...     kl_mean=0.01,
-        ...     kl_p99=0.2,
-        ...     top1=0.99,
-        ...     questions=500,
-        ...     right_full=495,
-        ...     lost=0,
-        ...     gained=0,
-        ...     exact=700,
-        ...     moved=200,
-        ...     computed=100,
-        ... )
-        >>> rotated = kvtrie.ReusePolicy(min_run=16)
-        >>> measured = gates.Measured("rotated", rotated, (figures,))
-        >>> control = gates.Control("unrotated", (dataclasses.replace(figures, lost=240),))
-        >>> gate = gates.Gate(
-        ...     "m@1", "bfloat16", "default", gates.Thresholds(), (measured,), (control,)
-        ... )
-        >>> gate.policy(rotated, model="m@1").reason
-        "cleared by the measurement of 'rotated'"
-        >>> gate.policy(kvtrie.ReusePolicy(min_run=8), model="m@1").policy == kvtrie.EXACT_ONLY
-        True
     """
 
     model: str

@@ -1,11 +1,8 @@
 """The results of a run on disk, written while it runs, so that it can be resumed.
 
-A partial file is lines of text. Each is a checksum and a JSON document: first the identity of the
-run, then one row per conversation, in the order of the run. A line is appended when its
-conversation is done, so the file is valid after each, however the process ends; an incomplete last
-line is dropped. Only one process at a time has the file.
-
-Costs about 11 bytes per position and policy.
+Each line is a checksum and a JSON document: first the identity of the run, then one row per
+conversation, in order. So the file is valid after each, however the process ends; an incomplete
+last line is dropped. Costs about 11 bytes per position and policy.
 """
 
 from __future__ import annotations
@@ -39,10 +36,7 @@ class PartialWriteError(CalibrationError):
 
 
 class Partial:
-    """The partial file of one run, open and locked until it is closed.
-
-    Args:
-        path: The file; it is created if missing.
+    """The partial file of one run, created if missing, and locked until it is closed.
 
     Raises:
         OSError: It cannot be created, read and written.
@@ -64,13 +58,10 @@ class Partial:
             self._refuse("another run has just ended and removed it; start again")
 
     def begin(self, run: Mapping[str, Any]) -> list[Row]:
-        """Start or resume a run.
+        """Start or resume a run; returns the rows in the file, in order.
 
         Args:
             run: Its identity, as plain values; an error names the first one that differs.
-
-        Returns:
-            The rows in the file, in order.
 
         Raises:
             PartialError: The file is of another run, or damaged.
@@ -99,11 +90,7 @@ class Partial:
         return max(0, self.path.read_bytes().count(b"\n") - 1)
 
     def add(self, row: Row) -> None:
-        """Append a row.
-
-        Raises:
-            PartialWriteError: It cannot be written. Earlier rows are intact.
-        """
+        """Append a row, or raise `PartialWriteError`; earlier rows are intact."""
         self._append(row)
 
     def remove(self) -> None:

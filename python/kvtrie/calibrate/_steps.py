@@ -67,14 +67,7 @@ class Step:
 
 
 class Renderer:
-    """A tokenizer and its chat template.
-
-    Args:
-        tokenizer: A fast tokenizer with a chat template.
-
-    Raises:
-        CalibrationError: It is not such a tokenizer.
-    """
+    """A fast tokenizer and its chat template; else a `CalibrationError`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:
@@ -92,19 +85,11 @@ class Renderer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[Step]:
-        """Split a conversation into its replies.
+        """Split a conversation into its replies, up to the last measured one.
 
         An assistant message that follows a user or tool message and calls no tool is a reply. It is
-        scored if it has ``"scored": true``.
-
-        Args:
-            messages: The conversation with reasoning, as ``reasoning_content`` or between think
-                marks.
-            scenario: What is replayed and measured.
-            tools: Tool schemas for the chat template.
-
-        Returns:
-            The replies up to the last measured one.
+        scored if it has ``"scored": true``. Reasoning is ``reasoning_content`` or between think
+        marks.
 
         Raises:
             CalibrationError: The chat template refuses a message, or returns nothing.

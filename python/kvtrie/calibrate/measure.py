@@ -70,7 +70,7 @@ class Report:
         data: What was replayed.
         conversations: Conversations, by scenario.
         results: One per policy and scenario.
-        checkpoint: Digest of the model directory; None if its weights are not in safetensors files.
+        checkpoint: As in `kvtrie.gates.Gate`.
     """
 
     model: str
@@ -242,9 +242,6 @@ def calibrate(
         partial: Keeps each finished conversation, and resumes the same run from it. The caller
             removes and closes it.
 
-    Returns:
-        The figures.
-
     Raises:
         FileNotFoundError: There is no such directory.
         ValueError: A policy is unknown, or an argument is out of range.
@@ -349,7 +346,7 @@ def _digest(path: str | PathLike[str]) -> str | None:
 
 
 def _load(directory: Path, device: str, dtype: str) -> tuple[Any, Any]:
-    # Its progress bars and reports are for training; errors are reported in one sentence below.
+    # They are for training; errors are reported in one sentence below.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:

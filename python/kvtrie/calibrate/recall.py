@@ -2,11 +2,8 @@
 
 In every other exchange the assistant draws eight names with numbers in its reasoning and writes
 them into its answer. The exchanges between ask for what only an earlier *answer* has: the last list
-from its beginning (found by position), or the number of one name (found by name). Chat templates
-drop the reasoning of earlier turns, so an answer moves when the next user message comes, and again
-when the oldest exchange leaves the context.
-
-Standard library only. Every conversation depends on its arguments alone.
+from its beginning (found by position), or the number of one name (found by name). An answer moves
+when the reasoning before it is dropped, and again when the oldest exchange leaves the context.
 """
 
 from __future__ import annotations
@@ -41,10 +38,10 @@ MUSING: Final = tuple("hmm so well then now maybe fine okay next good".split())
 
 
 def conversation(seed: int, exchanges: int, window: int = 10) -> list[dict[str, Any]]:
-    """One conversation, with all reasoning.
+    """One conversation with all reasoning, which depends on the arguments alone.
 
     Args:
-        seed: The seed; the conversation depends only on it and the other arguments.
+        seed: The seed.
         exchanges: User messages, each with its reply; the first draws, the second asks, and so on.
         window: Questions ask only for what the last ``window`` exchanges hold, including their own.
 
@@ -86,7 +83,7 @@ def conversation(seed: int, exchanges: int, window: int = 10) -> list[dict[str, 
 
 
 def vocabulary() -> list[str]:
-    """Every word of the task, sorted: all words that its tokenizer needs."""
+    """Every word of the task, sorted."""
     rules = " ".join((SYSTEM, DRAW, AGAIN, WHICH.format(name="")))
     return sorted({*rules.split(), *NAMES, *NUMBERS, *MUSING})
 

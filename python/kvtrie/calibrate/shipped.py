@@ -11,21 +11,10 @@ KINDS: Final = ("gqa", "partial", "mla")
 
 
 def model_path(kind: str) -> Path:
-    """The directory of a shipped model, for transformers.
-
-    Args:
-        kind: One of ``KINDS``.
-
-    Returns:
-        A directory with config, weights, tokenizer, chat template and model card.
+    """The directory of a shipped model (one of ``KINDS``): weights, tokenizer, template, model card.
 
     Raises:
         ValueError: There is no such model.
-
-    Example:
-        >>> from kvtrie.calibrate import shipped
-        >>> (shipped.model_path("gqa") / "config.json").is_file()
-        True
     """
     if kind not in KINDS:
         msg = f"model_path: no model is shipped for {kind!r}, only for {', '.join(KINDS)}"

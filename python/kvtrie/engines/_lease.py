@@ -1,4 +1,4 @@
-"""The blocks of one running request, from plan to release; see the engine loop in the manual."""
+"""The blocks of one running request, from plan to release; see ``docs/engine-loop.md``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,14 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """A plan, and its request in the store's ledger.
+    """A plan, and its request in the store's ledger, which has the table, ids and computed range.
 
-    The ledger has the table, the ids and the computed range. Every block of the table belongs to
-    the index or is held by the lease; after ``close`` none is held. After an exception at any point
-    the lease still closes cleanly.
-
-    Args:
-        store: Index, free list, pool and ledger.
-        seq: The tokens; only the ledger changes them until ``close``.
-        policy: What may be reused.
-        headroom: Blocks that must stay available for others after this lease has its own.
+    Every block of the table belongs to the index or is held by the lease; after ``close`` none is
+    held. After an exception at any point the lease still closes cleanly. Only the ledger changes
+    ``seq`` until then; ``headroom`` blocks must stay available for others.
 
     Raises:
-        OutOfBlocksError: If there are not enough blocks; nothing was evicted.
+        OutOfBlocksError: There are not enough blocks; nothing was evicted.
     """
 
     def __init__(
@@ -85,11 +79,7 @@ class Lease:
         return start, min(end, start + limit)
 
     def issue(self, end: int) -> None:
-        """Allocate blocks for the positions up to ``end``, which are computed next.
-
-        Raises:
-            OutOfBlocksError: If there are not enough blocks; nothing was evicted.
-        """
+        """Allocate blocks up to ``end``, or raise `OutOfBlocksError` with nothing evicted."""
         ledger = self._store.ledger
         wanted = -(-end // ledger.block_size) - len(ledger.blocks(self))
         if wanted > 0:

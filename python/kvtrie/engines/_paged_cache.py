@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def pool_rows(layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
     """What a pool stores of what transformers caches: K and V, or one latent row (MLA).
 
-    For an MLA model, transformers caches the latent as keys and the rotated part of K as values.
+    For MLA, transformers caches the latent as keys and the rotated part of K as values.
     """
     return [keys, values] if layout.v_head_dim else [torch.cat([keys, values], dim=-1)]
 
@@ -29,11 +29,6 @@ def pool_rows(layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> lis
 def check_rows(
     layout: KVLayout, rows: list[torch.Tensor], num_tokens: int, dtype: torch.dtype, layer: int
 ) -> None:
-    """Check that rows of one layer fit a pool.
-
-    Raises:
-        LayoutError: If shape or element type differ.
-    """
     for name, states, dim in zip("KV", rows, (layout.head_dim, layout.v_head_dim), strict=False):
         want = (1, layout.num_kv_heads, num_tokens, dim)
         if tuple(states.shape) != want or states.dtype != dtype:
@@ -45,7 +40,7 @@ def check_rows(
 
 
 class _PassSlots:
-    """Slots written and blocks read by one pass: positions ``[start, end)`` of a block table."""
+    """Slots written and blocks read by one pass."""
 
     def __init__(self, pool: KVPool, table: NDArray[np.int32], start: int, end: int) -> None:
         self.pool = pool
@@ -124,15 +119,6 @@ class PagedCache(Cache):
     ``update`` scatters the new rows to their slots and returns the rows of ``[0, end)`` in table
     order, as a contiguous cache does. The first pass of a prompt without reuse gets its own rows
     back and reads nothing.
-
-    Args:
-        pool: The pool of the table's blocks.
-        table: Block ids of the sequence, position 0 first.
-        start: First position that the pass computes; everything before it is in the table.
-        end: Position after the last.
-
-    Raises:
-        ValueError: If a position is outside the table or a block is outside the pool.
     """
 
     def __init__(self, pool: KVPool, table: NDArray[np.int32], start: int, end: int) -> None:
@@ -141,11 +127,7 @@ class PagedCache(Cache):
         super().__init__(layers=list(self._paged))
 
     def check_written(self) -> None:
-        """Check after a pass that every layer was written.
-
-        Raises:
-            LayoutError: If the model skipped a layer, so that its KV is not in the pool.
-        """
+        """Check after a pass that the model skipped no layer: its KV would not be in the pool."""
         for number, layer in enumerate(self._paged):
             if not layer.was_written:
                 msg = f"the model stored no K and V for layer {number} through the cache"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtrie.engines._store import Store
     from kvtrie.engines._text import TextStream
 
-# A plan that copies nothing needs no block except its table, so it fits if the table does.
+# Needs no block except its table, so it fits if the table does.
 _IN_PLACE_ONLY: Final = ReusePolicy(approximate=False, partial_blocks=False)
 
 
@@ -42,13 +42,7 @@ class Job:
 
 
 class Scheduler:
-    """Runs jobs step by step, oldest first, with one model pass per job.
-
-    Args:
-        store: Index, free list and pool.
-        runner: Runs the model.
-        prefill_chunk: Most prompt tokens that one step computes for one job.
-    """
+    """Runs jobs step by step, oldest first, with one model pass per job."""
 
     def __init__(self, store: Store, runner: Runner, prefill_chunk: int) -> None:
         self._store = store
@@ -69,8 +63,7 @@ class Scheduler:
     def step(self) -> list[Event]:
         """One pass for every running job, then for every job that can be admitted.
 
-        Returns:
-            The events of this step, at most one per job.
+        Returns at most one event per job.
         """
         events: list[Event] = []
         num_preemptions = self._num_preemptions
@@ -89,11 +82,7 @@ class Scheduler:
         return events
 
     def cancel(self, request: Request) -> None:
-        """End a request now, in any state.
-
-        Args:
-            request: The request; no effect if it has ended.
-        """
+        """End a request now, in any state; no effect if it has ended."""
         for job in [*self.waiting, *self.running]:
             if job.request is request:
                 self._end(job, "cancelled")

@@ -38,7 +38,7 @@ class BlockCounts:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The owners of a pool's blocks: index, free list, pool and ledger."""
+    """Index, free list, pool and ledger."""
 
     index: RadixIndex
     allocator: BlockAllocator

@@ -80,13 +80,27 @@ class TurnTracker:
     It keeps ids, how far they are computed, and the handles of their KV; no KV. Tokens are
     compared, not hashes; every count is exact to the token. Namespaces are separate.
 
-    **Threads.** All calls may come from any thread. One lock guards a tracker; histories are compared without it, so a long comparison blocks nobody, and its result is that of the moment of the lookup. No call runs code of the caller under the lock, and forgotten objects are destroyed after it is released. But Python may run a finalizer wherever garbage collection starts, and a signal handler between any two lines: those that call the tracker may deadlock. After `os.fork`, calls in the child raise `StaleHandleError`.
+    **Threads.** All calls may come from any thread. One lock guards a tracker; histories are
+    compared without it, so a long comparison blocks nobody, and its result is that of the moment of
+    the lookup. No call runs code of the caller under the lock, and forgotten objects are destroyed
+    after it is released. But Python may run a finalizer wherever garbage collection starts, and a
+    signal handler between any two lines: those that call the tracker may deadlock. After `os.fork`,
+    calls in the child raise `StaleHandleError`.
 
-    **Bounds.** A history is forgotten `ttl` seconds after it was kept. Choose less than the engine keeps its blocks for (vLLM's ``decoder_kv_blocks_ttl``, 480 by default, counts from the end of the request). The least recently used conversations are dropped when `max_tokens` or `max_conversations` would be exceeded.
+    **Bounds.** A history is forgotten `ttl` seconds after it was kept. Choose less than the engine
+    keeps its blocks for (vLLM's ``decoder_kv_blocks_ttl``, 480 by default, counts from the end of
+    the request). The least recently used conversations are dropped when `max_tokens` or
+    `max_conversations` would be exceeded.
 
-    **Cost.** `compare` reads the prompt once. A plan of moved runs also reads the history, and up to eight if several may hold the runs. Without a conversation id, the first call after a newer history was forgotten may look at all histories of the namespace, each in a fraction of a microsecond.
+    **Cost.** `compare` reads the prompt once. A plan of moved runs also reads the history, and up
+    to eight if several may hold the runs. Without a conversation id, the first call after a newer
+    history was forgotten may look at all histories of the namespace, each in a fraction of a
+    microsecond.
 
-    **vLLM.** `kv_transfer_params` are those that a decode engine with ``bidirectional_kv_xfer`` returns. They are cut to a list that is safe to read, handed out once, and left out with a `transfer_reason` if no list is safe; see ``docs/router.md``. Approximate KV is never offered, because vLLM does not label it.
+    **vLLM.** `kv_transfer_params` are those that a decode engine with ``bidirectional_kv_xfer``
+    returns. They are cut to a list that is safe to read, handed out once, and left out with a
+    `transfer_reason` if no list is safe; see ``docs/router.md``. Approximate KV is never offered,
+    because vLLM does not label it.
 
     Args:
         ttl: Seconds that a history is kept; may be `math.inf`.

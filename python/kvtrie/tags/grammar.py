@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Grammar:
     """A format and the ids of its delimiters, in tables that are read per token.
 
-    It holds no state of a stream. A `Tagger` is a grammar that makes streams.
+    A `Tagger` is a grammar that makes streams; a grammar has no state of a stream.
 
     Args:
         form: The format.

@@ -46,7 +46,7 @@ def as_tokens(
     if array.dtype.kind not in "iu":
         msg = f"{call}: ids are {array.dtype}, not integers"
         raise TypeError(msg)
-    # Ids of a `TokenSequence` are uint32 and need no check.
+    # Ids of a `TokenSequence` need no check.
     for bound in () if array.dtype == np.uint32 else (array.min(), array.max()):
         if not 0 <= int(bound) <= MAX_TOKEN:
             msg = f"{call}: token id {bound} is not in [0, {MAX_TOKEN}]"
@@ -55,11 +55,7 @@ def as_tokens(
 
 
 def as_position(value: object, what: str) -> int:
-    """A checked position.
-
-    Raises:
-        TypeError: It is not an integer.
-    """
+    """A checked position, or a TypeError."""
     if not isinstance(value, (bool, np.bool_)):
         try:
             return operator.index(value)  # type: ignore[arg-type] # raises TypeError itself

@@ -1,9 +1,4 @@
-"""Detects which chat format a tokenizer's own template renders.
-
-Conversations of made-up words are rendered and tokenised, and read with every preset whose
-delimiters the tokenizer has. The format is the preset that finds each word where it was put. When
-reasoning is deleted, and how much of it, is read from the rendered text.
-"""
+"""Detects which chat format a tokenizer's own template renders; see `Tagger.from_tokenizer`."""
 
 from __future__ import annotations
 
@@ -38,7 +33,7 @@ class _Unreadable(Exception):  # noqa: N818 - it never leaves this module
 
 
 def recognise(tokenizer: object, arguments: Mapping[str, Any]) -> Format:
-    """The format that a tokenizer's template renders; see `Tagger.from_tokenizer`.
+    """The format that a tokenizer's template renders.
 
     Raises:
         TypeError: ``tokenizer`` is not a tokenizer.
@@ -76,7 +71,7 @@ def recognise(tokenizer: object, arguments: Mapping[str, Any]) -> Format:
 
 
 class _BrokenTemplateError(Exception):
-    """A template does not render even a question and its answer."""
+    """A template renders not even a question and its answer."""
 
 
 class _Probe:
@@ -181,11 +176,7 @@ def _loop(style: tuple[Any, Any, dict[str, Any]], *, reasoning: bool = False) ->
 
 
 def _check(probe: _Probe, grammar: Grammar, text: str, words: Iterator[tuple[str, str]]) -> None:
-    """Check that the grammar finds each word under its kind.
-
-    Raises:
-        _Unreadable: It does not.
-    """
+    """Check that the grammar finds each word under its kind; else `_Unreadable`."""
     ids = [int(token) for token in probe.tokenizer.encode(text, add_special_tokens=False)]
     sections = read_whole(grammar, ids).sections
     for word, kind in words:
@@ -203,10 +194,9 @@ def _check(probe: _Probe, grammar: Grammar, text: str, words: Iterator[tuple[str
 
 
 def _measured(form: Format, probe: _Probe) -> Format:
-    """The format with this template's boundary and drops.
+    """The format with this template's boundary and drops, or `_Unreadable` for another format.
 
     Raises:
-        _Unreadable: It is another format.
         ValueError: The tokenizer lacks a delimiter.
     """
     found = from_tokenizer(form, probe.tokenizer, f"Tagger({form.name!r})")

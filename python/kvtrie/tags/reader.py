@@ -1,7 +1,6 @@
 """How one token changes the state of a stream: delimiters, messages, sections, turns.
 
-Most tokens change nothing. Text inside an open section is skipped (`State.is_idle`); any other
-token costs one transition of the automaton.
+Text inside an open section is skipped (`State.is_idle`); any other token costs one transition.
 """
 
 from __future__ import annotations
@@ -36,9 +35,6 @@ class MessageReader:
 
     Every call takes a state and returns the next one. The lists only grow between calls of
     `rewind`; a state has their lengths.
-
-    Args:
-        grammar: The compiled format.
     """
 
     __slots__ = ("_grammar", "sections", "turns")
@@ -66,7 +62,7 @@ class MessageReader:
         return after if after.node == node else after._replace(node=node)
 
     def finish(self, state: State, position: int, *, complete: bool) -> State:
-        """The state after the open message has ended at the last token."""
+        """The state after the open message ended at the last token."""
         after = self._settle(state)
         if after.phase == BODY:
             after = self._end_message(after, position, position)

@@ -160,7 +160,7 @@ def from_mapping(form: Format, ids: Mapping[str, object], what: str) -> Spelling
 
     Raises:
         TypeError: A value is not an id.
-        ValueError: A string of the format is missing; the message names all missing ones.
+        ValueError: Strings of the format are missing; the message names all.
     """
     wanted = {text for text, _ in form.delimiters()} - form.optional
     wanted |= {name for _, name in form.names()}

@@ -3,7 +3,7 @@
 A prompt token and a cached slot are a *pair* if they hold the same token and the policy allows that
 slot there. A *match* is a chain of pairs, (i, slot), (i + 1, next slot on one path), that cannot be
 extended on either side and is at least `min_run` long. Parents are unique, so the last pair
-identifies a match. One recurrence over prompt times slots finds all matches:
+identifies a match. One recurrence finds all matches:
 
     length(i, slot) = length(i - 1, slot before) + 1, or 0 if (i, slot) is not a pair
 """
@@ -61,11 +61,8 @@ class Source(NamedTuple):
 class Piece:
     """Prompt tokens from `start` that are copied from consecutive slots of one path.
 
-    Attributes:
-        start: The position of the first token in the prompt.
-        sources: One slot per token.
-        same_prefix: Whether the prompt up to here is the path of these slots. Such a copy is as
-            exact as its source, and adds no hop.
+    If `same_prefix`, that path is the prompt up to here: such a copy is as exact as its source, and
+    adds no hop.
     """
 
     start: int
@@ -172,13 +169,7 @@ class Slots:
 
 
 def cover(slots: Slots, start: int, min_run: int) -> list[Piece]:
-    """Cover a prompt from left to right.
-
-    Args:
-        slots: The cached slots, compared with the prompt.
-        start: The first uncovered token.
-        min_run: The shortest match; a piece may be shorter if matches overlap.
-    """
+    """Cover a prompt from left to right; a piece may be shorter than `min_run` if matches overlap."""
     pieces = []
     while start < len(slots.prompt):
         piece = slots.best(start, min_run)

@@ -19,11 +19,7 @@ IN_PLACE = 0
 class Origin(NamedTuple):
     """The source of one token's KV, and its label once the plan is applied.
 
-    Attributes:
-        piece: The number of its piece: no segment spans two pieces.
-        source: The slot.
-        exact: Whether it is exact here.
-        hops: Its hops here.
+    No segment spans two pieces; `exact` and `hops` are those of the token here.
     """
 
     piece: int
@@ -40,13 +36,8 @@ Draft: TypeAlias = list[Origin | None]
 class Cached:
     """The state of an index that a draft depends on.
 
-    Attributes:
-        entries: The present entries of the namespace, by whole prefix.
-        block_size: Tokens per block.
-        min_run: The shortest match, unless a policy sets a longer one.
-        moved_runs: Whether runs of other prefixes are used at all.
-        kinds: The names of the kinds, by bit.
-        is_one_path: Whether the entries are those of one path: their order is that of positions.
+    `entries` are the present ones of the namespace, by whole prefix; `kinds` are names, by bit. If
+    `is_one_path`, the order of the entries is that of positions.
     """
 
     entries: dict[Tokens, Entry]

@@ -52,23 +52,12 @@ MIN_MIN_RUN = 8
 class ModelIndex(Removal):
     """`kvtrie.RadixIndex`, as a dictionary from whole prefixes to entries.
 
-    `seed`, `pool_id` and `hash_bits` are accepted and ignored: results do not depend on them, nor
-    on `max_candidates` while a `RadixIndex` drops none. `digest()` equals that of another model
-    with the same calls, never that of a `RadixIndex`. `stats()` has only the counts that do not
-    depend on how an index is built.
+    `seed`, `pool_id`, `hash_bits` and `max_candidates` are accepted and ignored: the model tries
+    all places. `digest()` equals that of another model with the same calls, never that of a
+    `RadixIndex`. `stats()` has only the counts that do not depend on how an index is built.
 
     A plan compares all tokens of the prompt with all cached tokens: fast enough for hundreds, slow
     for many thousands.
-
-    Args:
-        num_blocks: Block ids are in `0..num_blocks`.
-        block_size: Tokens per block.
-        min_run: The shortest moved run in tokens, at least 8.
-        max_candidates: Ignored: the model tries all places.
-        moved_runs: Whether moved runs are used.
-        seed: Ignored.
-        pool_id: Ignored: a model has no snapshots.
-        hash_bits: Ignored.
     """
 
     def __init__(
@@ -112,17 +101,6 @@ class ModelIndex(Removal):
     def lookup(
         self, seq: AnySequence, *, keep_last: int = 0, touch: bool = True, start: int = 0
     ) -> ModelMatch:
-        """Find the longest run of present exact blocks from position 0.
-
-        Args:
-            seq: The sequence.
-            keep_last: Tokens at the end that are not matched.
-            touch: Whether this counts as use.
-            start: Blocks before this position are not listed.
-
-        Returns:
-            The tokens matched, counted from 0, and the blocks from `start` on.
-        """
         namespace, tokens = read(seq)
         keep_last = as_count(keep_last, "keep_last")
         touch = as_flag(touch, "touch")
@@ -151,18 +129,6 @@ class ModelIndex(Removal):
         pin: bool = True,
         path: AnySequence | None = None,
     ) -> ModelPlan:
-        """Plan how to build the KV of a prompt.
-
-        Args:
-            seq: The prompt.
-            policy: What may be reused; None: `EXACT_ONLY`.
-            keep_last: Tokens at the end that are computed.
-            pin: Whether the plan's blocks stay until it is released.
-            path: The only sequence whose entries are used; None: all of the namespace.
-
-        Returns:
-            The plan: whole blocks in place, then copies, and the gaps between.
-        """
         namespace, tokens = read(seq)
         policy = EXACT_ONLY if policy is None else policy
         expect(policy, ReusePolicy, "policy")
@@ -213,19 +179,6 @@ class ModelIndex(Removal):
         source: Source,
         spans: Iterable[Span] = (),
     ) -> ModelInsertResult:
-        """Offer blocks for the front of a sequence.
-
-        Args:
-            seq: The sequence of the blocks.
-            blocks: Ids, the first for the block at `start`.
-            num_computed: Tokens from 0 that have KV.
-            start: The position of the first id, a multiple of the block size.
-            source: The source of the KV: a plan, `COMPUTED` or `Imported(...)`.
-            spans: Tags to set.
-
-        Returns:
-            The ids that back the sequence from `start` on, and the other ids by outcome.
-        """
         namespace, tokens = read(seq)
         offered = as_integers(blocks, "blocks", self.num_blocks)
         num_computed = as_count(num_computed, "num_computed")

@@ -73,7 +73,7 @@ def copied_from(draft: Draft) -> set[int]:
 
 
 class ModelPlan:
-    """How to build the KV of a prompt: `kvtrie.ReusePlan`, made by `ModelIndex.plan`."""
+    """`kvtrie.ReusePlan`, made by `ModelIndex.plan`."""
 
     def __init__(self, index: ModelStore, state: PlanState, draft: Draft) -> None:
         self._index = index
@@ -147,13 +147,6 @@ class ModelPlan:
     def moves(
         self, table: Integers, start: int = 0, end: int | None = None
     ) -> npt.NDArray[np.void]:
-        """The copies as plain data.
-
-        Args:
-            table: The block ids of the prompt, from position 0.
-            start: Only copies to positions from here on.
-            end: And before this one; None: the end of the prompt.
-        """
         ids = as_integers(table, "table", self._index.num_blocks)
         size = self._index.block_size
         length = len(self._draft)

@@ -42,13 +42,7 @@ def common(left: Tokens, right: Tokens) -> int:
 
 
 class ModelSequence:
-    """Token ids from position 0 in a namespace: `kvtrie.TokenSequence` without cached state.
-
-    Args:
-        ids: Token ids, each in `0..2**32`.
-        namespace: What the KV depends on besides the tokens.
-        items: Ranges that represent something else (an image), ascending and disjoint.
-    """
+    """`kvtrie.TokenSequence` without cached state; only it has `tokens`, in comparable form."""
 
     def __init__(self, ids: Integers, namespace: Namespace, items: Sequence[Item] = ()) -> None:
         expect(namespace, Namespace, "namespace")
@@ -88,12 +82,6 @@ class ModelSequence:
         return f"ModelSequence({self._ids}, {self._namespace}, items={self._items})"
 
     def extend(self, ids: Integers, items: Sequence[Item] = ()) -> None:
-        """Append `ids`; `items` are given by their positions in the whole sequence.
-
-        Args:
-            ids: More token ids.
-            items: Items within the new ids.
-        """
         new = as_integers(ids, "ids", TOKEN_LIMIT)
         end = len(self._ids)
         for item in items:
@@ -107,11 +95,6 @@ class ModelSequence:
         self._tokens = effective(self._ids, self._items)
 
     def truncate(self, n: int) -> None:
-        """Drop everything from position `n` on; an item that is cut ends there.
-
-        Args:
-            n: The new length, at most the current one.
-        """
         n = as_count(n, "n")
         if n > len(self._ids):
             message = f"truncate to {n}, but the sequence has {len(self._ids)} tokens"

@@ -144,11 +144,7 @@ class ModelStore:
         return self._oldest_end()
 
     def _oldest_end(self, *, cut_off: bool = False) -> Key | None:
-        """The unpinned block with nothing present below, by last use, deepest, lowest id.
-
-        Args:
-            cut_off: Only among blocks with a hole above them.
-        """
+        """The unpinned block with nothing present below, by last use, deepest, lowest id."""
         pinned = self._pinned()
         above = self._above(self._entries)
         holes = above - self._entries.keys()
