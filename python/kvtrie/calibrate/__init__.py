@@ -1,4 +1,4 @@
 """What reuse of KV costs a model: replays edited conversations under each policy and measures.
 
-Only `measure` imports torch.
+Of its public modules only `measure` imports torch.
 """

@@ -11,7 +11,10 @@ KINDS: Final = ("gqa", "partial", "mla")
 
 
 def model_path(kind: str) -> Path:
-    """The directory of a shipped model (one of ``KINDS``): weights, tokenizer, template, model card.
+    """The directory of a shipped model, with config, weights, tokenizer, template and model card.
+
+    Args:
+        kind: One of ``KINDS``.
 
     Raises:
         ValueError: There is no such model.

@@ -56,11 +56,10 @@ class Verdict:
     """The verdict on one policy in one scenario alone.
 
     Attributes:
-        within_thresholds: Whether the figures are within the thresholds. None if the data cannot
-            show it, or if no request can ask for the policy.
-        reason: Why they are not, or why the data cannot show it, with value and limit.
+        within_thresholds: None if the data cannot show it, or if no request can ask for the policy.
+        reason: Why the figures are not, or why the data cannot show it, with value and limit.
         questions_needed: Questions that would decide it, if no further answer is lost. None if more
-            questions would not decide it.
+            would not.
     """
 
     within_thresholds: bool | None

@@ -1,11 +1,8 @@
 """What reuse policies compute and cost where a chat template drops earlier reasoning.
 
-Every policy gets the recorded replies, so that distributions can be compared token by token with
-full recomputation. Two histories are made of them:
-
-* *W01*: the template drops the reasoning of every reply except the current one, so each prompt
-  drops one more span than the one before.
-* *W11*: reasoning stays during the conversation, and is dropped all at once before the last reply.
+Every policy gets the recorded replies, so that distributions can be compared with full
+recomputation. Two histories are made of them: *W01*, in which each prompt drops the reasoning of
+one more reply, and *W11*, in which all reasoning is dropped at once before the last reply.
 """
 
 from __future__ import annotations
@@ -76,11 +73,7 @@ def measure(
     tools: list[dict[str, Any]] | None,
     repeats: int,
 ) -> tuple[list[Edited], str | None]:
-    """Build each prompt under each policy, and compare the replies after it.
-
-    Returns:
-        One row per history and policy, and the reason if there are none.
-    """
+    """One row per history and policy, and the reason if there are none."""
     if len(replies) < 2:
         return [], "there is only one reply, so nothing is edited"
     try:

@@ -35,8 +35,8 @@ def as_json(why: kvtrie.Explanation, tokenizer: TextTokenizer | None) -> str:
 
 
 def show(why: kvtrie.Explanation, tokenizer: TextTokenizer | None) -> None:
-    """Print the explanation; in colour where the output is a terminal and NO_COLOR is not set."""
-    # What is shown comes from prompts and files: it must not count as mark-up.
+    """Print the explanation; in colour on a terminal without NO_COLOR."""
+    # Prompts and files must not count as mark-up.
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     console.print(
         Text.assemble(

@@ -1,9 +1,8 @@
 """Process handling of every command: Ctrl-C and failed output end it with one sentence.
 
-Ctrl-C ends the process at once, also inside an import, where an exception would be swallowed or
-shown as a traceback. Files that must be complete are on disk before that
-(``kvtrie.calibrate._partial``) or are written under ``held``. A stream that cannot be written (full
-disk, closed pipe) ends the process at the write.
+Ctrl-C ends the process at once, also inside an import, where an exception would be swallowed. Files
+that must be complete are on disk before that (``kvtrie.calibrate._partial``) or are written under
+``held``. A stream that cannot be written ends the process at the write.
 
 Standard library only: `guard` is called before any other import.
 """
@@ -42,18 +41,14 @@ def guard() -> None:
         _end("standard output is closed", BAD_OUTPUT)
     sys.stdout = cast("TextIO", _Checked(sys.stdout, "standard output"))
     if sys.stderr is None:
-        # Without stderr, progress and messages are lost; rich would show them on stdout.
+        # Rich would show progress and messages on stdout.
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good
     sys.stderr = cast("TextIO", _Checked(sys.stderr, None))
 
 
 @contextlib.contextmanager
 def last_words(say: Callable[[], str]) -> Iterator[None]:
-    """Add text to the sentence on Ctrl-C.
-
-    Args:
-        say: Returns what was kept, and what to do next.
-    """
+    """Add what ``say`` returns (what was kept, and what to do next) to the sentence on Ctrl-C."""
     global _last_words  # noqa: PLW0603 - a process has one handler
     _last_words = say
     try:

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(total: int, out: TextIO) -> Iterator[Callable[[str], None]]:
-    """Show the progress of a long run.
-
-    Yields:
-        A function to call after each step, with the step's name.
-    """
+    """Yield a function to call after each step, with the step's name."""
     console = Console(file=out)
     if console.is_terminal:
         with Progress(console=console, transient=True) as bar:
@@ -70,15 +66,7 @@ class Ticks:
 
 @contextmanager
 def ticks(out: TextIO, most: int = 20) -> Iterator[Ticks]:
-    """Show the progress of a run whose length is known only after its start.
-
-    Args:
-        out: The stream to write to.
-        most: Most lines of steps, if that is not a terminal.
-
-    Yields:
-        The object to call before each stage and after each step.
-    """
+    """Yield `Ticks`; where ``out`` is not a terminal, it writes at most ``most`` lines of steps."""
     shown = Ticks(out, most)
     try:
         yield shown

@@ -65,15 +65,9 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
 
 
 def read_prompt(name: str, tokenizer: TextTokenizer | None, *, is_text: bool) -> GivenPrompt:
-    """Read a prompt.
+    """Read a path, or the standard input for ``-``; bad input ends the command.
 
-    Args:
-        name: A path, or ``-`` for the standard input.
-        tokenizer: Encodes text; None if only ids are allowed.
-        is_text: Whether numbers also count as text.
-
-    Returns:
-        The prompt. Bad input ends the command.
+    Without a tokenizer only ids are allowed. ``is_text``: numbers also count as text.
     """
     text = _read(name)
     ids = None if is_text else _ids(name, text)

@@ -93,8 +93,6 @@ class ConversationResult:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """Everything that the command reports."""
-
     model: str
     dtype: str
     device: str
@@ -142,14 +140,10 @@ class DemoResult:
 def replay(
     conversations: Sequence[Conversation], settings: DemoSettings, step: Callable[[str], None]
 ) -> DemoResult:
-    """Answer every turn of every conversation.
-
-    Raises:
-        BadInputError: If model, pool or conversation cannot be used together.
-    """
+    """Answer every turn of every conversation, or raise `BadInputError`."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    # Two pools: one answers, the other is emptied and filled again for the timings.
+    # One pool answers, the other is emptied and filled again for the timings.
     live = _load(settings)
     try:
         num_blocks = settings.num_blocks or _enough_blocks(live, conversations, settings)
@@ -199,7 +193,7 @@ class _ConversationReplay:
         self._step = step
         self._tools = list(conversation.tools) or None
         self._history: list[dict[str, Any]] = []
-        # Every token that has KV after a turn, per turn: what a later turn may find.
+        # Per turn, every token that has KV after it: what a later turn may find.
         self._computed: list[list[int]] = []
         self._replies: list[_edited.Reply] = []
 
@@ -284,7 +278,7 @@ class _ConversationReplay:
 def _load(settings: DemoSettings) -> Generator:
     """The model with a pool of one block, until the conversation shows how many it needs."""
     path = settings.model or model_path()
-    # Its progress bars and reports are for training; errors are reported in one sentence below.
+    # They are for training; errors are reported in one sentence below.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:

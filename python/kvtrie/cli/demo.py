@@ -72,7 +72,7 @@ def demo(
     for name in ("torch", "transformers", "jinja2", "rich"):
         if find_spec(name) is None:
             fail(f"the demo needs {name}: pip install 'kvtrie[cli]'")
-    # Torch takes seconds to import: bad input is reported before, and --help does not need it.
+    # It takes seconds: bad input is reported before, and --help does not need it.
     from kvtrie.cli import _progress, _replay, _report  # noqa: PLC0415 - slow: torch
 
     settings = _replay.DemoSettings(
@@ -81,7 +81,7 @@ def demo(
         block_size=block_size,
         max_new_tokens=max_new_tokens,
         repeats=repeats,
-        # The shipped model's matrices are too small for a second thread.
+        # Its matrices are too small for a second thread.
         threads=threads or (1 if model is None else None),
         device=device,
         dtype=dtype or ("float32" if model is None else "auto"),

@@ -51,10 +51,8 @@ class Conversation:
 
         An assistant message without tool calls after a user or tool message is generated; its
         recorded text is the reference. Tool calls and tool results are given as recorded. If a user
-        or tool message has no reply, the model generates one without a reference.
-
-        Returns:
-            The turns in order; messages after the last reply belong to no turn.
+        or tool message has no reply, the model generates one without a reference. Messages after
+        the last reply belong to no turn.
 
         Example:
             >>> from kvtrie.demo import Conversation
@@ -84,9 +82,6 @@ class Conversation:
 def answer_of(content: str) -> str:
     r"""The answer in a reply: the text after its reasoning.
 
-    Args:
-        content: A reply, with or without a ``<think>...</think>`` block.
-
     Example:
         >>> from kvtrie.demo import answer_of
         >>> answer_of("<think>\nTwo and two.\n</think>\n\nFour.")
@@ -109,14 +104,9 @@ def load_conversations(path: str | Path | None = None) -> list[Conversation]:
         At least one conversation, each with at least one turn.
 
     Raises:
-        ValueError: The file is empty or a line is not a conversation; the text is one sentence that
-            names file, line and reason.
+        ValueError: The file is empty or a line is not a conversation; the text names file, line and
+            reason.
         OSError: The file cannot be read.
-
-    Example:
-        >>> from kvtrie.demo import load_conversations
-        >>> len(load_conversations()[0].turns()) >= 8
-        True
     """
     path = conversation_path() if path is None else Path(path)
     found: list[Conversation] = []

@@ -1,6 +1,6 @@
 """Copies and rotations of KV rows in plain torch: the definition for every faster kernel.
 
-No function here checks slots: the pool does so before it calls.
+The pool checks slots before it calls.
 """
 
 from __future__ import annotations
@@ -32,16 +32,7 @@ _TURNED_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 
 def views(tensors: Sequence[Tensor], rows: Rows, shape: tuple[int, int, int]) -> list[Tensor]:
-    """The rows of each layer as ``[blocks, tokens, heads, dim]``, for any physical order.
-
-    Args:
-        tensors: The tensors, in the order of their numbers in ``rows``.
-        rows: Where K or V is stored.
-        shape: Blocks, tokens per block, heads.
-
-    Returns:
-        One view per layer; writing to it writes to the tensor.
-    """
+    """Views of each layer as ``[blocks, tokens, heads, dim]`` (``shape`` is all but dim)."""
     return [
         tensors[number].as_strided(
             (*shape, rows.dim), rows.strides, tensors[number].storage_offset() + offset
@@ -81,15 +72,7 @@ def _linear(view: Tensor) -> Tensor:
 
 
 def gather_blocks(blocks_of_layer: Tensor, blocks: Tensor) -> Tensor:
-    """Read whole blocks of one layer, in table order.
-
-    Args:
-        blocks_of_layer: ``[num_blocks, block_size, heads, dim]``.
-        blocks: Block ids, int64.
-
-    Returns:
-        ``[len(blocks) * block_size, heads, dim]``, a copy.
-    """
+    """Copy whole blocks of a layer, in table order: ``[len(blocks) * block_size, heads, dim]``."""
     return blocks_of_layer.index_select(0, blocks).flatten(0, 1)
 
 
@@ -164,7 +147,7 @@ def rotate(k: Tensor, rope: RopeSpec, delta: int | Tensor, layer: int = 0) -> Te
     outside the window, pairs with angle 0 and tokens with delta 0 are copied bit for bit. NaN and
     infinity affect only their own pair. The engine's factor in K (YaRN) stays.
 
-    Always rotate from the original bytes: each rotation rounds once, so chained rotations drift.
+    Rotate from the original bytes: chained rotations round each time.
 
     Args:
         k: Keys ``[..., tokens, head_dim]``: float32, bfloat16, float16 or float64.
@@ -177,9 +160,9 @@ def rotate(k: Tensor, rope: RopeSpec, delta: int | Tensor, layer: int = 0) -> Te
         A new tensor of the shape, dtype and device of ``k``.
 
     Raises:
-        UnsupportedRopeError: If ``k`` has a dtype that cannot be rotated (int4, int8, float8).
-        ValueError: If a shape does not fit, or ``layer`` or ``delta`` is out of range.
-        TypeError: If an argument has the wrong type.
+        UnsupportedRopeError: ``k`` has a dtype that cannot be rotated (int4, int8, float8).
+        ValueError: A shape does not fit, or ``layer`` or ``delta`` is out of range.
+        TypeError: An argument has the wrong type.
 
     Example:
         >>> import torch

@@ -1,36 +1,27 @@
 """Copies inside KV pools in Triton: one launch for all layers, with the rotation of K.
 
-Design, with the cost of each part:
-
-* **The unit is a token, not a piece.** Pieces of a plan end at block edges and at any alignment, 8
-  tokens long on average in blocks of 16; one tile per piece would leave half its lanes idle. The
-  host lists source slot, destination slot and angle of every token, 12 bytes per token (24 from
-  2**31 slots on), and the kernel's tiles are dense for any pieces. Neighbouring tokens of a piece
-  are neighbours in memory, also across block edges if the blocks are consecutive. A token of
-  Llama-3-8B is 131,072 bytes of KV, read and written once: the table is 0.005 % of that.
-* **One upload.** The slots, the cosines and sines (8 bytes per pair and delta, computed in float64
-  on the host), the base address and the window of each layer go to the device in one copy from
-  pinned memory, on the same stream. The host does not wait for it.
+* **The unit is a token, not a piece.** Pieces end at block edges and at any alignment: one tile per
+  piece would leave half its lanes idle. The host lists source slot, destination slot and angle of
+  every token, 12 bytes (24 from 2**31 slots on); a token of Llama-3-8B has 131,072 bytes of KV.
+* **One upload.** Slots, cosines and sines (8 bytes per pair and delta, computed in float64 on the
+  host), and each layer's address and window go to the device in one copy from pinned memory, on the
+  same stream. The host does not wait for it.
 * **A tile is rows times channels.** A row is one token of one head; rows count through heads first,
-  then tokens. A program has about 16 KiB of KV (32 rows of 2 * 128 bfloat16) and issues all of its
-  loads before its first store, so that 128 bytes per thread are in flight at once. The grid is
-  tiles by layers.
+  then tokens. A program has about 16 KiB of KV and issues all of its loads before its first store,
+  so that 128 bytes per thread are in flight. The grid is tiles by layers.
 * **Loads are 16 bytes wide** if ``dim`` is the innermost axis: the compiler is given base addresses
-  and strides that are multiples of 16 bytes. Both halves of a NeoX window are loaded as such;
-  interleaved pairs are loaded together and split in registers. Channels outside the window, and V,
-  are moved as integers. Nothing is read or written twice.
-* **Addresses are 64 bits wide.** Slots are converted to int64 before they are multiplied with
-  strides.
+  and strides that are multiples of 16 bytes. Interleaved pairs are loaded together and split in
+  registers. Channels outside the window, and V, are moved as integers.
+* **Addresses are 64 bits wide.**
 * **Arithmetic** is float32 (float64 for elements wider than two bytes), with one rounding and no
   fused multiply-add: the same bits as the reference. Pairs without an angle keep their bits by a
-  select, so NaN and infinity stay in their own pair. Triton's interpreter (3.7) truncates bfloat16
-  and loses its subnormal numbers: only there, bfloat16 is widened and rounded on integers.
+  select. Triton's interpreter (3.7) truncates bfloat16 and loses its subnormal numbers: only there,
+  bfloat16 is widened and rounded on integers.
 
-Layers may rotate by different angles (each layer selects its row of the tables). One launch also
-serves layers whose windows differ in position or width, but then addresses are computed per layer
-and each load is one element.
+Where windows differ in position or width between layers, addresses are computed per layer and each
+load is one element.
 
-The figures above are counted, not measured. This kernel has run under Triton's interpreter and was
+The figures are counted, not measured. This kernel has run under Triton's interpreter and was
 compiled for NVIDIA's sm_80 and sm_90; ``benches/gpu.py`` measures it on a GPU.
 """
 
@@ -241,12 +232,8 @@ def move_rows(
 ) -> None:
     """Do the work of ``reference.move_rows`` in one launch on the device's current stream.
 
-    Args:
-        tensors: As there; on a CUDA device, or on a CPU under ``TRITON_INTERPRET=1``.
-        slots: As there, on the CPU.
-        cos: As there, on the CPU.
-        sin: As there, on the CPU.
-        geometry: As there.
+    ``tensors`` are on a CUDA device, or on a CPU under ``TRITON_INTERPRET=1``; all else is on the
+    CPU.
     """
     num_tokens = slots.shape[1]
     if num_tokens == 0:

@@ -33,7 +33,7 @@ _STATE_SPACE_FIELDS: Final = (
     "state_size",
     "time_step_rank",
 )
-# Values that make a token attend to the tokens after it.
+# Values that make a token attend to those after it.
 _BIDIRECTIONAL: Final[Mapping[str, bool]] = {
     "is_causal": False,
     "use_bidirectional_attention": True,

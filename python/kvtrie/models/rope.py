@@ -93,7 +93,7 @@ class _Head:
 
 
 def _family(fields: ConfigFields, interleaved: bool | None) -> Family | None:
-    """The table's entry; None for a type that is not in the table if the caller gives the order."""
+    """The table's entry; None for a type outside it if the caller gives the order."""
     reason = REFUSED.get(fields.model_type or "")
     if reason is not None:
         fields.refuse(reason)
@@ -213,7 +213,7 @@ def _rotated(
 def _settings_by_layer(
     fields: ConfigFields, family: Family | None, num_layers: int
 ) -> list[Mapping[str, Any] | None]:
-    """RoPE settings of every layer, shared settings are one object; ``None``: no RoPE."""
+    """RoPE settings of every layer; shared settings are one object; ``None``: no RoPE."""
     settings = _settings(fields)
     if family is not None and family.needs_settings and not settings:
         fields.refuse("its config has no rope_parameters (or rope_scaling)")

@@ -1,8 +1,8 @@
 """What configs of known model types do not say about RoPE: one row per type.
 
 Source: transformers 5.19, ``modeling_<type>.py`` for the order of pairs and the rotated layers,
-    ``configuration_<type>.py`` for defaults. tests/kernels/test_rope_models.py builds all of them
-    and compares rotated keys with recomputed ones.
+    ``configuration_<type>.py`` for defaults. tests/kernels/test_rope_models.py compares rotated
+    keys of all of them with recomputed ones.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def edits(draw: st.DrawFn, prompt: Prompt, *, max_tokens: int = 24, alphabet: in
 def families(
     draw: st.DrawFn, *, max_prompts: int = 8, max_tokens: int = 24, alphabet: int = 3
 ) -> list[Prompt]:
-    """One to `max_prompts` prompts, each new or an edit of an earlier one: a tree with many branches."""
+    """Up to `max_prompts` prompts, each new or an edit of an earlier one: a tree."""
     family = [draw(prompts(max_tokens=max_tokens, alphabet=alphabet))]
     for _ in range(draw(st.integers(0, max_prompts - 1))):
         earlier = draw(st.sampled_from(family))

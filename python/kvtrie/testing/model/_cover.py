@@ -169,7 +169,7 @@ class Slots:
 
 
 def cover(slots: Slots, start: int, min_run: int) -> list[Piece]:
-    """Cover a prompt from left to right; a piece may be shorter than `min_run` if matches overlap."""
+    """Cover a prompt from left to right; overlapping matches may give pieces below `min_run`."""
     pieces = []
     while start < len(slots.prompt):
         piece = slots.best(start, min_run)
