@@ -617,7 +617,6 @@ _LEAST_RUN: Final = 8  # no index finds shorter runs
 
 
 def _is_bolder(measured: ReusePolicy, wanted: ReusePolicy) -> bool:
-    """Whether the measured policy reuses at least as much in every respect."""
     least = _LEAST_RUN if wanted.min_run is None else wanted.min_run
     return (
         measured.approximate

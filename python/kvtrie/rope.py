@@ -23,7 +23,7 @@ MAX_DELTA: Final = 2**27
 
 
 def _check(owner: str, name: str, value: object, kind: Any) -> None:  # noqa: ANN401 - a type
-    """Refuse a value of another type. A bool is not a number; an int passes as a float."""
+    """A bool is not a number; an int passes as a float."""
     if kind in {int, float}:
         right = is_int(value) if kind is int else is_number(value)
     else:

@@ -139,7 +139,6 @@ class Renderer:
     def _reply(
         self, prompt: str, history: Messages, message: dict[str, Any], tools: list[Any]
     ) -> str:
-        """The reply as the model would write it, with its end."""
         whole = self._text([*history, message], tools, opens=False)
         end = self._tokenizer.eos_token
         eos = end if isinstance(end, str) else ""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def as_json(report: Report, thresholds: gates.Thresholds) -> str:
-    """The figures as one JSON document; divergences in nats, lengths in tokens."""
+    """Divergences are in nats, lengths in tokens."""
     return json.dumps(document(report, thresholds), ensure_ascii=False, indent=2)
 
 
@@ -68,7 +68,7 @@ class Verdict:
 
 
 def verdict(report: Report, result: Result, thresholds: gates.Thresholds) -> Verdict:
-    """The verdict on one policy in one scenario; the gate also combines all scenarios."""
+    """Of this scenario alone; the gate also combines all scenarios."""
     figures = result.figures
     if not result.policy.can_be_cleared:
         return Verdict(None)
@@ -158,7 +158,7 @@ def _within(kept: Verdict) -> str:
 
 
 def loss_text(result: Result) -> str:
-    """The loss and its interval, in points."""
+    """In points."""
     one = result.figures
     low, high = one.interval
     low, loss, high = (100 * value + 0.0 for value in (low, one.loss, high))

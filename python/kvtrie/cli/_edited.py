@@ -171,7 +171,7 @@ def _row(
 def _seconds(
     live: Generator, policy: policies.Policy, steps: Sequence[Step], repeats: int
 ) -> float:
-    """Median time to the first token of the last prompt, after the reply before it."""
+    """Median over the last prompt, after the reply before it."""
     generator = Generator(
         live.model,
         num_blocks=live.pool.num_blocks,

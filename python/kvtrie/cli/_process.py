@@ -33,7 +33,7 @@ _is_pending = False
 
 
 def guard() -> None:
-    """End the process with one sentence on Ctrl-C, or if stdout or stderr cannot be written."""
+    """End the process with one sentence on Ctrl-C or unwritable output."""
     # If SIGINT is ignored (nohup, background jobs), it stays so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
@@ -48,7 +48,7 @@ def guard() -> None:
 
 @contextlib.contextmanager
 def last_words(say: Callable[[], str]) -> Iterator[None]:
-    """Add what ``say`` returns (what was kept, and what to do next) to the sentence on Ctrl-C."""
+    """Add what ``say`` returns to the sentence on Ctrl-C."""
     global _last_words  # noqa: PLW0603 - a process has one handler
     _last_words = say
     try:
@@ -90,7 +90,7 @@ def _end(text: str, code: int) -> NoReturn:
 
 
 def _say(text: str) -> None:
-    """One sentence on stderr, unbuffered; errors are ignored."""
+    """Unbuffered, on stderr; errors are ignored."""
     shown = _SHOW_CURSOR if os.isatty(2) else ""
     with contextlib.suppress(OSError):
         os.write(2, f"{shown}kvtrie: {text}\n".encode())

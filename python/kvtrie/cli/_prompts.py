@@ -49,7 +49,6 @@ class GivenPrompt:
 
 
 def load_tokenizer(directory: Path) -> TextTokenizer:
-    """The tokenizer of a model directory; nothing is downloaded."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         fail(f"{directory}: it has no tokenizer.json (tokenizers are not downloaded)")
@@ -100,7 +99,7 @@ def _read(name: str) -> str:
 
 
 def _ids(name: str, text: str) -> list[int] | None:
-    """Token ids, or None if the text is not a list of them."""
+    """Token ids, or None if the text is no list of them."""
     values: Any = None
     if text.lstrip().startswith("["):
         try:

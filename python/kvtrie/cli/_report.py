@@ -29,7 +29,7 @@ _LONGEST_SHOWN: Final = 240
 
 
 def as_json(result: DemoResult) -> str:
-    """The figures as one JSON document; times in seconds, lengths in tokens."""
+    """Times are in seconds, lengths in tokens."""
     document = {
         "kvtrie": version("kvtrie"),
         "model": result.model,

@@ -59,7 +59,6 @@ class Lease:
 
     @property
     def num_held(self) -> int:
-        """Blocks that are neither free nor owned by the index."""
         if self._is_closed:
             return 0
         ledger = self._store.ledger
@@ -71,7 +70,7 @@ class Lease:
         return self._store.ledger.final_range(self)[1] == len(self._seq)
 
     def next_range(self, limit: int) -> tuple[int, int]:
-        """The next tokens to compute, at most ``limit``: of a gap, or sampled ones."""
+        """The next tokens of a gap, or sampled ones, at most ``limit``."""
         missing = self._store.ledger.missing(self)
         if not len(missing):
             return len(self._seq), len(self._seq)
@@ -79,7 +78,7 @@ class Lease:
         return start, min(end, start + limit)
 
     def issue(self, end: int) -> None:
-        """Allocate blocks up to ``end``, or raise `OutOfBlocksError` with nothing evicted."""
+        """Allocate blocks up to ``end``; `OutOfBlocksError` has evicted nothing."""
         ledger = self._store.ledger
         wanted = -(-end // ledger.block_size) - len(ledger.blocks(self))
         if wanted > 0:
@@ -92,7 +91,7 @@ class Lease:
         ledger.schedule(self, end - ledger.lookahead(self)[1])
 
     def advance(self, end: int) -> None:
-        """Record that the range up to ``end`` is computed, and share full blocks."""
+        """Record what is computed, and share full blocks."""
         ledger = self._store.ledger
         ledger.confirm(self, end)
         start, end = ledger.new_range(self)

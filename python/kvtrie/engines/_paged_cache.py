@@ -40,8 +40,6 @@ def check_rows(
 
 
 class _PassSlots:
-    """Slots written and blocks read by one pass."""
-
     def __init__(self, pool: KVPool, table: NDArray[np.int32], start: int, end: int) -> None:
         self.pool = pool
         self.start = start
@@ -98,7 +96,7 @@ class _PagedLayer(CacheLayerMixin):
         return self._slots.start + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens stored before this pass, plus those of this pass once they are stored."""
+        """Includes this pass once it is stored."""
         return self._slots.end if self.was_written else self._slots.start
 
     def get_max_length(self) -> int:
@@ -127,7 +125,7 @@ class PagedCache(Cache):
         super().__init__(layers=list(self._paged))
 
     def check_written(self) -> None:
-        """Check after a pass that the model skipped no layer: its KV would not be in the pool."""
+        """Refuse a model that skipped a layer: its KV would not be in the pool."""
         for number, layer in enumerate(self._paged):
             if not layer.was_written:
                 msg = f"the model stored no K and V for layer {number} through the cache"

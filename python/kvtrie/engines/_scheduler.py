@@ -25,8 +25,6 @@ _IN_PLACE_ONLY: Final = ReusePolicy(approximate=False, partial_blocks=False)
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """The private part of a request."""
-
     request: Request
     seq: TokenSequence
     sampling: Sampling
@@ -54,17 +52,13 @@ class Scheduler:
 
     @property
     def num_held(self) -> int:
-        """Blocks in the tables of running jobs that the index does not own."""
         return sum(job.lease.num_held for job in self.running if job.lease is not None)
 
     def add(self, job: Job) -> None:
         self.waiting.append(job)
 
     def step(self) -> list[Event]:
-        """One pass for every running job, then for every job that can be admitted.
-
-        Returns at most one event per job.
-        """
+        """One pass for every running job, then for every job that can be admitted; one event per job."""
         events: list[Event] = []
         num_preemptions = self._num_preemptions
         for job in list(self.running):
@@ -89,7 +83,7 @@ class Scheduler:
                 return
 
     def _admit(self, job: Job, events: list[Event]) -> None:
-        """Plan the first waiting request and get its blocks; without enough it keeps waiting."""
+        """Without enough blocks, the first waiting request keeps waiting."""
         try:
             lease = self._lease(job)
         except OutOfBlocksError as error:
@@ -134,7 +128,7 @@ class Scheduler:
             raise
 
     def _make_room(self, job: Job, lease: Lease, end: int) -> bool:
-        """Allocate blocks up to ``end``; if none is left, preempt younger requests."""
+        """If no block is left, preempt younger requests."""
         while True:
             try:
                 lease.issue(end)
@@ -149,7 +143,7 @@ class Scheduler:
                 return True
 
     def _preempt(self, job: Job) -> None:
-        """Free a request's blocks; it waits first in the queue, with its tokens so far."""
+        """It waits first in the queue, with its tokens so far."""
         self._num_preemptions += 1
         self.running.remove(job)
         self.waiting.appendleft(job)

@@ -32,7 +32,7 @@ class BlockCounts:
 
     @property
     def lost(self) -> int:
-        """Blocks without an owner: 0, or there is a bug."""
+        """Not 0: there is a bug."""
         return self.total - self.free - self.held - self.indexed - self.condemned
 
 
@@ -46,5 +46,4 @@ class Store:
     ledger: SequenceLedger
 
     def reclaim(self) -> None:
-        """Return blocks that the index has released to the free list."""
         self.allocator.free(self.index.take_freed())

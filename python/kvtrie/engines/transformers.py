@@ -493,7 +493,7 @@ class Generator:
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """The ids that end an answer: the generation config's ids, else the tokenizer's."""
+    """The generation config's ids, else the tokenizer's."""
     config = getattr(model, "generation_config", None)
     found = getattr(config, "eos_token_id", None)
     if found is None and tokenizer is not None:
@@ -504,5 +504,5 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def _request_seed(seed: int, number: int) -> int:
-    """A distinct seed per request, the same in every run."""
+    """Distinct per request, the same in every run."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])

@@ -61,12 +61,12 @@ def scatter_rows(view: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def _is_linear(view: Tensor) -> bool:
-    """Whether each slot's rows start one token stride after those of the slot before."""
+    """Whether rows of consecutive slots are one token stride apart."""
     return view.stride(0) == view.shape[1] * view.stride(1)
 
 
 def _linear(view: Tensor) -> Tensor:
-    """Linear rows by slot: indexing one axis fewer is several times faster on a CPU."""
+    """Indexing one axis fewer is several times faster on a CPU."""
     slots = view.shape[0] * view.shape[1]
     return view.as_strided((slots, *view.shape[2:]), view.stride()[1:], view.storage_offset())
 

@@ -60,7 +60,7 @@ _INTS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16}
 def _row_offsets(
     slots, heads, s_block, s_token, s_head, BLOCK_SIZE: tl.constexpr, LINEAR: tl.constexpr
 ):
-    """Offsets of rows in elements, int64: ``slots`` and ``heads`` are int64 already."""
+    """In elements, int64: ``slots`` and ``heads`` are int64 already."""
     if LINEAR:
         return slots * s_token + heads * s_head
     blocks = slots // BLOCK_SIZE
@@ -76,7 +76,7 @@ def _widen(bits, FLOAT: tl.constexpr, MATH: tl.constexpr, BY_HAND: tl.constexpr)
 
 @triton.jit
 def _narrow(value, FLOAT: tl.constexpr, INT: tl.constexpr, BY_HAND: tl.constexpr):
-    """The bits of an element for a number: round to nearest, ties to even; NaN stays NaN."""
+    """Round to nearest, ties to even; NaN stays NaN."""
     if BY_HAND:
         bits = value.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -95,7 +95,7 @@ def _turn(
     INT: tl.constexpr,
     BY_HAND: tl.constexpr,
 ):
-    """Rotate pairs of bits by angles; pairs with angle 0 keep their bits."""
+    """Pairs with angle 0 keep their bits."""
     turns = (cos != 1.0) | (sin != 0.0)
     first = _widen(one, FLOAT, MATH, BY_HAND)
     second = _widen(two, FLOAT, MATH, BY_HAND)
@@ -280,7 +280,7 @@ def _layers(tensors: Sequence[Tensor], geometry: Geometry) -> Tensor:
 
 
 def _upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy CPU tensors to a device in one copy, each 16-byte aligned."""
+    """In one copy, each part 16-byte aligned."""
     if device.type == "cpu":
         return list(parts)
     staged = _packed(parts, pinned=True)
@@ -289,7 +289,6 @@ def _upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _packed(parts: Sequence[Tensor], *, pinned: bool) -> Tensor:
-    """The bytes of all parts in sequence, each at a multiple of 16."""
     sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
     staged = torch.empty(max(sum(sizes), _ALIGNMENT), dtype=torch.uint8, pin_memory=pinned)
     for part, place in zip(parts, _unpacked(staged, parts), strict=True):
@@ -309,7 +308,7 @@ def _unpacked(staged: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
 def _settings(
     geometry: Geometry, dtype: torch.dtype, layers: Tensor, angles: int
 ) -> dict[str, Any]:
-    """The constants that a kernel is compiled for; without ``angles`` nothing rotates."""
+    """The compiled constants; without ``angles`` nothing rotates."""
     at, k, v = geometry.placement, geometry.placement.k, geometry.placement.v
     v_dim = v.dim if v is not None else 0
     shapes = {
@@ -350,13 +349,12 @@ def _settings(
 
 
 def _is_linear(rows: Rows, block_size: int) -> bool:
-    """Whether slot n starts n token strides after slot 0."""
     block, token, _, _ = rows.strides
     return block == block_size * token
 
 
 def _alignment(layers: Tensor, item_size: int) -> int:
-    """The power of two, 16 bytes at most, that divides every base address."""
+    """The power of two, at most 16 bytes, that divides every base address."""
     found = _ALIGNMENT
     for address in layers[:, :2].flatten().tolist():
         while address % found:

@@ -53,7 +53,7 @@ def frequencies(settings: Mapping[str, Any], head_dim: int) -> tuple[tuple[float
 
 
 def _of_transformers(kind: str) -> Compute | None:
-    """The function of transformers 5 for a type; none for ``default``, which each model defines."""
+    """transformers 5's; none for ``default``, which each model defines."""
     if kind == "default":
         return None
     try:

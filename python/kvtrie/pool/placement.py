@@ -54,7 +54,7 @@ class _Sizes:
     v_dim: int
 
     def of(self, name: str, dim: int) -> int | None:
-        """The size of an axis if rows have ``dim`` channels; ``None``: read from the tensor."""
+        """``None``: read from the tensor. Rows have ``dim`` channels."""
         known = {"kv": 2, "tokens": self.tokens, "heads": self.heads, "dim": dim}
         return known.get(name)
 
@@ -175,7 +175,7 @@ class _Finder:
         _refuse(self._call, reason)
 
     def _members(self, value: object, what: str) -> list[TensorLike]:
-        """The tensors of one side: one, or one per layer."""
+        """One, or one per layer."""
         if is_tensor(value):
             if self._has_layers:
                 return [value]
@@ -243,7 +243,7 @@ class _Finder:
     def _rows(
         self, tensors: Sequence[TensorLike], dim: int, first: int
     ) -> tuple[Rows, Rows | None, int]:
-        """Rows of one side, those of V if an axis holds both, and the number of blocks."""
+        """Rows of one side, those of V if an axis holds both, the number of blocks."""
         shape, strides = tuple(tensors[0].shape), tuple(tensors[0].stride())
         counts = {"layers": 1}
         k_strides = {"layers": 0, "kv": 0, "heads": 0}
@@ -336,7 +336,7 @@ class _Box:
 
     @property
     def is_nested(self) -> bool:
-        """Whether each stride is longer than everything inside it, so that no address repeats."""
+        """Each stride is longer than everything inside it, so no address repeats."""
         reach = 0
         for step, size in sorted(zip(self.strides, self.shape, strict=True)):
             if size > 1:
@@ -346,7 +346,7 @@ class _Box:
         return True
 
     def shares_with(self, other: _Box) -> bool:
-        """Whether two tensors of equal strides share the address of an element."""
+        """For equal strides: whether both have the address of an element."""
         apart, rest = divmod(other.start - self.start, self.item_size)
         if rest:
             return True
@@ -377,7 +377,7 @@ class _Box:
         return _can_meet(apart, (*outer, (1, *runs)))
 
     def _axes(self) -> list[tuple[int, int]]:
-        """Strides and sizes, the longest stride first; axes of one element are skipped."""
+        """The longest stride first; axes of one element are skipped."""
         axes = zip(self.strides, self.shape, strict=True)
         return sorted(((step, size) for step, size in axes if size > 1), reverse=True)
 

@@ -171,7 +171,7 @@ def planned(
 def _plan(
     index: RadixIndex, asked: CompareArguments, path: TokenSequence | None = None
 ) -> ReusePlan:
-    """A plan that is released; its segments can still be read."""
+    """Released; its segments can still be read."""
     plan = index.plan(asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False, path=path)
     plan.release()
     return plan

@@ -82,7 +82,7 @@ def _checked_groups(call: str, value: object) -> list[list[int]] | None:
 
 
 def _copied(params: object, call: str) -> dict[str, Any]:
-    """A copy with exact keys: it is what is checked, because nobody else can change it."""
+    """With exact keys. The copy is checked: nobody else can change it."""
     if not isinstance(params, Mapping):
         msg = f"{call}: kv_transfer_params is a {type(params).__name__}, not a mapping"
         raise TypeError(msg)
@@ -138,7 +138,7 @@ def _none(reason: str) -> CutParams:
 
 
 def _unreadable(params: Mapping[str, Any]) -> str:
-    """Why no receiver would read these blocks, or an empty string."""
+    """Why no receiver would read the blocks, or ""."""
     mode = params.get("transfer_mode")
     if mode not in (None, "pull"):
         return f"transfer_mode is {mode!r}: only a pull receiver reads the named blocks"

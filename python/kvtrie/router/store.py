@@ -126,7 +126,7 @@ class HistoryStore:
     def _make_room(
         self, key: Key, num_tokens: int, leaving: Sequence[History], dead: list[History]
     ) -> None:
-        """Drop others until a history of this size fits; `leaving` is dropped anyway."""
+        """`leaving` is dropped anyway."""
         spared = sum(len(history.places) for history in leaving)
         empty = {history.key for history in leaving} - {key}
         while True:
@@ -137,7 +137,7 @@ class HistoryStore:
             self.drop(self._least_recent(key, leaving), dead)
 
     def _least_recent(self, key: Key, leaving: Sequence[History]) -> History:
-        """The oldest history of the least recently used conversation; those of `key` come last."""
+        """The oldest of the least recently used conversation; those of `key` come last."""
         others = (histories for each, histories in self.conversations.items() if each != key)
         for histories in itertools.chain(others, [self.conversations.get(key, [])]):
             for history in histories:
@@ -234,5 +234,4 @@ class HistoryStore:
         return Seen(path, named, longest, through, histories, may_alias)
 
     def _known_through(self, namespace: Namespace, place: int) -> History | None:
-        """The newest history with this place, unless it was forgotten."""
         return self.spaces.get(namespace, {}).get(int(self.newest[place]))

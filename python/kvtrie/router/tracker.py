@@ -387,7 +387,7 @@ class TurnTracker:
         return TurnAnswer(kind="start_over", num_common=common)
 
     def _longest(self, seen: Seen) -> History | None:
-        """The history with the longest common prefix; on a tie a whole one, then the newest."""
+        """On a tie a whole history, then the newest."""
         if seen.named is not None:
             histories = [
                 (comparison.common(seen.path, history.places), history) for history in seen.named
@@ -402,7 +402,7 @@ class TurnTracker:
         return self._searched(seen.histories, *seen.through)
 
     def _searched(self, histories: list[History], place: int, position: int) -> History | None:
-        """The newest of these with a place; remembered for the next call."""
+        """The newest with a place; remembered for the next call."""
         for history in reversed(histories):
             if len(history.places) > position and history.places[position] == place:
                 with self._lock:
@@ -418,7 +418,7 @@ class TurnTracker:
     def _moved(
         self, asked: CompareArguments, seen: Seen, longest: History | None
     ) -> tuple[History, npt.NDArray[np.void]] | None:
-        """The history with the most reuse through moved runs; the plan's segments."""
+        """That with the most reuse, and the plan's segments."""
         named = seen.named
         histories = self._sources(asked) if named is None else named[-_MOST_PLANNED:]
         if longest is not None and longest not in histories:
@@ -440,7 +440,7 @@ class TurnTracker:
         return found
 
     def _sources(self, asked: CompareArguments) -> list[History]:
-        """Histories that hold runs of the prompt, most tokens first."""
+        """Most tokens first."""
         namespace = asked.prompt.namespace
         plan = self._store.index.plan(
             asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False
@@ -469,7 +469,7 @@ class TurnTracker:
         return found
 
     def _answer(self, found: Comparison, asked: CompareArguments, now: float) -> TurnAnswer:
-        """Hand out a result. The lock is held."""
+        """The lock is held."""
         history, kind, num_exact = found.history, found.kind, found.num_exact
         if history.params is None:
             cut = CutParams(None, 0, "none were kept")

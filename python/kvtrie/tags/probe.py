@@ -100,7 +100,7 @@ class _Probe:
         return text
 
     def _chat(self) -> tuple[str, bool]:
-        """A conversation without tools, and whether it has a system message."""
+        """Without tools; and whether it has a system message."""
         messages = [_user(0), {"role": "assistant", "content": _ANSWER}, _user(1)]
         try:
             text = self.render([{"role": "system", "content": _SYSTEM}, *messages], prompt=True)
@@ -118,7 +118,7 @@ class _Probe:
         return text, False
 
     def _tool_style(self) -> tuple[Any, Any, dict[str, Any]] | None:
-        """The form in which this template takes tool calls; None if it has no tool calls."""
+        """The form of tool calls; None if the template has none."""
         schema = {"type": "object", "properties": {"word": {"type": "string"}}}
         tool = {"name": _TOOL, "description": _TOOL, "parameters": schema}
         given: dict[str, Any] = {"tools": [{"type": "function", "function": tool}]}
@@ -158,7 +158,7 @@ def _user(number: int) -> Message:
 
 
 def _thinking(message: Message) -> Message:
-    """The message with reasoning, under every field name that templates use."""
+    """With reasoning under every field name that templates use."""
     return message | {
         "reasoning_content": _REASONING,
         "reasoning": _REASONING,
@@ -176,7 +176,7 @@ def _loop(style: tuple[Any, Any, dict[str, Any]], *, reasoning: bool = False) ->
 
 
 def _check(probe: _Probe, grammar: Grammar, text: str, words: Iterator[tuple[str, str]]) -> None:
-    """Check that the grammar finds each word under its kind; else `_Unreadable`."""
+    """Each word must have its kind; else `_Unreadable`."""
     ids = [int(token) for token in probe.tokenizer.encode(text, add_special_tokens=False)]
     sections = read_whole(grammar, ids).sections
     for word, kind in words:
@@ -194,11 +194,7 @@ def _check(probe: _Probe, grammar: Grammar, text: str, words: Iterator[tuple[str
 
 
 def _measured(form: Format, probe: _Probe) -> Format:
-    """The format with this template's boundary and drops, or `_Unreadable` for another format.
-
-    Raises:
-        ValueError: The tokenizer lacks a delimiter.
-    """
+    """With this template's boundary and drops; `_Unreadable` for another format."""
     found = from_tokenizer(form, probe.tokenizer, f"Tagger({form.name!r})")
     grammar = Grammar(form, found)
     text, has_system = probe.chat
@@ -224,7 +220,6 @@ def _measured(form: Format, probe: _Probe) -> Format:
 
 
 def _boundary(form: Format, probe: _Probe) -> Boundary:
-    """When the template deletes reasoning."""
     style = probe.tool_style
     answer = {"role": "assistant", "content": _ANSWER}
     if style is not None:

@@ -115,7 +115,7 @@ class MessageReader:
     # --- delimiters -------------------------------------------------------------------------------
 
     def _delimiter(self, state: State, delimiter: str, start: int, end: int) -> State | None:
-        """The state after a delimiter, or None if it counts as text here."""
+        """None if it counts as text here."""
         grammar = self._grammar
         if (begin := grammar.starts.get(delimiter)) is not None:
             return self._begin_message(state, begin, start, end)
@@ -163,7 +163,7 @@ class MessageReader:
         return self._speak_as(state, begin, speaker, channel, end)
 
     def _header_until(self, state: State, position: int) -> tuple[int, ...]:
-        """The header's tokens before a position; -1 stands in for a last one not known yet."""
+        """-1 stands in for a last token not known yet."""
         width = position - state.header_start
         header = state.header[:width]
         if len(header) < min(width, HEADER_LIMIT):
@@ -352,7 +352,6 @@ class MessageReader:
         return state._replace(answer=-1)
 
     def _settle(self, state: State) -> State:
-        """End a section that could still take newlines."""
         if state.growing is None:
             return state
         return self._emit(state._replace(growing=None), state.growing)

@@ -45,7 +45,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> Spelling:
 
 
 def _between(tokenizer: Tokenizer, before: str, text: str, after: str) -> Spelling:
-    """The tokens of `text` between two other texts; empty if they cannot be separated."""
+    """Empty if the texts cannot be separated."""
     whole = _encode(tokenizer, before + text + after)
     front, back = _encode(tokenizer, before), _encode(tokenizer, after)
     # A token that `text` shares with a neighbour belongs to the delimiter.

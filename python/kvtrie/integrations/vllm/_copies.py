@@ -52,7 +52,7 @@ class Copies:
         self._failed: set[int] = set()
 
     def apply(self, loads: Sequence[Load]) -> None:
-        """Copy, ordered before the forward pass by the current stream; see `take_failed`."""
+        """Ordered before the forward pass by the current stream; vLLM computes blocks that failed."""
         for load in loads:
             if load.moves is None:
                 self._failed.update(load.blocks)
@@ -64,7 +64,6 @@ class Copies:
                 self._failed.update(load.blocks)
 
     def take_failed(self) -> set[int]:
-        """Blocks whose copies failed since the last call; vLLM computes them."""
         failed, self._failed = self._failed, set()
         return failed
 

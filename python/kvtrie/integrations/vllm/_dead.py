@@ -41,7 +41,6 @@ class DeadThinking:
         self._waiting: dict[int, tuple[KVCacheBlock, bytes, int]] = {}
 
     def close(self, seq: TokenSequence, reading: Reading, block_ids: Sequence[int]) -> None:
-        """Handle the end of a request, which may end its turn."""
         ranges = self._policy.decide(reading.stream).evict_first
         if not ranges:
             return
@@ -55,7 +54,7 @@ class DeadThinking:
                 self._waiting[block.block_id] = (block, block.block_hash, 0)
 
     def settle(self) -> None:
-        """Move blocks that vLLM has freed meanwhile."""
+        """Move what vLLM has freed meanwhile."""
         if not self._waiting:
             return
         ready = []

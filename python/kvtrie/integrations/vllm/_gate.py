@@ -35,7 +35,6 @@ _FIX: Final = (
 
 
 def cleared(settings: Settings, vllm_config: VllmConfig) -> ReusePolicy:
-    """The policy for approximate requests; ``kvtrie.EXACT_ONLY`` without a gate."""
     if settings.gate is None:
         return EXACT_ONLY
     wanted = settings.wanted()
@@ -79,12 +78,11 @@ def read(settings: Settings) -> gates.Gate | None:
 
 
 def covers(settings: Settings, adapter: str | None) -> bool:
-    """Whether the gate covers requests with this LoRA adapter; it was measured without one."""
+    """A gate was measured without an adapter."""
     return adapter is None or settings.gate in (None, "unchecked")
 
 
 def _served(vllm_config: VllmConfig) -> str:
-    """The digest of the checkpoint that vLLM serves."""
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format not in _PLAIN_FORMATS:
         msg = f"vLLM loads the weights by load_format={load.load_format!r}, not unchanged"
@@ -134,7 +132,6 @@ def _kv_dtype(vllm_config: VllmConfig) -> str:
 
 
 def _check_rope(vllm_config: VllmConfig) -> None:
-    """Refuse vLLM settings that rotate the keys differently than the checkpoint."""
     if not vllm_config.model_config.hf_overrides:
         return
     config = _config(_directory(vllm_config))

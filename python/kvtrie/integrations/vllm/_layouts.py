@@ -78,7 +78,7 @@ def locate(
 def _cpu_pages(
     tensors: list[torch.Tensor], k: int, v: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """K and V of the CPU backend, each as ``[blocks, heads, tokens, channels]``."""
+    """Each ``[blocks, heads, tokens, channels]``."""
     blocks, heads, tokens, _ = tensors[0].shape
     isa = _cpu_isa(tensors[0].dtype, tokens, k)
     if isa not in _PLAIN_ISAS or k != v:
@@ -95,7 +95,7 @@ def _cpu_pages(
 
 
 def _cpu_isa(dtype: torch.dtype, block_size: int, head_dim: int) -> str | None:
-    """The instruction set that vLLM's CPU attention uses; None if this vLLM does not say."""
+    """None if this vLLM does not say."""
     from vllm.v1.attention.backends import cpu_attn  # noqa: PLC0415 - of the CPU build alone
 
     ask = getattr(cpu_attn, "_get_attn_isa", None)

@@ -33,7 +33,7 @@ def start(request: Request, block: int) -> None:
 
 
 def covers(request: Request, block: int) -> bool:
-    """Whether a lineage can begin at ``block``: only full blocks have a hash to replace."""
+    """Only full blocks have a hash to replace."""
     return block < len(request.block_hashes)
 
 

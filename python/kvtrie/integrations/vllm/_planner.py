@@ -95,7 +95,7 @@ class Planner:
     # --- arrival -----------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
-        """Register a request, before vLLM looks it up."""
+        """Called before vLLM looks the request up."""
         self._settle()
         self._requests[request.request_id] = request
         # vLLM truncates and extends a resumable request's tokens without notice.
@@ -255,7 +255,7 @@ class Planner:
     # --- cached segments after gaps (for `KvtrieScheduler`) --------------------------------------
 
     def gap_end(self, request: Request, position: int) -> int | None:
-        """The end of the gap at ``position``, if a cached segment follows."""
+        """The end of a gap that a cached segment follows."""
         live = self._live.get(request.request_id)
         if live is None or live.pending is None:
             return None
@@ -376,13 +376,12 @@ class Planner:
         self._manager.evict_blocks(cached)
 
     def preempted(self, request_id: str) -> None:
-        """Release a preempted request's sources: vLLM may need these blocks too."""
+        """vLLM may need the pinned blocks."""
         live = self._live.get(request_id)
         if live is not None:
             self._drop_pending(request_id, live)
 
     def reset(self) -> None:
-        """Forget every block, and the copies planned after gaps."""
         for request_id in list(self._pending):
             self.preempted(request_id)
         self.sources.reset()
@@ -408,7 +407,6 @@ class Planner:
         self._drop_pending(request_id, live)
 
     def _note_refusal(self, request: Request, live: LiveRequest) -> None:
-        """Record whether vLLM may have refused it because its sources were pinned."""
         before = self._pool.get_num_free_blocks()
         self._drop_pending(request.request_id, live)
         after = self._pool.get_num_free_blocks()
@@ -425,7 +423,7 @@ class Planner:
             self._pool.free_blocks(pending.pinned)
 
     def _offer_prompts(self) -> None:
-        """Index prompts whose KV is written, so that other requests can use them at once."""
+        """So that other requests can use them at once."""
         for request_id, request in list(self._prefilling.items()):
             live = self._live.get(request_id)
             if live is None:
@@ -464,7 +462,6 @@ class Planner:
         self.sources.offer(live.seq, block_ids, stretches, spans=spans)
 
     def _count_prompt(self, request: Request, live: LiveRequest) -> None:
-        """Count, once, the sources of a request's prompt KV."""
         if live.is_counted:
             return
         live.is_counted = True
@@ -479,7 +476,7 @@ class Planner:
             self._dead.settle()
 
     def guarded(self, call: Callable[..., _Answer], *args: object) -> _Answer | None:
-        """The result of a call; if it raises, the error is counted and the result is None."""
+        """If the call raises, the error is counted and the result is None."""
         try:
             return call(*args)
         except Exception:
@@ -505,7 +502,7 @@ class Planner:
             self._dead.close(live.seq, live.reading, block_ids)
 
     def abandon(self, request_id: str) -> None:
-        """Forget a request after an error; vLLM continues with it alone."""
+        """vLLM continues with it alone."""
         live = self._live.pop(request_id, None)
         self._prefilling.pop(request_id, None)
         if live is not None:

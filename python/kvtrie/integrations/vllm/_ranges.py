@@ -63,7 +63,6 @@ def usable(
 def _first_approximate(
     reusable: Sequence[tuple[int, int, bool]], ranges: Sequence[Range]
 ) -> int | None:
-    """The first approximate token inside ranges; both are ascending."""
     return next(
         (
             max(start, segment[0])

@@ -96,14 +96,14 @@ class LiveRequest:
             self.seq.extend(request.all_token_ids[len(self.seq) :])
 
     def begins_with(self, num_local: int) -> None:
-        """Record vLLM's own hit, at every admission of the request."""
+        """Called at every admission."""
         exact = num_local if self.exact_until is None else min(num_local, self.exact_until)
         self.used = [(0, exact, False), (exact, num_local, True)]
         # Blocks that vLLM found may have left the index since, with their hops: assume the most.
         self.moved = [(exact, num_local, self.policy.max_hops)] if exact < num_local else []
 
     def new_spans(self) -> list[Span]:
-        """The spans that have ended since the last call."""
+        """Those that have ended since the last call."""
         return [] if self.reading is None else self.reading.new_spans(self.seq)
 
     def becomes_approximate(self, position: int) -> None:

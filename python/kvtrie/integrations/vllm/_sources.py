@@ -61,7 +61,7 @@ class Sources:
 
     @property
     def index(self) -> RadixIndex:
-        """The index, without the blocks that the pool has handed out."""
+        """Without the blocks that the pool has handed out."""
         if self._gone:
             self._settle()
         return self._index
@@ -136,7 +136,7 @@ class Sources:
         self._pool.unpin_blocks(blocks, on_reuse=self._on_reuse)
 
     def plan(self, seq: TokenSequence, policy: ReusePolicy) -> ReusePlan | None:
-        """A plan all of whose blocks may be read now; None if they keep leaving."""
+        """All its blocks may be read now; None if they keep leaving."""
         for _ in range(_MAX_ROUNDS):
             plan = self.index.plan(seq, policy, keep_last=1, pin=False)
             stale = [number for number in used_by(plan) if self.is_stale(number)]
@@ -171,7 +171,6 @@ class Sources:
         return [records[number] for number in block_ids]
 
     def is_stale(self, number: int) -> bool:
-        """Whether the index's block is no longer what vLLM has under that id."""
         known = self._hashes.get(number)
         return known is None or known != self._pool.blocks[number].block_hash
 
@@ -194,7 +193,7 @@ class Sources:
 
 
 def used_by(plan: ReusePlan) -> list[int]:
-    """The blocks that a plan uses in place or copies from, each once."""
+    """In place or copied from, each once."""
     return sorted({*plan.blocks.tolist(), *plan.source_blocks.tolist()})
 
 

@@ -39,14 +39,13 @@ class Counts:
         self._counts: Counter[str] = Counter()
 
     def add(self, name: str, count: int = 1) -> None:
-        """Count something of `NAMES`."""
         self._counts[name] += count
 
     def add_prompt(self, reuse: str, kind: str, count: int) -> None:
         self.add(f"{_PROMPT}/{reuse}/{kind}", count)
 
     def take(self) -> Stats | None:
-        """What was counted since the last call; None if nothing was."""
+        """None if nothing was counted since the last call."""
         if not self._counts:
             return None
         counts, self._counts = self._counts, Counter()

@@ -124,7 +124,7 @@ class Reading:
             self.stream.feed(np.asarray(seq[len(self.stream) :]))
 
     def new_spans(self, seq: TokenSequence) -> list[Span]:
-        """The spans that have ended since the last call."""
+        """Those that have ended since the last call."""
         self.follow(seq)
         spans = self.stream.spans
         # The last one may have grown since: reasoning includes the newlines after it.
@@ -132,13 +132,13 @@ class Reading:
         return spans[first:]
 
     def finish(self, seq: TokenSequence, *, complete: bool) -> list[Span]:
-        """End the request; returns the spans that `new_spans` has not returned."""
+        """Returns the spans that `new_spans` has not returned."""
         self.follow(seq)
         self.stream.finish(complete=complete)
         return self.new_spans(seq)
 
     def spans(self) -> list[Span]:
-        """All spans so far, including the open one."""
+        """Includes the open one."""
         spans, under_way = self.stream.spans, self.stream.open
         return spans if under_way is None else [*spans, under_way]
 

@@ -45,7 +45,7 @@ def as_flag(value: object, what: str) -> bool:
 
 
 def as_integers(values: Integers, what: str, limit: int) -> list[int]:
-    """`values` as a list of ints in `0..limit`; every type that could hide a mistake is refused."""
+    """Refuses every type that could hide a mistake."""
     if isinstance(values, list | tuple | range):
         numbers = [as_count(value, f"{what}[{i}]", -TOKEN_LIMIT) for i, value in enumerate(values)]
     else:
@@ -74,7 +74,7 @@ def int32(numbers: Iterable[int]) -> Int32:
 
 
 def as_ranges(ranges: Iterable[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """`ranges` as pairs within `0..length`, ascending and disjoint; adjacent ranges are merged."""
+    """Ascending and disjoint; adjacent ranges are merged."""
     merged: list[tuple[int, int]] = []
     for given in ranges:
         start, end = (as_count(value, "a range") for value in given)

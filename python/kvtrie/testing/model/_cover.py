@@ -44,7 +44,6 @@ class Allowed:
     forbidden: int
 
     def in_place(self, entry: Entry) -> bool:
-        """Whether an approximate block may be used in place, as a whole."""
         free = not any(tags & self.forbidden for tags in entry.tags)
         return self.approximate and entry.hops <= self.max_hops and free
 
@@ -127,7 +126,7 @@ class Slots:
         return np.fromiter(values, dtype=np.int64)
 
     def _lengths(self, pairs: npt.NDArray[np.bool_]) -> Grid:
-        """The length of the chain that ends in each pair; 0 without a pair."""
+        """Of the chain that ends in each pair; 0 without a pair."""
         count, width = pairs.shape
         # The last column is "no slot", the first row "no token".
         lengths = np.zeros((count + 1, width + 1), dtype=np.int64)

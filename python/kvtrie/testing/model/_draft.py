@@ -80,7 +80,7 @@ def draft(cached: Cached, tokens: Tokens, keep_last: int, policy: ReusePolicy) -
 
 
 def _in_place(cached: Cached, limited: Tokens, allowed: Allowed) -> Piece:
-    """Whole blocks of the same prefix: exact ones, then allowed approximate ones."""
+    """Exact ones, then allowed approximate ones."""
     size = cached.block_size
     sources: list[Source] = []
     for end in range(size, len(limited) + 1, size):
@@ -92,7 +92,7 @@ def _in_place(cached: Cached, limited: Tokens, allowed: Allowed) -> Piece:
 
 
 def _sibling(cached: Cached, limited: Tokens, start: int) -> list[Piece]:
-    """The exact tokens of the block at `start` that shares most with the prompt, or none."""
+    """The exact tokens of the block that shares most with the prompt."""
     size = cached.block_size
     prefix, rest = limited[:start], limited[start:]
     siblings = [
@@ -112,7 +112,7 @@ def _block(entry: Entry, start: int, count: int) -> list[Source]:
 
 
 def _origins(number: int, piece: Piece) -> Draft:
-    """One origin per token of a piece; another prefix or position adds a hop."""
+    """Another prefix or position adds a hop."""
     moved = not piece.same_prefix
     return [
         Origin(number, source, source.entry.exact and not moved, source.entry.hops + moved)
@@ -121,7 +121,7 @@ def _origins(number: int, piece: Piece) -> Draft:
 
 
 def _recomputed(origins: Draft, policy: ReusePolicy) -> Draft:
-    """A piece without the ends of its approximate part that the policy recomputes."""
+    """Without the ends of the approximate part that the policy recomputes."""
     part = [i for i, origin in enumerate(origins) if origin is not None and not origin.exact]
     first, last = policy.recompute_first, policy.recompute_last
     again = {*part[:first], *part[max(0, len(part) - last) :]}

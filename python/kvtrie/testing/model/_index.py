@@ -265,7 +265,7 @@ class ModelIndex(Removal):
     def _label(
         self, source: Source, plan: PlanState | None, end: int, before: list[Entry]
     ) -> tuple[bool, int]:
-        """Whether an offered block that ends at `end` after `before` is exact, and its hops."""
+        """Whether an offered block that ends at `end` is exact, and its hops."""
         said_exact, hops = True, 0
         if isinstance(source, Imported) and end > source.exact_until:
             said_exact, hops = False, source.hops
@@ -277,7 +277,7 @@ class ModelIndex(Removal):
     def _decide(
         self, key: Key, offer: Entry, duplicates: list[int], freed: list[int]
     ) -> Entry | None:
-        """Decide between the entry at a key and the offered one; None ends the insert."""
+        """None ends the insert."""
         standing = self._entries.get(key)
         out_of_reach = offer.block in self._out_of_reach()
         if standing is None:

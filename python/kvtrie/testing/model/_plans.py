@@ -39,7 +39,7 @@ MOVE_DTYPE = np.dtype(
 
 
 def _stretches(draft: Draft) -> list[tuple[int, list[Origin | None]]]:
-    """The start of each segment, with its origins of equal piece, class and hops."""
+    """Starts, with origins of equal piece, class and hops."""
     stretches = []
     start = 0
     for _, group in itertools.groupby(draft, _likeness):
@@ -234,6 +234,5 @@ class ModelPlan:
 
 
 def _stays(origins: Iterable[Origin | None]) -> list[tuple[int, int]]:
-    """The blocks that a segment uses, each with its stay at planning time."""
     entries = [origin.source.entry for origin in origins if origin is not None]
     return list(dict.fromkeys((entry.block, entry.stay) for entry in entries))
