@@ -1,28 +1,23 @@
 """Copies inside KV pools in Triton: one launch for all layers, with the rotation of K.
 
-* **The unit is a token, not a piece.** Pieces end at block edges and at any alignment: one tile per
-  piece would leave half its lanes idle. The host lists source slot, destination slot and angle of
-  every token, 12 bytes (24 from 2**31 slots on); a token of Llama-3-8B has 131,072 bytes of KV.
+* **The unit is a token.** Pieces end at block edges and at any alignment: one tile per piece would
+  leave half its lanes idle. The host lists source slot, destination slot and angle of every token,
+  12 bytes (24 from 2**31 slots on).
 * **One upload.** Slots, cosines and sines (8 bytes per pair and delta, computed in float64 on the
   host), and each layer's address and window go to the device in one copy from pinned memory, on the
-  same stream. The host does not wait for it.
+  same stream. The host does not wait.
 * **A tile is rows times channels.** A row is one token of one head; rows count through heads first,
-  then tokens. A program has about 16 KiB of KV and issues all of its loads before its first store,
-  so that 128 bytes per thread are in flight. The grid is tiles by layers.
-* **Loads are 16 bytes wide** if ``dim`` is the innermost axis: the compiler is given base addresses
-  and strides that are multiples of 16 bytes. Interleaved pairs are loaded together and split in
-  registers. Channels outside the window, and V, are moved as integers.
-* **Addresses are 64 bits wide.**
+  then tokens. A program has about 16 KiB of KV and issues all loads before its first store, so that
+  128 bytes per thread are in flight. The grid is tiles by layers.
+* **Loads are 16 bytes wide** if ``dim`` is the innermost axis and base addresses and strides are
+  multiples of 16 bytes. Channels outside the window, and V, are moved as integers. Where windows
+  differ in position or width between layers, each load is one element.
 * **Arithmetic** is float32 (float64 for elements wider than two bytes), with one rounding and no
-  fused multiply-add: the same bits as the reference. Pairs without an angle keep their bits by a
-  select. Triton's interpreter (3.7) truncates bfloat16 and loses its subnormal numbers: only there,
-  bfloat16 is widened and rounded on integers.
+  fused multiply-add: the same bits as the reference. Triton's interpreter (3.7) truncates bfloat16
+  and loses its subnormal numbers: only there, bfloat16 is widened and rounded on integers.
 
-Where windows differ in position or width between layers, addresses are computed per layer and each
-load is one element.
-
-The figures are counted, not measured. This kernel has run under Triton's interpreter and was
-compiled for NVIDIA's sm_80 and sm_90; ``benches/gpu.py`` measures it on a GPU.
+This kernel has run under Triton's interpreter and was compiled for NVIDIA's sm_80 and sm_90;
+``benches/gpu.py`` measures it on a GPU.
 """
 
 from __future__ import annotations

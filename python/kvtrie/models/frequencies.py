@@ -53,7 +53,7 @@ def frequencies(settings: Mapping[str, Any], head_dim: int) -> tuple[tuple[float
 
 
 def _of_transformers(kind: str) -> Compute | None:
-    """transformers 5's; none for ``default``, which each model defines."""
+    """None for ``default``, which each model of transformers 5 defines."""
     if kind == "default":
         return None
     try:

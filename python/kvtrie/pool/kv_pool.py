@@ -51,8 +51,7 @@ class NonFiniteError(KvTrieError):
 class CopyEvent:
     """When the copies of one ``KVPool.apply`` are done.
 
-    On a CPU they are done when the call returns. On a GPU they are queued on the stream that was
-    current at the call, before all later work of that stream.
+    On a CPU they are done when the call returns. On a GPU they are queued on the current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -164,6 +163,8 @@ class KVPool:
     def wrap(cls, tensors: object, layout: KVLayout, rope: RopeSpec | None = None) -> KVPool:
         """Use the tensors of an engine; nothing is copied, and the engine owns the blocks.
 
+        ``docs/pool.md`` has an example.
+
         Args:
             tensors: As given to ``KVLayout.from_tensors``. They are verified again.
             layout: What that call returned, in this process or another.
@@ -173,21 +174,6 @@ class KVPool:
             LayoutError: The tensors do not match the layout, or ``rope`` is of another geometry.
             ValueError: There is no kernel for the device.
             TypeError: ``tensors`` is neither a tensor nor a sequence of tensors.
-
-        Example:
-            >>> import torch
-            >>> from kvtrie import KVLayout
-            >>> layers = [torch.zeros(8, 2, 16, 2 * 32) for _ in range(3)]
-            >>> layout = KVLayout.from_tensors(
-            ...     layers,
-            ...     axes="blocks heads tokens (kv dim)",
-            ...     block_size=16,
-            ...     num_kv_heads=2,
-            ...     head_dim=32,
-            ... )
-            >>> pool = KVPool.wrap(layers, layout)
-            >>> pool.v[0].shape
-            torch.Size([8, 16, 2, 32])
         """
         found = layout.place(tensors, "KVPool.wrap")
         for name, mine, want in (
@@ -265,17 +251,17 @@ class KVPool:
         return self._v
 
     def apply(self, moves: NDArray[Any], *, check_finite: bool = False) -> CopyEvent:
-        """Carry out the copies of a plan: K is rotated by the delta of its move, V is copied.
+        """Carry out the copies of a plan in all layers: K is rotated by its delta, V is copied.
 
-        All layers are copied in one pass. The call needs no index: a worker process applies what
-        ``plan.moves(table)`` returned to a scheduler.
+        The call needs no index: a worker process applies what ``plan.moves(table)`` returned to a
+        scheduler.
 
         Args:
             moves: A structured array with ``source_slot``, ``dest_slot``, ``num_tokens`` and
                 ``delta`` (new position minus old position), integers.
             check_finite: Whether to check K and V of every source slot first, in all layers. The
-                check reads the sources once more; on a GPU the call waits for the device. Memory:
-                the rows of 16,384 slots of one layer.
+                check reads the sources once more, with the memory of 16,384 slots of one layer; on
+                a GPU the call waits for the device.
 
         Returns:
             An event that is done when the copies are. Sources may be released once every later
@@ -285,7 +271,7 @@ class KVPool:
             TypeError: ``moves`` is not such an array.
             ValueError: A slot is outside the pool, a move is empty, a delta is 2**31 or more
                 (beyond 2**27 where K rotates), a destination occurs twice, or a slot is both source
-                and destination (a block that is still read must not be written).
+                and destination.
             LayoutError: A move has a delta and the pool has no ``rope``.
             NonFiniteError: With ``check_finite``, K or V of a source slot is NaN or infinite.
         """
@@ -522,9 +508,8 @@ def _tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines ``[tables, deltas, pairs]``, with the pairs of the widest, padded to four.
 
-    Padding lets rows of a table start at multiples of 16 bytes. Values are computed in float64, and
-    rounded to float32 for pools with two bytes per element: other pools would have more error than
-    one rounding.
+    Rows of a table then start at multiples of 16 bytes. Values are computed in float64, and rounded
+    to float32 for pools with two bytes per element: others would have more error than one rounding.
     """
     precise = np.float32 if dtype.itemsize == 2 else np.float64
     widest = max((len(rotary.inv_freq) for rotary in rotaries), default=0)

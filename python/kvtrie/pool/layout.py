@@ -116,7 +116,7 @@ class KVLayout:
         ``tokens``, ``heads`` and ``dim``. Axes that the engine merged are in parentheses. The
         physical order is read from the strides. K comes before V. An axis that merges ``kv`` with
         ``dim``, ``kv`` first, may hold K and V of different widths. ``heads`` may be omitted where
-        there is one.
+        there is one. ``docs/pool.md`` has the axes of engines.
 
         Args:
             tensors: A list with one tensor per layer, or one tensor if ``axes`` names ``layers``.
@@ -127,9 +127,6 @@ class KVLayout:
             num_kv_heads: KV heads per layer on this device.
             head_dim: As for the class.
             v_head_dim: As for the class.
-
-        Returns:
-            The layout, for ``KVPool.wrap``, which has an example.
 
         Raises:
             LayoutError: Shapes do not fit, tensors differ in shape, strides, element type or

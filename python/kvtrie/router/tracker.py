@@ -78,19 +78,15 @@ class TurnTracker:
     """Keeps what decode engines returned, and says how the next prompt relates to it.
 
     It keeps ids, how far they are computed, and the handles of their KV; no KV. Tokens are
-    compared, not hashes; every count is exact to the token. Namespaces are separate.
+    compared, not hashes; every count is exact to the token. Namespaces are separate. See
+    ``docs/router.md``.
 
     **Threads.** All calls may come from any thread. One lock guards a tracker; histories are
-    compared without it, so a long comparison blocks nobody, and its result is that of the moment of
-    the lookup. No call runs code of the caller under the lock, and forgotten objects are destroyed
-    after it is released. But Python may run a finalizer wherever garbage collection starts, and a
-    signal handler between any two lines: those that call the tracker may deadlock. After `os.fork`,
-    calls in the child raise `StaleHandleError`.
-
-    **Bounds.** A history is forgotten `ttl` seconds after it was kept. Choose less than the engine
-    keeps its blocks for (vLLM's ``decoder_kv_blocks_ttl``, 480 by default, counts from the end of
-    the request). The least recently used conversations are dropped when `max_tokens` or
-    `max_conversations` would be exceeded.
+    compared without it, and the result is that of the moment of the lookup. No call runs code of
+    the caller under the lock, and forgotten objects are destroyed after it is released. But Python
+    may run a finalizer wherever garbage collection starts, and a signal handler between any two
+    lines: those that call the tracker may deadlock. After `os.fork`, calls in the child raise
+    `StaleHandleError`.
 
     **Cost.** `compare` reads the prompt once. A plan of moved runs also reads the history, and up
     to eight if several may hold the runs. Without a conversation id, the first call after a newer
@@ -98,13 +94,15 @@ class TurnTracker:
     microsecond.
 
     **vLLM.** `kv_transfer_params` are those that a decode engine with ``bidirectional_kv_xfer``
-    returns. They are cut to a list that is safe to read, handed out once, and left out with a
-    `transfer_reason` if no list is safe; see ``docs/router.md``. Approximate KV is never offered,
-    because vLLM does not label it.
+    returns. They are cut to a list that is safe to read, and handed out once. Approximate KV is
+    never offered, because vLLM does not label it.
 
     Args:
-        ttl: Seconds that a history is kept; may be `math.inf`.
-        max_tokens: Most tokens of all histories together, each counted whole, 1 to 2**30.
+        ttl: Seconds that a history is kept; may be `math.inf`. Choose less than the engine keeps
+            its blocks for (vLLM's ``decoder_kv_blocks_ttl``, 480 by default, counts from the end of
+            the request).
+        max_tokens: Most tokens of all histories together, each counted whole, 1 to 2**30. The least
+            recently used conversations are dropped to keep this limit and the next.
         max_conversations: Most conversations. Each history without an id counts as one.
         block_size: Tokens per block of the engines that return `kv_transfer_params`: an int for one
             group, or one per group. All groups must be full attention: sliding-window and
@@ -214,8 +212,8 @@ class TurnTracker:
         All others stay: other answers to one prompt, branches, histories from before an edit.
 
         Args:
-            seq: Ids of prompt and answer as the engine computed them, with their namespace. Copied.
-            num_computed: Tokens from position 0 whose KV exists. After a decode that is at most
+            seq: Ids of prompt and answer as the engine computed them. Copied.
+            num_computed: Tokens from position 0 whose KV exists: after a decode at most
                 ``len(seq) - 1``, because the last sampled token has none.
             conversation: Its id, or None. Of a subclass of `str` only the characters count.
             spans: Kinds of the tokens. Spans of kind ``"reasoning"`` must be exactly the tokens

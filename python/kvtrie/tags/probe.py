@@ -1,4 +1,9 @@
-"""Detects which chat format a tokenizer's own template renders; see `Tagger.from_tokenizer`."""
+"""Detects which chat format a tokenizer's own template renders.
+
+Conversations of made-up words are rendered, tokenised, and read with every preset whose delimiters
+the tokenizer has. The format is the preset that finds each word where it was put. When reasoning is
+deleted, and how much of it, is read from the rendered text.
+"""
 
 from __future__ import annotations
 

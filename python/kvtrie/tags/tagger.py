@@ -81,11 +81,7 @@ class Tagger(Grammar):
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, **template_arguments: object) -> Tagger:
-        """A tagger for the format of a tokenizer's own chat template.
-
-        Renders conversations of made-up words. The format is the preset that finds each word where
-        it was put. When the template deletes reasoning, and how much of it, is read from the
-        rendered text.
+        """A tagger for the format of a tokenizer's own chat template, found by rendering it.
 
         Args:
             tokenizer: One of `transformers`, or anything with `encode`, `decode`, `chat_template`

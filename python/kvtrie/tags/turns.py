@@ -96,12 +96,12 @@ class TurnDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClosedTurn(TurnDecision):
-    """What `TurnPolicy.close_turn` did: the decision, and what the index returned.
+    """The decision that `TurnPolicy.close_turn` carried out, and what the index returned.
 
     Args:
         num_marked: Blocks that are newly marked.
         freed: Ids of blocks that left the index and belong to the caller.
-        kept: Ids of blocks that were to be dropped but stay, because others need them.
+        kept: Ids of blocks that stay, because others need them.
         condemned: Ids of blocks that left the index while pinned; `take_freed()` returns them
             later.
     """
@@ -114,7 +114,7 @@ class ClosedTurn(TurnDecision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPolicy:
-    """What happens to the spans of a finished turn.
+    """What happens to the spans of a finished turn; ``docs/tags.md`` has examples.
 
     Each kind is kept (`"keep"`), evicted before everything else (`"evict_first"`), or removed from
     the index at once (`"drop"`). For reasoning this concerns exactly the tokens that the chat
@@ -125,10 +125,10 @@ class TurnPolicy:
         thinking: `"interleaved"`: reasoning is dropped when the turn is finished. `"preserved"`:
             the model always sees it.
         reasoning: By default `"evict_first"`, or `"keep"` with `thinking="preserved"`.
-        answer: What happens to answers.
-        tool_call: Likewise.
-        tool_result: Likewise.
-        user: Likewise.
+        answer: For answers.
+        tool_call: For tool calls.
+        tool_result: For tool results.
+        user: For user messages.
 
     Raises:
         ValueError: An action or a mode is unknown, or the policy contradicts itself.
@@ -252,21 +252,6 @@ class TurnPolicy:
         Raises:
             ValueError: The sequence is shorter than the stream, or as for `decide`.
                 Nothing has changed.
-
-        Example:
-            >>> import kvtrie
-            >>> from kvtrie import tags
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 40, 2, 7, 50, 51, 8, 60], space)
-            >>> done = index.insert(seq, [0, 1, 2, 3], num_computed=8, source=kvtrie.COMPUTED)
-            >>> stream = tags.Tagger.from_ids(user=1, assistant=2, reasoning=(7, 8)).stream()
-            >>> ended = stream.feed([1, 40, 2, 7, 50, 51, 8, 60]) + stream.finish()
-            >>> closed = tags.TurnPolicy().close_turn(index, seq, stream)
-            >>> index.tags(seq)
-            [Span(0, 2, 'user'), Span(3, 7, 'reasoning'), Span(7, 8, 'answer')]
-            >>> closed.evict_first, closed.num_marked, index.evict(1).tolist()
-            (((3, 7),), 1, [2])
         """
         if len(seq) < len(stream):
             msg = (

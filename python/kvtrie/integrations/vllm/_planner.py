@@ -147,7 +147,7 @@ class Planner:
     def match(self, request: Request, num_local: int) -> int:
         """The number of tokens after vLLM's own hit (whole blocks) that need no computing.
 
-        The sources are pinned: vLLM allocates next. May be called again for the same request.
+        The sources are pinned. May be called again for the same request.
         """
         live = self._live.get(request.request_id)
         if live is None:
@@ -186,9 +186,9 @@ class Planner:
     def _label(
         self, request: Request, live: LiveRequest, plan: ReusePlan, ranges: Sequence[Range]
     ) -> None:
-        """Start a separate lineage at the request's first approximate KV.
+        """Start a separate lineage at the first approximate KV.
 
-        If its exact prefix was evicted before it is admitted again, the lineage may begin earlier.
+        After an eviction of the exact prefix it may begin earlier than at the last admission.
         """
         approximate = plan.segments[plan.segments["class"] == APPROXIMATE]
         for start, end in ranges:
@@ -229,7 +229,7 @@ class Planner:
     ) -> None:
         """Copy the tokens of a range, on which vLLM relies from now on.
 
-        Tokens that cannot be copied, such as those after ``most``, are reported as a failed copy.
+        Those that cannot be copied, such as those after ``most``, are reported as a failed copy.
         """
         ids = self._manager.get_block_ids(request.request_id)[0]
         blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
@@ -376,7 +376,7 @@ class Planner:
         self._manager.evict_blocks(cached)
 
     def preempted(self, request_id: str) -> None:
-        """vLLM may need the pinned blocks."""
+        """The pinned blocks may be what vLLM needs."""
         live = self._live.get(request_id)
         if live is not None:
             self._drop_pending(request_id, live)
