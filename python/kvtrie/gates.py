@@ -301,8 +301,6 @@ class Measured:
     def failure(self, thresholds: Thresholds, controls: Sequence[Control]) -> str | None:
         """Why the policy is not cleared, with values and limits; None if it is.
 
-        It has all failures of the first scenario with one, or the one over all questions.
-
         Args:
             thresholds: What it must keep.
             controls: Measured on the same replies.
@@ -352,8 +350,7 @@ class Gate:
         rope: RoPE settings, as in the engine's namespace.
         thresholds: What a policy must keep.
         measured: The policies.
-        controls: In the same scenarios and on the same replies. Without controls nothing is
-            cleared.
+        controls: On the same replies. Without controls nothing is cleared.
         data: A description of the replayed data.
         checkpoint: Digest of the measured model directory, by which engines with another namespace
             recognise it; None if its weights are not in safetensors files.

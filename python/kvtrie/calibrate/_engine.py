@@ -140,8 +140,7 @@ class Replay:
     def step(self, step: Step) -> tuple[torch.Tensor, TokenSources]:
         """Build the prompt's KV, write the given reply, and keep both.
 
-        Returns:
-            Logits that predict each token of the reply, and the sources of the prompt's KV.
+        Returns logits that predict each token of the reply, and the sources of the prompt's KV.
         """
         prompt = step.dropped if self._policy.mode == "drop" else step.prompt
         seq = TokenSequence(np.array(prompt, dtype=np.uint32), self._space)

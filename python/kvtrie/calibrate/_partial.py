@@ -28,20 +28,15 @@ Row = dict[str, Any]
 
 
 class PartialError(CalibrationError):
-    """A partial file that this run cannot continue; the text names the file and the reason."""
+    """A partial file that this run cannot continue, and why."""
 
 
 class PartialWriteError(CalibrationError):
-    """A partial file that can no longer be written, for example because the disk is full."""
+    """A partial file that can no longer be written."""
 
 
 class Partial:
-    """The partial file of one run, created if missing, and locked until it is closed.
-
-    Raises:
-        OSError: It cannot be created, read and written.
-        PartialError: Another process has locked it.
-    """
+    """The partial file of one run, created if missing, and locked until it is closed."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
@@ -60,12 +55,7 @@ class Partial:
     def begin(self, run: Mapping[str, Any]) -> list[Row]:
         """Start or resume a run; returns the rows in the file, in order.
 
-        Args:
-            run: Its identity, as plain values; an error names the first one that differs.
-
-        Raises:
-            PartialError: The file is of another run, or damaged.
-            PartialWriteError: It cannot be written.
+        An error names the first value of ``run``, its identity, that differs.
         """
         wanted = json.loads(json.dumps({"format": FORMAT, "version": VERSION, "run": dict(run)}))
         found = self._read()

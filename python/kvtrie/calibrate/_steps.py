@@ -49,13 +49,9 @@ SCENARIOS: Final = (
 class Step:
     """One reply.
 
-    Attributes:
-        prompt: Token ids of the prompt.
-        dropped: The prompt without the answers whose reasoning is dropped.
-        reply: Its token ids, with reasoning and the final end-of-sequence id.
-        answer_start: First token of the reply after its reasoning.
-        is_scored: Whether only its exact answer is right, so that accuracy can be measured.
-        is_measured: Whether the scenario measures it.
+    `dropped` is the prompt without the answers whose reasoning is dropped; the reply starts with
+    its reasoning and ends with the end-of-sequence id. If `is_scored`, only its exact answer is
+    right. If `is_measured`, the scenario measures it.
     """
 
     prompt: list[int]

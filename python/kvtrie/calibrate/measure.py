@@ -46,12 +46,7 @@ P99: Final = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One policy in one scenario.
-
-    Attributes:
-        policy: The policy.
-        figures: Its figures, compared with full recomputation.
-    """
+    """One policy in one scenario."""
 
     policy: Policy
     figures: gates.Figures
@@ -59,19 +54,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that was measured on one model.
-
-    Attributes:
-        model: Name and fingerprint.
-        kv_dtype: Element type of its KV.
-        rope: RoPE settings.
-        block_size: Tokens per block.
-        min_run: Shortest moved run in tokens.
-        data: What was replayed.
-        conversations: Conversations, by scenario.
-        results: One per policy and scenario.
-        checkpoint: As in `kvtrie.gates.Gate`.
-    """
+    """Everything measured on one model; fields as in `calibrate` and `kvtrie.gates.Gate`."""
 
     model: str
     kv_dtype: str
@@ -86,7 +69,7 @@ class Report:
     def gate(self, thresholds: gates.Thresholds) -> gates.Gate:
         """The verdicts on the policies that requests can ask for.
 
-        Without a measured control nothing is cleared, and the gate cannot be written.
+        Without a measured control the gate cannot be written.
 
         Raises:
             ValueError: None of these policies was measured.
@@ -227,7 +210,7 @@ def calibrate(
     Args:
         path: A model directory; nothing is downloaded and no code of it runs.
         policies: Names, see ``kvtrie.calibrate.policies``.
-        conversations: The conversations; None for the recall task.
+        conversations: None for the recall task.
         scenarios: How much of each conversation is replayed.
         num_questions: Least number of questions of the recall task in each scenario.
         seed: Seed of the recall task.

@@ -40,10 +40,9 @@ class Policy:
 
     Attributes:
         name: The name in reports.
-        mode: ``"full"`` computes everything. ``"drop"`` removes from the prompt the answers whose
-            reasoning the chat template drops, and reuses the exact prefix of the rest.
-            ``"unrotated"`` carries out a plan without rotating K, so K is at wrong positions.
-            ``"plan"`` carries out a plan.
+        mode: ``"full"`` computes everything. ``"drop"`` removes the answers whose reasoning the
+            chat template drops, and reuses the exact prefix of the rest. ``"plan"`` carries out a
+            plan, ``"unrotated"`` without rotating K.
         reuse: What the plans may reuse.
     """
 

@@ -1,9 +1,8 @@
-"""The recall task: seeded conversations in which reuse of KV can fail.
+"""The recall task: seeded conversations in which reuse of KV can fail; see ``docs/fidelity.md``.
 
-In every other exchange the assistant draws eight names with numbers in its reasoning and writes
-them into its answer. The exchanges between ask for what only an earlier *answer* has: the last list
-from its beginning (found by position), or the number of one name (found by name). An answer moves
-when the reasoning before it is dropped, and again when the oldest exchange leaves the context.
+The assistant draws a list in its reasoning and answers it; the next question asks for what only an
+earlier *answer* has, found by position or by name. An answer moves when the reasoning before it is
+dropped, and again when the oldest exchange leaves the context.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class Verdict:
 
     Attributes:
         within_thresholds: None if the data cannot show it, or if no request can ask for the policy.
-        reason: Why the figures are not, or why the data cannot show it, with value and limit.
-        questions_needed: Questions that would decide it, if no further answer is lost. None if more
+        reason: Why not, or why the data cannot show it, with value and limit.
+        questions_needed: Those that would decide it, if no further answer is lost. None if more
             would not.
     """
 

@@ -39,19 +39,11 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """One policy on one edited history.
+    """One policy on one edited history, *W01* or *W11*.
 
-    Attributes:
-        shape: ``"W01"`` or ``"W11"``.
-        policy: Its name, see ``kvtrie.calibrate.policies``.
-        prompt: Tokens of the prompts that drop something.
-        exact: Those reused exactly.
-        moved: Those reused approximately.
-        computed: Those computed by the model.
-        seconds: Median time to first token of the last prompt.
-        kl_mean: Mean divergence of the replies' distributions from full recomputation, in nats.
-        top1: Share of positions with the same likeliest token.
-        positions: Positions compared.
+    Tokens are those of the prompts that drop something. ``seconds`` is the median time to first
+    token of the last prompt, ``kl_mean`` is in nats, ``top1`` the share of ``positions`` with the
+    same likeliest token.
     """
 
     shape: str

@@ -11,10 +11,7 @@ _LONGEST = 400
 
 
 def fail(reason: object, code: int = BAD_INPUT) -> NoReturn:
-    """End the command with code ``BAD_INPUT``, or ``_process.BAD_OUTPUT`` for unwritable results.
-
-    Only the first line of the reason is shown.
-    """
+    """End the command with an exit code; only the first line of the reason is shown."""
     lines = str(reason).strip().splitlines() or [repr(reason)]
     typer.echo(f"kvtrie: {lines[0][:_LONGEST]}", err=True)
     raise typer.Exit(code)

@@ -1,8 +1,7 @@
 """Process handling of every command: Ctrl-C and failed output end it with one sentence.
 
 Ctrl-C ends the process at once, also inside an import, where an exception would be swallowed. Files
-that must be complete are on disk before that (``kvtrie.calibrate._partial``) or are written under
-``held``. A stream that cannot be written ends the process at the write.
+that must be complete are on disk before that, or are written under ``held``.
 
 Standard library only: `guard` is called before any other import.
 """

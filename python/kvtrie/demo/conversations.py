@@ -50,16 +50,9 @@ class Conversation:
         """Split the conversation into the replies that the model generates.
 
         An assistant message without tool calls after a user or tool message is generated; its
-        recorded text is the reference. Tool calls and tool results are given as recorded. If a user
-        or tool message has no reply, the model generates one without a reference. Messages after
-        the last reply belong to no turn.
-
-        Example:
-            >>> from kvtrie.demo import Conversation
-            >>> ask = {"role": "user", "content": "Hello!"}
-            >>> reply = {"role": "assistant", "content": "Hello."}
-            >>> [turn.reference for turn in Conversation((ask, reply, ask)).turns()]
-            ['Hello.', None]
+        recorded text is the reference. Tool calls and tool results are given as recorded. A user or
+        tool message without a reply gets one without a reference. Messages after the last reply
+        belong to no turn.
         """
         turns: list[ReplayTurn] = []
         given: list[dict[str, Any]] = []
@@ -80,13 +73,7 @@ class Conversation:
 
 
 def answer_of(content: str) -> str:
-    r"""The answer in a reply: the text after its reasoning.
-
-    Example:
-        >>> from kvtrie.demo import answer_of
-        >>> answer_of("<think>\nTwo and two.\n</think>\n\nFour.")
-        'Four.'
-    """
+    r"""The answer in a reply: the text after its reasoning."""
     return content.rpartition("</think>")[2].strip("\n")
 
 

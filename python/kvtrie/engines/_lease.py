@@ -20,12 +20,9 @@ if TYPE_CHECKING:
 class Lease:
     """A plan, and its request in the store's ledger, which has the table, ids and computed range.
 
-    Every block of the table belongs to the index or is held by the lease; after ``close`` none is
-    held. After an exception at any point the lease still closes cleanly. Only the ledger changes
-    ``seq`` until then; ``headroom`` blocks must stay available for others.
-
-    Raises:
-        OutOfBlocksError: There are not enough blocks; nothing was evicted.
+    Every block of the table belongs to the index or is held by the lease; after ``close``, which
+    works after an exception at any point, none is held. Until then only the ledger changes ``seq``.
+    ``headroom`` blocks stay available for others; `OutOfBlocksError` has evicted nothing.
     """
 
     def __init__(

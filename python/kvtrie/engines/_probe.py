@@ -40,9 +40,7 @@ def forward_inputs(model: PreTrainedModel) -> frozenset[str]:
 def check_model(model: PreTrainedModel, layout: KVLayout) -> None:
     """Run two and three tokens and compare the cache with the layout.
 
-    Raises:
-        LayoutError: Layers, shapes, element type or device differ, or the KV of a token depends on
-            the tokens after it.
+    The KV of a token must not depend on the tokens after it.
     """
     short, long = _cached(model, 2), _cached(model, 3)
     if len(long) != layout.num_layers:
@@ -71,9 +69,6 @@ def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
     RoPE depends on distances alone: a prompt that begins at another position has the same V in
     every layer, and the same K up to rotation. A few tokens are run at three positions, or at as
     many as fit the context.
-
-    Raises:
-        UnsupportedRopeError: Its KV cannot be moved, or moves differently than its config says.
     """
     if "position_ids" not in forward_inputs(model):
         msg = "the model takes no positions, so its KV cannot be checked at another one"

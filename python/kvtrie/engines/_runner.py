@@ -31,11 +31,7 @@ class Runner:
     ) -> torch.Tensor:
         """Compute the KV of ``[start, end)`` into a table that has all KV before ``start``.
 
-        Returns:
-            The last position's logits, float32, on the CPU.
-
-        Raises:
-            LayoutError: The model does not store what its layout says.
+        Returns the last position's logits, float32, on the CPU.
         """
         device = self._pool.device
         cache = PagedCache(self._pool, table, start, end)

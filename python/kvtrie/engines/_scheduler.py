@@ -58,7 +58,7 @@ class Scheduler:
         self.waiting.append(job)
 
     def step(self) -> list[Event]:
-        """One pass for every running job, then for every job that can be admitted; one event each."""
+        """One pass for every running job, then for every job that can be admitted."""
         events: list[Event] = []
         num_preemptions = self._num_preemptions
         for job in list(self.running):

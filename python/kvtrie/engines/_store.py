@@ -18,7 +18,7 @@ class BlockCounts:
         free: In the free list.
         held: In the tables of running requests and not shared.
         indexed: Owned by the index, reusable.
-        condemned: Left the index while pinned; still pinned, or not collected yet.
+        condemned: Left the index while pinned.
         waiting: Condemned blocks that are no longer pinned.
         total: Blocks of the pool.
     """

@@ -15,7 +15,7 @@ class TextStream:
     """Text of ids that arrive one by one. The pieces joined are the text of all ids.
 
     Without a tokenizer every piece is empty. One that is not of the library `tokenizers` decodes
-    all ids in one piece at the end.
+    all ids at the end.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:

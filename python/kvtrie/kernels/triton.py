@@ -1,14 +1,13 @@
 """Copies inside KV pools in Triton: one launch for all layers, with the rotation of K.
 
 * **The unit is a token.** Pieces end at block edges and at any alignment: one tile per piece would
-  leave half its lanes idle. The host lists source slot, destination slot and angle of every token,
-  12 bytes (24 from 2**31 slots on).
-* **One upload.** Slots, cosines and sines (8 bytes per pair and delta, computed in float64 on the
-  host), and each layer's address and window go to the device in one copy from pinned memory, on the
-  same stream. The host does not wait.
+  leave half its lanes idle.
+* **One upload.** Slots and angle (12 bytes per token; 24 from 2**31 slots on), cosines and sines (8
+  bytes per pair and delta, computed in float64 on the host), and each layer's address and window go
+  to the device in one copy from pinned memory, on the same stream. The host does not wait.
 * **A tile is rows times channels.** A row is one token of one head; rows count through heads first,
-  then tokens. A program has about 16 KiB of KV and issues all loads before its first store, so that
-  128 bytes per thread are in flight. The grid is tiles by layers.
+  then tokens. A program has about 16 KiB of KV and issues all loads before its first store. The
+  grid is tiles by layers.
 * **Loads are 16 bytes wide** if ``dim`` is the innermost axis and base addresses and strides are
   multiples of 16 bytes. Channels outside the window, and V, are moved as integers. Where windows
   differ in position or width between layers, each load is one element.

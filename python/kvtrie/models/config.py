@@ -37,10 +37,8 @@ def config_field(config: object, name: str) -> Any:  # noqa: ANN401 - a config f
 class ConfigFields:
     """The fields of one config, checked as they are read.
 
-    Args:
-        config: A ``transformers`` config, or the mapping read from a ``config.json``.
-        refusal: The start of every refusal: the call, and what it cannot do with the model.
-        error: The type of a refusal.
+    ``refusal`` is the start of every refusal (the call, and what it cannot do with the model),
+    ``error`` its type.
     """
 
     def __init__(self, config: object, refusal: str, error: type[KvTrieError]) -> None:

@@ -1,10 +1,9 @@
 """Identifies a model: by the files of its directory, and as it is loaded.
 
-A gate has both fingerprints. An engine in another process knows the directory alone, and may load
-it differently. The embedded engine has a loaded model, whose weights may have been cast or changed
-since. Both read the config, and the name, type, shape and some values of every weight. That
-distinguishes revisions and fine-tunes; it does not resist an adversary who knows which values are
-read.
+A gate has both: an engine in another process knows the directory alone, and may load it
+differently; the embedded engine has a model whose weights may have changed since it was loaded.
+Both read the config, and the name, type, shape and some values of every weight. That distinguishes
+revisions and fine-tunes; it does not resist an adversary who knows which values are read.
 
 This module needs neither torch nor numpy nor safetensors; `model_id` imports torch.
 """

@@ -1,10 +1,8 @@
 """RoPE frequencies from checked settings: by transformers if installed, else by its arithmetic.
 
-Engines rotate K by float32 frequencies, so a moved key needs the same bits. Without transformers,
-`_own` runs the float32 operations of its ``ROPE_INIT_FUNCTIONS`` in the same order, in torch:
-installing it changes no `RopeSpec` and no rotated key. float64 with one rounding at the end would
-change both: float32 rounds the exponent ``2i / width``, and a difference in the last bit grows to
-several. ``tests/kernels/test_rope_models.py`` checks this.
+A moved key needs the same bits as the engine's. So `_own` runs the float32 operations of
+transformers in the same order, in torch. float64 with one rounding at the end would differ: float32
+rounds the exponent ``2i / width``, and a difference in the last bit grows to several.
 """
 
 from __future__ import annotations

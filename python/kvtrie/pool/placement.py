@@ -29,14 +29,7 @@ TensorLike: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The KV found in tensors.
-
-    Attributes:
-        placement: Where K and V are stored.
-        tensors: In the order of their numbers in ``placement``.
-        num_layers: Layers of the pool.
-        dtype: Such as ``bfloat16``.
-    """
+    """The KV found in tensors, which are in the order of their numbers in ``placement``."""
 
     placement: Placement
     tensors: tuple[TensorLike, ...]
@@ -69,12 +62,7 @@ def place(tensors: object, axes: str, sizes: tuple[int, int, int, int], *, call:
 
 
 def parse_axes(axes: object, call: str) -> tuple[tuple[str, ...], ...]:
-    """Read an axes string: one tuple of names per axis, outermost first.
-
-    Raises:
-        LayoutError: It is malformed, or names an axis that is unknown, missing or repeated.
-        TypeError: It is not a string.
-    """
+    """Read an axes string: one tuple of names per axis, outermost first."""
     if not isinstance(axes, str):
         msg = f"{call}: axes must be a str such as 'blocks tokens heads dim', not {axes!r}"
         raise TypeError(msg)

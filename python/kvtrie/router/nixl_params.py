@@ -28,13 +28,7 @@ _MAX_ID: Final = 2**63
 
 
 class CutParams(NamedTuple):
-    """`kv_transfer_params` for a range of tokens from 0, or why there are none.
-
-    Attributes:
-        params: A new dictionary, or None.
-        num_tokens: Tokens that it covers, 0 without one.
-        reason: Why there is none; empty if there is one.
-    """
+    """A new `kv_transfer_params` for tokens from 0, or None and the reason."""
 
     params: dict[str, Any] | None
     num_tokens: int
@@ -172,17 +166,16 @@ def cut_params(
 ) -> CutParams:
     """Cut checked parameters to the blocks of the first tokens, in every block group.
 
-    The receiver of a pull takes ``min(remote_num_tokens, prompt) - local hit`` tokens, and pairs
-    the end of the list with the end of its allocation. Both ends are at the same position exactly
-    if ``remote_num_tokens`` is not beyond the prompt and every list holds the blocks of these
-    tokens and no more. The cut ensures both.
+    The receiver of a pull pairs the end of the list with the end of its allocation (see
+    ``docs/router.md``). Both are at the same position exactly if ``remote_num_tokens`` is not
+    beyond the prompt and every list holds the blocks of these tokens and no more.
 
     Args:
         params: What `checked_params` returned.
         num_tokens: Length of the common prefix of the receiver's prompt and the computed tokens,
             minus the tokens that it must not load.
-        block_sizes: Tokens per block of each group, all of full attention. None: unknown.
-        receiver_block_size: Tokens per block of the receiver, if different.
+        block_sizes: Of each group, all of full attention. None: unknown.
+        receiver_block_size: The receiver's, if different.
         partial_block: Whether the last block may be partly covered. Only for equal block sizes.
     """
     reason = _unreadable(params)

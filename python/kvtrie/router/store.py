@@ -1,7 +1,7 @@
 """The kept histories: what a `TurnTracker` reads and changes under its lock.
 
 A dropped history may hold the last reference to its payload, whose finalizer may call the tracker.
-So it goes to `dead`, a list that the call releases without the lock.
+So the call releases `dead`, a list of them, without the lock.
 """
 
 from __future__ import annotations

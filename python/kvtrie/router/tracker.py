@@ -78,24 +78,22 @@ class TurnTracker:
     """Keeps what decode engines returned, and says how the next prompt relates to it.
 
     It keeps ids, how far they are computed, and the handles of their KV; no KV. Tokens are
-    compared, not hashes; every count is exact to the token. Namespaces are separate. See
-    ``docs/router.md``.
+    compared, not hashes; every count is exact to the token. Namespaces are separate.
 
     **Threads.** All calls may come from any thread. One lock guards a tracker; histories are
     compared without it, and the result is that of the moment of the lookup. No call runs code of
-    the caller under the lock, and forgotten objects are destroyed after it is released. But Python
-    may run a finalizer wherever garbage collection starts, and a signal handler between any two
-    lines: those that call the tracker may deadlock. After `os.fork`, calls in the child raise
-    `StaleHandleError`.
+    the caller under the lock. But Python may run a finalizer wherever garbage collection starts,
+    and a signal handler between any two lines: those that call the tracker may deadlock. After
+    `os.fork`, calls in the child raise `StaleHandleError`.
 
     **Cost.** `compare` reads the prompt once. A plan of moved runs also reads the history, and up
     to eight if several may hold the runs. Without a conversation id, the first call after a newer
     history was forgotten may look at all histories of the namespace, each in a fraction of a
     microsecond.
 
-    **vLLM.** `kv_transfer_params` are those that a decode engine with ``bidirectional_kv_xfer``
-    returns. They are cut to a list that is safe to read, and handed out once. Approximate KV is
-    never offered, because vLLM does not label it.
+    **vLLM.** `kv_transfer_params` are those of a decode engine with ``bidirectional_kv_xfer``. They
+    are cut to a list that is safe to read, and handed out once. Approximate KV is never offered,
+    because vLLM does not label it.
 
     Args:
         ttl: Seconds that a history is kept; may be `math.inf`. Choose less than the engine keeps
@@ -257,18 +255,15 @@ class TurnTracker:
         keep_last: SupportsIndex = 1,
         take: bool = True,
     ) -> TurnAnswer:
-        """Say how a prompt relates to what is kept.
+        """Say how a prompt relates to what is kept; ``docs/router.md`` has the order of the kinds.
 
         With a conversation id, its histories are compared; without one, the history of the
-        namespace with the longest common prefix. The result is the first of these that holds: an
-        exact extension, an alias if `alias` allows it, moved runs if `policy` allows them, a common
-        prefix, starting over.
+        namespace with the longest common prefix.
 
         Args:
             prompt: The next prompt, in the namespace of the histories.
             conversation: The id of its conversation, or None.
-            policy: What may be reused approximately, as for `RadixIndex.plan`; see the model's
-                gate.
+            policy: What may be reused approximately, as for `RadixIndex.plan`.
             alias: Whether a kept history may be sent with its reasoning, instead of a prompt
                 without it. The model then sees the reasoning; its answer may differ.
             keep_last: Tokens at the end that the receiver computes anyway. vLLM loads none of the
@@ -280,19 +275,6 @@ class TurnTracker:
             StaleHandleError: The conversation has expired or is unknown.
             TypeError: An argument has the wrong type.
             ValueError: `keep_last` is negative, or the policy's `min_run` is below the tracker's.
-
-        Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> tracker = kvtrie.TurnTracker()
-            >>> history = kvtrie.TokenSequence([1, 2, 70, 71, 3, 4], space)
-            >>> reasoning = [kvtrie.Span(2, 4, "reasoning")]
-            >>> tracker.keep(history, num_computed=5, spans=reasoning)
-            >>> prompt = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
-            >>> tracker.compare(prompt).kind
-            'common_prefix'
-            >>> tracker.compare(prompt, alias=True).send
-            array([ 1,  2, 70, 71,  3,  4,  5], dtype=uint32)
         """
         asked = checked_compare(prompt, conversation, policy, alias, keep_last, take, self._min_run)
         now = self._read_clock()

@@ -29,11 +29,7 @@ def contains(whole: Sequence[int], part: Sequence[int]) -> bool:
 
 
 class Automaton:
-    """The compiled delimiters of a format, from the possible id sequences of each.
-
-    Raises:
-        ValueError: A delimiter has an empty spelling, or one contains a spelling of another.
-    """
+    """The compiled delimiters of a format, from the possible id sequences of each."""
 
     __slots__ = ("_first", "_table", "outputs", "widths")
 

@@ -15,14 +15,7 @@ if TYPE_CHECKING:
 class Grammar:
     """A format and the ids of its delimiters, in tables that are read per token.
 
-    A `Tagger` is a grammar that makes streams; a grammar has no state of a stream.
-
-    Args:
-        form: The format.
-        found: The ids of its delimiters and names.
-
-    Raises:
-        ValueError: A delimiter is contained in another one.
+    A `Tagger` is a grammar that makes streams.
     """
 
     __slots__ = (

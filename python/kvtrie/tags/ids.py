@@ -21,12 +21,7 @@ _FEW: Final = 16
 def as_tokens(
     ids: Sequence[int] | npt.NDArray[np.integer], call: str
 ) -> list[int] | npt.NDArray[np.int64]:
-    """Checked token ids: a list if there are few, else an array.
-
-    Raises:
-        TypeError: They are not integers.
-        ValueError: They do not fit u32, or are not one row.
-    """
+    """Checked token ids: a list if there are few, else an array."""
     if isinstance(ids, (list, tuple)):
         for token in ids:
             if isinstance(token, (bool, np.bool_)) or not isinstance(token, (int, np.integer)):
@@ -55,7 +50,7 @@ def as_tokens(
 
 
 def as_position(value: object, what: str) -> int:
-    """A checked position, or a TypeError."""
+    """A checked position."""
     if not isinstance(value, (bool, np.bool_)):
         try:
             return operator.index(value)  # type: ignore[arg-type] # raises TypeError itself

@@ -38,12 +38,7 @@ class _Unreadable(Exception):  # noqa: N818 - it never leaves this module
 
 
 def recognise(tokenizer: object, arguments: Mapping[str, Any]) -> Format:
-    """The format that a tokenizer's template renders.
-
-    Raises:
-        TypeError: ``tokenizer`` is not a tokenizer.
-        ValueError: It has no chat template, or an unknown one.
-    """
+    """The format of a tokenizer's template; see `Tagger.from_tokenizer`."""
     if not isinstance(tokenizer, Tokenizer) or not hasattr(tokenizer, "apply_chat_template"):
         msg = (
             f"from_tokenizer: {type(tokenizer).__name__} is not a tokenizer with encode, decode "

@@ -81,12 +81,7 @@ def _spell(tokenizer: Tokenizer, text: str, *, several: bool, what: str) -> tupl
 
 
 def from_tokenizer(form: Format, tokenizer: object, what: str) -> Spellings:
-    """The ids of a format's strings in a tokenizer.
-
-    Raises:
-        TypeError: ``tokenizer`` is not a tokenizer.
-        ValueError: A delimiter that must be one token is not one; the message names it.
-    """
+    """The ids of a format's strings in a tokenizer. Some must be one token."""
     if not isinstance(tokenizer, Tokenizer):
         msg = (
             f"{what}: {type(tokenizer).__name__} is neither a tokenizer (with encode and decode) "
@@ -131,12 +126,7 @@ def _newlines(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def spelling_of(value: object, what: str) -> Spelling:
-    """One id, or a sequence of ids, as a tuple.
-
-    Raises:
-        TypeError: It is neither.
-        ValueError: It is empty, or an id does not fit u32.
-    """
+    """One id, or a sequence of ids, as a tuple."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     row = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
@@ -156,12 +146,7 @@ def spelling_of(value: object, what: str) -> Spelling:
 
 
 def from_mapping(form: Format, ids: Mapping[str, object], what: str) -> Spellings:
-    """The ids of a format's strings in a mapping.
-
-    Raises:
-        TypeError: A value is not an id.
-        ValueError: Strings of the format are missing; the message names all.
-    """
+    """The ids of a format's strings in a mapping."""
     wanted = {text for text, _ in form.delimiters()} - form.optional
     wanted |= {name for _, name in form.names()}
     if form.channels is not None:

@@ -115,9 +115,8 @@ def prompts(
 def edits(draw: st.DrawFn, prompt: Prompt, *, max_tokens: int = 24, alphabet: int = 3) -> Prompt:
     """A prompt that differs from an earlier one by an edit, as histories do.
 
-    Tokens are appended, cut off at the end, replaced, removed from the middle or inserted there, in
-    short or long runs, or moved elsewhere. Sometimes the same tokens come in another namespace, or
-    with another item.
+    Runs are appended, cut off, replaced, removed, inserted or moved. Sometimes the same tokens come
+    in another namespace, or with another item.
     """
     ids, namespace, kept = list(prompt.ids), prompt.namespace, prompt.items
     kind = draw(

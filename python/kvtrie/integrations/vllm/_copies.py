@@ -27,12 +27,7 @@ _LOG = logging.getLogger("vllm.kvtrie")
 
 
 class Copies:
-    """Carries out loads before a forward pass.
-
-    Raises:
-        LayoutError: The tensors do not have vLLM's layout.
-        UnsupportedRopeError: K may have to be rotated and cannot be.
-    """
+    """Carries out loads before a forward pass, on tensors of vLLM's layout."""
 
     def __init__(
         self,

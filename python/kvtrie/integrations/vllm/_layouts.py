@@ -35,9 +35,6 @@ def locate(
     order. Channels are K and then V. The CPU backend instead splits each head's page into all of K
     and all of V, and stores K channel by channel. A kernel may use smaller blocks than the manager;
     slots are the same.
-
-    Raises:
-        LayoutError: The tensors have another layout.
     """
     k, v = spec.head_size, spec.head_size_v
     known = (*_K_THEN_V, _CPU) if v else _LATENT

@@ -344,8 +344,8 @@ class Planner:
 
         vLLM has reset the requests that it knows to read these blocks, and dropped this step's
         output for them. It does not drop the output of steps in flight, keeps counting the tokens
-        that these were to sample, lets other requests hit the blocks meanwhile, and does not notify
-        model runner V2.
+        that these were to sample, lets other requests hit the blocks, and does not notify model
+        runner V2.
         """
         for request_id, request in self._requests.items():
             if request.status != RequestStatus.RUNNING:
@@ -502,7 +502,7 @@ class Planner:
             self._dead.close(live.seq, live.reading, block_ids)
 
     def abandon(self, request_id: str) -> None:
-        """vLLM continues with it alone."""
+        """Forget it; vLLM continues with it alone."""
         live = self._live.pop(request_id, None)
         self._prefilling.pop(request_id, None)
         if live is not None:

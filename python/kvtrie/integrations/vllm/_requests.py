@@ -28,10 +28,9 @@ class Pending:
     """A plan with copies that are not all issued.
 
     Attributes:
-        plan: The plan.
         pinned: Its blocks, which the pool may not hand out meanwhile.
-        promised: The tokens after vLLM's own hit that need no computing, as vLLM was told.
-        after_gaps: Ranges after a gap that may be copied when the gap is computed, ascending.
+        promised: The tokens after vLLM's own hit that need no computing.
+        after_gaps: Ranges that may be copied when the gap before is computed, ascending.
         allocated: Whether vLLM has allocated the request's blocks.
         jumped: The range after a gap that this step skips, if the step includes the request.
     """
@@ -49,11 +48,9 @@ class LiveRequest:
     """One request from arrival to finish.
 
     Attributes:
-        seq: Its tokens, as far as they were final at the last update.
-        policy: What may be reused for it.
+        seq: Its tokens that were final at the last update.
         exact_until: Its first approximate token; None while all is exact.
         moved: Ranges of approximate KV that it did not compute, and their hops.
-        pending: The current plan.
         num_refused: How often vLLM found no blocks while this request's sources were pinned.
         last_free: Free blocks when that last happened.
         is_offered: Whether the index knows the prompt's blocks.

@@ -29,22 +29,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The connector's configuration.
-
-    Attributes:
-        gate: Path of the model's gate file (``kvtrie calibrate`` writes it), or ``"unchecked"`` to
-            reuse KV approximately without one. None: exact reuse only.
-        default: Mode of requests that set none: ``"approximate"`` or ``"exact"``.
-        policy: The approximate policy, as fields of `kvtrie.ReusePolicy`.
-        chat_format: How reasoning is found. ``"auto"`` reads the tokenizer's chat template, any
-            other name is one of `kvtrie.tags.PRESETS`, a mapping has the arguments of
-            `kvtrie.tags.Tagger.from_ids`, None tags nothing.
-        template_arguments: The arguments of the chat template that requests use, for ``"auto"``.
-        dead_thinking: Whether vLLM takes blocks of reasoning that the template will drop first,
-            once their turn is over.
-        seed: Seeds the index, which only the scheduler has; None draws one from the operating
-            system. Independent of vLLM's seed.
-    """
+    """The connector's configuration; ``docs/vllm.md`` describes the keys."""
 
     gate: str | None = None
     default: str = "approximate"

@@ -35,12 +35,8 @@ REUSES: Final = ("exact", "moved", "recomputed")
 def tagger_of(settings: Settings, vllm_config: VllmConfig) -> Tagger | None:
     """The chat format of the model that vLLM serves; None if tokens are not tagged.
 
-    ``"auto"`` reads the tokenizer's chat template. If it is unknown, vLLM's reasoning parser
-    identifies reasoning. The parser does not say when reasoning is dropped, so it is kept.
-
-    Raises:
-        SettingsError: The named format does not fit, or the policy forbids kinds and nothing
-            identifies them.
+    For ``"auto"`` and an unknown template, vLLM's reasoning parser identifies reasoning. It does
+    not say when reasoning is dropped, so it is kept. A policy that forbids kinds needs a format.
     """
     form = settings.chat_format
     tagger = None

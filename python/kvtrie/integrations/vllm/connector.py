@@ -40,7 +40,7 @@ _LOG = logging.getLogger("vllm.kvtrie")
 class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     """Reuses KV of vLLM's own pool at other positions and after other prefixes.
 
-    vLLM makes one in its scheduler and one in each worker. See the package for how to load it.
+    vLLM makes one in its scheduler and one in each worker.
 
     Args:
         vllm_config: vLLM's configuration; ``kv_connector_extra_config`` holds the `Settings`.
@@ -224,13 +224,8 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whether CUDA graphs must be cut at every layer: no, all copies come before the first one.
 
-        With CUDA graphs, vLLM calls this before it loads any weights, so errors visible in the
-        settings are raised here after seconds. `__init__` raises them as well.
-
-        Raises:
-            SettingsError: A setting is unknown or invalid.
-            UnsupportedError: This vLLM is not supported.
-            GateError: The gate file cannot be read.
+        With CUDA graphs, vLLM calls this before it loads any weights. So errors of `__init__` that
+        are visible in the settings are raised here, after seconds.
         """
         _support.check_version()
         _gate.read(Settings.read(extra_config))

@@ -1,16 +1,9 @@
 """vLLM's transfer between prefill and decode engines, with every block checked by its tokens.
 
 vLLM's receiver trims a list of block ids by count: one more block on either side, and it loads the
-wrong blocks without an error. The sender here adds a `kvtrie.TransferManifest`: the tokens of its
-blocks, under a keyed digest. The receiver loads the blocks that follow its own prefix and hold its
-tokens, and computes everything else. The connector still moves the bytes.
-
-```text
---kv-transfer-config '{"kv_connector": "KvtrieNixlConnector", "kv_role": "kv_producer",
-    "kv_connector_module_path": "kvtrie.integrations.vllm.transfer",
-    "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"kvtrie_key_file": "/etc/kvtrie.key"}}'
-```
+wrong blocks without an error. The sender here adds a `kvtrie.TransferManifest`. The receiver loads
+the blocks that follow its own prefix and hold its tokens, and computes everything else. The
+connector still moves the bytes. ``docs/vllm.md`` has the configuration.
 """
 
 from __future__ import annotations

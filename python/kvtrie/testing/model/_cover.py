@@ -31,11 +31,7 @@ NOWHERE = -1
 class Allowed:
     """What a policy allows besides exact KV of the same whole prefix.
 
-    Attributes:
-        approximate: Any approximate KV.
-        moved: KV under another prefix or at another position.
-        max_hops: The most hops of used KV.
-        forbidden: The bit set of forbidden kinds.
+    `moved` is KV under another prefix or at another position, `forbidden` a bit set of kinds.
     """
 
     approximate: bool

@@ -52,12 +52,9 @@ MIN_MIN_RUN = 8
 class ModelIndex(Removal):
     """`kvtrie.RadixIndex`, as a dictionary from whole prefixes to entries.
 
-    `seed`, `pool_id`, `hash_bits` and `max_candidates` are accepted and ignored: the model tries
-    all places. `digest()` equals that of another model with the same calls, never that of a
-    `RadixIndex`. `stats()` has only the counts that do not depend on how an index is built.
-
-    A plan compares all tokens of the prompt with all cached tokens: fast enough for hundreds, slow
-    for many thousands.
+    `seed`, `pool_id`, `hash_bits` and `max_candidates` are ignored: the model tries all places.
+    `digest()` equals that of another model with the same calls, never that of a `RadixIndex`.
+    `stats()` has only the counts that do not depend on how an index is built.
     """
 
     def __init__(
