@@ -140,7 +140,7 @@ class Renderer:
         eos = end if isinstance(end, str) else ""
         if whole.startswith(prompt) and (_CLOSE in whole[len(prompt) :]) == _has_reasoning(message):
             text = whole[len(prompt) :]
-            # The template adds text after the end of the reply; the model does not.
+            # The template adds text after the end of the reply.
             return text[: text.rfind(eos) + len(eos)] if eos and eos in text else text
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         text = str(message["content"])

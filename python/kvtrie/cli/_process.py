@@ -118,7 +118,7 @@ class _Checked:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> NoReturn:
-        # The interpreter flushes again at exit, and would print an error.
+        # The interpreter flushes again at exit.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         if self._name is None:

@@ -192,7 +192,7 @@ class _ConversationReplay:
         self._step = step
         self._tools = list(conversation.tools) or None
         self._history: list[dict[str, Any]] = []
-        # Per turn, every token that has KV after it: what a later turn may find.
+        # What a later turn may find, per turn.
         self._computed: list[list[int]] = []
         self._replies: list[_edited.Reply] = []
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def pool_rows(layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
-    """What a pool stores of what transformers caches: K and V, or one latent row (MLA).
+    """What a pool stores of what transformers caches: K and V, or one latent row.
 
     For MLA, transformers caches the latent as keys and the rotated part of K as values.
     """
@@ -84,7 +84,7 @@ class _PagedLayer(CacheLayerMixin):
 
     def _store(self, blocks: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         slots = self._slots
-        # A view: the pool is the engine's own, with the rows of a layer in slot order.
+        # A view: the pool is the engine's own, in slot order.
         rows = blocks.view(-1, *blocks.shape[2:])
         rows.index_copy_(0, slots.write_slots, states[0].transpose(0, 1))
         if slots.start == 0:
@@ -115,8 +115,7 @@ class PagedCache(Cache):
     """The cache of one forward pass over positions ``[start, end)`` of a block table.
 
     ``update`` scatters the new rows to their slots and returns the rows of ``[0, end)`` in table
-    order, as a contiguous cache does. The first pass of a prompt without reuse gets its own rows
-    back and reads nothing.
+    order. The first pass of a prompt without reuse gets its own rows back and reads nothing.
     """
 
     def __init__(self, pool: KVPool, table: NDArray[np.int32], start: int, end: int) -> None:

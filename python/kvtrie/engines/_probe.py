@@ -66,16 +66,15 @@ def check_model(model: PreTrainedModel, layout: KVLayout) -> None:
 def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
     """The RoPE of a model's config, with the order of pairs that it uses, checked by running it.
 
-    RoPE depends on distances alone: a prompt that begins at another position has the same V in
-    every layer, and the same K up to rotation. A few tokens are run at three positions, or at as
-    many as fit the context.
+    A prompt that begins at another position has the same V, and the same K up to rotation. A few
+    tokens are run at three positions, or at as many as fit the context.
     """
     if "position_ids" not in forward_inputs(model):
         msg = "the model takes no positions, so its KV cannot be checked at another one"
         raise UnsupportedRopeError(msg)
     candidates: list[RopeSpec] = []
     refusal: UnsupportedRopeError | None = None
-    # No config has the pairing of channels, and for MLA the engine chooses it.
+    # No config has the pairing of channels.
     for interleaved in (None, False, True):
         try:
             rope = RopeSpec.from_config(model.config, interleaved=interleaved)
@@ -138,9 +137,9 @@ def _moves_otherwise(
 def _sizes(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     """The size of each channel of K, ``[head_dim]``, by which its error is measured.
 
-    Not the largest channel: channels that are a hundred times larger than the others (Qwen2), or a
-    latent next to the rotated keys (MLA), would hide errors. Both channels of a pair count as the
-    larger one, and channels smaller than the median as the median.
+    Not the largest: channels a hundred times larger than others (Qwen2), or a latent next to
+    rotated keys (MLA), would hide errors. Both channels of a pair count as the larger one, and
+    channels smaller than the median as the median.
     """
     sizes = keys.abs().amax(dim=(0, 1, 2))
     if rotary is None:

@@ -95,7 +95,6 @@ class Scheduler:
             return
         self.waiting.popleft()
         job.lease = lease
-        # Oldest first: the order of service, and the reverse of the order of preemption.
         self.running.append(job)
         self.running.sort(key=lambda running: running.request.number)
         job.request.status = "running"

@@ -1,8 +1,7 @@
 """The copy of rows as a torch custom op: ``kvtrie::move_rows``.
 
-It declares the arguments that it mutates, so that ``torch.compile`` orders it with other readers
-and writers of the pool. CPU tensors go to the plain-torch reference, CUDA tensors to the Triton
-kernel, without fallback.
+It declares what it mutates, so that ``torch.compile`` orders it with other readers and writers of
+the pool. CPU tensors go to the reference, CUDA tensors to the Triton kernel, without fallback.
 """
 
 from __future__ import annotations
@@ -31,17 +30,10 @@ _LIBRARY.define(
 def move_rows(
     tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
 ) -> None:
-    """Do the work of ``reference.move_rows`` on CPU or CUDA tensors.
+    """Do the work of ``reference.move_rows`` on CPU or CUDA tensors; all else is on the CPU.
 
-    Only the geometry's form is checked here; ``KVPool.apply`` checks the rest before it calls. A
-    slot outside the pool would read and write foreign memory.
-
-    Args:
-        tensors: As there. No two may overlap.
-        slots: As there: int32 or int64, on the CPU.
-        cos: As there, on the CPU.
-        sin: As ``cos``.
-        geometry: ``Geometry.to_ints()`` of the pool.
+    Only the geometry's form (``Geometry.to_ints()``) is checked here. A slot outside the pool would
+    read and write foreign memory. No two tensors may overlap. ``slots`` are int32 or int64.
     """
     torch.ops.kvtrie.move_rows(tensors, slots, cos, sin, geometry)
 

@@ -145,7 +145,6 @@ def _move_rows(
     k_source = _row_offsets(source, head, k_block, k_token, k_head, BLOCK_SIZE, K_LINEAR)[:, None]
     k_dest = _row_offsets(dest, head, k_block, k_token, k_head, BLOCK_SIZE, K_LINEAR)[:, None]
 
-    # All loads come before the first store: more bytes are in flight.
     if V_DIM > 0:
         v = tl.multiple_of(tl.load(layer + 1).to(tl.pointer_type(INT)), ALIGNMENT)
         v_source = _row_offsets(source, head, v_block, v_token, v_head, BLOCK_SIZE, V_LINEAR)
@@ -185,7 +184,7 @@ def _move_rows(
             rest_bits = tl.load(k + k_source + rest_at, mask=is_rest)
 
         if ALIKE and INTERLEAVED:
-            # Pairs are loaded together, and split in registers.
+            # Loaded together, and split in registers.
             both = tl.arange(0, 2 * PAIRS_TILE)[None, :]
             is_both = is_row[:, None] & (both < 2 * PAIRS)
             both_at = (both + START).to(tl.int64) * k_channel

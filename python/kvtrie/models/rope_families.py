@@ -22,15 +22,15 @@ class Family:
         interleaved: Order of pairs in stored keys; ``None`` if engines differ.
         expanded_interleaved: The same for expanded MLA heads.
         theta: Base if the config has none.
-        partial: Share of a head that rotates if the config does not say. ``None``: a whole head
-            rotates, and a config that says otherwise is refused.
+        partial: Share of a head that rotates if the config does not say. ``None``: a whole head,
+            and a config that says otherwise is refused.
         layers: Which layers rotate: all; those with a sliding window; those, or all if the model
             has no window; those that ``no_rope_layers`` marks with 1; or settings by type.
         every: One in this many layers has full attention (or no RoPE) if the config does not list
             layer types.
-        reverse: Whether keys rotate the other way.
-        is_mla: Whether K is a latent and a separate window.
-        needs_settings: Whether a config without RoPE settings means a type other than ``default``.
+        reverse: Keys rotate the other way.
+        is_mla: K is a latent and a separate window.
+        needs_settings: A config without RoPE settings means a type other than ``default``.
     """
 
     interleaved: bool | None = False

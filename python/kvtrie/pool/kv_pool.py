@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     BlockIds = NDArray[np.integer] | Sequence[int] | torch.Tensor
 
-# Rows checked at once: bounds the memory of the check, for one layer.
+# Bounds the memory of the check, for one layer.
 _CHECKED_ROWS: Final = 16_384
 
 

@@ -108,8 +108,7 @@ def _check_disjoint(
         slot = int(starts[1:][again][0])
         msg = f"{_CALL}: dest_slot {slot} is written twice"
         raise ValueError(msg)
-    # Destinations are disjoint by now, so only the first that ends after a source's start can hold
-    # its first shared slot.
+    # Destinations are disjoint by now.
     nearest = np.minimum(np.searchsorted(ends, source, side="right"), len(ends) - 1)
     first_shared = np.maximum(starts[nearest], source)
     shared = first_shared < np.minimum(ends[nearest], source + count)

@@ -27,9 +27,9 @@ _MOST_KINDS: Final = 64
 class Seen:
     """What a `compare` has read of the tracker under the lock. It does not change afterwards.
 
-    `named` are the histories of the given conversation, or None. `longest` is the history with the
-    longest common prefix, if no search is needed. Else `through` is a place of it with its
-    position, and `histories` are all of the namespace. `may_alias` are those that may be an alias.
+    `named` are the histories of the given conversation, or None. `longest` is that with the longest
+    common prefix, if no search is needed. Else `through` is a place of it with its position, and
+    `histories` are all of the namespace.
     """
 
     path: npt.NDArray[np.int32]
@@ -140,9 +140,9 @@ def planned(
 ) -> tuple[npt.NDArray[np.void], int]:
     """The source of the prompt's tokens in one history, and how many are reused.
 
-    The tracker's index holds all tokens as exact and without tags, so it plans for a computed
-    history none of whose kinds is forbidden; the tags are added here. If the history has left
-    meanwhile, or its windows are on too many paths, an index is built of the history alone.
+    The tracker's index holds all tokens as exact and without tags, so it serves a computed history
+    none of whose kinds is forbidden; the tags are added here. Otherwise, or if the history has left
+    meanwhile, or if its windows are on too many paths, an index is built of the history alone.
     """
     spans = [span for span in history.spans if span.start < span.end]
     kinds = tuple(dict.fromkeys((*index.kinds, *(span.kind for span in spans))))

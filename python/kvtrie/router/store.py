@@ -43,8 +43,8 @@ class HistoryStore:
         self._ttl = ttl
         self._max_tokens = max_tokens
         self._max_conversations = max_conversations
-        # A block of the index is one token; its id names a place. Twice the room, because a history
-        # and the one that it replaces are both there for a moment.
+        # A block is one token; its id names a place. Twice the room, because a history and the one
+        # that it replaces are both there for a moment.
         num_places = 2 * max_tokens
         self.index = RadixIndex(num_places, 1, min_run=min_run)
         self.allocator = BlockAllocator(num_places)

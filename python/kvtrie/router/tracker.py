@@ -427,8 +427,7 @@ class TurnTracker:
         )
         places = plan.source_blocks
         plan.release()
-        # A place of a history forgotten since then leads to no history or to another one. That does
-        # no harm: each history is planned separately.
+        # Places of a history forgotten since then do no harm: each history is planned separately.
         with self._lock:
             newest, firsts, counts = np.unique(
                 self._store.newest[places], return_index=True, return_counts=True

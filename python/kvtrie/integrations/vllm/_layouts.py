@@ -31,10 +31,10 @@ def locate(
 ) -> tuple[object, KVLayout]:
     """Views of a worker's KV tensors, and their layout: the arguments of `kvtrie.KVPool.wrap`.
 
-    Every tensor has the shape ``[blocks, heads, tokens, channels]``; strides give the physical
-    order. Channels are K and then V. The CPU backend instead splits each head's page into all of K
-    and all of V, and stores K channel by channel. A kernel may use smaller blocks than the manager;
-    slots are the same.
+    Tensors have the shape ``[blocks, heads, tokens, channels]``; strides give the physical order.
+    Channels are K and then V. The CPU backend instead splits each head's page into all of K and all
+    of V, and stores K channel by channel. A kernel may use smaller blocks than the manager; slots
+    are the same.
     """
     k, v = spec.head_size, spec.head_size_v
     known = (*_K_THEN_V, _CPU) if v else _LATENT

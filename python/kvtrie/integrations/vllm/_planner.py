@@ -343,9 +343,8 @@ class Planner:
         """Compute everything that was to be copied into failed blocks, and all tokens after it.
 
         vLLM has reset the requests that it knows to read these blocks, and dropped this step's
-        output for them. It does not drop the output of steps in flight, keeps counting the tokens
-        that these were to sample, lets other requests hit the blocks, and does not notify model
-        runner V2.
+        output for them. But it keeps the output of steps in flight, counts the tokens that these
+        were to sample, lets other requests hit the blocks, and does not notify model runner V2.
         """
         for request_id, request in self._requests.items():
             if request.status != RequestStatus.RUNNING:
@@ -369,8 +368,8 @@ class Planner:
                     for start, end, is_moved in live.used
                     if start < position
                 ]
-        # A request that ended since may have left blocks after its own, and others theirs after
-        # these. A failed copy is rare, so the whole cache is dropped.
+        # Requests that ended since may have left blocks after these. A failed copy is rare, so the
+        # whole cache is dropped.
         self.reset()
         cached = {block.block_id for block in self._pool.blocks if block.block_hash is not None}
         self._manager.evict_blocks(cached)

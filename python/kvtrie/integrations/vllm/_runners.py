@@ -25,11 +25,10 @@ def send_whole(
 ) -> None:
     """Make a step send some of its requests as if the workers did not know them yet.
 
-    vLLM sends only the changes of a running request. Model runner V2 (``counts_itself``) adds up
-    the computed tokens itself, and ignores the scheduler's count of a request that it knows. V1
-    uses the count, but with steps in flight it puts the last sampled token after what it gets. Both
-    replace their state of a request that arrives as after a preemption: as a new one for V2, as a
-    resumed one for V1. ``output`` is changed in place.
+    vLLM sends only the changes of a running request. Model runner V2 (``counts_itself``) ignores
+    the scheduler's count of computed tokens. V1 uses it, but with steps in flight it puts the last
+    sampled token after what it gets. Both replace their state of a request that arrives as after a
+    preemption: as a new one for V2, as a resumed one for V1. ``output`` is changed in place.
     """
     cached = output.scheduled_cached_reqs
     if not counts_itself:

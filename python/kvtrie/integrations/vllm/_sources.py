@@ -34,8 +34,7 @@ class Sources:
 
     A block is known with the hash that vLLM cached it under. It may be copied from while the pool
     has not handed it out again, which vLLM reports (``unpin_blocks(on_reuse=)``), and while it
-    still has that hash. The index holds no reference; the caller that copies pins. ``policy`` is
-    the widest of any plan.
+    still has that hash. The caller that copies pins. ``policy`` is the widest of any plan.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class Sources:
             seed=seed,
         )
         self._hashes: dict[int, bytes] = {}
-        # Handed out by the pool since the index was last updated.
         self._gone: list[int] = []
         self.num_stale = 0
 

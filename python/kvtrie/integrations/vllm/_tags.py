@@ -35,8 +35,8 @@ REUSES: Final = ("exact", "moved", "recomputed")
 def tagger_of(settings: Settings, vllm_config: VllmConfig) -> Tagger | None:
     """The chat format of the model that vLLM serves; None if tokens are not tagged.
 
-    For ``"auto"`` and an unknown template, vLLM's reasoning parser identifies reasoning. It does
-    not say when reasoning is dropped, so it is kept. A policy that forbids kinds needs a format.
+    If ``"auto"`` does not know the template, vLLM's reasoning parser identifies reasoning. It does
+    not say when reasoning is dropped, so it is kept.
     """
     form = settings.chat_format
     tagger = None

@@ -135,8 +135,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The copies of this step."""
-        # Nothing is caught here: the planner catches what concerns no copy, and a step must not go
-        # out without its copies.
+        # Nothing is caught: a step must not go out without its copies.
         return self.planner.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

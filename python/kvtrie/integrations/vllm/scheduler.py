@@ -27,8 +27,7 @@ class KvtrieScheduler(AsyncScheduler):
       that computes the tokens after it.
     * A preempted request releases its planned copies, and nobody finds the blocks that its step was
       to write.
-    * Blocks are freed at once. vLLM keeps them while steps are in flight, for connectors that write
-      in their own order.
+    * Blocks are freed at once. vLLM keeps them while steps are in flight.
 
     Raises:
         UnsupportedError: The connector is not `KvtrieConnector`.

@@ -119,7 +119,7 @@ class CheckedTransfer:
         remote, end = self._loadable(request, num_computed_tokens, num_computed_tokens + count)
         if end <= num_computed_tokens:
             return 0, False
-        # The connector trims this list by count; it already has the right length.
+        # The connector trims this by count; it already has the right length.
         request.kv_transfer_params[_BLOCKS] = [remote]
         self._promised[request.request_id] = (num_computed_tokens, end)
         return end - num_computed_tokens, is_async
@@ -162,7 +162,7 @@ class CheckedTransfer:
             return [], start
         remote, end = [], start
         for pair in plan.pairs:
-            # Contiguous blocks, from the first missing token.
+            # Contiguous, from the first missing token.
             if int(pair["start"]) != end or (end > start and end % self._size):
                 break
             remote.append(int(pair["remote"]))

@@ -108,7 +108,7 @@ class Slots:
         forbidden = self._column(
             entry.tags[offset] & allowed.forbidden != 0 for entry, offset, _ in self.sources
         )
-        # From here on one row per prompt token, one column per slot.
+        # One row per prompt token, one column per slot.
         rows = np.arange(len(prompt))[:, np.newaxis]
         self.same_prefix = np.array(shared, dtype=np.bool_) & (self.position == rows)
         few_hops = self.hops + ~self.same_prefix <= allowed.max_hops
@@ -124,7 +124,6 @@ class Slots:
     def _lengths(self, pairs: npt.NDArray[np.bool_]) -> Grid:
         """Of the chain that ends in each pair; 0 without a pair."""
         count, width = pairs.shape
-        # The last column is "no slot", the first row "no token".
         lengths = np.zeros((count + 1, width + 1), dtype=np.int64)
         for i in range(count):
             lengths[i + 1, :width] = np.where(pairs[i], lengths[i, self.before] + 1, 0)
