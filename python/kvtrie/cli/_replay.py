@@ -192,7 +192,7 @@ class _ConversationReplay:
         self._step = step
         self._tools = list(conversation.tools) or None
         self._history: list[dict[str, Any]] = []
-        # What a later turn may find, per turn.
+        # The tokens that have KV after each turn: what a later turn may find.
         self._computed: list[list[int]] = []
         self._replies: list[_edited.Reply] = []
 
@@ -260,7 +260,7 @@ class _ConversationReplay:
         )
 
     def _time(self) -> float:
-        """Template, tokenizer, plan, copy, model."""
+        """Seconds of template, tokenizer, plan, copy and model."""
         return _first_token(self._timed, self._history, self._tools, self._settings)[1]
 
     def _text(self, tokens: list[int], finish_reason: str) -> str:
@@ -299,7 +299,7 @@ def _load(settings: DemoSettings) -> Generator:
 def _enough_blocks(
     generator: Generator, conversations: Sequence[Conversation], settings: DemoSettings
 ) -> int:
-    """Twice the longest conversation; older KV is evicted."""
+    """Blocks for twice the longest conversation; older KV is evicted."""
     longest = 0
     for conversation in conversations:
         tools = list(conversation.tools) or None

@@ -29,8 +29,9 @@ class Options(TypedDict, total=False):
 
     Attributes:
         max_new_tokens: Most tokens to generate (256); the model's context may end it earlier.
-        temperature: 0 (the default) is greedy; above it tokens are sampled.
-        top_k: Sample among the k likeliest tokens only.
+        temperature: 0 (the default) is greedy; above it, logits are divided by this and tokens are
+            sampled.
+        top_k: Sample among the k likeliest tokens only; ``None``: among all.
         top_p: Sample among the likeliest tokens that together reach this probability (1: all).
         seed: Seed of this request's sampling; by default made of the engine's seed and the
             request's number.

@@ -50,7 +50,7 @@ def pick(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> int:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(sampling.top_p))
-    # They read no ids.
+    # The warpers read no ids.
     ids: Any = None
     scores: Any = logits[None]
     scores = warpers(ids, scores)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtrie.engines._store import Store
     from kvtrie.engines._text import TextStream
 
-# Needs no block except its table, so it fits if the table does.
+# A plan that copies nothing needs no block except its table, so it fits if the table does.
 _IN_PLACE_ONLY: Final = ReusePolicy(approximate=False, partial_blocks=False)
 
 
@@ -83,7 +83,7 @@ class Scheduler:
                 return
 
     def _admit(self, job: Job, events: list[Event]) -> None:
-        """Without enough blocks, the first waiting request keeps waiting."""
+        """Admit the first waiting request; without enough blocks it keeps waiting."""
         try:
             lease = self._lease(job)
         except OutOfBlocksError as error:
@@ -95,6 +95,7 @@ class Scheduler:
             return
         self.waiting.popleft()
         job.lease = lease
+        # Oldest first: the order of service, and the reverse of the order of preemption.
         self.running.append(job)
         self.running.sort(key=lambda running: running.request.number)
         job.request.status = "running"
@@ -127,7 +128,7 @@ class Scheduler:
             raise
 
     def _make_room(self, job: Job, lease: Lease, end: int) -> bool:
-        """If no block is left, preempt younger requests."""
+        """Allocate blocks up to ``end``; if none is left, preempt younger requests."""
         while True:
             try:
                 lease.issue(end)
@@ -142,7 +143,7 @@ class Scheduler:
                 return True
 
     def _preempt(self, job: Job) -> None:
-        """It waits first in the queue, with its tokens so far."""
+        """The request waits first in the queue, with its tokens so far."""
         self._num_preemptions += 1
         self.running.remove(job)
         self.waiting.appendleft(job)

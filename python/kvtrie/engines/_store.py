@@ -32,7 +32,7 @@ class BlockCounts:
 
     @property
     def lost(self) -> int:
-        """Not 0: there is a bug."""
+        """Blocks without an owner: 0, or there is a bug."""
         return self.total - self.free - self.held - self.indexed - self.condemned
 
 

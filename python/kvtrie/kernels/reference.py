@@ -32,7 +32,10 @@ _TURNED_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 
 def views(tensors: Sequence[Tensor], rows: Rows, shape: tuple[int, int, int]) -> list[Tensor]:
-    """Views of each layer as ``[blocks, tokens, heads, dim]`` (``shape`` is all but dim)."""
+    """The rows of each layer as views ``[blocks, tokens, heads, dim]``, for any physical order.
+
+    ``shape`` is blocks, tokens per block, heads.
+    """
     return [
         tensors[number].as_strided(
             (*shape, rows.dim), rows.strides, tensors[number].storage_offset() + offset

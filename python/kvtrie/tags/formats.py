@@ -74,7 +74,7 @@ class Pair:
         drops: What the template deletes when it deletes the section.
         ends_reasoning: Opening this section ends open reasoning.
         nests: Count opening delimiters inside the section, so that the last closing one ends it.
-            Templates do not count.
+            Templates do not count: there the first one ends reasoning.
     """
 
     kind: Literal["reasoning", "tool_call"]

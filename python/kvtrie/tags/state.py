@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 # Tokens kept: enough for the role, which comes first.
 HEADER_LIMIT: Final = 64
-# Outside any message, in a header, in the text of a message.
+# Phase: outside any message, in a header, in the text of a message.
 BETWEEN: Final = 0
 HEADER: Final = 1
 BODY: Final = 2
@@ -20,7 +20,7 @@ QUIET: Final = 0
 WORKING: Final = 1
 ANSWERED: Final = 2
 
-# The opening delimiter was read, the closing one was read.
+# Wrapped tool result: the opening delimiter was read, the closing one was read.
 WRAPPED: Final = 1
 UNWRAPPED: Final = 2
 
@@ -43,23 +43,23 @@ class State(NamedTuple):
     role: Role | None = None
     start: int = 0
     body: int = 0
-    # First position, first tokens, the range of the channel's delimiter in it.
+    # The header: its first position, its first tokens, the range of the channel's delimiter in it.
     header_start: int = 0
     header: tuple[int, ...] = ()
     channel: tuple[int, int] | None = None
-    # By the header; and whether the message ends the turn.
+    # The kind of the whole message by its header, and whether it ends the turn.
     kind: SectionKind | None = None
     final: bool = False
-    # First token that is not a newline, start of the current answer, open sections.
+    # The text: first token that is not a newline, start of the current answer, open sections.
     first: int = -1
     answer: int = -1
     stack: tuple[Open, ...] = ()
-    # Closed, but still takes following newlines.
+    # A closed section that still takes following newlines.
     growing: Section | None = None
     reasoned: bool = False
     called: bool = False
     wrap: int = 0
-    # Start, sections before it, progress.
+    # The turn: start, sections before it, progress.
     turn: int = 0
     turn_sections: int = 0
     progress: int = QUIET

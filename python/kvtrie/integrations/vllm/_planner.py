@@ -375,7 +375,7 @@ class Planner:
         self._manager.evict_blocks(cached)
 
     def preempted(self, request_id: str) -> None:
-        """The pinned blocks may be what vLLM needs."""
+        """Release the sources: vLLM may need these blocks."""
         live = self._live.get(request_id)
         if live is not None:
             self._drop_pending(request_id, live)
@@ -422,7 +422,7 @@ class Planner:
             self._pool.free_blocks(pending.pinned)
 
     def _offer_prompts(self) -> None:
-        """So that other requests can use them at once."""
+        """Index prompts whose KV is written, so that other requests can use them at once."""
         for request_id, request in list(self._prefilling.items()):
             live = self._live.get(request_id)
             if live is None:
@@ -501,7 +501,7 @@ class Planner:
             self._dead.close(live.seq, live.reading, block_ids)
 
     def abandon(self, request_id: str) -> None:
-        """Forget it; vLLM continues with it alone."""
+        """Forget the request; vLLM continues with it alone."""
         live = self._live.pop(request_id, None)
         self._prefilling.pop(request_id, None)
         if live is not None:

@@ -112,7 +112,7 @@ def _block(entry: Entry, start: int, count: int) -> list[Source]:
 
 
 def _origins(number: int, piece: Piece) -> Draft:
-    """Another prefix or position adds a hop."""
+    """Another prefix or position adds a hop to a token's KV."""
     moved = not piece.same_prefix
     return [
         Origin(number, source, source.entry.exact and not moved, source.entry.hops + moved)

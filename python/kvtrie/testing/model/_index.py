@@ -50,7 +50,7 @@ MIN_MIN_RUN = 8
 
 
 class ModelIndex(Removal):
-    """`kvtrie.RadixIndex`, as a dictionary from whole prefixes to entries.
+    """`kvtrie.RadixIndex`, as a dictionary from whole prefixes to entries; see there for the calls.
 
     `seed`, `pool_id`, `hash_bits` and `max_candidates` are ignored: the model tries all places.
     `digest()` equals that of another model with the same calls, never that of a `RadixIndex`.

@@ -180,7 +180,7 @@ class ModelStore:
         return int32(freed)
 
     def _settle(self) -> None:
-        """Ends every call: free released blocks, and bound the number of holes."""
+        """End every call: free released blocks, and bound the number of holes."""
         freed = self._condemned - self._pinned()
         self._condemned -= freed
         self._waiting += sorted(freed - self._quarantined)
