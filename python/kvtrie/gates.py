@@ -493,8 +493,8 @@ def paired_interval(lost: int, gained: int, questions: int) -> tuple[float, floa
     pairs differ; normal intervals and bootstraps shrink to nothing there.
 
     Args:
-        lost: Questions that are right under full recomputation alone.
-        gained: Questions that are right under the policy alone.
+        lost: As in `Figures`.
+        gained: As in `Figures`.
         questions: All questions.
 
     Returns:
@@ -532,8 +532,8 @@ def questions_needed(lost: int, gained: int, max_loss: float) -> int | None:
     """The least number of questions that bounds a loss, if no further one differs.
 
     Args:
-        lost: As for ``paired_interval``.
-        gained: Likewise.
+        lost: As in `Figures`.
+        gained: As in `Figures`.
         max_loss: What may be lost, 0 to 1.
 
     Returns:

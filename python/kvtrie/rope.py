@@ -214,19 +214,18 @@ class RopeSpec:
         """Read how a Hugging Face causal LM rotates its keys. Needs torch; see ``docs/rope.md``.
 
         Frequencies equal those of transformers on a CPU, bit for bit, whether or not it is
-        installed. The order of pairs comes from a table of model types. Other types are refused
-        unless ``interleaved`` is given: a wrong order gives wrong keys without an error.
+        installed.
 
         Args:
             config: A ``transformers`` config, or the mapping read from a ``config.json``.
             mla: What a K row is in a model with multi-head latent attention. ``"latent"``:
                 ``[kv_lora_rank | qk_rope_head_dim]``, as in vLLM and SGLang. ``"expanded"``: a head
                 of ``[qk_nope_head_dim | qk_rope_head_dim]``, as in transformers.
-            interleaved: The order of pairs in the stored keys; ``None``: the table's.
+            interleaved: The order of pairs in the stored keys; ``None``: that of a table of model
+                types. Other types need it, because a wrong order gives wrong keys without an error.
 
         Raises:
-            UnsupportedRopeError: A rotation cannot move the keys of the model (dynamic NTK,
-                LongRoPE, M-RoPE, ALiBi, absolute positions, quantised K), the RoPE type or the
+            UnsupportedRopeError: A rotation cannot move the keys of the model, the RoPE type or the
                 model type is unknown, or a field is missing or contradicts another one. The
                 message names the field.
             ValueError: ``mla`` is unknown.

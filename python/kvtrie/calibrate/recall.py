@@ -47,11 +47,6 @@ def conversation(seed: int, exchanges: int, window: int = 10) -> list[dict[str, 
     Returns:
         Messages in OpenAI form, with reasoning as ``reasoning_content``. The replies to questions
         have ``"scored": True``: they follow from the conversation alone.
-
-    Example:
-        >>> from kvtrie.calibrate import recall
-        >>> [m["role"] for m in recall.conversation(7, exchanges=2)]
-        ['system', 'user', 'assistant', 'user', 'assistant']
     """
     rng = Random(seed)
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]

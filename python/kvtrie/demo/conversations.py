@@ -78,7 +78,7 @@ def answer_of(content: str) -> str:
 
 
 def load_conversations(path: str | Path | None = None) -> list[Conversation]:
-    r"""Read a chat file.
+    r"""Read a chat file: at least one conversation, each with at least one turn.
 
     A line is a JSON object of one of two forms. ``{"messages": [...], "tools": [...]}`` is a whole
     conversation (``tools`` is optional). ``{"role": ..., "content": ...}`` is one message;
@@ -86,9 +86,6 @@ def load_conversations(path: str | Path | None = None) -> list[Conversation]:
 
     Args:
         path: The file, or None for the shipped conversation.
-
-    Returns:
-        At least one conversation, each with at least one turn.
 
     Raises:
         ValueError: The file is empty or a line is not a conversation; the text names file, line and

@@ -177,8 +177,8 @@ class Generator:
         Args:
             path: A directory with ``config.json``, weights and tokenizer, as ``save_pretrained``
                 writes it.
-            num_blocks: As for the class.
-            block_size: As for the class.
+            num_blocks: Blocks of the KV pool.
+            block_size: Tokens per block.
             policy: As for the class.
             gate: As for the class.
             salt: As for the class.

@@ -143,17 +143,16 @@ def _turn(rows: Tensor, cos: Tensor, sin: Tensor, window: Window) -> None:
 
 
 def rotate(k: Tensor, rope: RopeSpec, delta: int | Tensor, layer: int = 0) -> Tensor:
-    """Rotate keys to the positions ``delta`` further on.
+    """Rotate keys to the positions ``delta`` further on; ``docs/rope.md`` has the accuracy.
 
     Angles are computed in float64, cosines and products one step wider than ``k`` (float32 for
-    bfloat16 and float16; float64 for float32 and float64), and the result is rounded once. Channels
-    outside the window, pairs with angle 0 and tokens with delta 0 are copied bit for bit. NaN and
-    infinity affect only their own pair. The engine's factor in K (YaRN) stays.
-
-    Rotate from the original bytes: chained rotations round each time.
+    bfloat16 and float16, else float64), and the result is rounded once. What does not rotate is
+    copied bit for bit. NaN and infinity affect only their own pair. The engine's factor in K (YaRN)
+    stays.
 
     Args:
-        k: Keys ``[..., tokens, head_dim]``: float32, bfloat16, float16 or float64.
+        k: Keys ``[..., tokens, head_dim]``: float32, bfloat16, float16 or float64. Give the
+            original bytes: chained rotations round each time.
         rope: How the model rotates its keys.
         delta: New position minus old position: an int, or int64 ``[tokens]``. At most ``2**27``
             either way.

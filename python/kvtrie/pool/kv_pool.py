@@ -84,7 +84,7 @@ class KVPool:
     """K and V of all layers, in its own tensors or an engine's (``KVPool.wrap``).
 
     A pool of its own holds K in one tensor ``[layers, blocks, block_size, heads, head_dim]`` and V,
-    if there is one, in another.
+    if there is one, in another. ``docs/pool.md`` has examples.
 
     Every method checks its slots, block ids and positions first: a call that raises has changed
     nothing. Methods write their destination slots and no others. On a GPU the work is queued on the
@@ -100,19 +100,6 @@ class KVPool:
         LayoutError: ``rope`` has another geometry, or ``layout`` describes an engine's tensors.
         ValueError: ``num_blocks`` is out of range, or there is no kernel for the device.
         MemoryError: The device has no room; the message says the requested size.
-
-    Example:
-        >>> import torch
-        >>> from kvtrie import KVLayout
-        >>> layout = KVLayout(
-        ...     num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", block_size=4
-        ... )
-        >>> pool = KVPool(layout, num_blocks=8)
-        >>> rows = torch.arange(6.0).reshape(1, 3, 1, 2)
-        >>> pool.scatter(rows, -rows, blocks=[5, 2], start=2)
-        >>> k, v = pool.gather([5, 2], start=3, end=5)
-        >>> k.flatten().tolist()
-        [2.0, 3.0, 4.0, 5.0]
     """
 
     def __init__(
@@ -162,8 +149,6 @@ class KVPool:
     @classmethod
     def wrap(cls, tensors: object, layout: KVLayout, rope: RopeSpec | None = None) -> KVPool:
         """Use the tensors of an engine; nothing is copied, and the engine owns the blocks.
-
-        ``docs/pool.md`` has an example.
 
         Args:
             tensors: As given to ``KVLayout.from_tensors``. They are verified again.

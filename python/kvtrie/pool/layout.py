@@ -112,17 +112,15 @@ class KVLayout:
     ) -> KVLayout:
         """Describe the pool that an engine holds, and verify the description.
 
-        ``axes`` names the axes of a tensor's shape in order: ``layers``, ``kv``, ``blocks``,
-        ``tokens``, ``heads`` and ``dim``. Axes that the engine merged are in parentheses. The
-        physical order is read from the strides. K comes before V. An axis that merges ``kv`` with
-        ``dim``, ``kv`` first, may hold K and V of different widths. ``heads`` may be omitted where
-        there is one. ``docs/pool.md`` has the axes of engines.
+        ``docs/pool.md`` says what the names in ``axes`` mean, and has the axes of engines. The
+        physical order is read from the strides. K comes before V.
 
         Args:
             tensors: A list with one tensor per layer, or one tensor if ``axes`` names ``layers``.
                 If ``axes`` does not name ``kv``: a pair of these, K and V. With ``v_head_dim=0``: K
                 alone.
-            axes: Such as ``"blocks heads tokens (kv dim)"``.
+            axes: The axes of a tensor's shape in order, merged ones in parentheses, such as
+                ``"blocks heads tokens (kv dim)"``. ``heads`` may be omitted where there is one.
             block_size: As for the class.
             num_kv_heads: KV heads per layer on this device.
             head_dim: As for the class.

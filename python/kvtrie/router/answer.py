@@ -20,11 +20,8 @@ class TurnAnswer:
     """How the next prompt relates to what is kept.
 
     Attributes:
-        kind: `"exact_extension"`: the prompt starts with a whole kept history.
-            `"common_prefix"`: it starts as a history does, then differs.
-            `"moved_runs"`: it also has runs of a history elsewhere; see `segments`.
-            `"alias"`: it is a history without its reasoning, and new tokens; see `send`.
-            `"start_over"`: nothing of it is kept, or nothing that is computed.
+        kind: `"exact_extension"`, `"alias"`, `"moved_runs"`, `"common_prefix"` or `"start_over"`;
+            ``docs/router.md`` explains them.
         num_tokens: Tokens from position 0 of the prompt (of `send` for an alias) whose KV the
             engine has in place. The last `keep_last` tokens never count.
         num_exact: How many of these are exact.

@@ -32,28 +32,12 @@ class Stream:
     """The spans of one request, kept up to date while it grows. Made by `Tagger.stream`.
 
     The spans depend on the tokens alone, not on the portions in which they are fed or on what was
-    rolled back. A stream belongs to one request and one thread.
+    rolled back. A stream belongs to one request and one thread. ``docs/tags.md`` has an example.
 
     Args:
         tagger: The compiled format.
         start: The position of the first token that will be fed.
         role: The author of the message with the first token; None: the format's `initial`.
-
-    Example:
-        >>> from kvtrie import tags
-        >>> tagger = tags.Tagger.from_ids(reasoning=(7, 8), end=9, initial="assistant")
-        >>> stream = tagger.stream()
-        >>> stream.feed([7, 1, 2])
-        []
-        >>> stream.open
-        Span(0, 3, 'reasoning')
-        >>> stream.feed([3, 8, 4, 5])
-        [Span(0, 5, 'reasoning')]
-        >>> stream.finish(complete=False), stream.turns[-1].state
-        ([Span(5, 7, 'answer')], 'open')
-        >>> stream.truncate(2)
-        >>> stream.spans, stream.open
-        ([], Span(0, 2, 'reasoning'))
     """
 
     __slots__ = (

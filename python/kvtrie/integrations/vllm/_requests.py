@@ -31,7 +31,6 @@ class Pending:
         pinned: Its blocks, which the pool may not hand out meanwhile.
         promised: The tokens after vLLM's own hit that need no computing.
         after_gaps: Ranges that may be copied when the gap before is computed, ascending.
-        allocated: Whether vLLM has allocated the request's blocks.
         jumped: The range after a gap that this step skips, if the step includes the request.
     """
 
@@ -54,7 +53,6 @@ class LiveRequest:
         num_refused: How often vLLM found no blocks while this request's sources were pinned.
         last_free: Free blocks when that last happened.
         is_offered: Whether the index knows the prompt's blocks.
-        reading: The spans of its tokens; None if the chat format is unknown.
         used: Ranges of the prompt whose KV was not computed, and whether it is approximate.
         is_counted: Whether `used` is in the stats.
     """

@@ -50,8 +50,8 @@ _MAX_MANIFEST: Final = 32 << 20
 class CheckedTransfer:
     """A mixin before a transfer connector of vLLM, which checks what it loads.
 
-    The connector must say in ``kv_transfer_params`` which blocks it sends, as ``remote_block_ids``
-    (one list per group), and take ``KVCacheBlocks`` to load into.
+    The connector must name its blocks in ``remote_block_ids`` of ``kv_transfer_params`` (one list
+    per group), and take ``KVCacheBlocks`` to load into.
 
     Attributes:
         outcomes: Transfers by outcome: ``"whole"``, ``"part"``, ``"nothing"`` (no block holds the
