@@ -158,7 +158,6 @@ def _within(kept: Verdict) -> str:
 
 
 def loss_text(result: Result) -> str:
-    """In points."""
     one = result.figures
     low, high = one.interval
     low, loss, high = (100 * value + 0.0 for value in (low, one.loss, high))

@@ -89,7 +89,7 @@ def _turn(
     INT: tl.constexpr,
     BY_HAND: tl.constexpr,
 ):
-    """Pairs with angle 0 keep their bits."""
+    """Rotate pairs; those with angle 0 keep their bits."""
     turns = (cos != 1.0) | (sin != 0.0)
     first = _widen(one, FLOAT, MATH, BY_HAND)
     second = _widen(two, FLOAT, MATH, BY_HAND)

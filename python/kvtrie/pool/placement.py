@@ -47,7 +47,7 @@ class _Sizes:
     v_dim: int
 
     def of(self, name: str, dim: int) -> int | None:
-        """``None``: read from the tensor. Rows have ``dim`` channels."""
+        """The size of an axis; ``None``: read it from the tensor."""
         known = {"kv": 2, "tokens": self.tokens, "heads": self.heads, "dim": dim}
         return known.get(name)
 
@@ -324,7 +324,7 @@ class _Box:
 
     @property
     def is_nested(self) -> bool:
-        """Each stride is longer than everything inside it, so no address repeats."""
+        """Whether each stride is longer than everything inside it, so that no address repeats."""
         reach = 0
         for step, size in sorted(zip(self.strides, self.shape, strict=True)):
             if size > 1:
