@@ -1,9 +1,8 @@
 """KV-cache reuse: which blocks a prompt has, where they are stored, and what must be computed.
 
-What comes from the extension `kvtrie._core` imports neither numpy nor torch. `RopeSpec`,
-`TurnAnswer` and `TurnTracker` need numpy (`RopeSpec.from_config` also torch), and `KVPool` needs
-torch: each is imported when its name is first used. `kvtrie.engines.transformers`,
-the embedded engine, is imported by its own name.
+The extension `kvtrie._core` imports neither numpy nor torch. `RopeSpec`, `TurnAnswer` and
+`TurnTracker` need numpy, `KVPool` needs torch: each is imported when first used. The embedded
+engine is ``kvtrie.engines.transformers``.
 """
 
 from importlib import import_module
@@ -102,8 +101,8 @@ __all__ = [
 ]
 
 
-# Names that need numpy or torch. Their imports take half a second and more, and Ctrl-C during an
-# import of kvtrie would show a traceback that the command line cannot catch yet.
+# Their imports take half a second and more, and Ctrl-C during an import of kvtrie would show a
+# traceback that the command line cannot catch yet.
 _ELSEWHERE = {
     "KVLayout": "kvtrie.pool.layout",
     "KVPool": "kvtrie.pool.kv_pool",

@@ -1,24 +1,13 @@
 """Gate files of ``kvtrie calibrate``: which reuse policies a model is cleared for.
 
-A gate file names one model. For each reuse policy measured on it, the file says what the policy
-cost and whether that is within the thresholds. Engines read it before they reuse KV approximately
-and use ``kvtrie.EXACT_ONLY`` for what it does not clear. A cleared policy is still approximate.
-
-A policy is cleared if all of this holds:
-
-* In every scenario the data could have refused it. Full recomputation is right on at least half of
-  the questions (``LEAST_RIGHT``). A control, which is a way to reuse KV that no request can ask
-  for, is detected as worse on the same replies: the lower end of the 95 % interval of its loss,
-  paired by question, is above ``max_loss``. So the control is refused by the rule, interval and
-  limit that clear the policy.
-* In every scenario the loss, the mean KL divergence, its 99th percentile and the agreement of the
-  likeliest token are within the thresholds.
-* Over all questions the upper end of the interval of the loss is at most ``max_loss``.
+A gate file names one model, and says what each policy measured on it cost and whether that is
+within the thresholds. Engines use ``kvtrie.EXACT_ONLY`` for what it does not clear. A cleared
+policy is still approximate. ``docs/fidelity.md`` has the rule.
 
 Clearing is monotone: a policy that lost more, gained less or diverges more, or a control that lost
 less, never clears what better figures do not.
 
-Importing this module needs neither torch nor numpy.
+This module needs neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -76,10 +65,7 @@ class GateMismatchError(GateError):
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What a policy must keep to be cleared.
-
-    The defaults for KL and top 1 are between the figures of policies that keep the answers and
-    those of controls; see ``docs/fidelity.md``.
+    """What a policy must keep to be cleared; see ``docs/fidelity.md`` for the defaults.
 
     Attributes:
         max_loss: Task accuracy that may be lost, 0 to 1.
@@ -115,7 +101,7 @@ class Figures:
     """What one policy did in one scenario, compared with full recomputation.
 
     Attributes:
-        scenario: Name of the scenario.
+        scenario: Its name.
         positions: Next-token distributions that were compared.
         kl_mean: Mean KL divergence from full recomputation, in nats.
         kl_p99: Its 99th percentile.
@@ -164,7 +150,7 @@ class Figures:
         return (self.exact + self.moved) / total if total else 0.0
 
     def flaw(self) -> str | None:
-        """Why these figures are impossible, with the field's name; None if they are possible."""
+        """Why these figures are impossible, with the field's name, or None."""
         for name in _COUNTS:
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= _MAX_COUNT:
@@ -209,10 +195,10 @@ class Figures:
         return found
 
     def blind(self, controls: Sequence[Control], thresholds: Thresholds) -> list[str]:
-        """Why this scenario's data could not refuse a policy, with value and limit.
+        """Why this data could not refuse a policy, with value and limit.
 
         Args:
-            controls: Controls measured on the same replies.
+            controls: Measured on the same replies.
             thresholds: What a policy must keep.
         """
         if self.questions == 0:
@@ -254,10 +240,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A way to reuse KV that no request can ask for, and its cost.
-
-    Controls show whether data can detect a loss.
-
+    """A way to reuse KV that no request can ask for: shows whether data can detect a loss.
 
     Attributes:
         name: One of ``CONTROLS``.
@@ -316,15 +299,11 @@ class Measured:
         return paired_interval(self.lost, self.gained, self.questions)
 
     def failure(self, thresholds: Thresholds, controls: Sequence[Control]) -> str | None:
-        """Why the policy is not cleared; None if it is.
+        """Why the policy is not cleared, with values and limits; None if it is.
 
         Args:
             thresholds: What it must keep.
-            controls: Controls measured on the same replies.
-
-        Returns:
-            The conditions that failed, with values and limits: all those of the first scenario with
-            a failure, or the one over all questions.
+            controls: Measured on the same replies.
         """
         flaw = _scenarios_flaw(self, controls)
         if flaw is not None:
@@ -353,7 +332,7 @@ class Decision:
     Attributes:
         policy: The wanted policy, or ``kvtrie.EXACT_ONLY``.
         is_cleared: Whether it is the wanted policy.
-        reason: The reason, in one sentence.
+        reason: Why, in one sentence.
     """
 
     policy: ReusePolicy
@@ -363,7 +342,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The verdicts on one model.
+    """The verdicts on one model. ``docs/fidelity.md`` has an example.
 
     Args:
         model: Name and fingerprint, as in the engine's namespace.
@@ -371,40 +350,10 @@ class Gate:
         rope: RoPE settings, as in the engine's namespace.
         thresholds: What a policy must keep.
         measured: The policies.
-        controls: The controls, in the same scenarios and on the same replies. Without controls
-            nothing is cleared.
+        controls: On the same replies. Without controls nothing is cleared.
         data: A description of the replayed data.
         checkpoint: Digest of the measured model directory, by which engines with another namespace
             recognise it; None if its weights are not in safetensors files.
-
-    Example:
-        >>> import dataclasses
-        >>> import kvtrie
-        >>> from kvtrie import gates
-        >>> figures = gates.Figures(
-        ...     "one turn",
-        ...     positions=900,
-        ...     kl_mean=0.01,
-        ...     kl_p99=0.2,
-        ...     top1=0.99,
-        ...     questions=500,
-        ...     right_full=495,
-        ...     lost=0,
-        ...     gained=0,
-        ...     exact=700,
-        ...     moved=200,
-        ...     computed=100,
-        ... )
-        >>> rotated = kvtrie.ReusePolicy(min_run=16)
-        >>> measured = gates.Measured("rotated", rotated, (figures,))
-        >>> control = gates.Control("unrotated", (dataclasses.replace(figures, lost=240),))
-        >>> gate = gates.Gate(
-        ...     "m@1", "bfloat16", "default", gates.Thresholds(), (measured,), (control,)
-        ... )
-        >>> gate.policy(rotated, model="m@1").reason
-        "cleared by the measurement of 'rotated'"
-        >>> gate.policy(kvtrie.ReusePolicy(min_run=8), model="m@1").policy == kvtrie.EXACT_ONLY
-        True
     """
 
     model: str
@@ -440,9 +389,6 @@ class Gate:
                 another way. ``model`` or ``checkpoint`` must be given.
             kv_dtype: Element type of the running KV; None: not compared.
             rope: RoPE settings of the running model; None: not compared.
-
-        Returns:
-            The wanted policy, or ``kvtrie.EXACT_ONLY``, and why.
 
         Raises:
             GateMismatchError: The gate is for another model, element type or RoPE setting, or
@@ -488,7 +434,7 @@ class Gate:
         """Write the gate file atomically.
 
         Args:
-            path: The target. A file there is replaced; if it is a link, the file it points to is.
+            path: A file there is replaced; of a link, the file it points to.
 
         Raises:
             OSError: It cannot be written, or ``path`` is something other than a file.
@@ -547,8 +493,8 @@ def paired_interval(lost: int, gained: int, questions: int) -> tuple[float, floa
     pairs differ; normal intervals and bootstraps shrink to nothing there.
 
     Args:
-        lost: Questions that are right under full recomputation alone.
-        gained: Questions that are right under the policy alone.
+        lost: As in `Figures`.
+        gained: As in `Figures`.
         questions: All questions.
 
     Returns:
@@ -586,12 +532,12 @@ def questions_needed(lost: int, gained: int, max_loss: float) -> int | None:
     """The least number of questions that bounds a loss, if no further one differs.
 
     Args:
-        lost: Questions that are right under full recomputation alone.
-        gained: Questions that are right under the policy alone.
+        lost: As in `Figures`.
+        gained: As in `Figures`.
         max_loss: What may be lost, 0 to 1.
 
     Returns:
-        The number, or None if no number below 2^53 is enough (``max_loss=0``).
+        The number, or None if none below 2^53 is enough (``max_loss=0``).
 
     Example:
         >>> questions_needed(0, 0, 0.01), questions_needed(1, 0, 0.01)
@@ -610,7 +556,7 @@ def questions_needed(lost: int, gained: int, max_loss: float) -> int | None:
 
 
 def checked_target(path: str | PathLike[str]) -> Path:
-    """The path at which a file is to be replaced: follows links, refuses what is not a file.
+    """The file to be replaced, after links.
 
     Raises:
         OSError: ``path`` is a directory, a device, a pipe or a loop of links.
@@ -626,9 +572,6 @@ def read(path: str | PathLike[str]) -> Gate:
 
     Args:
         path: What ``kvtrie calibrate --out`` wrote.
-
-    Returns:
-        The gate.
 
     Raises:
         OSError: The file cannot be read.
@@ -671,7 +614,6 @@ _LEAST_RUN: Final = 8  # no index finds shorter runs
 
 
 def _is_bolder(measured: ReusePolicy, wanted: ReusePolicy) -> bool:
-    """Whether the measured policy reuses at least as much as the wanted one in every respect."""
     least = _LEAST_RUN if wanted.min_run is None else wanted.min_run
     return (
         measured.approximate
@@ -685,7 +627,6 @@ def _is_bolder(measured: ReusePolicy, wanted: ReusePolicy) -> bool:
 
 
 def _scenarios_flaw(one: Measured | Control, controls: Sequence[Control]) -> str | None:
-    """What is wrong with the scenarios of a policy or control; None if nothing is."""
     if not one.figures:
         return "nothing was measured"
     for figures in one.figures:

@@ -1,7 +1,6 @@
 """How a model rotates K with the position: read from a config, or given directly.
 
-Importing this module needs no torch. `RopeSpec.from_config` imports it, because frequencies must
-equal those of engines bit for bit; see ``models/frequencies.py``.
+Needs no torch, except for `RopeSpec.from_config`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MAX_DELTA: Final = 2**27
 
 
 def _check(owner: str, name: str, value: object, kind: Any) -> None:  # noqa: ANN401 - a type
-    """Refuse a value of another type. A bool is not a number; an int passes as a float."""
+    """A bool is not a number; an int passes as a float."""
     if kind in {int, float}:
         right = is_int(value) if kind is int else is_number(value)
     else:
@@ -63,12 +62,12 @@ class Rotary:
         start: First channel of a head's K row that rotates.
         interleaved: If true, pair ``i`` is channels ``(2i, 2i + 1)`` of the window (GPT-J); else
             channels ``(i, i + len(inv_freq))`` (NeoX).
-        attention_factor: What the engine multiplied K by (YaRN), for information. Stored K contains
-            it, so a rotation must not apply it again.
+        attention_factor: What the engine multiplied K by (YaRN), for information: stored K
+            contains it.
 
     Raises:
-        ValueError: If a number is not finite, or out of range.
-        TypeError: If a field has the wrong type.
+        ValueError: A number is not finite, or out of range.
+        TypeError: A field has the wrong type.
 
     Example:
         >>> rotary = Rotary(inv_freq=(1.0, 0.01), start=2)
@@ -102,17 +101,14 @@ class Rotary:
         return 2 * len(self.inv_freq)
 
     def angles(self, deltas: ArrayLike) -> NDArray[np.float64]:
-        """Angles in radians, in float64.
+        """Angles in radians, float64, ``[n, pairs]``.
 
         Args:
             deltas: Positions that tokens move by, integers ``[n]``, at most ``2**27`` either way.
 
-        Returns:
-            ``[n, pairs]``, float64.
-
         Raises:
-            TypeError: If a delta is not an integer.
-            ValueError: If ``deltas`` is not one-dimensional, or a delta is out of range.
+            TypeError: A delta is not an integer.
+            ValueError: ``deltas`` is not one-dimensional, or a delta is out of range.
         """
         moved = np.asarray(deltas)
         if moved.ndim != 1:
@@ -130,17 +126,10 @@ class Rotary:
         )
 
     def cos_sin(self, deltas: ArrayLike) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Cosines and sines of `angles`, computed in float64, rounded once to float32.
+        """Cosines and sines of `angles`, each ``[n, pairs]``, rounded once to float32.
 
         Args:
-            deltas: Positions that tokens move by, integers ``[n]``, at most ``2**27`` either way.
-
-        Returns:
-            Cosines and sines, each ``[n, pairs]``, float32.
-
-        Raises:
-            TypeError: If a delta is not an integer.
-            ValueError: If ``deltas`` is not one-dimensional, or a delta is out of range.
+            deltas: As for `angles`, like what is raised.
         """
         angles = self.angles(deltas)
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
@@ -160,8 +149,8 @@ class RopeSpec:
             qk_rope_head_dim``.
 
     Raises:
-        ValueError: If there is no layer, or a window reaches beyond ``head_dim``.
-        TypeError: If a field has the wrong type.
+        ValueError: There is no layer, or a window reaches beyond ``head_dim``.
+        TypeError: A field has the wrong type.
 
     Example:
         >>> from kvtrie.rope import Rotary
@@ -222,47 +211,26 @@ class RopeSpec:
         mla: Literal["latent", "expanded"] = "latent",
         interleaved: bool | None = None,
     ) -> RopeSpec:
-        """Read how a Hugging Face causal LM rotates its keys. Imports torch.
+        """Read how a Hugging Face causal LM rotates its keys. Needs torch; see ``docs/rope.md``.
 
         Frequencies equal those of transformers on a CPU, bit for bit, whether or not it is
-        installed. The RoPE types are ``default``,
-        ``linear``, ``llama3``, ``yarn`` and ``proportional``, in the old spelling (``rope_theta``
-        and ``rope_scaling``) and the new one (``rope_parameters``, also by layer type).
-
-        The order of pairs is not in a config: it comes from a table of model types. Other types are
-        refused unless ``interleaved`` is given, because a rotation in the wrong order gives wrong
-        keys without an error. ``interleaved`` overrides the table.
+        installed.
 
         Args:
             config: A ``transformers`` config, or the mapping read from a ``config.json``.
             mla: What a K row is in a model with multi-head latent attention. ``"latent"``:
                 ``[kv_lora_rank | qk_rope_head_dim]``, as in vLLM and SGLang. ``"expanded"``: a head
                 of ``[qk_nope_head_dim | qk_rope_head_dim]``, as in transformers.
-            interleaved: The order of pairs in the stored keys; ``None``: the table's.
-
-        Returns:
-            The spec, one entry per layer.
+            interleaved: The order of pairs in the stored keys; ``None``: that of a table of model
+                types. Other types need it, because a wrong order gives wrong keys without an error.
 
         Raises:
-            UnsupportedRopeError: If a rotation cannot move the keys of the model (dynamic NTK,
-                LongRoPE, M-RoPE, ALiBi, absolute positions, quantised K), if the RoPE type or the
-                model type is unknown, or if a field is missing or contradicts another one. The
+            UnsupportedRopeError: A rotation cannot move the keys of the model, the RoPE type or the
+                model type is unknown, or a field is missing or contradicts another one. The
                 message names the field.
-            ValueError: If ``mla`` is unknown.
-            TypeError: If ``interleaved`` is not a bool.
-            ImportError: If torch is not installed.
-
-        Example:
-            >>> RopeSpec.from_config(
-            ...     {
-            ...         "model_type": "llama",
-            ...         "num_hidden_layers": 2,
-            ...         "num_attention_heads": 4,
-            ...         "hidden_size": 32,
-            ...         "rope_theta": 500000.0,
-            ...     }
-            ... )
-            RopeSpec(2 layers, head_dim=8: layers 0 to 1 rotate [0, 8) in halves)
+            ValueError: ``mla`` is unknown.
+            TypeError: ``interleaved`` is not a bool.
+            ImportError: torch is not installed.
         """
         if mla not in {"latent", "expanded"}:
             msg = f"RopeSpec.from_config: mla must be 'latent' or 'expanded', not {mla!r}"

@@ -42,12 +42,7 @@ class TokenSources:
 
 
 class Model:
-    """A loaded model, with the layout and rotation of its KV.
-
-    Raises:
-        LayoutError: If its KV cannot be held.
-        UnsupportedRopeError: If its keys cannot be moved, or rotate differently than in its config.
-    """
+    """A loaded model, with the layout and rotation of its KV."""
 
     def __init__(self, model: PreTrainedModel, block_size: int) -> None:
         self.model = model
@@ -57,15 +52,13 @@ class Model:
         self.rope = checked_rope(model, self.layout)
 
     def pool(self, num_tokens: int) -> KVPool:
-        """A pool for this many tokens."""
         num_blocks = -(-num_tokens // self.layout.block_size)
         return KVPool(self.layout, self.rope, num_blocks=num_blocks, device=self.model.device)
 
     def whole(self, step: Step) -> torch.Tensor:
         """Logits that predict each token of a reply, by one pass without a cache.
 
-        Returns:
-            ``[len(step.reply), vocabulary]``, in the model's dtype, on its device.
+        ``[len(step.reply), vocabulary]``, in the model's dtype, on its device.
         """
         ids = torch.tensor([step.prompt + step.reply[:-1]], device=self.model.device)
         with torch.inference_mode():
@@ -112,7 +105,6 @@ class _Copier:
         return getattr(self._pool, name)
 
     def apply(self, moves: NDArray[Any]) -> None:
-        """Copy, with or without rotation of K."""
         if not self._rotates:
             moves = moves.copy()
             moves["delta"] = 0
@@ -122,10 +114,7 @@ class _Copier:
 class Replay:
     """One conversation under one policy, reply by reply, over its own index and pool.
 
-    Args:
-        model: The model.
-        pool: A pool that nothing else uses meanwhile; its contents do not matter.
-        policy: The way to build prompts.
+    Nothing else may use the pool meanwhile; its contents do not matter.
     """
 
     def __init__(self, model: Model, pool: KVPool, policy: Policy) -> None:
@@ -151,8 +140,7 @@ class Replay:
     def step(self, step: Step) -> tuple[torch.Tensor, TokenSources]:
         """Build the prompt's KV, write the given reply, and keep both.
 
-        Returns:
-            Logits that predict each token of the reply, and the sources of the prompt's KV.
+        Returns logits that predict each token of the reply, and the sources of the prompt's KV.
         """
         prompt = step.dropped if self._policy.mode == "drop" else step.prompt
         seq = TokenSequence(np.array(prompt, dtype=np.uint32), self._space)
@@ -176,19 +164,13 @@ class Replay:
 
 
 def tokens_needed(steps: list[Step], block_size: int) -> int:
-    """Pool size in tokens for which a conversation needs no eviction."""
     return sum(len(step.prompt) + len(step.reply) + block_size for step in steps)
 
 
 def divergence(full: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """KL divergence of next-token distributions from those of full recomputation, in nats.
 
-    Args:
-        full: Logits ``[positions, vocabulary]``.
-        rows: Logits under a policy, of the same shape.
-
-    Returns:
-        ``[positions]``, float64, on the CPU.
+    From logits ``[positions, vocabulary]`` to ``[positions]``, float64, on the CPU.
     """
     reference, own = (part.double().log_softmax(-1) for part in (full, rows))
     return (reference.exp() * (reference - own)).sum(-1).clamp_min(0).cpu()

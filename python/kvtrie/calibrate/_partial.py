@@ -1,11 +1,8 @@
 """The results of a run on disk, written while it runs, so that it can be resumed.
 
-A partial file is lines of text. Each is a checksum and a JSON document: first the identity of the
-run, then one row per conversation, in the order of the run. A line is appended when its
-conversation is done, so the file is valid after each, however the process ends; an incomplete last
-line is dropped. Only one process at a time has the file.
-
-Costs about 11 bytes per position and policy.
+Each line is a checksum and a JSON document: first the identity of the run, then one row per
+conversation, in order. So the file is valid after each, however the process ends; an incomplete
+last line is dropped. Costs about 11 bytes per position and policy.
 """
 
 from __future__ import annotations
@@ -31,23 +28,15 @@ Row = dict[str, Any]
 
 
 class PartialError(CalibrationError):
-    """A partial file that this run cannot continue; the text names the file and the reason."""
+    """A partial file that this run cannot continue, and why."""
 
 
 class PartialWriteError(CalibrationError):
-    """A partial file that can no longer be written, for example because the disk is full."""
+    """A partial file that can no longer be written."""
 
 
 class Partial:
-    """The partial file of one run, open and locked until it is closed.
-
-    Args:
-        path: The file; it is created if missing.
-
-    Raises:
-        OSError: It cannot be created, read and written.
-        PartialError: Another process has locked it.
-    """
+    """The partial file of one run, created if missing, and locked until it is closed."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
@@ -64,17 +53,9 @@ class Partial:
             self._refuse("another run has just ended and removed it; start again")
 
     def begin(self, run: Mapping[str, Any]) -> list[Row]:
-        """Start or resume a run.
+        """Start or resume a run; returns the rows in the file, in order.
 
-        Args:
-            run: Its identity, as plain values; an error names the first one that differs.
-
-        Returns:
-            The rows in the file, in order.
-
-        Raises:
-            PartialError: The file is of another run, or damaged.
-            PartialWriteError: It cannot be written.
+        An error names the first value of ``run``, its identity, that differs.
         """
         wanted = json.loads(json.dumps({"format": FORMAT, "version": VERSION, "run": dict(run)}))
         found = self._read()
@@ -96,19 +77,13 @@ class Partial:
         return rows
 
     def num_rows(self) -> int:
-        """The number of complete rows in the file."""
         return max(0, self.path.read_bytes().count(b"\n") - 1)
 
     def add(self, row: Row) -> None:
-        """Append a row.
-
-        Raises:
-            PartialWriteError: It cannot be written. Earlier rows are intact.
-        """
+        """Append a row, or raise `PartialWriteError`; earlier rows are intact."""
         self._append(row)
 
     def remove(self) -> None:
-        """Remove the file: the run is over."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -131,7 +106,6 @@ class Partial:
         self.close()
 
     def _read(self) -> list[Row]:
-        """The complete lines; the rest is truncated."""
         self._file.seek(0)
         raw = self._file.read()
         end = raw.rfind(b"\n") + 1

@@ -49,13 +49,9 @@ SCENARIOS: Final = (
 class Step:
     """One reply.
 
-    Attributes:
-        prompt: Token ids of the prompt.
-        dropped: The prompt without the answers whose reasoning is dropped.
-        reply: Its token ids, with reasoning and the final end-of-sequence id.
-        answer_start: First token of the reply after its reasoning.
-        is_scored: Whether only its exact answer is right, so that accuracy can be measured.
-        is_measured: Whether the scenario measures it.
+    `dropped` is the prompt without the answers whose reasoning is dropped; the reply starts with
+    its reasoning and ends with the end-of-sequence id. If `is_scored`, only its exact answer is
+    right. If `is_measured`, the scenario measures it.
     """
 
     prompt: list[int]
@@ -67,14 +63,7 @@ class Step:
 
 
 class Renderer:
-    """A tokenizer and its chat template.
-
-    Args:
-        tokenizer: A fast tokenizer with a chat template.
-
-    Raises:
-        CalibrationError: It is not such a tokenizer.
-    """
+    """A fast tokenizer and its chat template; else a `CalibrationError`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:
@@ -92,19 +81,11 @@ class Renderer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[Step]:
-        """Split a conversation into its replies.
+        """Split a conversation into its replies, up to the last measured one.
 
         An assistant message that follows a user or tool message and calls no tool is a reply. It is
-        scored if it has ``"scored": true``.
-
-        Args:
-            messages: The conversation with reasoning, as ``reasoning_content`` or between think
-                marks.
-            scenario: What is replayed and measured.
-            tools: Tool schemas for the chat template.
-
-        Returns:
-            The replies up to the last measured one.
+        scored if it has ``"scored": true``. Reasoning is ``reasoning_content`` or between think
+        marks.
 
         Raises:
             CalibrationError: The chat template refuses a message, or returns nothing.
@@ -154,13 +135,12 @@ class Renderer:
     def _reply(
         self, prompt: str, history: Messages, message: dict[str, Any], tools: list[Any]
     ) -> str:
-        """The reply as the model would write it, with its end."""
         whole = self._text([*history, message], tools, opens=False)
         end = self._tokenizer.eos_token
         eos = end if isinstance(end, str) else ""
         if whole.startswith(prompt) and (_CLOSE in whole[len(prompt) :]) == _has_reasoning(message):
             text = whole[len(prompt) :]
-            # The template adds text after the end of the reply; the model does not.
+            # The template adds text after the end of the reply.
             return text[: text.rfind(eos) + len(eos)] if eos and eos in text else text
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         text = str(message["content"])
@@ -187,7 +167,6 @@ class Renderer:
 
 
 def _exchanges(messages: Sequence[Mapping[str, Any]]) -> tuple[Messages, list[Messages]]:
-    """The messages before the first user message, and the exchanges."""
     head: Messages = []
     exchanges: list[Messages] = []
     for message in messages:

@@ -46,12 +46,7 @@ P99: Final = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One policy in one scenario.
-
-    Attributes:
-        policy: The policy.
-        figures: Its figures, compared with full recomputation.
-    """
+    """One policy in one scenario."""
 
     policy: Policy
     figures: gates.Figures
@@ -59,19 +54,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that was measured on one model.
-
-    Attributes:
-        model: Name and fingerprint.
-        kv_dtype: Element type of its KV.
-        rope: RoPE settings.
-        block_size: Tokens per block.
-        min_run: Shortest moved run in tokens.
-        data: What was replayed.
-        conversations: Conversations, by scenario.
-        results: One per policy and scenario.
-        checkpoint: Digest of the model directory; None if its weights are not in safetensors files.
-    """
+    """Everything measured on one model; fields as in `calibrate` and `kvtrie.gates.Gate`."""
 
     model: str
     kv_dtype: str
@@ -86,7 +69,7 @@ class Report:
     def gate(self, thresholds: gates.Thresholds) -> gates.Gate:
         """The verdicts on the policies that requests can ask for.
 
-        Without a measured control nothing is cleared, and the gate cannot be written.
+        Without a measured control the gate cannot be written.
 
         Raises:
             ValueError: None of these policies was measured.
@@ -159,7 +142,6 @@ class _Tally:
             )
 
     def row(self) -> dict[str, Any]:
-        """The sums as plain values, exact to the bit."""
         raw = torch.cat(self.divergences).numpy().astype("<f8").tobytes()
         return {
             "divergences": base64.b64encode(raw).decode("ascii"),
@@ -169,7 +151,6 @@ class _Tally:
         }
 
     def add_row(self, row: Mapping[str, Any]) -> None:
-        """Add what ``row`` returned."""
         raw = np.frombuffer(base64.b64decode(row["divergences"]), dtype="<f8")
         self.divergences.append(torch.from_numpy(raw.astype(np.float64)))
         self.agreeing += row["agreeing"]
@@ -229,7 +210,7 @@ def calibrate(
     Args:
         path: A model directory; nothing is downloaded and no code of it runs.
         policies: Names, see ``kvtrie.calibrate.policies``.
-        conversations: The conversations; None for the recall task.
+        conversations: None for the recall task.
         scenarios: How much of each conversation is replayed.
         num_questions: Least number of questions of the recall task in each scenario.
         seed: Seed of the recall task.
@@ -243,9 +224,6 @@ def calibrate(
         status: Called with a description of each stage before it.
         partial: Keeps each finished conversation, and resumes the same run from it. The caller
             removes and closes it.
-
-    Returns:
-        The figures.
 
     Raises:
         FileNotFoundError: There is no such directory.
@@ -334,7 +312,6 @@ def calibrate(
 
 
 def _content(work: Sequence[tuple[Scenario, list[list[Step]]]]) -> str:
-    """A digest of every replayed token, and of what is measured."""
     total = hashlib.blake2b(digest_size=16, person=b"kvtrie.replay.1")
     for scenario, found in work:
         total.update(repr((scenario.name, len(found))).encode())
@@ -352,8 +329,7 @@ def _digest(path: str | PathLike[str]) -> str | None:
 
 
 def _load(directory: Path, device: str, dtype: str) -> tuple[Any, Any]:
-    """Model and tokenizer of a directory."""
-    # Its progress bars and reports are for training; errors are reported in one sentence below.
+    # They are for training; errors are reported in one sentence below.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
@@ -375,7 +351,6 @@ def _replayable(
     num_questions: int,
     seed: int,
 ) -> list[list[Step]]:
-    """The conversations of a scenario that have something to measure, split into replies."""
     sources: Iterable[tuple[Any, Any]]
     if conversations is None:
         first = HELD_OUT + seed * 1_000_000

@@ -40,10 +40,9 @@ class Policy:
 
     Attributes:
         name: The name in reports.
-        mode: ``"full"`` computes everything. ``"drop"`` removes from the prompt the answers whose
-            reasoning the chat template drops, and reuses the exact prefix of the rest.
-            ``"unrotated"`` carries out a plan without rotating K, so K is at wrong positions.
-            ``"plan"`` carries out a plan.
+        mode: ``"full"`` computes everything. ``"drop"`` removes the answers whose reasoning the
+            chat template drops, and reuses the exact prefix of the rest. ``"plan"`` carries out a
+            plan, ``"unrotated"`` without rotating K.
         reuse: What the plans may reuse.
     """
 
@@ -53,12 +52,12 @@ class Policy:
 
     @property
     def can_be_cleared(self) -> bool:
-        """Whether a request can ask for it; the others are for comparison."""
+        """Whether a request can ask for it."""
         return self.mode == "plan" and self.reuse.approximate
 
     @property
     def is_control(self) -> bool:
-        """Whether it is a control: shows that the data can detect bad KV. A gate needs one."""
+        """Whether it shows that the data can detect bad KV. A gate needs one."""
         return self.name in gates.CONTROLS
 
 
@@ -70,16 +69,8 @@ def policy(name: str, min_run: int = 16) -> Policy:
             run and moves runs of eight tokens and more.
         min_run: Shortest moved run in tokens, unless the name sets it.
 
-    Returns:
-        The policy.
-
     Raises:
         ValueError: There is no such policy, or the run is below ``LEAST_RUN``.
-
-    Example:
-        >>> from kvtrie.calibrate import policies
-        >>> policies.policy("rotated+first4").reuse.recompute_first
-        4
     """
     found = _ROTATED.fullmatch(name)
     first, last, run = (int(text or 0) for text in found.groups()) if found else (0, 0, 0)

@@ -1,12 +1,8 @@
-"""The recall task: seeded conversations in which reuse of KV can fail.
+"""The recall task: seeded conversations in which reuse of KV can fail; see ``docs/fidelity.md``.
 
-In every other exchange the assistant draws eight names with numbers in its reasoning and writes
-them into its answer. The exchanges between ask for what only an earlier *answer* has: the last list
-from its beginning (found by position), or the number of one name (found by name). Chat templates
-drop the reasoning of earlier turns, so an answer moves when the next user message comes, and again
-when the oldest exchange leaves the context.
-
-Standard library only. Every conversation depends on its arguments alone.
+The assistant draws a list in its reasoning and answers it; the next question asks for what only an
+earlier *answer* has, found by position or by name. An answer moves when the reasoning before it is
+dropped, and again when the oldest exchange leaves the context.
 """
 
 from __future__ import annotations
@@ -41,21 +37,16 @@ MUSING: Final = tuple("hmm so well then now maybe fine okay next good".split())
 
 
 def conversation(seed: int, exchanges: int, window: int = 10) -> list[dict[str, Any]]:
-    """One conversation, with all reasoning.
+    """One conversation with all reasoning, which depends on the arguments alone.
 
     Args:
-        seed: The seed; the conversation depends only on it and the other arguments.
+        seed: The seed.
         exchanges: User messages, each with its reply; the first draws, the second asks, and so on.
         window: Questions ask only for what the last ``window`` exchanges hold, including their own.
 
     Returns:
         Messages in OpenAI form, with reasoning as ``reasoning_content``. The replies to questions
         have ``"scored": True``: they follow from the conversation alone.
-
-    Example:
-        >>> from kvtrie.calibrate import recall
-        >>> [m["role"] for m in recall.conversation(7, exchanges=2)]
-        ['system', 'user', 'assistant', 'user', 'assistant']
     """
     rng = Random(seed)
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
@@ -86,7 +77,7 @@ def conversation(seed: int, exchanges: int, window: int = 10) -> list[dict[str, 
 
 
 def vocabulary() -> list[str]:
-    """Every word of the task, sorted: all words that its tokenizer needs."""
+    """Every word of the task, sorted."""
     rules = " ".join((SYSTEM, DRAW, AGAIN, WHICH.format(name="")))
     return sorted({*rules.split(), *NAMES, *NUMBERS, *MUSING})
 

@@ -14,22 +14,14 @@ KINDS: Final = ("gqa", "partial", "mla")
 
 
 def model_path(kind: str) -> Path:
-    """The directory of a small model, for transformers.
+    """The directory of a small model, with config, weights, tokenizer, template and model card.
 
     Args:
         kind: One of ``KINDS``.
 
-    Returns:
-        A directory with config, weights, tokenizer, chat template and model card.
-
     Raises:
         ValueError: There is no such model.
         FileNotFoundError: The package ``kvtrie-demo-models`` is not installed.
-
-    Example:
-        >>> from kvtrie.calibrate import shipped
-        >>> (shipped.model_path("gqa") / "config.json").is_file()
-        True
     """
     if kind not in KINDS:
         msg = f"model_path: no model is shipped for {kind!r}, only for {', '.join(KINDS)}"

@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 
 def as_json(report: Report, thresholds: gates.Thresholds) -> str:
-    """The figures as one JSON document; divergences in nats, lengths in tokens."""
+    """Divergences are in nats, lengths in tokens."""
     return json.dumps(document(report, thresholds), ensure_ascii=False, indent=2)
 
 
 def document(report: Report, thresholds: gates.Thresholds) -> dict[str, Any]:
-    """The figures as values for JSON."""
     return {
         "kvtrie": version("kvtrie"),
         "model": report.model,
@@ -57,11 +56,10 @@ class Verdict:
     """The verdict on one policy in one scenario alone.
 
     Attributes:
-        within_thresholds: Whether the figures are within the thresholds. None if the data cannot
-            show it, or if no request can ask for the policy.
-        reason: Why they are not, or why the data cannot show it, with value and limit.
-        questions_needed: Questions that would decide it, if no further answer is lost. None if more
-            questions would not decide it.
+        within_thresholds: None if the data cannot show it, or if no request can ask for the policy.
+        reason: Why not, or why the data cannot show it, with value and limit.
+        questions_needed: Those that would decide it, if no further answer is lost. None if more
+            would not.
     """
 
     within_thresholds: bool | None
@@ -70,7 +68,7 @@ class Verdict:
 
 
 def verdict(report: Report, result: Result, thresholds: gates.Thresholds) -> Verdict:
-    """The verdict on one policy in one scenario; the gate also combines all scenarios."""
+    """Of this scenario alone; the gate also combines all scenarios."""
     figures = result.figures
     if not result.policy.can_be_cleared:
         return Verdict(None)
@@ -94,7 +92,6 @@ def verdict(report: Report, result: Result, thresholds: gates.Thresholds) -> Ver
 
 
 def show(report: Report, thresholds: gates.Thresholds) -> None:
-    """Print one table per scenario and the cleared policies to stdout."""
     console = _output.console()
     console.print(
         Text(
@@ -161,7 +158,6 @@ def _within(kept: Verdict) -> str:
 
 
 def loss_text(result: Result) -> str:
-    """The loss and its interval, in points."""
     one = result.figures
     low, high = one.interval
     low, loss, high = (100 * value + 0.0 for value in (low, one.loss, high))

@@ -1,11 +1,8 @@
 """What reuse policies compute and cost where a chat template drops earlier reasoning.
 
-Every policy gets the recorded replies, so that distributions can be compared token by token with
-full recomputation. Two histories are made of them:
-
-* *W01*: the template drops the reasoning of every reply except the current one, so each prompt
-  drops one more span than the one before.
-* *W11*: reasoning stays during the conversation, and is dropped all at once before the last reply.
+Every policy gets the recorded replies, so that distributions can be compared with full
+recomputation. Two histories are made of them: *W01*, in which each prompt drops the reasoning of
+one more reply, and *W11*, in which all reasoning is dropped at once before the last reply.
 """
 
 from __future__ import annotations
@@ -42,19 +39,11 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """One policy on one edited history.
+    """One policy on one edited history, *W01* or *W11*.
 
-    Attributes:
-        shape: ``"W01"`` or ``"W11"``.
-        policy: Its name, see ``kvtrie.calibrate.policies``.
-        prompt: Tokens of the prompts that drop something.
-        exact: Those reused exactly.
-        moved: Those reused approximately.
-        computed: Those computed by the model.
-        seconds: Median time to first token of the last prompt.
-        kl_mean: Mean divergence of the replies' distributions from full recomputation, in nats.
-        top1: Share of positions with the same likeliest token.
-        positions: Positions compared.
+    Tokens are those of the prompts that drop something. ``seconds`` is the median time to first
+    token of the last prompt, ``kl_mean`` is in nats, ``top1`` the share of ``positions`` with the
+    same likeliest token.
     """
 
     shape: str
@@ -76,11 +65,7 @@ def measure(
     tools: list[dict[str, Any]] | None,
     repeats: int,
 ) -> tuple[list[Edited], str | None]:
-    """Build each prompt under each policy, and compare the replies after it.
-
-    Returns:
-        One row per history and policy, and the reason if there are none.
-    """
+    """One row per history and policy, and the reason if there are none."""
     if len(replies) < 2:
         return [], "there is only one reply, so nothing is edited"
     try:
@@ -178,7 +163,7 @@ def _row(
 def _seconds(
     live: Generator, policy: policies.Policy, steps: Sequence[Step], repeats: int
 ) -> float:
-    """Median time to the first token of the last prompt, after the reply before it."""
+    """Median over the last prompt, after the reply before it."""
     generator = Generator(
         live.model,
         num_blocks=live.pool.num_blocks,

@@ -24,7 +24,7 @@ _TITLES: Final = {
 
 
 def as_json(why: kvtrie.Explanation, tokenizer: TextTokenizer | None) -> str:
-    """The explanation as one JSON document; lengths and positions in tokens."""
+    """Lengths and positions are in tokens."""
     document = {
         "kvtrie": version("kvtrie"),
         **why.to_dict(),
@@ -35,8 +35,8 @@ def as_json(why: kvtrie.Explanation, tokenizer: TextTokenizer | None) -> str:
 
 
 def show(why: kvtrie.Explanation, tokenizer: TextTokenizer | None) -> None:
-    """Print the explanation; in colour where the output is a terminal and NO_COLOR is not set."""
-    # What is shown comes from prompts and files: it must not count as mark-up.
+    """Print it, in colour on a terminal without NO_COLOR."""
+    # Prompts and files must not count as mark-up.
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     console.print(
         Text.assemble(
@@ -73,7 +73,7 @@ def show(why: kvtrie.Explanation, tokenizer: TextTokenizer | None) -> None:
 
 
 def _split(why: kvtrie.Explanation) -> tuple[list[int], list[int], list[int]]:
-    """Token ids before the position, and of the prompt and the cache from it on."""
+    """Ids before the position; ids of the prompt and of the cache from it on."""
     at = why.position - why.context.start
     ours, theirs = why.context.ours.tolist(), why.context.theirs.tolist()
     return ours[:at], ours[at:], theirs[at:]
@@ -86,7 +86,6 @@ def _ids(why: kvtrie.Explanation) -> list[str]:
 
 
 def _texts(why: kvtrie.Explanation, tokenizer: TextTokenizer) -> dict[str, str]:
-    """The tokens of `_split` as text."""
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in _split(why)]
     return dict(zip(("before", "ours", "theirs"), texts, strict=True))
 
@@ -98,5 +97,5 @@ def _quoted(why: kvtrie.Explanation, tokenizer: TextTokenizer) -> list[str]:
 
 
 def printable(name: str) -> str:
-    """A name without terminal control characters."""
+    """Without terminal control characters."""
     return name if name.isprintable() else repr(name)

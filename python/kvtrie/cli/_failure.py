@@ -12,15 +12,7 @@ _LONGEST = 400
 
 
 def fail(reason: object, code: int = BAD_INPUT) -> NoReturn:
-    """End the command.
-
-    Args:
-        reason: An error or text; its first line is shown.
-        code: ``BAD_INPUT``, or ``_process.BAD_OUTPUT`` if results cannot be written.
-
-    Raises:
-        typer.Exit: Always.
-    """
+    """End the command with an exit code; only the first line of the reason is shown."""
     lines = str(reason).strip().splitlines() or [repr(reason)]
     typer.echo(f"kvtrie: {lines[0][:_LONGEST]}", err=True)
     raise typer.Exit(code)

@@ -11,9 +11,6 @@ _UNCUT: Final = 10_000
 
 
 def console() -> Console:
-    """A console on stdout, as wide as a terminal, or unlimited if it is not one.
-
-    Without a terminal rich takes 80 columns, and cuts tables there.
-    """
+    """As wide as a terminal, or unlimited: elsewhere rich would cut tables at 80 columns."""
     width = None if sys.stdout.isatty() else _UNCUT
     return Console(highlight=False, width=width)

@@ -1,9 +1,7 @@
 """Process handling of every command: Ctrl-C and failed output end it with one sentence.
 
-Ctrl-C ends the process at once, also inside an import, where an exception would be swallowed or
-shown as a traceback. Files that must be complete are on disk before that
-(``kvtrie.calibrate._partial``) or are written under ``held``. A stream that cannot be written (full
-disk, closed pipe) ends the process at the write.
+Ctrl-C ends the process at once, also inside an import, where an exception would be swallowed. Files
+that must be complete are on disk before that, or are written under ``held``.
 
 Standard library only: `guard` is called before any other import.
 """
@@ -34,7 +32,7 @@ _is_pending = False
 
 
 def guard() -> None:
-    """End the process with one sentence on Ctrl-C, or if stdout or stderr cannot be written."""
+    """End the process with one sentence on Ctrl-C or unwritable output."""
     # If SIGINT is ignored (nohup, background jobs), it stays so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
@@ -42,18 +40,14 @@ def guard() -> None:
         _end("standard output is closed", BAD_OUTPUT)
     sys.stdout = cast("TextIO", _Checked(sys.stdout, "standard output"))
     if sys.stderr is None:
-        # Without stderr, progress and messages are lost; rich would show them on stdout.
+        # Rich would show progress and messages on stdout.
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good
     sys.stderr = cast("TextIO", _Checked(sys.stderr, None))
 
 
 @contextlib.contextmanager
 def last_words(say: Callable[[], str]) -> Iterator[None]:
-    """Add text to the sentence on Ctrl-C.
-
-    Args:
-        say: Returns what was kept, and what to do next.
-    """
+    """Add what ``say`` returns to the sentence on Ctrl-C."""
     global _last_words  # noqa: PLW0603 - a process has one handler
     _last_words = say
     try:
@@ -95,7 +89,7 @@ def _end(text: str, code: int) -> NoReturn:
 
 
 def _say(text: str) -> None:
-    """One sentence on stderr, unbuffered; errors are ignored."""
+    """Unbuffered, on stderr; errors are ignored."""
     shown = _SHOW_CURSOR if os.isatty(2) else ""
     with contextlib.suppress(OSError):
         os.write(2, f"{shown}kvtrie: {text}\n".encode())
@@ -124,7 +118,7 @@ class _Checked:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> NoReturn:
-        # The interpreter flushes again at exit, and would print an error.
+        # The interpreter flushes again at exit.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         if self._name is None:

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(total: int, out: TextIO) -> Iterator[Callable[[str], None]]:
-    """Show the progress of a long run.
-
-    Yields:
-        A function to call after each step, with the step's name.
-    """
+    """Yield a function to call after each step, with the step's name."""
     console = Console(file=out)
     if console.is_terminal:
         with Progress(console=console, transient=True) as bar:
@@ -47,7 +43,6 @@ class Ticks:
         self._step: Callable[[str], None] | None = None
 
     def stage(self, text: str) -> None:
-        """Show what happens before the first step: a spinner on a terminal, a line elsewhere."""
         self._stack.close()
         console = Console(file=self._out)
         if console.is_terminal:
@@ -57,7 +52,6 @@ class Ticks:
             self._out.flush()
 
     def __call__(self, done: int, total: int, text: str) -> None:
-        """Show a step: its number, the total, and a name."""
         steps = min(total, self._most)
         if self._step is None:
             self._stack.close()
@@ -67,21 +61,12 @@ class Ticks:
             self._step(text)
 
     def close(self) -> None:
-        """End the bar or spinner."""
         self._stack.close()
 
 
 @contextmanager
 def ticks(out: TextIO, most: int = 20) -> Iterator[Ticks]:
-    """Show the progress of a run whose length is known only after its start.
-
-    Args:
-        out: The stream to write to.
-        most: Most lines of steps, if that is not a terminal.
-
-    Yields:
-        The object to call before each stage and after each step.
-    """
+    """Yield `Ticks`; where ``out`` is not a terminal, it writes at most ``most`` lines of steps."""
     shown = Ticks(out, most)
     try:
         yield shown

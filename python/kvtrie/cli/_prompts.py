@@ -48,7 +48,6 @@ class GivenPrompt:
 
 
 def load_tokenizer(directory: Path) -> TextTokenizer:
-    """The tokenizer of a model directory; nothing is downloaded."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         fail(f"{directory}: it has no tokenizer.json (tokenizers are not downloaded)")
@@ -63,15 +62,9 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
 
 
 def read_prompt(name: str, tokenizer: TextTokenizer | None, *, is_text: bool) -> GivenPrompt:
-    """Read a prompt.
+    """Read a path, or the standard input for ``-``; bad input ends the command.
 
-    Args:
-        name: A path, or ``-`` for the standard input.
-        tokenizer: Encodes text; None if only ids are allowed.
-        is_text: Whether numbers also count as text.
-
-    Returns:
-        The prompt. Bad input ends the command.
+    Without a tokenizer only ids are allowed. ``is_text``: numbers also count as text.
     """
     text = _read(name)
     ids = None if is_text else _ids(name, text)
@@ -104,7 +97,7 @@ def _read(name: str) -> str:
 
 
 def _ids(name: str, text: str) -> list[int] | None:
-    """Token ids, or None if the text is not a list of them."""
+    """Token ids, or None if the text is no list of them."""
     values: Any = None
     if text.lstrip().startswith("["):
         try:

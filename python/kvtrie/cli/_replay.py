@@ -71,7 +71,6 @@ class TurnResult:
 
     @property
     def ratio(self) -> float:
-        """How many times shorter the time to first token is."""
         return self.seconds_without_reuse / self.seconds_with_reuse
 
     @property
@@ -94,8 +93,6 @@ class ConversationResult:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """Everything that the command reports."""
-
     model: str
     dtype: str
     device: str
@@ -107,23 +104,21 @@ class DemoResult:
 
     @property
     def turns(self) -> list[TurnResult]:
-        """All turns."""
         return [turn for conversation in self.conversations for turn in conversation.turns]
 
     @property
     def later_turns(self) -> list[TurnResult]:
-        """All turns but the first of each conversation."""
+        """All but the first of each conversation."""
         return [turn for conversation in self.conversations for turn in conversation.turns[1:]]
 
     @property
     def later_ratio(self) -> float | None:
-        """Median over the later turns of how many times shorter the time to first token is."""
         ratios = [turn.ratio for turn in self.later_turns]
         return statistics.median(ratios) if ratios else None
 
     @property
     def later_total_ratio(self) -> float | None:
-        """The ratio of the later turns' total times, in which long computed parts weigh more."""
+        """The ratio of total times, in which long computed parts weigh more."""
         later = self.later_turns
         if not later:
             return None
@@ -132,26 +127,22 @@ class DemoResult:
 
     @property
     def is_right(self) -> bool:
-        """Whether all logits are those of a run without cache, except for rounding."""
+        """Whether all logits are those without cache, except for rounding."""
         return all(turn.max_logit_difference <= turn.tolerance for turn in self.turns)
 
     @property
     def is_identical(self) -> bool:
-        """Whether all answers are those of a run without cache, token by token."""
+        """Whether all answers are those without cache, token by token."""
         return all(turn.is_identical for turn in self.turns)
 
 
 def replay(
     conversations: Sequence[Conversation], settings: DemoSettings, step: Callable[[str], None]
 ) -> DemoResult:
-    """Answer every turn of every conversation.
-
-    Raises:
-        BadInputError: If model, pool or conversation cannot be used together.
-    """
+    """Answer every turn of every conversation, or raise `BadInputError`."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    # Two pools: one answers, the other is emptied and filled again for the timings.
+    # One pool answers, the other is emptied and filled again for the timings.
     live = _load(settings)
     try:
         num_blocks = settings.num_blocks or _enough_blocks(live, conversations, settings)
@@ -201,7 +192,7 @@ class _ConversationReplay:
         self._step = step
         self._tools = list(conversation.tools) or None
         self._history: list[dict[str, Any]] = []
-        # Every token that has KV after a turn, per turn: what a later turn may find.
+        # The tokens that have KV after each turn: what a later turn may find.
         self._computed: list[list[int]] = []
         self._replies: list[_edited.Reply] = []
 
@@ -254,7 +245,7 @@ class _ConversationReplay:
         )
 
     def _times(self) -> tuple[float, float]:
-        """Medians of the time to first token with and without reuse, measured alternately."""
+        """Medians with and without reuse, measured alternately."""
         pairs = []
         for _ in range(self._settings.repeats):
             self._timed.forget()
@@ -269,11 +260,11 @@ class _ConversationReplay:
         )
 
     def _time(self) -> float:
-        """Seconds from the messages to the first token: template, tokenizer, plan, copy, model."""
+        """Seconds of template, tokenizer, plan, copy and model."""
         return _first_token(self._timed, self._history, self._tools, self._settings)[1]
 
     def _text(self, tokens: list[int], finish_reason: str) -> str:
-        """An answer as in the history: with special tokens, except the last."""
+        """With special tokens, except the last, as in the history."""
         tokenizer = self._live.tokenizer
         if tokenizer is None:
             msg = "a replay needs a tokenizer"
@@ -284,9 +275,9 @@ class _ConversationReplay:
 
 
 def _load(settings: DemoSettings) -> Generator:
-    """The model with a pool of one block, until the conversation shows how many it needs."""
+    """With a pool of one block, until the conversation shows how many it needs."""
     path = settings.model or model_path()
-    # Its progress bars and reports are for training; errors are reported in one sentence below.
+    # They are for training; errors are reported in one sentence below.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
@@ -308,7 +299,7 @@ def _load(settings: DemoSettings) -> Generator:
 def _enough_blocks(
     generator: Generator, conversations: Sequence[Conversation], settings: DemoSettings
 ) -> int:
-    """Blocks for twice the longest conversation; older KV beyond that is evicted."""
+    """Blocks for twice the longest conversation; older KV is evicted."""
     longest = 0
     for conversation in conversations:
         tools = list(conversation.tools) or None
@@ -320,7 +311,7 @@ def _enough_blocks(
 
 
 def _warm_up(generator: Generator, conversation: Conversation, settings: DemoSettings) -> None:
-    """Run the timed code once with and once without reuse: first calls allocate and compile."""
+    """First calls allocate and compile."""
     messages = list(conversation.turns()[0].given)
     for _ in range(2):
         _first_token(generator, messages, list(conversation.tools) or None, settings)
@@ -341,7 +332,7 @@ def _first_token(
 
 
 def _logits_without_cache(generator: Generator, tokens: list[int], first: int) -> torch.Tensor:
-    """Rows of logits from ``first`` on, by one pass of the bare model over everything."""
+    """By one pass of the bare model over everything."""
     ids = torch.tensor([tokens], device=generator.pool.device)
     with torch.inference_mode():
         out = generator.model(input_ids=ids, use_cache=False)
@@ -350,13 +341,11 @@ def _logits_without_cache(generator: Generator, tokens: list[int], first: int) -
 
 
 def _question(turn: ReplayTurn) -> str:
-    """The last user message; without one, the last message."""
     said = [message for message in turn.given if message["role"] == "user"] or turn.given
     return str(said[-1].get("content") or "")
 
 
 def _tolerance(generator: Generator, num_tokens: int, logits: torch.Tensor) -> float:
-    """See ``WHY_TOLERANCE``."""
     dtype = generator.pool.dtype
     # Half-precision products are summed in float32 and rounded once.
     is_half = dtype in {torch.float16, torch.bfloat16}

@@ -29,7 +29,7 @@ _LONGEST_SHOWN: Final = 240
 
 
 def as_json(result: DemoResult) -> str:
-    """The figures as one JSON document; times in seconds, lengths in tokens."""
+    """Times are in seconds, lengths in tokens."""
     document = {
         "kvtrie": version("kvtrie"),
         "model": result.model,
@@ -69,7 +69,6 @@ def as_json(result: DemoResult) -> str:
 
 
 def show(result: DemoResult) -> None:
-    """Print tables, answers and one summary to stdout."""
     console = _output.console()
     console.print(
         Text(
@@ -154,7 +153,6 @@ def _table(conversation: ConversationResult) -> Table:
 
 
 def _show_edited(console: Console, conversation: ConversationResult) -> None:
-    """What each policy reuses where the reasoning of earlier replies is dropped."""
     head = f"\nconversation of line {conversation.line}, earlier reasoning deleted"
     console.print(Text(head, style="bold"))
     if conversation.why_not_edited is not None:

@@ -41,5 +41,4 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Options before the command."""
     del show_version

@@ -121,7 +121,7 @@ def calibrate(
             from kvtrie.cli import _calibrated  # noqa: PLC0415 - with rich
 
             if threads or is_shipped:
-                # A shipped model's matrices are too small for a second thread.
+                # Its matrices are too small for a second thread.
                 measure.set_threads(threads or 1)
 
             def progress(done: int, total: int, text: str) -> None:
@@ -167,7 +167,6 @@ class _Kept:
     total: int = 0
 
     def last_words(self) -> str:
-        """What was kept when the run is interrupted."""
         if self.partial is None:
             return "nothing was kept, because --out was not given"
         rows = self.partial.num_rows()
@@ -182,11 +181,6 @@ class _Kept:
 
 
 def _chosen(policies: str, min_run: int) -> list[named.Policy]:
-    """The policies that are named.
-
-    Raises:
-        ValueError: A policy is unknown, or none is named.
-    """
     names = [name.strip() for name in policies.split(",") if name.strip()]
     if not names:
         msg = "--policies: no policy is named"

@@ -104,7 +104,6 @@ def explain(
 
 
 def _filled(cached: list[int], block_size: int) -> tuple[kvtrie.RadixIndex, kvtrie.Namespace]:
-    """An index with one cached prompt."""
     space = kvtrie.Namespace(model="explain", salt=kvtrie.SHARED)
     count = len(cached) // block_size
     index = kvtrie.RadixIndex(max(1, count), block_size)
@@ -115,7 +114,6 @@ def _filled(cached: list[int], block_size: int) -> tuple[kvtrie.RadixIndex, kvtr
 
 
 def _restored(snapshot: Path, asked: dict[str, str]) -> tuple[kvtrie.RadixIndex, kvtrie.Namespace]:
-    """The index of a snapshot, and the namespace asked for."""
     try:
         blob = snapshot.read_bytes()
     except OSError as error:

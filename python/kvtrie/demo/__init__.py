@@ -1,6 +1,6 @@
-"""The files of ``kvtrie demo``: a conversation, the reader of chat files, and where the model is.
+"""The files of ``kvtrie demo`` (see README.md here), the reader of chat files, and where models are.
 
-README.md in this folder explains the files. Nothing here imports torch or transformers.
+Nothing here imports torch or transformers.
 """
 
 from kvtrie.demo.conversations import Conversation, ReplayTurn, answer_of, load_conversations

@@ -50,18 +50,9 @@ class Conversation:
         """Split the conversation into the replies that the model generates.
 
         An assistant message without tool calls after a user or tool message is generated; its
-        recorded text is the reference. Tool calls and tool results are given as recorded. If a user
-        or tool message has no reply, the model generates one without a reference.
-
-        Returns:
-            The turns in order; messages after the last reply belong to no turn.
-
-        Example:
-            >>> from kvtrie.demo import Conversation
-            >>> ask = {"role": "user", "content": "Hello!"}
-            >>> reply = {"role": "assistant", "content": "Hello."}
-            >>> [turn.reference for turn in Conversation((ask, reply, ask)).turns()]
-            ['Hello.', None]
+        recorded text is the reference. Tool calls and tool results are given as recorded. A user or
+        tool message without a reply gets one without a reference. Messages after the last reply
+        belong to no turn.
         """
         turns: list[ReplayTurn] = []
         given: list[dict[str, Any]] = []
@@ -82,21 +73,12 @@ class Conversation:
 
 
 def answer_of(content: str) -> str:
-    r"""The answer in a reply: the text after its reasoning.
-
-    Args:
-        content: A reply, with or without a ``<think>...</think>`` block.
-
-    Example:
-        >>> from kvtrie.demo import answer_of
-        >>> answer_of("<think>\nTwo and two.\n</think>\n\nFour.")
-        'Four.'
-    """
+    r"""The answer in a reply: the text after its reasoning."""
     return content.rpartition("</think>")[2].strip("\n")
 
 
 def load_conversations(path: str | Path | None = None) -> list[Conversation]:
-    r"""Read a chat file.
+    r"""Read a chat file: at least one conversation, each with at least one turn.
 
     A line is a JSON object of one of two forms. ``{"messages": [...], "tools": [...]}`` is a whole
     conversation (``tools`` is optional). ``{"role": ..., "content": ...}`` is one message;
@@ -105,18 +87,10 @@ def load_conversations(path: str | Path | None = None) -> list[Conversation]:
     Args:
         path: The file, or None for the shipped conversation.
 
-    Returns:
-        At least one conversation, each with at least one turn.
-
     Raises:
-        ValueError: The file is empty or a line is not a conversation; the text is one sentence that
-            names file, line and reason.
+        ValueError: The file is empty or a line is not a conversation; the text names file, line and
+            reason.
         OSError: The file cannot be read.
-
-    Example:
-        >>> from kvtrie.demo import load_conversations
-        >>> len(load_conversations()[0].turns()) >= 8
-        True
     """
     path = conversation_path() if path is None else Path(path)
     found: list[Conversation] = []

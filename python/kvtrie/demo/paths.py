@@ -8,13 +8,10 @@ _MODELS = "kvtrie_demo_models"
 
 
 def model_path(name: str = "demo") -> Path:
-    """The directory of a small model, for transformers.
+    """The directory of a small model: config, weights, tokenizer and chat template.
 
     Args:
         name: ``"demo"``, or a kind of attention: ``"gqa"``, ``"partial"`` or ``"mla"``.
-
-    Returns:
-        A directory with config, weights, tokenizer and chat template.
 
     Raises:
         FileNotFoundError: ``kvtrie-demo-models`` is not installed, or has no such model.
@@ -38,14 +35,5 @@ def model_path(name: str = "demo") -> Path:
 
 
 def conversation_path() -> Path:
-    """The default conversation of the demo.
-
-    Returns:
-        A JSONL file that :func:`load_conversations` reads.
-
-    Example:
-        >>> from kvtrie.demo import conversation_path
-        >>> conversation_path().name
-        'conversation.jsonl'
-    """
+    """The shipped conversation, which :func:`load_conversations` reads by default."""
     return Path(str(files("kvtrie.demo").joinpath("conversation.jsonl")))

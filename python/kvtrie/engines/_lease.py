@@ -1,4 +1,4 @@
-"""The blocks of one running request, from plan to release; see the engine loop in the manual."""
+"""The blocks of one running request, from plan to release; see ``docs/engine-loop.md``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,11 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """A plan, and its request in the store's ledger.
+    """A plan, and its request in the store's ledger, which has the table, ids and computed range.
 
-    The ledger has the table, the ids and the computed range. Every block of the table belongs to
-    the index or is held by the lease; after ``close`` none is held. After an exception at any point
-    the lease still closes cleanly.
-
-    Args:
-        store: Index, free list, pool and ledger.
-        seq: The tokens; only the ledger changes them until ``close``.
-        policy: What may be reused.
-        headroom: Blocks that must stay available for others after this lease has its own.
-
-    Raises:
-        OutOfBlocksError: If there are not enough blocks; nothing was evicted.
+    Every block of the table belongs to the index or is held by the lease; after ``close``, which
+    works after an exception at any point, none is held. Until then only the ledger changes ``seq``.
+    ``headroom`` blocks stay available for others; `OutOfBlocksError` has evicted nothing.
     """
 
     def __init__(
@@ -61,12 +52,10 @@ class Lease:
 
     @property
     def table(self) -> NDArray[np.int32]:
-        """Block ids, position 0 first."""
         return self._store.ledger.blocks(self)
 
     @property
     def num_held(self) -> int:
-        """Blocks that are neither free nor owned by the index."""
         if self._is_closed:
             return 0
         ledger = self._store.ledger
@@ -78,7 +67,7 @@ class Lease:
         return self._store.ledger.final_range(self)[1] == len(self._seq)
 
     def next_range(self, limit: int) -> tuple[int, int]:
-        """The next tokens to compute, at most ``limit``: of a gap, or sampled ones."""
+        """The next tokens of a gap, or sampled ones, at most ``limit``."""
         missing = self._store.ledger.missing(self)
         if not len(missing):
             return len(self._seq), len(self._seq)
@@ -86,11 +75,7 @@ class Lease:
         return start, min(end, start + limit)
 
     def issue(self, end: int) -> None:
-        """Allocate blocks for the positions up to ``end``, which are computed next.
-
-        Raises:
-            OutOfBlocksError: If there are not enough blocks; nothing was evicted.
-        """
+        """Allocate blocks up to ``end``; `OutOfBlocksError` has evicted nothing."""
         ledger = self._store.ledger
         wanted = -(-end // ledger.block_size) - len(ledger.blocks(self))
         if wanted > 0:
@@ -103,7 +88,7 @@ class Lease:
         ledger.schedule(self, end - ledger.lookahead(self)[1])
 
     def advance(self, end: int) -> None:
-        """Record that the range up to ``end`` is computed, and share full blocks."""
+        """Record what is computed, and share full blocks."""
         ledger = self._store.ledger
         ledger.confirm(self, end)
         start, end = ledger.new_range(self)

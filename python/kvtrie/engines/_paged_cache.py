@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def pool_rows(layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
-    """What a pool stores of what transformers caches: K and V, or one latent row (MLA).
+    """What a pool stores of what transformers caches: K and V, or one latent row.
 
-    For an MLA model, transformers caches the latent as keys and the rotated part of K as values.
+    For MLA, transformers caches the latent as keys and the rotated part of K as values.
     """
     return [keys, values] if layout.v_head_dim else [torch.cat([keys, values], dim=-1)]
 
@@ -29,11 +29,6 @@ def pool_rows(layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> lis
 def check_rows(
     layout: KVLayout, rows: list[torch.Tensor], num_tokens: int, dtype: torch.dtype, layer: int
 ) -> None:
-    """Check that rows of one layer fit a pool.
-
-    Raises:
-        LayoutError: If shape or element type differ.
-    """
     for name, states, dim in zip("KV", rows, (layout.head_dim, layout.v_head_dim), strict=False):
         want = (1, layout.num_kv_heads, num_tokens, dim)
         if tuple(states.shape) != want or states.dtype != dtype:
@@ -45,8 +40,6 @@ def check_rows(
 
 
 class _PassSlots:
-    """Slots written and blocks read by one pass: positions ``[start, end)`` of a block table."""
-
     def __init__(self, pool: KVPool, table: NDArray[np.int32], start: int, end: int) -> None:
         self.pool = pool
         self.start = start
@@ -91,7 +84,7 @@ class _PagedLayer(CacheLayerMixin):
 
     def _store(self, blocks: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         slots = self._slots
-        # A view: the pool is the engine's own, with the rows of a layer in slot order.
+        # A view: the pool is the engine's own, in slot order.
         rows = blocks.view(-1, *blocks.shape[2:])
         rows.index_copy_(0, slots.write_slots, states[0].transpose(0, 1))
         if slots.start == 0:
@@ -100,24 +93,20 @@ class _PagedLayer(CacheLayerMixin):
         return rows.transpose(0, 1).unsqueeze(0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that the mask covers."""
         return self._slots.start + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens stored before this pass, plus those of this pass once they are stored."""
+        """Includes this pass once it is stored."""
         return self._slots.end if self.was_written else self._slots.start
 
     def get_max_length(self) -> int:
-        """No limit of its own."""
         return -1
 
     def reset(self) -> None:
-        """Refuse: the pool's contents belong to the index."""
         msg = "a paged cache cannot be reset: its blocks belong to the index"
         raise NotImplementedError(msg)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Refuse: one sequence per cache, no beams."""
         msg = f"a paged cache holds one sequence, it cannot be reordered by {tuple(beam_idx.shape)}"
         raise NotImplementedError(msg)
 
@@ -126,17 +115,7 @@ class PagedCache(Cache):
     """The cache of one forward pass over positions ``[start, end)`` of a block table.
 
     ``update`` scatters the new rows to their slots and returns the rows of ``[0, end)`` in table
-    order, as a contiguous cache does. The first pass of a prompt without reuse gets its own rows
-    back and reads nothing.
-
-    Args:
-        pool: The pool of the table's blocks.
-        table: Block ids of the sequence, position 0 first.
-        start: First position that the pass computes; everything before it is in the table.
-        end: Position after the last.
-
-    Raises:
-        ValueError: If a position is outside the table or a block is outside the pool.
+    order. The first pass of a prompt without reuse gets its own rows back and reads nothing.
     """
 
     def __init__(self, pool: KVPool, table: NDArray[np.int32], start: int, end: int) -> None:
@@ -145,11 +124,7 @@ class PagedCache(Cache):
         super().__init__(layers=list(self._paged))
 
     def check_written(self) -> None:
-        """Check after a pass that every layer was written.
-
-        Raises:
-            LayoutError: If the model skipped a layer, so that its KV is not in the pool.
-        """
+        """Refuse a model that skipped a layer: its KV would not be in the pool."""
         for number, layer in enumerate(self._paged):
             if not layer.was_written:
                 msg = f"the model stored no K and V for layer {number} through the cache"

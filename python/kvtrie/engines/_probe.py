@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from kvtrie.pool.layout import KVLayout
     from kvtrie.rope import Rotary
 
-# K and V of a token may differ by rounding between a pass over two tokens and one over three, up to
-# this share of their largest value. Attention to later tokens changes them far more.
+# Share of their largest value by which K and V may differ by rounding between a pass over two
+# tokens and one over three. Attention to later tokens changes them far more.
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 
 
-# Positions by which passes are moved, to check that keys rotate as the config says. They are not
-# multiples of a period. At the near one all but rounding must be equal; the far one shows
+# No multiples of a period. At the near one all but rounding must be equal; the far one shows
 # frequencies that differ in their last bits.
 _SHIFTS: Final = (37, 2000)
 _PROBED: Final = 5
@@ -34,7 +33,6 @@ _TINY: Final = 1e-7
 
 
 def forward_inputs(model: PreTrainedModel) -> frozenset[str]:
-    """The optional inputs of a model's forward pass that an engine can set."""
     known = {"position_ids", "cache_position", "logits_to_keep"}
     return frozenset(known & set(inspect.signature(model.forward).parameters))
 
@@ -42,9 +40,7 @@ def forward_inputs(model: PreTrainedModel) -> frozenset[str]:
 def check_model(model: PreTrainedModel, layout: KVLayout) -> None:
     """Run two and three tokens and compare the cache with the layout.
 
-    Raises:
-        LayoutError: If layers, shapes, element type or device differ, or if the KV of a token
-            depends on the tokens after it.
+    The KV of a token must not depend on the tokens after it.
     """
     short, long = _cached(model, 2), _cached(model, 3)
     if len(long) != layout.num_layers:
@@ -68,24 +64,17 @@ def check_model(model: PreTrainedModel, layout: KVLayout) -> None:
 
 
 def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
-    """How a model rotates its keys, checked by running it.
+    """The RoPE of a model's config, with the order of pairs that it uses, checked by running it.
 
-    RoPE depends on distances alone. A prompt that begins at another position has the same V in
-    every layer, and the same K up to rotation. A few tokens are run at three positions, or at as
-    many as fit the model's context.
-
-    Returns:
-        The RoPE of its config, with the order of pairs that the model uses.
-
-    Raises:
-        UnsupportedRopeError: If its KV cannot be moved, or moves differently than its config says.
+    A prompt that begins at another position has the same V, and the same K up to rotation. A few
+    tokens are run at three positions, or at as many as fit the context.
     """
     if "position_ids" not in forward_inputs(model):
         msg = "the model takes no positions, so its KV cannot be checked at another one"
         raise UnsupportedRopeError(msg)
     candidates: list[RopeSpec] = []
     refusal: UnsupportedRopeError | None = None
-    # The pairing of channels is not in a config, and for MLA the engine chooses it.
+    # No config has the pairing of channels.
     for interleaved in (None, False, True):
         try:
             rope = RopeSpec.from_config(model.config, interleaved=interleaved)
@@ -113,7 +102,6 @@ def checked_rope(model: PreTrainedModel, layout: KVLayout) -> RopeSpec:
 
 
 def _shifts(model: PreTrainedModel) -> list[int]:
-    """The start positions of the probe's passes, within the model's context."""
     context_len = getattr(model.config, "max_position_embeddings", None)
     if context_len is None:
         return [_SHIFTS[0]]
@@ -138,8 +126,8 @@ def _moves_otherwise(
         old[0] = reference.rotate(old[0], rope, shift, layer=number)
         sizes = (_sizes(new[0], rope.layers[number]), new[-1].abs().max())
         for name, expected, found, size in zip("KV", old, new, sizes, strict=False):
-            # A wrong rotation shows in every token; rounding that routes a token to other experts
-            # shows in that token alone. So the median counts. NaN is a mismatch.
+            # A wrong rotation shows in every token; rounding that routes a token to other experts,
+            # in that token alone. So the median counts. NaN is a mismatch.
             misses = (found - expected).abs() / (tolerance * size).clamp(min=_TINY)
             if not float(misses.amax(dim=(0, 1, 3)).median()) <= 1:
                 return f"{name} of layer {number}"
@@ -149,9 +137,9 @@ def _moves_otherwise(
 def _sizes(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     """The size of each channel of K, ``[head_dim]``, by which its error is measured.
 
-    Not the largest channel: channels that are a hundred times larger than the others (Qwen2), or a
-    latent next to the rotated keys (MLA), would hide errors of the rotation. Both channels of a
-    pair count as the larger one, and channels smaller than the median as the median.
+    Not the largest: channels a hundred times larger than others (Qwen2), or a latent next to
+    rotated keys (MLA), would hide errors. Both channels of a pair count as the larger one, and
+    channels smaller than the median as the median.
     """
     sizes = keys.abs().amax(dim=(0, 1, 2))
     if rotary is None:

@@ -1,4 +1,4 @@
-"""The public part of a request: options, events and result."""
+"""Options, events and results of requests."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Options(TypedDict, total=False):
 
     Attributes:
         max_new_tokens: Most tokens to generate (256); the model's context may end it earlier.
-        temperature: 0 (the default) is greedy; above it tokens are sampled.
-        top_k: Sample among the k likeliest tokens only.
+        temperature: 0 (the default) is greedy; above it, logits are divided by this and tokens are
+            sampled.
+        top_k: Sample among the k likeliest tokens only; ``None``: among all.
         top_p: Sample among the likeliest tokens that together reach this probability (1: all).
-        seed: Seed of this request's sampling; by default it is made of the engine's seed and the
+        seed: Seed of this request's sampling; by default made of the engine's seed and the
             request's number.
         stop_token_ids: Ids that end the answer, besides the model's own.
         ignore_eos: Continue after the model's own end-of-sequence ids.
         tools: Tool schemas for the chat template.
         chat_template_kwargs: More variables for the chat template.
-        salt: Tenant of this request (default: the engine's). Requests share KV only under the same
-            salt.
+        salt: Tenant of this request (default: the engine's).
         policy: What this request may reuse (default: the engine's policy).
         return_logits: Add to each event the row that its token was picked from.
     """
@@ -64,8 +64,7 @@ class Usage:
 
     Attributes:
         exact: Found under the same whole prefix.
-        moved: Reused approximately: computed at another position or in another context (0 under
-            ``EXACT_ONLY``).
+        moved: Reused approximately (0 under ``EXACT_ONLY``).
         computed: Computed by the model.
     """
 
@@ -88,8 +87,8 @@ class Event:
         token: The token id; ``None`` if the request ended without one (an error).
         text: New text that is final; pieces never split a character.
         usage: The sources of the prompt's KV when the request was first admitted.
-        finish_reason: ``None`` while the request runs; ``"stop"`` (end of sequence or a stop
-            id), ``"length"`` or ``"error"`` on its last event.
+        finish_reason: ``None`` while the request runs; ``"stop"`` (end of sequence or a stop id),
+            ``"length"`` or ``"error"`` on its last event.
         logits: The float32 row on the CPU that the token was picked from, with ``return_logits``.
     """
 
@@ -102,7 +101,7 @@ class Event:
 
     @property
     def finished(self) -> bool:
-        """Whether this is the request's last event."""
+        """Whether this is the last event."""
         return self.finish_reason is not None
 
 
@@ -117,8 +116,8 @@ class Request:
         status: ``"waiting"``, ``"running"`` or ``"finished"``.
         tokens: Generated ids so far, with a final end-of-sequence id.
         text: Text of ``tokens`` so far.
-        usage: The sources of the prompt's KV when the request was first admitted.
-        finish_reason: Why it ended.
+        usage: As in `Event`.
+        finish_reason: As in `Event`.
         error: The error that ended it, if any.
         num_preemptions: How often it was preempted for an older request.
     """
@@ -142,10 +141,10 @@ class Completion:
     Attributes:
         tokens: Generated ids, with a final end-of-sequence id.
         text: Their text without special tokens.
-        usage: The sources of the prompt's KV.
+        usage: As in `Event`.
         finish_reason: ``"stop"`` or ``"length"``.
-        decision: What the request was allowed to reuse, and why. If ``decision.is_cleared`` is
-            False, ``decision.reason`` says why an approximate policy became ``kvtrie.EXACT_ONLY``.
+        decision: What the request was allowed to reuse. If ``is_cleared`` is False, its ``reason``
+            says why an approximate policy became ``kvtrie.EXACT_ONLY``.
         logits: ``[len(tokens), vocabulary]``, with ``return_logits``.
     """
 

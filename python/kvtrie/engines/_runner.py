@@ -29,19 +29,9 @@ class Runner:
     def run(
         self, seq: TokenSequence, table: NDArray[np.int32], start: int, end: int
     ) -> torch.Tensor:
-        """Compute the KV of ``[start, end)`` into the table.
+        """Compute the KV of ``[start, end)`` into a table that has all KV before ``start``.
 
-        Args:
-            seq: The tokens.
-            table: Block ids, position 0 first; they hold all KV before ``start``.
-            start: First position to compute.
-            end: Position after the last.
-
-        Returns:
-            The last position's logits, float32, on the CPU.
-
-        Raises:
-            LayoutError: If the model does not store what its layout says.
+        Returns the last position's logits, float32, on the CPU.
         """
         device = self._pool.device
         cache = PagedCache(self._pool, table, start, end)

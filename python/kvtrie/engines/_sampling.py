@@ -19,13 +19,7 @@ from transformers import (
 class Sampling:
     """How tokens are picked: greedy at temperature 0, else from the truncated distribution.
 
-    Args:
-        temperature: 0 picks the highest logit; above it, logits are divided by this.
-        top_k: Keep the k highest logits; ``None`` keeps all.
-        top_p: Keep the smallest set of tokens whose probabilities reach this; 1 keeps all.
-
-    Raises:
-        ValueError: If a value is out of range.
+    See `Options` for the fields. A value out of range is a ``ValueError``.
     """
 
     temperature: float = 0.0
@@ -45,12 +39,9 @@ class Sampling:
 
 
 def pick(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> int:
-    """Pick one token.
+    """Pick one token from a float32 row, on the CPU, so that a seed gives the same on every device.
 
-    Args:
-        logits: One float32 row, on the CPU (so that a seed gives the same on every device).
-        sampling: The options.
-        rng: A CPU generator; greedy picking does not advance it.
+    Greedy picking does not advance ``rng``, a CPU generator.
     """
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -59,7 +50,7 @@ def pick(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> int:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(sampling.top_p))
-    # They read no ids, and take any tensor of floats.
+    # The warpers read no ids.
     ids: Any = None
     scores: Any = logits[None]
     scores = warpers(ids, scores)

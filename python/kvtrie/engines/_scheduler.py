@@ -25,8 +25,6 @@ _IN_PLACE_ONLY: Final = ReusePolicy(approximate=False, partial_blocks=False)
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """The private part of a request."""
-
     request: Request
     seq: TokenSequence
     sampling: Sampling
@@ -42,13 +40,7 @@ class Job:
 
 
 class Scheduler:
-    """Runs jobs step by step, oldest first, with one model pass per job.
-
-    Args:
-        store: Index, free list and pool.
-        runner: Runs the model.
-        prefill_chunk: Most prompt tokens that one step computes for one job.
-    """
+    """Runs jobs step by step, oldest first, with one model pass per job."""
 
     def __init__(self, store: Store, runner: Runner, prefill_chunk: int) -> None:
         self._store = store
@@ -60,19 +52,13 @@ class Scheduler:
 
     @property
     def num_held(self) -> int:
-        """Blocks in the tables of running jobs that the index does not own."""
         return sum(job.lease.num_held for job in self.running if job.lease is not None)
 
     def add(self, job: Job) -> None:
-        """Queue a job."""
         self.waiting.append(job)
 
     def step(self) -> list[Event]:
-        """One pass for every running job, then for every job that can be admitted.
-
-        Returns:
-            The events of this step, at most one per job.
-        """
+        """One pass for every running job, then for every job that can be admitted."""
         events: list[Event] = []
         num_preemptions = self._num_preemptions
         for job in list(self.running):
@@ -90,18 +76,14 @@ class Scheduler:
         return events
 
     def cancel(self, request: Request) -> None:
-        """End a request now, in any state.
-
-        Args:
-            request: The request; no effect if it has ended.
-        """
+        """End a request now, in any state; no effect if it has ended."""
         for job in [*self.waiting, *self.running]:
             if job.request is request:
                 self._end(job, "cancelled")
                 return
 
     def _admit(self, job: Job, events: list[Event]) -> None:
-        """Plan the first waiting request and get its blocks; without enough it keeps waiting."""
+        """Admit the first waiting request; without enough blocks it keeps waiting."""
         try:
             lease = self._lease(job)
         except OutOfBlocksError as error:
@@ -132,7 +114,6 @@ class Scheduler:
             return Lease(self._store, job.seq, _IN_PLACE_ONLY)
 
     def _advance(self, job: Job, lease: Lease, events: list[Event]) -> None:
-        """One pass of one request: a chunk of its prompt, or the last sampled token."""
         try:
             start, end = lease.next_range(self._prefill_chunk)
             if self._make_room(job, lease, end):
@@ -162,7 +143,7 @@ class Scheduler:
                 return True
 
     def _preempt(self, job: Job) -> None:
-        """Free a request's blocks; it waits first in the queue, with its tokens so far."""
+        """The request waits first in the queue, with its tokens so far."""
         self._num_preemptions += 1
         self.running.remove(job)
         self.waiting.appendleft(job)
@@ -171,7 +152,6 @@ class Scheduler:
         self._close(job)
 
     def _emit(self, job: Job, lease: Lease, logits: torch.Tensor, events: list[Event]) -> None:
-        """Pick the next token and emit its event."""
         request = job.request
         token = pick(logits, job.sampling, job.rng)
         lease.append([token])

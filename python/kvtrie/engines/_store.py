@@ -18,7 +18,7 @@ class BlockCounts:
         free: In the free list.
         held: In the tables of running requests and not shared.
         indexed: Owned by the index, reusable.
-        condemned: Left the index while pinned; still pinned, or not collected yet.
+        condemned: Left the index while pinned.
         waiting: Condemned blocks that are no longer pinned.
         total: Blocks of the pool.
     """
@@ -38,7 +38,7 @@ class BlockCounts:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The owners of a pool's blocks: index, free list, pool and ledger."""
+    """Index, free list, pool and ledger."""
 
     index: RadixIndex
     allocator: BlockAllocator
@@ -46,5 +46,4 @@ class Store:
     ledger: SequenceLedger
 
     def reclaim(self) -> None:
-        """Return blocks that the index has released to the free list."""
         self.allocator.free(self.index.take_freed())

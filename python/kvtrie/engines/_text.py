@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 class TextStream:
     """Text of ids that arrive one by one. The pieces joined are the text of all ids.
 
-    Args:
-        tokenizer: Decodes; if None, every piece is empty. A tokenizer that is not of the library
-            `tokenizers` decodes all ids in one piece at the end.
+    Without a tokenizer every piece is empty. One that is not of the library `tokenizers` decodes
+    all ids at the end.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:

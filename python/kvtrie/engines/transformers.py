@@ -68,8 +68,8 @@ class Generator:
     ``submit`` and ``step`` (several at once over one pool). When the pool is full, new requests
     wait and running ones are preempted, youngest first; they resume with their tokens.
 
-    Only one thread at a time may use a generator. Its requests share KV with each other and with
-    nobody else. A server for several tenants gives each request its tenant's ``salt``.
+    Only one thread at a time may use a generator. Its requests share KV with each other, under the
+    same salt, and with nobody else.
 
     Args:
         model: A causal LM in eval mode, on one device, that keeps its KV through the transformers
@@ -79,23 +79,21 @@ class Generator:
         block_size: Tokens per block.
         policy: Default of what requests may reuse.
         gate: What `kvtrie calibrate` measured on this model. Approximate policies that it does not
-            clear, and all of them without a gate, become ``kvtrie.EXACT_ONLY``; the ``decision`` of
-            the request and of its completion says why. ``"unchecked"``: no gate; the caller is
-            responsible for the quality.
+            clear, and all of them without a gate, become ``kvtrie.EXACT_ONLY``. ``"unchecked"``: no
+            gate; the caller is responsible for the quality.
         salt: Tenant of requests that name none; ``kvtrie.SHARED`` to share on purpose.
         adapter: Content id of the model's LoRA adapter, if any.
         seed: Makes sampling repeatable.
         index_seed: Seeds the hashes of the index; None draws one from the operating system. Answers
             do not depend on it.
         prefill_chunk: Most prompt tokens that one ``step`` computes for one request.
-        prefill_chunk: Prompt tokens that one ``step`` computes at most for one request.
 
     Raises:
-        LayoutError: If the model's KV cannot be held, or differs from its config.
-        UnsupportedRopeError: If the policy is approximate and the model's KV cannot be moved.
-        GateMismatchError: If the policy is approximate and the gate is for another model.
-        ValueError: If the model is in training mode, or an argument is out of range.
-        MemoryError: If the pool does not fit.
+        LayoutError: The model's KV cannot be held, or differs from its config.
+        UnsupportedRopeError: The policy is approximate and the model's KV cannot be moved.
+        GateMismatchError: The policy is approximate and the gate is for another model.
+        ValueError: The model is in training mode, or an argument is out of range.
+        MemoryError: The pool does not fit.
     """
 
     def __init__(
@@ -181,21 +179,18 @@ class Generator:
                 writes it.
             num_blocks: Blocks of the KV pool.
             block_size: Tokens per block.
-            policy: Default of what requests may reuse.
-            gate: What was measured on this model, for approximate policies.
-            salt: Tenant of requests that name none.
+            policy: As for the class.
+            gate: As for the class.
+            salt: As for the class.
             device: Device of model and pool.
             dtype: Element type of the weights; ``"auto"``: the config's.
-            seed: Makes sampling repeatable.
-            prefill_chunk: Most prompt tokens that one ``step`` computes for one request.
-
-        Returns:
-            The generator.
+            seed: As for the class.
+            prefill_chunk: As for the class.
 
         Raises:
-            FileNotFoundError: If there is no such directory, or no ``config.json`` in it.
-            LayoutError: If the model's KV cannot be held.
-            UnsupportedRopeError: If the policy is approximate and the model's KV cannot be moved.
+            FileNotFoundError: There is no such directory, or no ``config.json`` in it.
+            LayoutError: As for the class.
+            UnsupportedRopeError: As for the class.
         """
         directory = checked_model_dir(path)
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -293,12 +288,9 @@ class Generator:
             tools: Tool schemas for the chat template.
             chat_template_kwargs: More variables for the chat template.
 
-        Returns:
-            Token ids.
-
         Raises:
-            ValueError: If messages or text are given without a tokenizer or chat template, or
-                a message has neither content nor tool calls.
+            ValueError: Messages or text are given without a tokenizer or chat template, or a
+                message has neither content nor tool calls.
         """
         messages: list[dict[str, Any]] = []
         if isinstance(prompt, (list, tuple)):
@@ -341,15 +333,12 @@ class Generator:
             prompt: Chat messages, text, or token ids.
             **options: See ``Options``.
 
-        Returns:
-            The request.
-
         Raises:
-            OutOfBlocksError: If the pool is too small for this request alone.
-            ValueError: If the prompt is empty, too long for the model or not of its vocabulary, or
+            OutOfBlocksError: The pool is too small for this request alone.
+            ValueError: The prompt is empty, too long for the model or not of its vocabulary, or
                 an option is out of range.
-            UnsupportedRopeError: If the policy is approximate and the model's KV cannot be moved.
-            TypeError: If the prompt is of another type.
+            UnsupportedRopeError: The policy is approximate and the model's KV cannot be moved.
+            TypeError: The prompt is of another type.
         """
         job = self._job(prompt, options)
         self._scheduler.add(job)
@@ -360,20 +349,11 @@ class Generator:
 
         Arguments are checked at once; the request starts when the first event is requested. Other
         requests continue meanwhile. Closing the stream cancels the request; leaving the loop closes
-        it once nothing refers to it.
+        it once nothing refers to it. An error that ends the request is raised.
 
         Args:
-            prompt: Chat messages, text, or token ids.
+            prompt: As for ``submit``, which also lists what is raised.
             **options: See ``Options``.
-
-        Returns:
-            The events. An error that ended the request is raised.
-
-        Raises:
-            OutOfBlocksError: As for ``submit``.
-            ValueError: As for ``submit``.
-            UnsupportedRopeError: As for ``submit``.
-            TypeError: As for ``submit``.
         """
         return self._stream(self._job(prompt, options))
 
@@ -381,17 +361,8 @@ class Generator:
         """Run one request to its end.
 
         Args:
-            prompt: Chat messages, text, or token ids.
+            prompt: As for ``submit``, which also lists what is raised.
             **options: See ``Options``.
-
-        Returns:
-            The whole answer.
-
-        Raises:
-            OutOfBlocksError: As for ``submit``.
-            ValueError: As for ``submit``.
-            UnsupportedRopeError: As for ``submit``.
-            TypeError: As for ``submit``.
         """
         job = self._job(prompt, options)
         rows = [event.logits for event in self._stream(job) if event.logits is not None]
@@ -409,10 +380,7 @@ class Generator:
         """Give every running request one pass through the model, then admit what fits.
 
         A request whose pass fails ends with ``finish_reason="error"`` and its blocks are
-        freed; the others continue.
-
-        Returns:
-            The events of this step, at most one per request.
+        freed; the others continue. Returns at most one event per request.
         """
         return self._scheduler.step()
 
@@ -442,7 +410,6 @@ class Generator:
             self.cancel(request)
 
     def _job(self, prompt: Prompt, options: Options) -> Job:
-        """Check everything that can be checked before a block is touched."""
         seq = TokenSequence(
             self.encode(
                 prompt,
@@ -497,7 +464,6 @@ class Generator:
         return job
 
     def _decide(self, policy: ReusePolicy) -> Decision:
-        """The decision on a policy for this model."""
         if not policy.approximate:
             return Decision(policy, is_cleared=True, reason="exact reuse needs no clearance")
         if self._cannot_move is not None:
@@ -527,7 +493,7 @@ class Generator:
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """The ids that end an answer: the generation config's ids, else the tokenizer's."""
+    """The generation config's ids, else the tokenizer's."""
     config = getattr(model, "generation_config", None)
     found = getattr(config, "eos_token_id", None)
     if found is None and tokenizer is not None:
@@ -538,5 +504,5 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def _request_seed(seed: int, number: int) -> int:
-    """A distinct seed per request, the same in every run."""
+    """Distinct per request, the same in every run."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])

@@ -1,7 +1,6 @@
-"""The geometry of a pool: where rows are stored, and which channels rotate. Needs no torch.
+"""Where rows of a pool are stored, and which channels rotate. Needs no torch.
 
-A custom op takes only tensors and numbers. A flat ``Geometry`` has the location of each layer's
-rows, and the channels of a row that rotate.
+A custom op takes only tensors and numbers, so a ``Geometry`` is flat.
 """
 
 from __future__ import annotations
@@ -36,15 +35,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where K and V of all layers are stored.
-
-    Attributes:
-        num_blocks: Blocks of the pool.
-        block_size: Token slots per block.
-        num_kv_heads: KV heads per layer.
-        k: Rows of K.
-        v: Rows of V; ``None`` if a row is a latent that serves as both.
-    """
+    """Where K and V of all layers are stored; ``v`` is ``None`` if a row of K serves as both."""
 
     num_blocks: int
     block_size: int
@@ -72,12 +63,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A pool's geometry.
-
-    Attributes:
-        placement: Where K and V are stored.
-        windows: One per layer; ``None``: no rotation.
-    """
+    """A pool's geometry; one window per layer, ``None`` for no rotation."""
 
     placement: Placement
     windows: tuple[Window | None, ...]
@@ -99,11 +85,7 @@ class Geometry:
 
     @staticmethod
     def from_ints(ints: Sequence[int]) -> Geometry:
-        """The geometry of ``to_ints``.
-
-        Raises:
-            ValueError: If the numbers are not from ``to_ints``.
-        """
+        """The geometry of ``to_ints``; a ValueError for other numbers."""
         return _parse(tuple(ints))
 
 

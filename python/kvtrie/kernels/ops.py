@@ -1,8 +1,7 @@
 """The copy of rows as a torch custom op: ``kvtrie::move_rows``.
 
-Registered with the arguments that it mutates, so that ``torch.compile`` orders it with other
-readers and writers of the pool. CPU tensors go to the plain-torch reference, CUDA tensors to the
-Triton kernel. There is no fallback, so a CUDA pool never runs the reference unnoticed.
+It declares what it mutates, so that ``torch.compile`` orders it with other readers and writers of
+the pool. CPU tensors go to the reference, CUDA tensors to the Triton kernel, without fallback.
 """
 
 from __future__ import annotations
@@ -31,18 +30,10 @@ _LIBRARY.define(
 def move_rows(
     tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
 ) -> None:
-    """Copy rows of all layers from slot to slot, and rotate the window of K.
+    """Do the work of ``reference.move_rows`` on CPU or CUDA tensors; all else is on the CPU.
 
-    Only the geometry's form is checked here; ``KVPool.apply`` checks the rest before it calls. A
-    slot outside the pool would read and write foreign memory.
-
-    Args:
-        tensors: The tensors of a pool; their destination slots change. No two may overlap.
-        slots: ``[3, tokens]`` int32 or int64, on the CPU: source slot, destination slot (none
-            twice, none a source), and the token's row in the tables, or -1 where its delta is 0.
-        cos: ``[tables, rows, pairs]``, on the CPU.
-        sin: As ``cos``.
-        geometry: ``Geometry.to_ints()`` of the pool.
+    Only the geometry's form (``Geometry.to_ints()``) is checked here. A slot outside the pool would
+    read and write foreign memory. No two tensors may overlap. ``slots`` are int32 or int64.
     """
     torch.ops.kvtrie.move_rows(tensors, slots, cos, sin, geometry)
 
@@ -65,7 +56,7 @@ def _on_cuda(
 def _on_nothing(
     tensors: Sequence[Tensor], slots: Tensor, cos: Tensor, sin: Tensor, geometry: Sequence[int]
 ) -> None:
-    """A call without data: it returns nothing, and its mutations are declared."""
+    """For shapes alone: returns nothing; the mutations are declared."""
 
 
 _LIBRARY.impl("move_rows", _on_cpu, "CPU")

@@ -1,6 +1,6 @@
 """Copies and rotations of KV rows in plain torch: the definition for every faster kernel.
 
-No function here checks slots: the pool does so before it calls.
+The pool checks slots before it calls.
 """
 
 from __future__ import annotations
@@ -32,15 +32,9 @@ _TURNED_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 
 def views(tensors: Sequence[Tensor], rows: Rows, shape: tuple[int, int, int]) -> list[Tensor]:
-    """The rows of each layer as ``[blocks, tokens, heads, dim]``, for any physical order.
+    """The rows of each layer as views ``[blocks, tokens, heads, dim]``, for any physical order.
 
-    Args:
-        tensors: The tensors, in the order of their numbers in ``rows``.
-        rows: Where K or V is stored.
-        shape: Blocks, tokens per block, heads.
-
-    Returns:
-        One view per layer; writing to it writes to the tensor.
+    ``shape`` is blocks, tokens per block, heads.
     """
     return [
         tensors[number].as_strided(
@@ -70,26 +64,18 @@ def scatter_rows(view: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def _is_linear(view: Tensor) -> bool:
-    """Whether each slot's rows start one token stride after those of the slot before."""
+    """Whether rows of consecutive slots are one token stride apart."""
     return view.stride(0) == view.shape[1] * view.stride(1)
 
 
 def _linear(view: Tensor) -> Tensor:
-    """Linear rows by slot: indexing one axis fewer is several times faster on a CPU."""
+    """Indexing one axis fewer is several times faster on a CPU."""
     slots = view.shape[0] * view.shape[1]
     return view.as_strided((slots, *view.shape[2:]), view.stride()[1:], view.storage_offset())
 
 
 def gather_blocks(blocks_of_layer: Tensor, blocks: Tensor) -> Tensor:
-    """Read whole blocks of one layer, in table order.
-
-    Args:
-        blocks_of_layer: ``[num_blocks, block_size, heads, dim]``.
-        blocks: Block ids, int64.
-
-    Returns:
-        ``[len(blocks) * block_size, heads, dim]``, a copy.
-    """
+    """Copy whole blocks of a layer, in table order: ``[len(blocks) * block_size, heads, dim]``."""
     return blocks_of_layer.index_select(0, blocks).flatten(0, 1)
 
 
@@ -157,17 +143,16 @@ def _turn(rows: Tensor, cos: Tensor, sin: Tensor, window: Window) -> None:
 
 
 def rotate(k: Tensor, rope: RopeSpec, delta: int | Tensor, layer: int = 0) -> Tensor:
-    """Rotate keys to the positions ``delta`` further on.
+    """Rotate keys to the positions ``delta`` further on; ``docs/rope.md`` has the accuracy.
 
     Angles are computed in float64, cosines and products one step wider than ``k`` (float32 for
-    bfloat16 and float16; float64 for float32 and float64), and the result is rounded once. Channels
-    outside the window, pairs with angle 0 and tokens with delta 0 are copied bit for bit. NaN and
-    infinity affect only their own pair. The engine's factor in K (YaRN) stays.
-
-    Always rotate from the original bytes: each rotation rounds once, so chained rotations drift.
+    bfloat16 and float16, else float64), and the result is rounded once. What does not rotate is
+    copied bit for bit. NaN and infinity affect only their own pair. The engine's factor in K (YaRN)
+    stays.
 
     Args:
-        k: Keys ``[..., tokens, head_dim]``: float32, bfloat16, float16 or float64.
+        k: Keys ``[..., tokens, head_dim]``: float32, bfloat16, float16 or float64. Give the
+            original bytes: chained rotations round each time.
         rope: How the model rotates its keys.
         delta: New position minus old position: an int, or int64 ``[tokens]``. At most ``2**27``
             either way.
@@ -177,9 +162,9 @@ def rotate(k: Tensor, rope: RopeSpec, delta: int | Tensor, layer: int = 0) -> Te
         A new tensor of the shape, dtype and device of ``k``.
 
     Raises:
-        UnsupportedRopeError: If ``k`` has a dtype that cannot be rotated (int4, int8, float8).
-        ValueError: If a shape does not fit, or ``layer`` or ``delta`` is out of range.
-        TypeError: If an argument has the wrong type.
+        UnsupportedRopeError: ``k`` has a dtype that cannot be rotated (int4, int8, float8).
+        ValueError: A shape does not fit, or ``layer`` or ``delta`` is out of range.
+        TypeError: An argument has the wrong type.
 
     Example:
         >>> import torch
@@ -223,7 +208,6 @@ def _check_turn(k: Tensor, rope: object, layer: object) -> None:
 
 
 def _deltas(delta: object, num_tokens: int) -> NDArray[np.int64]:
-    """One delta, or one per token, on the host."""
     if isinstance(delta, torch.Tensor):
         if delta.dtype != torch.int64:
             msg = f"rotate: delta must be int64, not {str(delta.dtype).removeprefix('torch.')}"

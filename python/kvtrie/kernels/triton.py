@@ -1,37 +1,22 @@
 """Copies inside KV pools in Triton: one launch for all layers, with the rotation of K.
 
-Design, with the cost of each part:
-
-* **The unit is a token, not a piece.** Pieces of a plan end at block edges and at any alignment, 8
-  tokens long on average in blocks of 16; one tile per piece would leave half its lanes idle. The
-  host lists source slot, destination slot and angle of every token, 12 bytes per token (24 from
-  2**31 slots on), and the kernel's tiles are dense for any pieces. Neighbouring tokens of a piece
-  are neighbours in memory, also across block edges if the blocks are consecutive. A token of
-  Llama-3-8B is 131,072 bytes of KV, read and written once: the table is 0.005 % of that.
-* **One upload.** The slots, the cosines and sines (8 bytes per pair and delta, computed in float64
-  on the host), the base address and the window of each layer go to the device in one copy from
-  pinned memory, on the same stream. The host does not wait for it.
+* **The unit is a token.** Pieces end at block edges and at any alignment: one tile per piece would
+  leave half its lanes idle.
+* **One upload.** Slots and angle (12 bytes per token; 24 from 2**31 slots on), cosines and sines (8
+  bytes per pair and delta, computed in float64 on the host), and each layer's address and window go
+  to the device in one copy from pinned memory, on the same stream. The host does not wait.
 * **A tile is rows times channels.** A row is one token of one head; rows count through heads first,
-  then tokens. A program has about 16 KiB of KV (32 rows of 2 * 128 bfloat16) and issues all of its
-  loads before its first store, so that 128 bytes per thread are in flight at once. The grid is
-  tiles by layers.
-* **Loads are 16 bytes wide** if ``dim`` is the innermost axis: the compiler is given base addresses
-  and strides that are multiples of 16 bytes. Both halves of a NeoX window are loaded as such;
-  interleaved pairs are loaded together and split in registers. Channels outside the window, and V,
-  are moved as integers. Nothing is read or written twice.
-* **Addresses are 64 bits wide.** Slots are converted to int64 before they are multiplied with
-  strides.
+  then tokens. A program has about 16 KiB of KV and issues all loads before its first store. The
+  grid is tiles by layers.
+* **Loads are 16 bytes wide** if ``dim`` is the innermost axis and base addresses and strides are
+  multiples of 16 bytes. Channels outside the window, and V, are moved as integers. Where windows
+  differ in position or width between layers, each load is one element.
 * **Arithmetic** is float32 (float64 for elements wider than two bytes), with one rounding and no
-  fused multiply-add: the same bits as the reference. Pairs without an angle keep their bits by a
-  select, so NaN and infinity stay in their own pair. Triton's interpreter (3.7) truncates bfloat16
+  fused multiply-add: the same bits as the reference. Triton's interpreter (3.7) truncates bfloat16
   and loses its subnormal numbers: only there, bfloat16 is widened and rounded on integers.
 
-Layers may rotate by different angles (each layer selects its row of the tables). One launch also
-serves layers whose windows differ in position or width, but then addresses are computed per layer
-and each load is one element.
-
-The figures above are counted, not measured. This kernel has run under Triton's interpreter and was
-compiled for NVIDIA's sm_80 and sm_90; ``benches/gpu.py`` measures it on a GPU.
+This kernel has run under Triton's interpreter and was compiled for NVIDIA's sm_80 and sm_90;
+``benches/gpu.py`` measures it on a GPU.
 """
 
 from __future__ import annotations
@@ -69,7 +54,7 @@ _INTS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16}
 def _row_offsets(
     slots, heads, s_block, s_token, s_head, BLOCK_SIZE: tl.constexpr, LINEAR: tl.constexpr
 ):
-    """Offsets of rows in elements, int64: ``slots`` and ``heads`` are int64 already."""
+    """In elements, int64: ``slots`` and ``heads`` are int64 already."""
     if LINEAR:
         return slots * s_token + heads * s_head
     blocks = slots // BLOCK_SIZE
@@ -78,7 +63,6 @@ def _row_offsets(
 
 @triton.jit
 def _widen(bits, FLOAT: tl.constexpr, MATH: tl.constexpr, BY_HAND: tl.constexpr):
-    """The number that an element's bits encode."""
     if BY_HAND:
         return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return bits.to(FLOAT, bitcast=True).to(MATH)
@@ -86,7 +70,7 @@ def _widen(bits, FLOAT: tl.constexpr, MATH: tl.constexpr, BY_HAND: tl.constexpr)
 
 @triton.jit
 def _narrow(value, FLOAT: tl.constexpr, INT: tl.constexpr, BY_HAND: tl.constexpr):
-    """The bits of an element for a number: round to nearest, ties to even; NaN stays NaN."""
+    """Round to nearest, ties to even; NaN stays NaN."""
     if BY_HAND:
         bits = value.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -105,7 +89,7 @@ def _turn(
     INT: tl.constexpr,
     BY_HAND: tl.constexpr,
 ):
-    """Rotate pairs of bits by angles; pairs with angle 0 keep their bits."""
+    """Rotate pairs; those with angle 0 keep their bits."""
     turns = (cos != 1.0) | (sin != 0.0)
     first = _widen(one, FLOAT, MATH, BY_HAND)
     second = _widen(two, FLOAT, MATH, BY_HAND)
@@ -161,7 +145,6 @@ def _move_rows(
     k_source = _row_offsets(source, head, k_block, k_token, k_head, BLOCK_SIZE, K_LINEAR)[:, None]
     k_dest = _row_offsets(dest, head, k_block, k_token, k_head, BLOCK_SIZE, K_LINEAR)[:, None]
 
-    # All loads come before the first store: more bytes are in flight.
     if V_DIM > 0:
         v = tl.multiple_of(tl.load(layer + 1).to(tl.pointer_type(INT)), ALIGNMENT)
         v_source = _row_offsets(source, head, v_block, v_token, v_head, BLOCK_SIZE, V_LINEAR)
@@ -201,7 +184,7 @@ def _move_rows(
             rest_bits = tl.load(k + k_source + rest_at, mask=is_rest)
 
         if ALIKE and INTERLEAVED:
-            # Pairs are loaded together, and split in registers.
+            # Loaded together, and split in registers.
             both = tl.arange(0, 2 * PAIRS_TILE)[None, :]
             is_both = is_row[:, None] & (both < 2 * PAIRS)
             both_at = (both + START).to(tl.int64) * k_channel
@@ -242,12 +225,8 @@ def move_rows(
 ) -> None:
     """Do the work of ``reference.move_rows`` in one launch on the device's current stream.
 
-    Args:
-        tensors: As there; on a CUDA device, or on a CPU under ``TRITON_INTERPRET=1``.
-        slots: As there, on the CPU.
-        cos: As there, on the CPU.
-        sin: As there, on the CPU.
-        geometry: As there.
+    ``tensors`` are on a CUDA device, or on a CPU under ``TRITON_INTERPRET=1``; all else is on the
+    CPU.
     """
     num_tokens = slots.shape[1]
     if num_tokens == 0:
@@ -277,7 +256,6 @@ def move_rows(
 
 
 def _layers(tensors: Sequence[Tensor], geometry: Geometry) -> Tensor:
-    """The kernel's table of layers."""
     k, v = geometry.placement.k, geometry.placement.v
     starts = [tensor.data_ptr() for tensor in tensors]
     item_size = tensors[0].element_size()
@@ -295,7 +273,7 @@ def _layers(tensors: Sequence[Tensor], geometry: Geometry) -> Tensor:
 
 
 def _upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy CPU tensors to a device in one copy, each 16-byte aligned."""
+    """In one copy, each part 16-byte aligned."""
     if device.type == "cpu":
         return list(parts)
     staged = _packed(parts, pinned=True)
@@ -304,7 +282,6 @@ def _upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _packed(parts: Sequence[Tensor], *, pinned: bool) -> Tensor:
-    """The bytes of all parts in sequence, each at a multiple of 16."""
     sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
     staged = torch.empty(max(sum(sizes), _ALIGNMENT), dtype=torch.uint8, pin_memory=pinned)
     for part, place in zip(parts, _unpacked(staged, parts), strict=True):
@@ -313,7 +290,6 @@ def _packed(parts: Sequence[Tensor], *, pinned: bool) -> Tensor:
 
 
 def _unpacked(staged: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Views of what ``_packed`` packed, in the types and shapes of the parts."""
     views: list[Tensor] = []
     start = 0
     for part in parts:
@@ -325,7 +301,7 @@ def _unpacked(staged: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
 def _settings(
     geometry: Geometry, dtype: torch.dtype, layers: Tensor, angles: int
 ) -> dict[str, Any]:
-    """The constants that a kernel is compiled for; without ``angles`` nothing rotates."""
+    """The compiled constants; without ``angles`` nothing rotates."""
     at, k, v = geometry.placement, geometry.placement.k, geometry.placement.v
     v_dim = v.dim if v is not None else 0
     shapes = {
@@ -366,13 +342,12 @@ def _settings(
 
 
 def _is_linear(rows: Rows, block_size: int) -> bool:
-    """Whether slot n starts n token strides after slot 0."""
     block, token, _, _ = rows.strides
     return block == block_size * token
 
 
 def _alignment(layers: Tensor, item_size: int) -> int:
-    """The power of two, 16 bytes at most, that divides every base address."""
+    """The power of two, at most 16 bytes, that divides every base address."""
     found = _ALIGNMENT
     for address in layers[:, :2].flatten().tolist():
         while address % found:

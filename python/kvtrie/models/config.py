@@ -18,12 +18,12 @@ MULTIMODAL: Final = ("text_config", "thinker_config", "vision_config", "audio_co
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether a value is an int; a bool is not."""
+    """Whether it is an int and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is an int or a float; a bool is not."""
+    """Whether it is an int or a float, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -37,10 +37,8 @@ def config_field(config: object, name: str) -> Any:  # noqa: ANN401 - a config f
 class ConfigFields:
     """The fields of one config, checked as they are read.
 
-    Args:
-        config: A ``transformers`` config, or the mapping read from a ``config.json``.
-        refusal: The start of every refusal: the call, and what it cannot do with the model.
-        error: The type of a refusal.
+    ``refusal`` is the start of every refusal (the call, and what it cannot do with the model),
+    ``error`` its type.
     """
 
     def __init__(self, config: object, refusal: str, error: type[KvTrieError]) -> None:
@@ -55,7 +53,7 @@ class ConfigFields:
         return config_field(self._config, name)
 
     def first(self, *names: str) -> tuple[str, Any] | None:
-        """The first field of ``names`` that is set."""
+        """The first of ``names`` that is set."""
         for name in names:
             value = self.get(name)
             if value is not None:
@@ -63,7 +61,7 @@ class ConfigFields:
         return None
 
     def size(self, *names: str) -> int:
-        """The first field of ``names`` that is set, as a positive int."""
+        """The first of ``names`` that is set, as a positive int."""
         value = self.size_or_none(*names)
         if value is None:
             self.refuse(f"its config has no {names[0]}")

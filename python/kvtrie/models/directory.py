@@ -10,11 +10,7 @@ if TYPE_CHECKING:
 
 
 def checked_model_dir(path: str | PathLike[str]) -> Path:
-    """The path as a directory that holds a model.
-
-    Raises:
-        FileNotFoundError: If there is no such directory, or no ``config.json`` in it.
-    """
+    """The path as a directory with a ``config.json``, or a FileNotFoundError."""
     directory = Path(path)
     if not directory.is_dir():
         msg = f"{directory} is not a model directory (models are not downloaded)"

@@ -1,12 +1,11 @@
 """Identifies a model: by the files of its directory, and as it is loaded.
 
-A gate has both fingerprints, because neither can replace the other. An engine in another process
-knows the directory alone, and may load it differently. The embedded engine has a loaded model,
-whose weights may have been cast or changed since. Both read the config, and the name, type, shape
-and some values of every weight. That distinguishes revisions and fine-tunes; it does not resist an
-adversary who knows which values are read.
+A gate has both: an engine in another process knows the directory alone, and may load it
+differently; the embedded engine has a model whose weights may have changed since it was loaded.
+Both read the config, and the name, type, shape and some values of every weight. That distinguishes
+revisions and fine-tunes; it does not resist an adversary who knows which values are read.
 
-Importing this module needs neither torch nor numpy nor safetensors; `model_id` imports torch.
+This module needs neither torch nor numpy nor safetensors; `model_id` imports torch.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _MAX_HEADER: Final = 100_000_000  # the format's own limit
 _MAX_JSON: Final = 64 << 20
 _SAMPLE: Final = 16  # bytes
 _MAX_SAMPLES: Final = 16  # per tensor; of a loaded model, values
-# Bounds the reads of models with 100,000 tensors, which may be on a network.
+# Of models with 100,000 tensors, which may be on a network.
 _MAX_READS: Final = 1 << 16
 
 
@@ -52,15 +51,11 @@ class _Tensor(NamedTuple):
 
 
 def model_id(model: PreTrainedModel) -> str:
-    """Name and fingerprint of a loaded model, for its namespace.
-
-    Returns:
-        ``name@digest``, with 16 hexadecimal digits.
-    """
+    """Name and fingerprint of a loaded model, for its namespace: ``name@`` and 16 hex digits."""
     import torch  # noqa: PLC0415 - a loaded model has imported it
 
     config = model.config.to_dict()
-    # The path that the model was loaded from does not change its KV.
+    # The path that it was loaded from does not change its KV.
     config.pop("_name_or_path", None)
     total = hashlib.blake2b(digest_size=8)
     total.update(json.dumps(config, sort_keys=True, default=str).encode())
@@ -79,7 +74,7 @@ def model_id(model: PreTrainedModel) -> str:
 def rope_id(config: PretrainedConfig) -> str:
     """The RoPE settings of a config as text, for a namespace; ``default`` if there are none.
 
-    The text is made of the config alone, so it does not depend on who computes frequencies.
+    It does not depend on who computes frequencies.
     """
     settings: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling", "rope_theta"):
@@ -92,12 +87,7 @@ def rope_id(config: PretrainedConfig) -> str:
 
 
 def checkpoint_digest(directory: str | PathLike[str]) -> str:
-    """The digest of a model directory, 32 hexadecimal digits.
-
-    The split of tensors into safetensors files does not matter.
-
-    Args:
-        directory: Holds ``config.json`` and safetensors files.
+    """The digest of a model directory, 32 hex digits; its split into safetensors files is ignored.
 
     Raises:
         CheckpointError: There is no config, there are no safetensors files, or one is broken.
@@ -122,7 +112,6 @@ def checkpoint_digest(directory: str | PathLike[str]) -> str:
 
 
 def _tensors(root: Path) -> dict[str, _Tensor]:
-    """Every tensor of the files that belong to the model."""
     found: dict[str, _Tensor] = {}
     for file in _files(root):
         for name, tensor in _header(file):

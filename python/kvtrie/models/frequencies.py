@@ -1,13 +1,8 @@
 """RoPE frequencies from checked settings: by transformers if installed, else by its arithmetic.
 
-Engines rotate K by float32 frequencies, so a moved key needs the same bits. Where transformers is
-installed, its ``ROPE_INIT_FUNCTIONS`` compute them. Where it is not, `_own` runs the same float32
-operations in the same order, in torch. Both give the same bits, so installing transformers changes
-no `RopeSpec` and no rotated key. float64 with one rounding at the end would change both: float32
+A moved key needs the same bits as the engine's. So `_own` runs the float32 operations of
+transformers in the same order, in torch. float64 with one rounding at the end would differ: float32
 rounds the exponent ``2i / width``, and a difference in the last bit grows to several.
-``tests/kernels/test_rope_models.py`` checks all of this.
-
-A namespace has the text of the RoPE settings (`rope_id`), never frequencies.
 """
 
 from __future__ import annotations
@@ -25,15 +20,12 @@ if TYPE_CHECKING:
 
 
 def frequencies(settings: Mapping[str, Any], head_dim: int) -> tuple[tuple[float, ...], float]:
-    """Radians per position of each pair, and the attention factor.
+    """Radians per position of each pair, and the attention factor. Needs torch.
 
     Args:
         settings: Checked ``rope_parameters`` of one kind of layer, in the spelling of transformers
             5, with ``rope_type`` and ``rope_theta``.
         head_dim: Channels that rotate; for ``proportional``, all channels of a head.
-
-    Raises:
-        ImportError: If torch is not installed.
     """
     try:
         import torch  # noqa: PLC0415 - only reading a config needs torch
@@ -41,7 +33,7 @@ def frequencies(settings: Mapping[str, Any], head_dim: int) -> tuple[tuple[float
         msg = "RopeSpec.from_config needs torch: pip install 'kvtrie[torch]'"
         raise ImportError(msg, name="torch") from error
 
-    # Frequencies of a GPU may differ in the last bit, so a default device does not count.
+    # Frequencies of a GPU may differ in the last bit.
     with torch.device("cpu"):
         compute = _of_transformers(settings["rope_type"])
         if compute is None:
@@ -59,7 +51,7 @@ def frequencies(settings: Mapping[str, Any], head_dim: int) -> tuple[tuple[float
 
 
 def _of_transformers(kind: str) -> Compute | None:
-    """The function of transformers 5 for a type; none for ``default``, which each model defines."""
+    """None for ``default``, which each model of transformers 5 defines."""
     if kind == "default":
         return None
     try:

@@ -33,7 +33,7 @@ _STATE_SPACE_FIELDS: Final = (
     "state_size",
     "time_step_rank",
 )
-# Values that make a token attend to the tokens after it.
+# Values that make a token attend to those after it.
 _BIDIRECTIONAL: Final[Mapping[str, bool]] = {
     "is_causal": False,
     "use_bidirectional_attention": True,
@@ -113,7 +113,7 @@ def _refuse_moving_rope(fields: ConfigFields) -> None:
 
 
 def _ropes(fields: ConfigFields) -> list[Mapping[str, Any]]:
-    """The RoPE settings of a config: zero or one, or one per layer type."""
+    """None or one, or one per layer type."""
     found: list[Mapping[str, Any]] = []
     for name in ("rope_parameters", "rope_scaling"):
         value = fields.get(name)
@@ -124,7 +124,6 @@ def _ropes(fields: ConfigFields) -> list[Mapping[str, Any]]:
 
 
 def _rows(fields: ConfigFields, mla: str) -> tuple[int, int, int]:
-    """KV heads, and the channels of a head's row of K and of V."""
     num_heads = fields.size(*NUM_HEADS)
     if fields.get("kv_lora_rank") is None:
         head_dim = _head_dim(fields)

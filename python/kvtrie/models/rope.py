@@ -93,7 +93,7 @@ class _Head:
 
 
 def _family(fields: ConfigFields, interleaved: bool | None) -> Family | None:
-    """The table's entry; None for a type that is not in the table if the caller gives the order."""
+    """None for a type outside the table if the caller gives the order."""
     reason = REFUSED.get(fields.model_type or "")
     if reason is not None:
         fields.refuse(reason)
@@ -177,7 +177,7 @@ def _head(fields: ConfigFields, family: Family | None, mla: str) -> _Head:
 def _rotated(
     fields: ConfigFields, family: Family | None, settings: Mapping[str, Any], head: _Head
 ) -> tuple[int, float]:
-    """Channels that rotate, and their share of a head (transformers rounds the product down)."""
+    """With their share of a head: transformers rounds the product down."""
     inside = settings.get("partial_rotary_factor")
     # Settings by layer type may differ from the field of which they were made.
     by_type = family is None or family.layers == "by_type"
@@ -213,7 +213,7 @@ def _rotated(
 def _settings_by_layer(
     fields: ConfigFields, family: Family | None, num_layers: int
 ) -> list[Mapping[str, Any] | None]:
-    """RoPE settings of every layer, shared settings are one object; ``None``: no RoPE."""
+    """Shared settings are one object; ``None``: no RoPE."""
     settings = _settings(fields)
     if family is not None and family.needs_settings and not settings:
         fields.refuse("its config has no rope_parameters (or rope_scaling)")
@@ -230,7 +230,6 @@ def _settings_by_layer(
 
 
 def _settings(fields: ConfigFields) -> Mapping[str, Any]:
-    """The RoPE settings in the old spelling or the new."""
     found = {}
     for name in ("rope_parameters", "rope_scaling"):
         value = fields.get(name)
@@ -247,7 +246,6 @@ def _settings(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _rule_of_unknown(fields: ConfigFields, settings: Mapping[str, Any]) -> str:
-    """Which layers rotate in a model outside the table, if its config says so for certain."""
     if any(isinstance(value, Mapping) for value in settings.values()):
         return "by_type"
     if fields.get("no_rope_layers") is not None:
@@ -328,7 +326,7 @@ def _by_type(
 def _old_by_type(
     fields: ConfigFields, family: Family | None, settings: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Old spelling of two kinds of layers: scaling applies to full attention alone."""
+    """Scaling applies to full attention alone."""
     if fields.get("rope_parameters") is not None:
         fields.refuse("its rope_parameters do not name layer types")
     theta = fields.get("rope_theta")
@@ -410,7 +408,6 @@ def _rope_type(fields: ConfigFields, settings: Mapping[str, Any]) -> str:
 
 
 def _outer(fields: ConfigFields, name: str) -> Any:  # noqa: ANN401 - a config field may be anything
-    """A setting that some configs have next to their RoPE settings."""
     return fields.get(name) if name == "original_max_position_embeddings" else None
 
 
@@ -442,7 +439,6 @@ def _original_length(fields: ConfigFields, settings: Mapping[str, Any]) -> int:
 def _parameters(
     fields: ConfigFields, kind: str, settings: Mapping[str, Any], share: float
 ) -> dict[str, Any]:
-    """The checked parameters of a type, with every default that depends on the config."""
     if kind == "default":
         return {}
     if kind == "yarn":

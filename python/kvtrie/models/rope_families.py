@@ -1,8 +1,8 @@
 """What configs of known model types do not say about RoPE: one row per type.
 
 Source: transformers 5.19, ``modeling_<type>.py`` for the order of pairs and the rotated layers,
-    ``configuration_<type>.py`` for defaults. tests/kernels/test_rope_models.py builds all of them
-    and compares rotated keys with recomputed ones.
+    ``configuration_<type>.py`` for defaults. tests/kernels/test_rope_models.py compares rotated
+    keys of all of them with recomputed ones.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Family:
         interleaved: Order of pairs in stored keys; ``None`` if engines differ.
         expanded_interleaved: The same for expanded MLA heads.
         theta: Base if the config has none.
-        partial: Share of a head that rotates if the config does not say. ``None``: a whole head
-            rotates, and a config that says otherwise is refused.
+        partial: Share of a head that rotates if the config does not say. ``None``: a whole head,
+            and a config that says otherwise is refused.
         layers: Which layers rotate: all; those with a sliding window; those, or all if the model
             has no window; those that ``no_rope_layers`` marks with 1; or settings by type.
         every: One in this many layers has full attention (or no RoPE) if the config does not list
             layer types.
-        reverse: Whether keys rotate the other way.
-        is_mla: Whether K is a latent and a separate window.
-        needs_settings: Whether a config without RoPE settings means a type other than ``default``.
+        reverse: Keys rotate the other way.
+        is_mla: K is a latent and a separate window.
+        needs_settings: A config without RoPE settings means a type other than ``default``.
     """
 
     interleaved: bool | None = False

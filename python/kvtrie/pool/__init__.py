@@ -1,7 +1,7 @@
 """Paged KV pools: their layout, where rows are stored in tensors, copies, and the pool itself.
 
-Importing this package needs neither numpy nor torch. Its names are imported when first used; all
-but `KVLayout` need torch.
+Names are imported when first used: the package needs neither numpy nor torch; all but `KVLayout`
+need torch.
 """
 
 from importlib import import_module

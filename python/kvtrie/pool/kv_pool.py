@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     BlockIds = NDArray[np.integer] | Sequence[int] | torch.Tensor
 
-# Rows checked at once: bounds the memory of the check, for one layer.
+# Bounds the memory of the check, for one layer.
 _CHECKED_ROWS: Final = 16_384
 
 
@@ -51,17 +51,7 @@ class NonFiniteError(KvTrieError):
 class CopyEvent:
     """When the copies of one ``KVPool.apply`` are done.
 
-    On a CPU they are done when the call returns. On a GPU they are queued on the stream that was
-    current at the call, before all later work of that stream.
-
-    Example:
-        >>> import numpy as np
-        >>> from kvtrie import KVLayout
-        >>> layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
-        >>> fields = ("source_slot", "dest_slot", "num_tokens", "delta")
-        >>> moves = np.array([(0, 16, 4, 0)], dtype=[(name, "i8") for name in fields])
-        >>> KVPool(layout, num_blocks=2).apply(moves).query()
-        True
+    On a CPU they are done when the call returns. On a GPU they are queued on the current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +65,7 @@ class CopyEvent:
         """Make a stream wait for the copies; the CPU does not wait.
 
         Args:
-            stream: The stream; ``None``: the current stream of the pool's device.
+            stream: ``None``: the current stream of the pool's device.
         """
         if self._event is not None:
             self._event.wait(stream or torch.cuda.current_stream(self._device))
@@ -91,12 +81,10 @@ class CopyEvent:
 
 
 class KVPool:
-    """K and V of all layers, in its own tensors or an engine's.
+    """K and V of all layers, in its own tensors or an engine's (``KVPool.wrap``).
 
-    A pool with its own tensors holds K in one tensor ``[layers, blocks, block_size, heads,
-    head_dim]`` and V, if there is one, in another. ``pool.k[layer]`` is the contiguous tensor that
-    a paged attention kernel expects. ``KVPool.wrap`` takes an engine's tensors, in any order of
-    axes.
+    A pool of its own holds K in one tensor ``[layers, blocks, block_size, heads, head_dim]`` and V,
+    if there is one, in another. ``docs/pool.md`` has examples.
 
     Every method checks its slots, block ids and positions first: a call that raises has changed
     nothing. Methods write their destination slots and no others. On a GPU the work is queued on the
@@ -109,22 +97,9 @@ class KVPool:
         device: A CPU or a CUDA device.
 
     Raises:
-        LayoutError: If ``rope`` has another geometry, or ``layout`` describes an engine's tensors.
-        ValueError: If ``num_blocks`` is out of range, or there is no kernel for the device.
-        MemoryError: If the device has no room; the message says the requested size.
-
-    Example:
-        >>> import torch
-        >>> from kvtrie import KVLayout
-        >>> layout = KVLayout(
-        ...     num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", block_size=4
-        ... )
-        >>> pool = KVPool(layout, num_blocks=8)
-        >>> rows = torch.arange(6.0).reshape(1, 3, 1, 2)
-        >>> pool.scatter(rows, -rows, blocks=[5, 2], start=2)
-        >>> k, v = pool.gather([5, 2], start=3, end=5)
-        >>> k.flatten().tolist()
-        [2.0, 3.0, 4.0, 5.0]
+        LayoutError: ``rope`` has another geometry, or ``layout`` describes an engine's tensors.
+        ValueError: ``num_blocks`` is out of range, or there is no kernel for the device.
+        MemoryError: The device has no room; the message says the requested size.
     """
 
     def __init__(
@@ -178,31 +153,12 @@ class KVPool:
         Args:
             tensors: As given to ``KVLayout.from_tensors``. They are verified again.
             layout: What that call returned, in this process or another.
-            rope: How the model rotates K; without it, no move may have a delta.
-
-        Returns:
-            The pool.
+            rope: As for the class.
 
         Raises:
-            LayoutError: If the tensors do not match the layout, or ``rope`` is of another
-                geometry.
-            ValueError: If there is no kernel for the device.
-            TypeError: If ``tensors`` is neither a tensor nor a sequence of tensors.
-
-        Example:
-            >>> import torch
-            >>> from kvtrie import KVLayout
-            >>> layers = [torch.zeros(8, 2, 16, 2 * 32) for _ in range(3)]
-            >>> layout = KVLayout.from_tensors(
-            ...     layers,
-            ...     axes="blocks heads tokens (kv dim)",
-            ...     block_size=16,
-            ...     num_kv_heads=2,
-            ...     head_dim=32,
-            ... )
-            >>> pool = KVPool.wrap(layers, layout)
-            >>> pool.v[0].shape
-            torch.Size([8, 16, 2, 32])
+            LayoutError: The tensors do not match the layout, or ``rope`` is of another geometry.
+            ValueError: There is no kernel for the device.
+            TypeError: ``tensors`` is neither a tensor nor a sequence of tensors.
         """
         found = layout.place(tensors, "KVPool.wrap")
         for name, mine, want in (
@@ -280,29 +236,29 @@ class KVPool:
         return self._v
 
     def apply(self, moves: NDArray[Any], *, check_finite: bool = False) -> CopyEvent:
-        """Carry out the copies of a plan: K is rotated by the delta of its move, V is copied.
+        """Carry out the copies of a plan in all layers: K is rotated by its delta, V is copied.
 
-        All layers are copied in one pass. The call needs no index: a worker process applies what
-        ``plan.moves(table)`` returned to a scheduler.
+        The call needs no index: a worker process applies what ``plan.moves(table)`` returned to a
+        scheduler.
 
         Args:
             moves: A structured array with ``source_slot``, ``dest_slot``, ``num_tokens`` and
                 ``delta`` (new position minus old position), integers.
             check_finite: Whether to check K and V of every source slot first, in all layers. The
-                check reads the sources once more; on a GPU the call waits for the device. Memory:
-                the rows of 16,384 slots of one layer.
+                check reads the sources once more, with the memory of 16,384 slots of one layer; on
+                a GPU the call waits for the device.
 
         Returns:
             An event that is done when the copies are. Sources may be released once every later
             writer is ordered after it: on one stream, at once.
 
         Raises:
-            TypeError: If ``moves`` is not such an array.
-            ValueError: If a slot is outside the pool, a move is empty, a delta is 2**31 or more
+            TypeError: ``moves`` is not such an array.
+            ValueError: A slot is outside the pool, a move is empty, a delta is 2**31 or more
                 (beyond 2**27 where K rotates), a destination occurs twice, or a slot is both source
-                and destination (a block that is still read must not be written).
-            LayoutError: If a move has a delta and the pool has no ``rope``.
-            NonFiniteError: With ``check_finite``, if K or V of a source slot is NaN or infinite.
+                and destination.
+            LayoutError: A move has a delta and the pool has no ``rope``.
+            NonFiniteError: With ``check_finite``, K or V of a source slot is NaN or infinite.
         """
         pieces = check_moves(moves, self._num_blocks * self._layout.block_size)
         if self._rope is None and bool(pieces.delta.any()):
@@ -334,8 +290,8 @@ class KVPool:
             wide; ``None`` where there is no V.
 
         Raises:
-            TypeError: If ``blocks`` does not hold integers.
-            ValueError: If a position is outside the table or a block is outside the pool.
+            TypeError: ``blocks`` does not hold integers.
+            ValueError: A position is outside the table or a block is outside the pool.
         """
         slots = self.slots(blocks, start, end)
         k = torch.stack([reference.gather_rows(view, slots) for view in self._k])
@@ -352,12 +308,12 @@ class KVPool:
         Args:
             k: ``[num_layers, tokens, kv_heads, head_dim]``, in the pool's dtype, on its device.
             v: As many rows, ``v_head_dim`` wide; ``None`` where there is no V.
-            blocks: The table: the block of position 0 first.
+            blocks: As for ``gather``.
             start: Position of the first token.
 
         Raises:
-            TypeError: If ``blocks`` does not hold integers.
-            ValueError: If a shape, dtype or device does not match, a position is outside the table,
+            TypeError: As for ``gather``.
+            ValueError: A shape, dtype or device does not match, a position is outside the table,
                 a block is outside the pool, or a written block occurs twice.
         """
         layout = self._layout
@@ -380,16 +336,13 @@ class KVPool:
         """The checked slots of positions ``[start, end)``, int64, on the pool's device.
 
         Args:
-            blocks: The table: the block of position 0 first.
+            blocks: As for ``gather``.
             start: First position.
             end: Position after the last.
             unique: Refuse a block that occurs twice among those of the positions.
 
-        Returns:
-            One slot per position.
-
         Raises:
-            TypeError: If ``blocks`` does not hold integers.
+            TypeError: As for ``gather``.
             ValueError: As for ``gather`` and ``scatter``.
         """
         block_size = self._layout.block_size
@@ -407,20 +360,17 @@ class KVPool:
         """The checked ids of the blocks that hold positions ``[0, end)``, int64, on the device.
 
         Args:
-            blocks: The table: the block of position 0 first.
+            blocks: As for ``gather``.
             end: Position after the last.
 
-        Returns:
-            One id per block.
-
         Raises:
-            TypeError: If ``blocks`` does not hold integers.
-            ValueError: If ``end`` is outside the table or a block is outside the pool.
+            TypeError: As for ``gather``.
+            ValueError: As for ``gather``.
         """
         return torch.from_numpy(self._checked_blocks(blocks, 0, end)).to(self._device)
 
     def _check_finite(self, sources: NDArray[np.integer[Any]]) -> None:
-        """Refuse slots whose K or V is NaN or infinite in any layer. Waits for the device once."""
+        """Waits for the device once."""
         sources = np.unique(sources)
         slots = torch.from_numpy(sources.astype(np.int64)).to(self._device)
         bad = torch.zeros(len(slots), dtype=torch.bool, device=self._device)
@@ -457,7 +407,6 @@ class KVPool:
             raise ValueError(msg)
 
     def _checked_blocks(self, blocks: BlockIds, start: int, end: int) -> NDArray[np.int64]:
-        """The ids of the blocks that hold positions ``[start, end)``."""
         table = np.asarray(blocks)
         if table.size == 0:
             table = table.astype(np.int64)
@@ -511,7 +460,7 @@ def _check_rope(layout: KVLayout, rope: RopeSpec | None) -> None:
 
 
 def _stacked(tensor: torch.Tensor, number: int) -> Rows:
-    """Strides and offsets of the rows of ``[layers, blocks, tokens, heads, dim]``."""
+    """Of ``[layers, blocks, tokens, heads, dim]``."""
     layer, block, token, head, dim = tensor.stride()
     layers = range(tensor.shape[0])
     return Rows(
@@ -525,7 +474,7 @@ def _stacked(tensor: torch.Tensor, number: int) -> Rows:
 def _windows(
     layout: KVLayout, rope: RopeSpec | None
 ) -> tuple[tuple[Window | None, ...], tuple[Rotary, ...]]:
-    """The window that rotates in each layer, and the Rotary of each table. Equal ones share one."""
+    """Per layer; and the Rotary of each table. Equal ones share one."""
     layers: tuple[Rotary | None, ...] = (None,) * layout.num_layers if rope is None else rope.layers
     tables: dict[Rotary, int] = {}
     windows: list[Window | None] = []
@@ -544,9 +493,8 @@ def _tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines ``[tables, deltas, pairs]``, with the pairs of the widest, padded to four.
 
-    Padding lets rows of a table start at multiples of 16 bytes. Values are computed in float64, and
-    rounded to float32 for pools with two bytes per element. Other pools keep float64: float32 keys
-    rotated with float32 values would have more error than one rounding.
+    Rows of a table then start at multiples of 16 bytes. Values are computed in float64, and rounded
+    to float32 for pools with two bytes per element: others would have more error than one rounding.
     """
     precise = np.float32 if dtype.itemsize == 2 else np.float64
     widest = max((len(rotary.inv_freq) for rotary in rotaries), default=0)

@@ -35,13 +35,13 @@ class KVLayout:
         v_head_dim: Channels of one head's row of V. ``None``: as ``head_dim``. 0: there is no V
             (MLA latent rows serve as both).
         axes: Axes of an engine's tensors, as given to ``from_tensors``; ``None`` for a pool that
-            makes its own tensors.
+            makes its own.
 
     Raises:
-        LayoutError: If ``dtype`` cannot be held (int8, float8 and int4 need scales), or ``axes``
+        LayoutError: ``dtype`` cannot be held (int8, float8 and int4 need scales), or ``axes``
             are malformed.
-        ValueError: If a size is out of range.
-        TypeError: If a size is not an integer.
+        ValueError: A size is out of range.
+        TypeError: A size is not an integer.
 
     Example:
         >>> layout = KVLayout(
@@ -56,8 +56,7 @@ class KVLayout:
     head_dim: int
     dtype: str
     block_size: int = 16
-    # None becomes head_dim in __post_init__, so that equal layouts compare equal. Readers see a
-    # number.
+    # None becomes head_dim in __post_init__: equal layouts compare equal, and readers see a number.
     v_head_dim: int = None  # type: ignore[assignment] # see above
     axes: str | None = None
 
@@ -113,43 +112,25 @@ class KVLayout:
     ) -> KVLayout:
         """Describe the pool that an engine holds, and verify the description.
 
-        ``axes`` names the axes of a tensor's shape in order: ``layers``, ``kv``, ``blocks``,
-        ``tokens``, ``heads`` and ``dim``. Axes that the engine merged are in parentheses. The
-        physical order is read from the strides. K comes before V. An axis that merges ``kv`` with
-        ``dim``, ``kv`` first, may hold K and V of different widths. ``heads`` may be omitted where
-        there is one.
+        ``docs/pool.md`` says what the names in ``axes`` mean, and has the axes of engines. The
+        physical order is read from the strides. K comes before V.
 
         Args:
             tensors: A list with one tensor per layer, or one tensor if ``axes`` names ``layers``.
                 If ``axes`` does not name ``kv``: a pair of these, K and V. With ``v_head_dim=0``: K
                 alone.
-            axes: Such as ``"blocks heads tokens (kv dim)"``.
-            block_size: Token slots per block.
+            axes: The axes of a tensor's shape in order, merged ones in parentheses, such as
+                ``"blocks heads tokens (kv dim)"``. ``heads`` may be omitted where there is one.
+            block_size: As for the class.
             num_kv_heads: KV heads per layer on this device.
-            head_dim: Channels of one head's row of K.
-            v_head_dim: Channels of one head's row of V; ``None``: as ``head_dim``; 0: no V.
-
-        Returns:
-            The layout, for ``KVPool.wrap``.
+            head_dim: As for the class.
+            v_head_dim: As for the class.
 
         Raises:
-            LayoutError: If shapes do not fit, if tensors differ in shape, strides, element type or
-                device, if the element type needs scales, or if two elements share an address or
-                cannot be verified not to.
-            TypeError: If ``tensors`` is neither a tensor nor a sequence of tensors.
-
-        Example:
-            >>> import torch
-            >>> layers = [torch.zeros(2, 8, 16, 4, 32) for _ in range(3)]
-            >>> layout = KVLayout.from_tensors(
-            ...     layers,
-            ...     axes="kv blocks tokens heads dim",
-            ...     block_size=16,
-            ...     num_kv_heads=4,
-            ...     head_dim=32,
-            ... )
-            >>> layout.num_layers, layout.dtype
-            (3, 'float32')
+            LayoutError: Shapes do not fit, tensors differ in shape, strides, element type or
+                device, the element type needs scales, or two elements share an address or cannot
+                be verified not to.
+            TypeError: ``tensors`` is neither a tensor nor a sequence of tensors.
         """
         # Checks the sizes before anything is divided by them.
         sizes = cls(
@@ -165,17 +146,14 @@ class KVLayout:
         return replace(sizes, num_layers=found.num_layers, dtype=found.dtype)
 
     def place(self, tensors: object, call: str) -> placement.Found:
-        """Find K and V in the tensors of an engine, for ``KVPool.wrap``.
+        """Find K and V in an engine's tensors; layers and element type are not compared.
 
         Args:
             tensors: As for ``from_tensors``.
             call: The caller, for messages.
 
-        Returns:
-            Where K and V are stored. Their layers and element type are not compared with it.
-
         Raises:
-            LayoutError: As for ``from_tensors``, or if the layout has no ``axes``.
+            LayoutError: As for ``from_tensors``, or the layout has no ``axes``.
         """
         if self.axes is None:
             msg = f"{call}: the layout has no axes of tensors; see KVLayout.from_tensors"
@@ -198,19 +176,16 @@ class KVLayout:
             config: A ``transformers`` config, or the mapping read from a ``config.json``.
             block_size: Token slots per block.
             dtype: A torch dtype or its name; ``None``: the config's own.
-            mla: What is stored for an MLA model. ``"latent"``: one row ``[latent | k_pe]`` per
-                token that serves as K and V, as in serving engines. ``"expanded"``: heads of K
-                ``[nope | rope]`` and heads of V, as attention expands them. Ignored for other
-                models.
-
-        Returns:
-            The layout.
+            mla: What is stored for an MLA model; ignored for others. ``"latent"``: one row
+                ``[latent | k_pe]`` per token that serves as K and V, as in serving engines.
+                ``"expanded"``: heads of K ``[nope | rope]`` and heads of V, as attention expands
+                them.
 
         Raises:
-            LayoutError: If the model stores anything other than one row of K and of V per token and
-                layer (sliding windows, state-space layers, ...), if its KV does not depend on the
-                prefix alone (bidirectional attention, dynamic RoPE), or if a field is missing.
-            ValueError: If ``mla`` has another value.
+            LayoutError: The model stores anything other than one row of K and of V per token and
+                layer (sliding windows, state-space layers, ...), its KV does not depend on the
+                prefix alone (bidirectional attention, dynamic RoPE), or a field is missing.
+            ValueError: ``mla`` has another value.
         """
         shape = read_kv_shape(config, dtype, mla)
         return cls(block_size=block_size, **shape._asdict())

@@ -1,7 +1,6 @@
-"""Copy lists as plain data: checks them against a pool, and lists their tokens. Needs numpy alone.
+"""Checks copy lists against a pool, and lists their tokens. Needs numpy alone.
 
-A copy list is what ``plan.moves(table)`` returns. All checks come first, on pieces: sorting a few
-thousand pieces costs less than listing their tokens.
+All checks are on pieces: sorting a few thousand costs less than listing their tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _CALL: Final = "KVPool.apply"
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The columns of a checked copy list, int64, one entry per piece."""
+    """The columns of a checked copy list, int64."""
 
     source: NDArray[np.int64]
     dest: NDArray[np.int64]
@@ -32,12 +31,10 @@ class Pieces:
     def expand(self, num_slots: int) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
         """List every token.
 
-        Args:
-            num_slots: Slots of the pool; int32 holds slots below 2**31.
-
         Returns:
-            ``[3, tokens]``, int32 or int64: source slot, destination slot, and the token's row in
-            the second array (-1: not rotated); and the distinct deltas, without 0.
+            ``[3, tokens]``, int32 for up to 2**31 slots, else int64: source slot, destination slot,
+            and the token's row in the second array (-1: not rotated); and the distinct deltas,
+            without 0.
         """
         deltas, row = np.unique(self.delta, return_inverse=True)
         zero = int(np.searchsorted(deltas, 0))
@@ -53,17 +50,7 @@ class Pieces:
 
 
 def check_moves(moves: object, num_slots: int) -> Pieces:
-    """Check a copy list against a pool.
-
-    Args:
-        moves: A structured array with ``source_slot``, ``dest_slot``, ``num_tokens``, ``delta``.
-        num_slots: Slots of the pool.
-
-    Raises:
-        TypeError: If ``moves`` is not such an array.
-        ValueError: If a piece is empty, a delta is 2**31 or more, a slot is outside the pool, a
-            slot is written twice, or a slot is both source and destination.
-    """
+    """Check a copy list against a pool; raises what ``KVPool.apply`` raises."""
     pieces = Pieces(*_columns(moves))
     source, dest, count, delta = pieces.source, pieces.dest, pieces.count, pieces.delta
     if len(count) == 0:
@@ -121,8 +108,7 @@ def _check_disjoint(
         slot = int(starts[1:][again][0])
         msg = f"{_CALL}: dest_slot {slot} is written twice"
         raise ValueError(msg)
-    # The first destination that ends after a source's start is the only one that can hold its
-    # first shared slot: destinations are disjoint by now.
+    # Destinations are disjoint by now.
     nearest = np.minimum(np.searchsorted(ends, source, side="right"), len(ends) - 1)
     first_shared = np.maximum(starts[nearest], source)
     shared = first_shared < np.minimum(ends[nearest], source + count)

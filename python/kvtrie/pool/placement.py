@@ -1,7 +1,6 @@
 """Where every element of a KV pool is stored: tensors, offsets and strides, from named axes.
 
-Plain integers about tensors of others. Only shape, strides, element type, device and address of a
-tensor are read, so torch is not imported.
+Only shape, strides, element type, device and address of a tensor are read: torch is not imported.
 """
 
 from __future__ import annotations
@@ -30,14 +29,7 @@ TensorLike: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The KV found in tensors.
-
-    Attributes:
-        placement: Where K and V are stored.
-        tensors: The tensors, in the order of their numbers in ``placement``.
-        num_layers: Layers of the pool.
-        dtype: Name of the element type, such as ``bfloat16``.
-    """
+    """The KV found in tensors, which are in the order of their numbers in ``placement``."""
 
     placement: Placement
     tensors: tuple[TensorLike, ...]
@@ -55,36 +47,22 @@ class _Sizes:
     v_dim: int
 
     def of(self, name: str, dim: int) -> int | None:
-        """The size of an axis if rows have ``dim`` channels; ``None``: read from the tensor."""
+        """The size of an axis; ``None``: read it from the tensor."""
         known = {"kv": 2, "tokens": self.tokens, "heads": self.heads, "dim": dim}
         return known.get(name)
 
 
 def place(tensors: object, axes: str, sizes: tuple[int, int, int, int], *, call: str) -> Found:
-    """Find K and V in tensors by the names of their axes, and check all that can be checked.
+    """Find K and V in tensors as `KVLayout.from_tensors` says, and check all that can be checked.
 
-    Args:
-        tensors: One tensor per layer, or one tensor if ``axes`` names the layers. If K and V are in
-            separate tensors: a pair of these, K first.
-        axes: Names of a tensor's axes in order, merged axes in parentheses.
-        sizes: Tokens per block, KV heads, channels of K, channels of V (0: no V).
-        call: The caller, for messages.
-
-    Raises:
-        LayoutError: If the tensors do not fit, overlap, or cannot be verified not to.
-        TypeError: If ``tensors`` has another form.
+    ``sizes`` are tokens per block, KV heads, channels of K, channels of V (0: no V).
     """
     finder = _Finder(axes, _Sizes(*sizes), call)
     return finder.find(tensors)
 
 
 def parse_axes(axes: object, call: str) -> tuple[tuple[str, ...], ...]:
-    """Read an axes string: one tuple of names per axis, outermost first.
-
-    Raises:
-        LayoutError: If it is malformed, or names an axis that is unknown, missing or repeated.
-        TypeError: If it is not a string.
-    """
+    """Read an axes string: one tuple of names per axis, outermost first."""
     if not isinstance(axes, str):
         msg = f"{call}: axes must be a str such as 'blocks tokens heads dim', not {axes!r}"
         raise TypeError(msg)
@@ -122,7 +100,7 @@ def _refuse(call: str, reason: str) -> NoReturn:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value has the attributes of a tensor."""
+    """Whether a value looks like a tensor."""
     return hasattr(value, "data_ptr") and hasattr(value, "stride")
 
 
@@ -185,7 +163,7 @@ class _Finder:
         _refuse(self._call, reason)
 
     def _members(self, value: object, what: str) -> list[TensorLike]:
-        """The tensors of one side: one, or one per layer."""
+        """One, or one per layer."""
         if is_tensor(value):
             if self._has_layers:
                 return [value]
@@ -253,7 +231,7 @@ class _Finder:
     def _rows(
         self, tensors: Sequence[TensorLike], dim: int, first: int
     ) -> tuple[Rows, Rows | None, int]:
-        """Rows of one side, those of V if an axis holds both, and the number of blocks."""
+        """Rows of one side, those of V if an axis holds both, the number of blocks."""
         shape, strides = tuple(tensors[0].shape), tuple(tensors[0].stride())
         counts = {"layers": 1}
         k_strides = {"layers": 0, "kv": 0, "heads": 0}
@@ -341,7 +319,6 @@ class _Box:
 
     @property
     def end(self) -> int:
-        """The address after the last element."""
         last = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
         return self.start + (last + 1) * self.item_size
 
@@ -357,7 +334,7 @@ class _Box:
         return True
 
     def shares_with(self, other: _Box) -> bool:
-        """Whether two tensors of equal strides share the address of an element."""
+        """For equal strides: whether both have the address of an element."""
         apart, rest = divmod(other.start - self.start, self.item_size)
         if rest:
             return True
@@ -367,8 +344,7 @@ class _Box:
     def may_meet(self, other: _Box) -> bool:
         """Whether the addresses of two tensors may overlap; False is certain for any strides.
 
-        Axes with equal strides in both stay axes; everything inside them counts as a run without
-        gaps.
+        Axes with equal strides in both stay axes; everything inside counts as a run without gaps.
         """
         apart, rest = divmod(other.start - self.start, self.item_size)
         if rest:
@@ -389,13 +365,12 @@ class _Box:
         return _can_meet(apart, (*outer, (1, *runs)))
 
     def _axes(self) -> list[tuple[int, int]]:
-        """Strides and sizes, the longest stride first; axes of one element are skipped."""
+        """The longest stride first; axes of one element are skipped."""
         axes = zip(self.strides, self.shape, strict=True)
         return sorted(((step, size) for step, size in axes if size > 1), reverse=True)
 
 
 def _reach(axes: Sequence[tuple[int, int]]) -> int:
-    """Elements from the first to the last of these axes."""
     return 1 + sum(step * (size - 1) for step, size in axes)
 
 
@@ -414,7 +389,6 @@ def _can_meet(apart: int, axes: tuple[tuple[int, int, int], ...]) -> bool:
 
 
 def _meeting(boxes: Sequence[_Box]) -> Iterator[tuple[_Box, _Box]]:
-    """Pairs of tensors whose address ranges overlap."""
     ordered = sorted(boxes, key=lambda box: box.start)
     if all(one.end <= two.start for one, two in pairwise(ordered)):
         return

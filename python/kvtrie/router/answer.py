@@ -17,14 +17,11 @@ KINDS: Final[tuple[AnswerKind, ...]] = get_args(AnswerKind)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TurnAnswer:
-    """How the next prompt relates to what is kept, as `TurnTracker.compare` returns it.
+    """How the next prompt relates to what is kept.
 
     Attributes:
-        kind: `"exact_extension"`: the prompt starts with a whole kept history.
-            `"common_prefix"`: it starts as a history does, then differs.
-            `"moved_runs"`: it also has runs of a history elsewhere; see `segments`.
-            `"alias"`: it is a history without its reasoning, and new tokens; see `send`.
-            `"start_over"`: nothing of it is kept, or nothing that is computed.
+        kind: `"exact_extension"`, `"alias"`, `"moved_runs"`, `"common_prefix"` or `"start_over"`;
+            ``docs/router.md`` explains them.
         num_tokens: Tokens from position 0 of the prompt (of `send` for an alias) whose KV the
             engine has in place. The last `keep_last` tokens never count.
         num_exact: How many of these are exact.
@@ -33,10 +30,10 @@ class TurnAnswer:
         num_kept: Tokens of that history; 0 without one.
         age: Seconds since it was kept; 0.0 without one.
         kv_transfer_params: vLLM's parameters, cut to blocks of exact tokens of `num_tokens`, or
-            None. They are handed out once, because the reader releases the blocks that they name.
+            None.
         num_transfer_tokens: Tokens from position 0 that they cover.
         transfer_reason: Why there are no parameters; empty if there are.
-        payload: What `keep` was given, unchanged.
+        payload: What `keep` was given.
         manifest: The history's `TransferManifest`, if `keep` was given one.
         send: For an alias, the ids to send instead of the prompt (uint32); else None.
         segments: For moved runs, the source of each prompt token, as in `ReusePlan.segments`

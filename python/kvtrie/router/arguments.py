@@ -1,4 +1,4 @@
-"""Checks the arguments of a `TurnTracker`, and copies what would run code of the caller later."""
+"""Checks a `TurnTracker`'s arguments, and copies what would run code of the caller later."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KeepArguments:
 
     @property
     def has_handle(self) -> bool:
-        """Whether the history's KV can be fetched."""
+        """Whether its KV can be fetched."""
         return self.params is not None or self.manifest is not None
 
 
@@ -59,7 +59,7 @@ def checked_keep(
     manifest: object,
     max_tokens: int,
 ) -> KeepArguments:
-    """Check the arguments of `TurnTracker.keep`."""
+    """Check the arguments of `keep`."""
     call = "TurnTracker.keep"
     copied = _copy_of(call, "seq", seq)
     size = len(copied)
@@ -105,7 +105,7 @@ def checked_compare(
     take: bool,
     min_run: int,
 ) -> CompareArguments:
-    """Check the arguments of `TurnTracker.compare`."""
+    """Check the arguments of `compare`."""
     call = "TurnTracker.compare"
     copied = _copy_of(call, "prompt", prompt)
     if conversation is not None:
@@ -142,13 +142,13 @@ def _copy_of(call: str, name: str, seq: TokenSequence) -> TokenSequence:
 
 
 def _index(call: str, name: str, value: SupportsIndex) -> int:
-    """An exact int, because a subclass's comparisons would run under the lock."""
+    """A subclass's comparisons would run under the lock."""
     instance(call, name, value, SupportsIndex, "an int")
     return operator.index(value)
 
 
 def text(call: str, name: str, value: str) -> str:
-    """An exact str of the same characters, because a subclass's hash would run under the lock."""
+    """An exact str, because a subclass's hash would run under the lock."""
     instance(call, name, value, str, "a str")
     return exact_text(value)
 
@@ -163,7 +163,7 @@ def whole(call: str, name: str, value: SupportsIndex, least: int, most: int) -> 
 
 
 def block_sizes(call: str, value: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Tokens per block, one size per block group; None stays None."""
+    """Tokens per block of each block group, or None."""
     if value is None:
         return None
     sizes = list(value) if isinstance(value, Sequence) else [value]
@@ -174,7 +174,6 @@ def block_sizes(call: str, value: int | Sequence[int] | None) -> tuple[int, ...]
 
 
 def _merged_reasoning(spans: tuple[Span, ...]) -> tuple[tuple[int, int], ...]:
-    """Ranges of reasoning, ascending; ranges that touch or overlap are merged."""
     merged: list[tuple[int, int]] = []
     for span in sorted(
         (span for span in spans if span.kind == "reasoning" and span.start < span.end),

@@ -27,10 +27,9 @@ _MOST_KINDS: Final = 64
 class Seen:
     """What a `compare` has read of the tracker under the lock. It does not change afterwards.
 
-    `named` are the histories of the given conversation, or None. `longest` is the history with the
-    longest common prefix, if no search is needed. Else `through` is a place of that history with
-    its position, and `histories` are all histories of the namespace. `may_alias` are those that may
-    be an alias.
+    `named` are the histories of the given conversation, or None. `longest` is that with the longest
+    common prefix, if no search is needed. Else `through` is a place of it with its position, and
+    `histories` are all of the namespace.
     """
 
     path: npt.NDArray[np.int32]
@@ -75,7 +74,7 @@ def leading(segments: npt.NDArray[np.void]) -> tuple[int, int]:
 def in_place(
     history: History, num_common: int, size: int, asked: CompareArguments
 ) -> tuple[int, int]:
-    """Tokens at the front that may be used in place, and how many of them are exact."""
+    """Tokens at the front that may be used in place; how many of them are exact."""
     usable = max(0, min(num_common, history.num_computed, size - asked.keep_last))
     if isinstance(history.source, ComputedSource):
         return usable, usable
@@ -116,7 +115,7 @@ def alias(
 def without_reasoning(history: History, prompt: npt.NDArray[np.uint32]) -> int | None:
     """Length of the part of a prompt that is this history without some of its reasoning, or None.
 
-    First all reasoning is dropped; then only reasoning that the prompt does not have.
+    First all reasoning is dropped; then only what the prompt does not have.
     """
     tokens = history.seq[:]
     for keep_some in (False, True):
@@ -141,9 +140,9 @@ def planned(
 ) -> tuple[npt.NDArray[np.void], int]:
     """The source of the prompt's tokens in one history, and how many are reused.
 
-    The tracker's index holds all tokens as exact and without tags. So it plans for a computed
-    history none of whose kinds is forbidden; the tags are added here. If the history has left
-    meanwhile, or its windows are on too many paths, an index is built of the history alone.
+    The tracker's index holds all tokens as exact and without tags, so it serves a computed history
+    none of whose kinds is forbidden; the tags are added here. Otherwise, or if the history has left
+    meanwhile, or if its windows are on too many paths, an index is built of the history alone.
     """
     spans = [span for span in history.spans if span.start < span.end]
     kinds = tuple(dict.fromkeys((*index.kinds, *(span.kind for span in spans))))
@@ -172,14 +171,13 @@ def planned(
 def _plan(
     index: RadixIndex, asked: CompareArguments, path: TokenSequence | None = None
 ) -> ReusePlan:
-    """A plan that is released; its segments can still be read."""
+    """Released; its segments can still be read."""
     plan = index.plan(asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False, path=path)
     plan.release()
     return plan
 
 
 def _add_kinds(segments: npt.NDArray[np.void], spans: Sequence[Span], kinds: Sequence[str]) -> None:
-    """Set the kinds of segments: those of their source tokens, bit i being ``kinds[i]``."""
     first = segments["old_start"]
     end = first + segments["end"] - segments["start"]
     for bit, kind in enumerate(kinds):

@@ -49,24 +49,21 @@ class History:
 
     @property
     def before_reasoning(self) -> int | None:
-        """The place before its first reasoning token, or None.
-
-        Every path into its reasoning has this place.
-        """
+        """The place before its first reasoning token, on every path into its reasoning; or None."""
         start = next((start for start, _ in self.reasoning if start), None)
         return None if start is None else int(self.places[start - 1])
 
 
 class HistoriesByPlace:
-    """Histories by place, and which places have any."""
+    """Histories by place."""
 
     def __init__(self, num_places: int) -> None:
-        # In the order of their numbers: oldest first.
+        # Oldest first.
         self._histories: dict[int, dict[int, History]] = {}
         self._any = np.zeros(num_places, np.bool_)
 
     def add(self, place: int | None, history: History) -> None:
-        """Register a history at a place; None registers nothing."""
+        """Register a history; None registers nothing."""
         if place is not None:
             self._histories.setdefault(place, {})[history.number] = history
             self._any[place] = True
@@ -81,12 +78,12 @@ class HistoriesByPlace:
                 self._any[place] = False
 
     def newest(self, place: int) -> History | None:
-        """The newest history registered at a place."""
+        """The newest one at a place."""
         histories = self._histories.get(place)
         return None if histories is None else next(reversed(histories.values()))
 
     def on(self, path: npt.NDArray[np.int32], most: int | None = None) -> list[History]:
-        """Histories registered at any of these places, oldest first; the newest `most` of them.
+        """Histories at any of these places, oldest first; the newest `most` of them.
 
         A path has few such places: histories that end at different depths have many tokens.
         """

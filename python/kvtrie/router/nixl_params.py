@@ -28,13 +28,7 @@ _MAX_ID: Final = 2**63
 
 
 class CutParams(NamedTuple):
-    """`kv_transfer_params` for a range of tokens from 0, or why there are none.
-
-    Attributes:
-        params: A new dictionary, or None.
-        num_tokens: Tokens that it covers, 0 without one.
-        reason: Why there is none; empty if there is one.
-    """
+    """A new `kv_transfer_params` for tokens from 0, or None and the reason."""
 
     params: dict[str, Any] | None
     num_tokens: int
@@ -52,7 +46,7 @@ def _field(call: str, name: str, value: object, expected: str) -> ValueError:
 
 
 def exact_text(text: str) -> str:
-    """The characters of a `str` as an exact `str`, not a subclass."""
+    """An exact `str`, not a subclass."""
     return str.__str__(text)
 
 
@@ -82,7 +76,7 @@ def _checked_groups(call: str, value: object) -> list[list[int]] | None:
 
 
 def _copied(params: object, call: str) -> dict[str, Any]:
-    """A copy with exact keys. The copy is checked, because nobody else can change it."""
+    """With exact keys. The copy is checked: nobody else can change it."""
     if not isinstance(params, Mapping):
         msg = f"{call}: kv_transfer_params is a {type(params).__name__}, not a mapping"
         raise TypeError(msg)
@@ -96,10 +90,9 @@ def _copied(params: object, call: str) -> dict[str, Any]:
 
 
 def checked_params(params: object, call: str) -> dict[str, Any]:
-    """A copy of `kv_transfer_params` whose known fields have vLLM's types.
+    """A copy of `kv_transfer_params` whose known fields have vLLM's types; others are unchanged.
 
     The types are exact, so `cut_params` runs no code of the caller and may be called under a lock.
-    Unknown fields are copied unchanged.
 
     Raises:
         TypeError: It is not a mapping.
@@ -139,7 +132,7 @@ def _none(reason: str) -> CutParams:
 
 
 def _unreadable(params: Mapping[str, Any]) -> str:
-    """Why no receiver would read these parameters' blocks, or an empty string."""
+    """Why no receiver would read the blocks, or ""."""
     mode = params.get("transfer_mode")
     if mode not in (None, "pull"):
         return f"transfer_mode is {mode!r}: only a pull receiver reads the named blocks"
@@ -173,23 +166,17 @@ def cut_params(
 ) -> CutParams:
     """Cut checked parameters to the blocks of the first tokens, in every block group.
 
-    Blocks are counted from the front, and `remote_num_tokens` is lowered to their tokens. The
-    receiver of a pull takes ``min(remote_num_tokens, prompt) - local hit`` tokens, and pairs the
-    end of the list with the end of its allocation. Both ends are at the same position exactly if
-    ``remote_num_tokens`` is not beyond the prompt and every list holds the blocks of these tokens
-    and no more. The cut ensures both.
+    The receiver of a pull pairs the end of the list with the end of its allocation (see
+    ``docs/router.md``). Both are at the same position exactly if ``remote_num_tokens`` is not
+    beyond the prompt and every list holds the blocks of these tokens and no more.
 
     Args:
         params: What `checked_params` returned.
         num_tokens: Length of the common prefix of the receiver's prompt and the computed tokens,
             minus the tokens that it must not load.
-        block_sizes: Tokens per block, one entry per group; every group has full attention. None:
-            unknown.
-        receiver_block_size: Tokens per block of the receiver, if different.
+        block_sizes: Of each group, all of full attention. None: unknown.
+        receiver_block_size: The receiver's, if different.
         partial_block: Whether the last block may be partly covered. Only for equal block sizes.
-
-    Returns:
-        The cut parameters, or None and the reason.
     """
     reason = _unreadable(params)
     if reason:

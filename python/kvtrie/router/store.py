@@ -1,7 +1,7 @@
 """The kept histories: what a `TurnTracker` reads and changes under its lock.
 
 A dropped history may hold the last reference to its payload, whose finalizer may call the tracker.
-So it goes to `dead`, a list that the call releases without the lock.
+So the call releases `dead`, a list of them, without the lock.
 """
 
 from __future__ import annotations
@@ -43,20 +43,19 @@ class HistoryStore:
         self._ttl = ttl
         self._max_tokens = max_tokens
         self._max_conversations = max_conversations
-        # A block of the index is one token. Its id names a place in the tree of histories. Twice
-        # the room, because a history and the one that it replaces are both there for a moment.
+        # A block is one token; its id names a place. Twice the room, because a history and the one
+        # that it replaces are both there for a moment.
         num_places = 2 * max_tokens
         self.index = RadixIndex(num_places, 1, min_run=min_run)
         self.allocator = BlockAllocator(num_places)
         self.uses = np.zeros(num_places, np.int32)
         self.position = np.zeros(num_places, np.int32)
         self.newest = np.zeros(num_places, np.int64)
-        # Histories by place: of their last token, of that of histories without an id, and of the
-        # token before the first reasoning.
+        # By last token; the same without an id; by the token before the first reasoning.
         self.ending = HistoriesByPlace(num_places)
         self.unnamed = HistoriesByPlace(num_places)
         self.before_reasoning = HistoriesByPlace(num_places)
-        # Histories by number, oldest first.
+        # Oldest first.
         self.by_number: OrderedDict[int, History] = OrderedDict()
         self.spaces: dict[Namespace, dict[int, History]] = {}
         self.conversations: OrderedDict[Key, list[History]] = OrderedDict()
@@ -84,7 +83,7 @@ class HistoryStore:
         return False
 
     def named(self, call: str, key: Key) -> list[History]:
-        """The histories of a conversation; raises an error that says why there are none."""
+        """The histories of a conversation, or an error that says why there are none."""
         histories = self.conversations.get(key)
         if histories is not None:
             return histories
@@ -127,7 +126,7 @@ class HistoryStore:
     def _make_room(
         self, key: Key, num_tokens: int, leaving: Sequence[History], dead: list[History]
     ) -> None:
-        """Drop others until a history of this size fits; `leaving` is dropped anyway."""
+        """`leaving` is dropped anyway."""
         spared = sum(len(history.places) for history in leaving)
         empty = {history.key for history in leaving} - {key}
         while True:
@@ -138,7 +137,7 @@ class HistoryStore:
             self.drop(self._least_recent(key, leaving), dead)
 
     def _least_recent(self, key: Key, leaving: Sequence[History]) -> History:
-        """The oldest history of the conversation used least recently; those of `key` come last."""
+        """The oldest of the least recently used conversation; those of `key` come last."""
         others = (histories for each, histories in self.conversations.items() if each != key)
         for histories in itertools.chain(others, [self.conversations.get(key, [])]):
             for history in histories:
@@ -149,7 +148,7 @@ class HistoryStore:
         raise KvTrieError(msg)
 
     def keep(self, kept: KeepArguments, dead: list[History]) -> None:
-        """Add a history, and drop those that it replaces or that leave it no room."""
+        """Add a history; drop those that it replaces or that leave it no room."""
         space = kept.seq.namespace
         key: Key = (space, self._next if kept.conversation is None else kept.conversation)
         path = self.index.lookup(kept.seq).blocks
@@ -194,7 +193,6 @@ class HistoryStore:
             self.drop(old, dead)
 
     def _replaced(self, kept: KeepArguments, path: npt.NDArray[np.int32]) -> list[History]:
-        """Histories that the new one starts with and replaces."""
         if kept.conversation is None:
             # The last place of a history is on the path of every longer one.
             histories = self.unnamed.on(path)
@@ -236,5 +234,4 @@ class HistoryStore:
         return Seen(path, named, longest, through, histories, may_alias)
 
     def _known_through(self, namespace: Namespace, place: int) -> History | None:
-        """The newest history with this place, unless it was forgotten."""
         return self.spaces.get(namespace, {}).get(int(self.newest[place]))

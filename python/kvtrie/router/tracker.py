@@ -1,4 +1,4 @@
-"""The tracker: its calls, what they hold the lock for, and how they compare."""
+"""The tracker: its calls, and what they hold the lock for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from kvtrie.router.history import History
 
 _MOST_PLANNED: Final = 8
-# Most histories dropped before the lock is released to others.
+# Dropped before the lock is released to others.
 _MOST_DROPPED: Final = 64
 
 
@@ -77,59 +77,38 @@ class _OwnLock:
 class TurnTracker:
     """Keeps what decode engines returned, and says how the next prompt relates to it.
 
-    Tokens are compared, not hashes; every count is exact to the token. What is kept in one
-    namespace is never found from another.
+    It keeps ids, how far they are computed, and the handles of their KV; no KV. Tokens are
+    compared, not hashes; every count is exact to the token. Namespaces are separate.
 
-    **Threads.** All calls may come from any thread; one lock guards a tracker. `compare` holds it
-    to look up the prompt and to hand something out. It compares histories without the lock, so a
-    long comparison blocks nobody, and its result is that of the moment of the lookup. Histories
-    that expire together are dropped a few at a time. No call runs code of the caller under the
-    lock, and forgotten objects are destroyed after it is released. But Python may run a finalizer
-    wherever garbage collection starts, and a signal handler between any two lines, also under the
-    lock: those that call the tracker may deadlock. After `os.fork`, calls in the child raise
-    `StaleHandleError`.
-
-    **Bounds.** A history is forgotten `ttl` seconds after it was kept. Choose less than the engine
-    keeps its blocks for (vLLM's ``decoder_kv_blocks_ttl``, 480 by default, counts from the end of
-    the request). The least recently used conversations are dropped when `max_tokens` or
-    `max_conversations` would be exceeded.
+    **Threads.** All calls may come from any thread. One lock guards a tracker; histories are
+    compared without it, and the result is that of the moment of the lookup. No call runs code of
+    the caller under the lock. But Python may run a finalizer wherever garbage collection starts,
+    and a signal handler between any two lines: those that call the tracker may deadlock. After
+    `os.fork`, calls in the child raise `StaleHandleError`.
 
     **Cost.** `compare` reads the prompt once. A plan of moved runs also reads the history, and up
-    to eight histories if several may hold the runs. Without a conversation id, the first call after
-    a newer history was forgotten may look at all histories of the namespace, each in a fraction of
-    a microsecond.
+    to eight if several may hold the runs. Without a conversation id, the first call after a newer
+    history was forgotten may look at all histories of the namespace, each in a fraction of a
+    microsecond.
 
-    **vLLM.** `kv_transfer_params` are those that a decode engine with ``bidirectional_kv_xfer``
-    returns (`do_remote_decode`), for the prefill of the next turn. vLLM pairs the end of the list
-    with the end of what the receiver allocated, so only a list that ends with the common prefix is
-    safe. The result is cut to that: whole blocks for a common prefix, in every group, counted from
-    the front, with `remote_num_tokens` lowered to match. If no cut is safe, there are no parameters
-    and `transfer_reason` says why:
-
-    * They are of a prefill engine (`do_remote_prefill`), or of push mode, whose receiver takes its
-      whole prompt.
-    * A list does not begin at token 0.
-    * The engine uses decode context parallelism.
-    * The number of groups is not that of `block_size`.
-
-    Approximate KV is never offered, because vLLM does not label it. Parameters are handed out once,
-    because the reader releases all blocks, however few it read. Parameters kept under a
-    conversation id go to that conversation alone. Fields that vLLM 0.32.0 does not have are passed
-    on unchanged. Sliding-window and state-space groups hold the end of a sequence: do not set
-    `block_size` for models with such groups.
+    **vLLM.** `kv_transfer_params` are those of a decode engine with ``bidirectional_kv_xfer``. They
+    are cut to a list that is safe to read, and handed out once. Approximate KV is never offered,
+    because vLLM does not label it.
 
     Args:
-        ttl: Seconds that a history is kept; may be `math.inf`.
-        max_tokens: Most tokens of all histories together, each counted whole, 1 to 2**30.
+        ttl: Seconds that a history is kept; may be `math.inf`. Choose less than the engine keeps
+            its blocks for (vLLM's ``decoder_kv_blocks_ttl``, 480 by default, counts from the end of
+            the request).
+        max_tokens: Most tokens of all histories together, each counted whole, 1 to 2**30. The least
+            recently used conversations are dropped to keep this limit and the next.
         max_conversations: Most conversations. Each history without an id counts as one.
         block_size: Tokens per block of the engines that return `kv_transfer_params`: an int for one
-            group, or one per group. All groups must be full attention. None: never return
-            parameters.
+            group, or one per group. All groups must be full attention: sliding-window and
+            state-space groups hold the end of a sequence. None: never return parameters.
         receiver_block_size: Tokens per block of the engines that receive the parameters, if
             different. Cuts then end at common multiples.
         min_transfer: Fewest tokens for which parameters are handed out. Without conversation ids,
-            set it above the length that all conversations share: else the first turn of one takes
-            the parameters of another for a system prompt.
+            set it above the length that all conversations share.
         min_run: Shortest moved run in tokens, at least 8.
         clock: Returns seconds, never decreasing.
 
@@ -147,6 +126,9 @@ class TurnTracker:
         >>> answer = tracker.compare(prompt, conversation="c")
         >>> answer.kind, answer.num_common, answer.num_tokens
         ('exact_extension', 6, 5)
+        >>> tracker.forget("c", space)
+        >>> len(tracker)
+        0
     """
 
     def __init__(
@@ -223,14 +205,13 @@ class TurnTracker:
     ) -> None:
         """Keep a history: the prompt and the answer of a finished request.
 
-        The new history replaces those that it starts with, within its conversation, or among those
-        without an id. It does not replace one whose parameters or manifest were not handed out yet
-        if it has none itself. All others stay: other answers to one prompt, branches, histories
-        from before an edit.
+        It replaces those that it starts with, within its conversation, or among those without an
+        id; but not one whose parameters or manifest were not handed out yet, if it has none itself.
+        All others stay: other answers to one prompt, branches, histories from before an edit.
 
         Args:
-            seq: Ids of prompt and answer as the engine computed them, with their namespace. Copied.
-            num_computed: Tokens from position 0 whose KV exists. After a decode that is at most
+            seq: Ids of prompt and answer as the engine computed them. Copied.
+            num_computed: Tokens from position 0 whose KV exists: after a decode at most
                 ``len(seq) - 1``, because the last sampled token has none.
             conversation: Its id, or None. Of a subclass of `str` only the characters count.
             spans: Kinds of the tokens. Spans of kind ``"reasoning"`` must be exactly the tokens
@@ -245,17 +226,6 @@ class TurnTracker:
             TypeError: An argument has the wrong type.
             ValueError: The history is empty or longer than `max_tokens`, `num_computed` or a span
                 is beyond it, or a field of the parameters is malformed. Nothing has changed.
-
-        Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> tracker = kvtrie.TurnTracker()
-            >>> first = kvtrie.TokenSequence([1, 2, 3], space)
-            >>> tracker.keep(first, num_computed=2, conversation="c")
-            >>> longer = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
-            >>> tracker.keep(longer, num_computed=4, conversation="c")
-            >>> len(tracker), tracker.num_tokens
-            (1, 5)
         """
         kept = checked_keep(
             seq,
@@ -285,18 +255,15 @@ class TurnTracker:
         keep_last: SupportsIndex = 1,
         take: bool = True,
     ) -> TurnAnswer:
-        """Say how a prompt relates to what is kept.
+        """Say how a prompt relates to what is kept; ``docs/router.md`` has the order of the kinds.
 
         With a conversation id, its histories are compared; without one, the history of the
-        namespace with the longest common prefix. The result is the first of these that holds: an
-        exact extension, an alias if `alias` allows it, moved runs if `policy` allows them, a common
-        prefix, starting over.
+        namespace with the longest common prefix.
 
         Args:
             prompt: The next prompt, in the namespace of the histories.
             conversation: The id of its conversation, or None.
-            policy: What may be reused approximately, as for `RadixIndex.plan`. Moved runs are
-                approximate; see the model's gate.
+            policy: What may be reused approximately, as for `RadixIndex.plan`.
             alias: Whether a kept history may be sent with its reasoning, instead of a prompt
                 without it. The model then sees the reasoning; its answer may differ.
             keep_last: Tokens at the end that the receiver computes anyway. vLLM loads none of the
@@ -304,26 +271,10 @@ class TurnTracker:
             take: Whether the caller acts on the result. If False, nothing is handed out and nothing
                 is touched: the parameters stay for the next call.
 
-        Returns:
-            The kind of the prompt, and what the engine has of it.
-
         Raises:
             StaleHandleError: The conversation has expired or is unknown.
             TypeError: An argument has the wrong type.
             ValueError: `keep_last` is negative, or the policy's `min_run` is below the tracker's.
-
-        Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> tracker = kvtrie.TurnTracker()
-            >>> history = kvtrie.TokenSequence([1, 2, 70, 71, 3, 4], space)
-            >>> reasoning = [kvtrie.Span(2, 4, "reasoning")]
-            >>> tracker.keep(history, num_computed=5, spans=reasoning)
-            >>> prompt = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
-            >>> tracker.compare(prompt).kind
-            'common_prefix'
-            >>> tracker.compare(prompt, alias=True).send
-            array([ 1,  2, 70, 71,  3,  4,  5], dtype=uint32)
         """
         asked = checked_compare(prompt, conversation, policy, alias, keep_last, take, self._min_run)
         now = self._read_clock()
@@ -337,7 +288,7 @@ class TurnTracker:
             return found
         with self._lock:
             answer = self._answer(found, asked, now)
-        # Parameters that are not handed out must not be shared with the caller.
+        # Parameters that stay must not be shared with the caller.
         if take:
             return answer
         return replace(answer, kv_transfer_params=deepcopy(answer.kv_transfer_params))
@@ -352,15 +303,6 @@ class TurnTracker:
         Raises:
             StaleHandleError: It has expired or is unknown.
             TypeError: The id is not a str, or the namespace not a Namespace.
-
-        Example:
-            >>> import kvtrie
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> tracker = kvtrie.TurnTracker()
-            >>> tracker.keep(kvtrie.TokenSequence([1], space), num_computed=1, conversation="c")
-            >>> tracker.forget("c", space)
-            >>> len(tracker)
-            0
         """
         call = "TurnTracker.forget"
         key = text(call, "conversation", conversation)
@@ -386,7 +328,6 @@ class TurnTracker:
         return float(now)
 
     def _expire_in_parts(self, now: float, dead: list[History]) -> None:
-        """Expire histories a few at a time, so that others get the lock in between."""
         more = True
         while more:
             with self._lock:
@@ -426,7 +367,7 @@ class TurnTracker:
         return TurnAnswer(kind="start_over", num_common=common)
 
     def _longest(self, seen: Seen) -> History | None:
-        """The history with the longest common prefix; on a tie a whole one, then the newest."""
+        """On a tie a whole history, then the newest."""
         if seen.named is not None:
             histories = [
                 (comparison.common(seen.path, history.places), history) for history in seen.named
@@ -441,7 +382,7 @@ class TurnTracker:
         return self._searched(seen.histories, *seen.through)
 
     def _searched(self, histories: list[History], place: int, position: int) -> History | None:
-        """The newest of these histories with a place; remembered for the next call."""
+        """The newest with a place; remembered for the next call."""
         for history in reversed(histories):
             if len(history.places) > position and history.places[position] == place:
                 with self._lock:
@@ -457,7 +398,7 @@ class TurnTracker:
     def _moved(
         self, asked: CompareArguments, seen: Seen, longest: History | None
     ) -> tuple[History, npt.NDArray[np.void]] | None:
-        """The history with the most reuse through moved runs, and the plan's segments."""
+        """That with the most reuse, and the plan's segments."""
         named = seen.named
         histories = self._sources(asked) if named is None else named[-_MOST_PLANNED:]
         if longest is not None and longest not in histories:
@@ -479,15 +420,14 @@ class TurnTracker:
         return found
 
     def _sources(self, asked: CompareArguments) -> list[History]:
-        """Histories that hold runs of the prompt, most tokens first."""
+        """Most tokens first."""
         namespace = asked.prompt.namespace
         plan = self._store.index.plan(
             asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False
         )
         places = plan.source_blocks
         plan.release()
-        # A place of a history forgotten since then leads to no history or to another one. That does
-        # no harm: each history is planned separately.
+        # Places of a history forgotten since then do no harm: each history is planned separately.
         with self._lock:
             newest, firsts, counts = np.unique(
                 self._store.newest[places], return_index=True, return_counts=True
@@ -508,7 +448,7 @@ class TurnTracker:
         return found
 
     def _answer(self, found: Comparison, asked: CompareArguments, now: float) -> TurnAnswer:
-        """Hand out a result. The lock is held."""
+        """The lock is held."""
         history, kind, num_exact = found.history, found.kind, found.num_exact
         if history.params is None:
             cut = CutParams(None, 0, "none were kept")

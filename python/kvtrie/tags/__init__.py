@@ -1,27 +1,13 @@
 """Spans of a chat request (reasoning, answer, tool call, prompt) and their life after a turn.
 
-A `Tagger` is a chat format compiled for one vocabulary; it is immutable and shared. A `Stream`
-follows one request. It is fed the token ids of the prompt and then the generated ones, in any
-portions. It says which spans have ended, which one is open, and the state of the turn. `truncate`
-removes the tokens of rejected drafts. A `TurnPolicy` says what happens to the spans of a finished
-turn, as `tag`, `mark_dead` and `remove_spans` calls on an index.
+A `Tagger` is a chat format compiled for one vocabulary. A `Stream` follows one request. A
+`TurnPolicy` says what happens to the spans of a finished turn, as `tag`, `mark_dead` and
+`remove_spans` calls on an index. ``docs/tags.md`` has examples and edge cases.
 
-Rules of the stream:
-
-* **Ids, not text.** A user cannot type a delimiter that is one special token, unless the server
-  tokenises user text into special ids; the model then reads it as a delimiter too. A delimiter of
-  several ordinary tokens can be typed. So sections count in the assistant's messages alone, a
-  textual start of a message only where no message is open, and the delimiters of a wrapped tool
-  result only at the edges of a user message.
-* **Messages** begin with the delimiter of a role and end with an end delimiter or at the next
-  message. Messages of an unknown role get no tag.
-* **Reasoning** opens with its delimiter, in the prompt or generated. A closing delimiter without an
-  opening one ends reasoning that began with the message's text or after the preceding tool call.
-  This counts once per message; until the delimiter is read, that text is `answer`. The first
-  closing delimiter ends reasoning, however often it was opened, as in templates.
-* **Tool calls** may be inside reasoning. Text inside a call is never a delimiter of a section.
-* **A missing end**: an open section ends with its message, or with `finish()` if generation was cut
-  off.
+Messages begin with the delimiter of a role and end with an end delimiter or at the next message.
+Sections count in the assistant's messages alone. Reasoning without an opening delimiter began with
+the message's text or after the preceding tool call; this counts once per message. Text inside a
+tool call is never a delimiter of a section.
 """
 
 from kvtrie.tags.formats import Boundary, Channels, Drops, Format, MessageStart, Pair, Role

@@ -1,8 +1,8 @@
 """Finds delimiters in a stream of token ids, with one table look-up per token.
 
-The patterns are compiled into one Aho-Corasick automaton with all transitions precomputed. No
-pattern may contain a pattern of another delimiter, so at most one ends at a token, and the first to
-end wins. The tokens of a match are consumed: no token belongs to two delimiters.
+An Aho-Corasick automaton with all transitions precomputed. No pattern may contain a pattern of
+another delimiter, so at most one ends at a token, and the first to end wins. No token belongs to
+two delimiters.
 """
 
 from __future__ import annotations
@@ -23,20 +23,13 @@ _FEW: Final = 8
 
 
 def contains(whole: Sequence[int], part: Sequence[int]) -> bool:
-    """Whether `part` is a contiguous part of `whole`."""
+    """Whether `part` is contiguous in `whole`."""
     width = len(part)
     return any(tuple(whole[at : at + width]) == tuple(part) for at in range(len(whole) - width + 1))
 
 
 class Automaton:
-    """The compiled delimiters of a format.
-
-    Args:
-        spellings: The possible id sequences of each delimiter.
-
-    Raises:
-        ValueError: A delimiter has an empty spelling, or one contains a spelling of another.
-    """
+    """The compiled delimiters of a format, from the possible id sequences of each."""
 
     __slots__ = ("_first", "_table", "outputs", "widths")
 
@@ -98,7 +91,7 @@ class Automaton:
         return token in self._table[0]
 
     def candidates(self, tokens: npt.NDArray[np.int64]) -> list[int]:
-        """Positions of tokens with which some delimiter begins."""
+        """Positions of tokens with which a delimiter begins."""
         # The setup of `isin` takes longer than a few comparisons.
         if len(self._first) > _FEW:
             mask = np.isin(tokens, self._first)

@@ -1,7 +1,7 @@
 """The parts of a chat format, as values: delimiters, roles, sections and the end of a turn.
 
 A `Format` names delimiter *strings*; a `Tagger` finds their token ids. For a format built from ids
-the strings are names alone and may be any words.
+the strings may be any words.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class MessageStart:
             ends with the name.
         end: The delimiter that ends this kind of message alone.
         then: The author of the text after `end`, which has no header.
-        text: The delimiter is ordinary text, not one token. It counts only where no message is
-            open, so that nobody opens a message by typing it.
+        text: The delimiter is ordinary text, not one token: it counts only where no message is
+            open.
     """
 
     delimiter: str
@@ -74,7 +74,7 @@ class Pair:
         drops: What the template deletes when it deletes the section.
         ends_reasoning: Opening this section ends open reasoning.
         nests: Count opening delimiters inside the section, so that the last closing one ends it.
-            Templates do not count: there the first closing delimiter ends reasoning.
+            Templates do not count: there the first one ends reasoning.
     """
 
     kind: Literal["reasoning", "tool_call"]
@@ -156,7 +156,7 @@ class Format:
                 raise ValueError(msg)
 
     def delimiters(self) -> Iterator[tuple[str, str]]:
-        """Every delimiter with its role in the format."""
+        """Every delimiter with its role."""
         for number, start in enumerate(self.starts):
             yield start.delimiter, f"the start of a message (starts[{number}])"
             if start.header_end is not None:
@@ -175,7 +175,7 @@ class Format:
             yield self.channels.delimiter, "the start of a channel's name"
 
     def text_delimiters(self) -> frozenset[str]:
-        """Delimiters that may be several tokens of ordinary text."""
+        """Those that may be several tokens of ordinary text."""
         found = {text for pair in self.pairs for text in (pair.open, pair.close)}
         found.update(self.wrapped or ())
         for start in self.starts:
@@ -185,7 +185,7 @@ class Format:
         return frozenset(found)
 
     def names(self) -> Iterator[tuple[str, str]]:
-        """Every name that a header may hold, with the delimiter before it."""
+        """Every name in headers, with the delimiter before it."""
         for start in self.starts:
             for name, _ in start.names:
                 yield start.delimiter, name

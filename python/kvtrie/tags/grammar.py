@@ -15,14 +15,7 @@ if TYPE_CHECKING:
 class Grammar:
     """A format and the ids of its delimiters, in tables that are read per token.
 
-    It holds no state of a stream. A `Tagger` is a grammar that makes streams.
-
-    Args:
-        form: The format.
-        found: The ids of its delimiters and names.
-
-    Raises:
-        ValueError: A delimiter is contained in another one.
+    A `Tagger` is a grammar that makes streams.
     """
 
     __slots__ = (
@@ -60,7 +53,6 @@ class Grammar:
 
     @staticmethod
     def _prefixes(start: MessageStart, found: Spellings) -> dict[Spelling, Role | None]:
-        """Roles by whole name; None for each proper prefix of a name."""
         roles = dict(start.names)
         table: dict[Spelling, Role | None] = {}
         for name, spelling in found.names.get(start.delimiter, {}).items():

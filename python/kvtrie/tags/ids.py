@@ -21,12 +21,7 @@ _FEW: Final = 16
 def as_tokens(
     ids: Sequence[int] | npt.NDArray[np.integer], call: str
 ) -> list[int] | npt.NDArray[np.int64]:
-    """Checked token ids: a list if there are few, else an array.
-
-    Raises:
-        TypeError: They are not integers.
-        ValueError: They do not fit u32, or are not one row.
-    """
+    """Checked token ids: a list if there are few, else an array."""
     if isinstance(ids, (list, tuple)):
         for token in ids:
             if isinstance(token, (bool, np.bool_)) or not isinstance(token, (int, np.integer)):
@@ -46,7 +41,7 @@ def as_tokens(
     if array.dtype.kind not in "iu":
         msg = f"{call}: ids are {array.dtype}, not integers"
         raise TypeError(msg)
-    # Ids of a `TokenSequence` are uint32 and need no check.
+    # Ids of a `TokenSequence` need no check.
     for bound in () if array.dtype == np.uint32 else (array.min(), array.max()):
         if not 0 <= int(bound) <= MAX_TOKEN:
             msg = f"{call}: token id {bound} is not in [0, {MAX_TOKEN}]"
@@ -55,11 +50,7 @@ def as_tokens(
 
 
 def as_position(value: object, what: str) -> int:
-    """A checked position.
-
-    Raises:
-        TypeError: It is not an integer.
-    """
+    """A checked position."""
     if not isinstance(value, (bool, np.bool_)):
         try:
             return operator.index(value)  # type: ignore[arg-type] # raises TypeError itself

@@ -1,7 +1,6 @@
 """The chat formats that kvtrie knows by name.
 
-Delimiters and boundaries come from published chat templates, named in `sources` of each preset.
-`dataclasses.replace` makes a variant of a preset.
+They come from published chat templates, named in `sources`. `dataclasses.replace` makes a variant.
 """
 
 from __future__ import annotations
@@ -242,11 +241,6 @@ def preset(name: str) -> Format:
 
     Raises:
         ValueError: There is no such preset.
-
-    Example:
-        >>> from kvtrie import tags
-        >>> tags.preset("qwen3").boundary
-        'user'
     """
     try:
         return PRESETS[name]

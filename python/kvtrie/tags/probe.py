@@ -1,8 +1,8 @@
 """Detects which chat format a tokenizer's own template renders.
 
-Conversations of made-up words are rendered and tokenised, and read with every preset whose
-delimiters the tokenizer has. The format is the preset that finds each word where it was put. When
-reasoning is deleted, and how much of it, is read from the rendered text.
+Conversations of made-up words are rendered, tokenised, and read with every preset whose delimiters
+the tokenizer has. The format is the preset that finds each word where it was put. When reasoning is
+deleted, and how much of it, is read from the rendered text.
 """
 
 from __future__ import annotations
@@ -38,12 +38,7 @@ class _Unreadable(Exception):  # noqa: N818 - it never leaves this module
 
 
 def recognise(tokenizer: object, arguments: Mapping[str, Any]) -> Format:
-    """The format that a tokenizer's template renders; see `Tagger.from_tokenizer`.
-
-    Raises:
-        TypeError: ``tokenizer`` is not a tokenizer.
-        ValueError: It has no chat template, or an unknown one.
-    """
+    """The format of a tokenizer's template; see `Tagger.from_tokenizer`."""
     if not isinstance(tokenizer, Tokenizer) or not hasattr(tokenizer, "apply_chat_template"):
         msg = (
             f"from_tokenizer: {type(tokenizer).__name__} is not a tokenizer with encode, decode "
@@ -76,7 +71,7 @@ def recognise(tokenizer: object, arguments: Mapping[str, Any]) -> Format:
 
 
 class _BrokenTemplateError(Exception):
-    """A template does not render even a question and its answer."""
+    """A template renders not even a question and its answer."""
 
 
 class _Probe:
@@ -89,7 +84,6 @@ class _Probe:
         self.tool_style = self._tool_style()
 
     def render(self, messages: list[Message], *, prompt: bool = False, **more: object) -> str:
-        """The text of a conversation."""
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
@@ -106,7 +100,7 @@ class _Probe:
         return text
 
     def _chat(self) -> tuple[str, bool]:
-        """A conversation without tools, and whether it has a system message."""
+        """Without tools; and whether it has a system message."""
         messages = [_user(0), {"role": "assistant", "content": _ANSWER}, _user(1)]
         try:
             text = self.render([{"role": "system", "content": _SYSTEM}, *messages], prompt=True)
@@ -124,7 +118,7 @@ class _Probe:
         return text, False
 
     def _tool_style(self) -> tuple[Any, Any, dict[str, Any]] | None:
-        """The form in which this template takes tool calls; None if it has no tool calls."""
+        """The form of tool calls; None if the template has none."""
         schema = {"type": "object", "properties": {"word": {"type": "string"}}}
         tool = {"name": _TOOL, "description": _TOOL, "parameters": schema}
         given: dict[str, Any] = {"tools": [{"type": "function", "function": tool}]}
@@ -143,7 +137,6 @@ class _Probe:
         return None
 
     def locate(self, ids: list[int], word: str, after: int = 0) -> tuple[int, int]:
-        """The range of tokens that holds a word."""
         decode = self.tokenizer.decode
 
         def first(low: int, high: int, test: Any) -> int:  # noqa: ANN401 - a predicate
@@ -165,7 +158,7 @@ def _user(number: int) -> Message:
 
 
 def _thinking(message: Message) -> Message:
-    """The message with reasoning, under every field name that templates use."""
+    """With reasoning under every field name that templates use."""
     return message | {
         "reasoning_content": _REASONING,
         "reasoning": _REASONING,
@@ -174,7 +167,6 @@ def _thinking(message: Message) -> Message:
 
 
 def _loop(style: tuple[Any, Any, dict[str, Any]], *, reasoning: bool = False) -> list[Message]:
-    """A tool call and its result."""
     content, arguments, _ = style
     call = {"id": "call_0", "type": "function"}
     call |= {"function": {"name": _TOOL, "arguments": arguments}}  # type: ignore[dict-item] # messages nest
@@ -184,11 +176,7 @@ def _loop(style: tuple[Any, Any, dict[str, Any]], *, reasoning: bool = False) ->
 
 
 def _check(probe: _Probe, grammar: Grammar, text: str, words: Iterator[tuple[str, str]]) -> None:
-    """Check that the grammar finds each word under its kind.
-
-    Raises:
-        _Unreadable: It does not.
-    """
+    """Each word must have its kind; else `_Unreadable`."""
     ids = [int(token) for token in probe.tokenizer.encode(text, add_special_tokens=False)]
     sections = read_whole(grammar, ids).sections
     for word, kind in words:
@@ -206,12 +194,7 @@ def _check(probe: _Probe, grammar: Grammar, text: str, words: Iterator[tuple[str
 
 
 def _measured(form: Format, probe: _Probe) -> Format:
-    """The format with this template's boundary and drops.
-
-    Raises:
-        _Unreadable: It is another format.
-        ValueError: The tokenizer lacks a delimiter.
-    """
+    """With this template's boundary and drops; `_Unreadable` for another format."""
     found = from_tokenizer(form, probe.tokenizer, f"Tagger({form.name!r})")
     grammar = Grammar(form, found)
     text, has_system = probe.chat
@@ -237,7 +220,6 @@ def _measured(form: Format, probe: _Probe) -> Format:
 
 
 def _boundary(form: Format, probe: _Probe) -> Boundary:
-    """When the template deletes reasoning."""
     style = probe.tool_style
     answer = {"role": "assistant", "content": _ANSWER}
     if style is not None:
@@ -269,7 +251,6 @@ def _boundary(form: Format, probe: _Probe) -> Boundary:
 
 
 def _drops(probe: _Probe, form: Format) -> Drops:
-    """How much of reasoning the template deletes."""
     pair = next((pair for pair in form.pairs if pair.kind == "reasoning"), None)
     if pair is None:
         return "whole"

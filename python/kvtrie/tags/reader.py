@@ -1,7 +1,6 @@
 """How one token changes the state of a stream: delimiters, messages, sections, turns.
 
-Most tokens change nothing. Text inside an open section is skipped (`State.is_idle`); any other
-token costs one transition of the automaton.
+Text inside an open section is skipped (`State.is_idle`); any other token costs one transition.
 """
 
 from __future__ import annotations
@@ -36,9 +35,6 @@ class MessageReader:
 
     Every call takes a state and returns the next one. The lists only grow between calls of
     `rewind`; a state has their lengths.
-
-    Args:
-        grammar: The compiled format.
     """
 
     __slots__ = ("_grammar", "sections", "turns")
@@ -66,7 +62,7 @@ class MessageReader:
         return after if after.node == node else after._replace(node=node)
 
     def finish(self, state: State, position: int, *, complete: bool) -> State:
-        """The state after the open message has ended at the last token."""
+        """The state after the open message ended at the last token."""
         after = self._settle(state)
         if after.phase == BODY:
             after = self._end_message(after, position, position)
@@ -119,7 +115,7 @@ class MessageReader:
     # --- delimiters -------------------------------------------------------------------------------
 
     def _delimiter(self, state: State, delimiter: str, start: int, end: int) -> State | None:
-        """The state after a delimiter, or None if it counts as text here."""
+        """None if it counts as text here."""
         grammar = self._grammar
         if (begin := grammar.starts.get(delimiter)) is not None:
             return self._begin_message(state, begin, start, end)
@@ -167,7 +163,7 @@ class MessageReader:
         return self._speak_as(state, begin, speaker, channel, end)
 
     def _header_until(self, state: State, position: int) -> tuple[int, ...]:
-        """The header's tokens before a position; -1 stands in for a last one not known yet."""
+        """-1 stands in for a last token not known yet."""
         width = position - state.header_start
         header = state.header[:width]
         if len(header) < min(width, HEADER_LIMIT):
@@ -182,7 +178,6 @@ class MessageReader:
         channel: tuple[int, ...] | None,
         body: int,
     ) -> State:
-        """Begin the text of a message whose header has been read."""
         grammar = self._grammar
         role = begin.role
         for name, named in grammar.names[begin.delimiter].items():
@@ -244,7 +239,6 @@ class MessageReader:
         )
 
     def _end_message(self, state: State, start: int, end: int) -> State:
-        """End a message whose text ends at `start` and whose end delimiter ends at `end`."""
         state = self._settle(state)
         role: Role | None = "tool" if state.wrap == UNWRAPPED else state.role
         spoken = 0 <= state.first < start
@@ -282,7 +276,6 @@ class MessageReader:
         return state
 
     def _close_turn(self, state: State) -> State:
-        """End the turn where the current message begins."""
         self.turns.append((state.turn, state.start, state.turn_sections, state.num_sections))
         return state._replace(
             turn=state.start,
@@ -359,7 +352,6 @@ class MessageReader:
         return state._replace(answer=-1)
 
     def _settle(self, state: State) -> State:
-        """End a section that could still take newlines."""
         if state.growing is None:
             return state
         return self._emit(state._replace(growing=None), state.growing)

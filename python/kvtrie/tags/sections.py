@@ -55,5 +55,5 @@ class Turn:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the turn is over, that is, no tool loop is running."""
+        """Whether no tool loop is running."""
         return self.state != "open"

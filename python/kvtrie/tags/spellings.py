@@ -45,7 +45,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> Spelling:
 
 
 def _between(tokenizer: Tokenizer, before: str, text: str, after: str) -> Spelling:
-    """The tokens of `text` between two other texts; empty if they cannot be separated."""
+    """Empty if the texts cannot be separated."""
     whole = _encode(tokenizer, before + text + after)
     front, back = _encode(tokenizer, before), _encode(tokenizer, after)
     # A token that `text` shares with a neighbour belongs to the delimiter.
@@ -81,12 +81,7 @@ def _spell(tokenizer: Tokenizer, text: str, *, several: bool, what: str) -> tupl
 
 
 def from_tokenizer(form: Format, tokenizer: object, what: str) -> Spellings:
-    """The ids of a format's strings in a tokenizer.
-
-    Raises:
-        TypeError: ``tokenizer`` is not a tokenizer.
-        ValueError: A delimiter that must be one token is not one; the message names it.
-    """
+    """The ids of a format's strings in a tokenizer. Some must be one token."""
     if not isinstance(tokenizer, Tokenizer):
         msg = (
             f"{what}: {type(tokenizer).__name__} is neither a tokenizer (with encode and decode) "
@@ -121,7 +116,6 @@ def from_tokenizer(form: Format, tokenizer: object, what: str) -> Spellings:
 
 
 def _newlines(tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that consist of newlines alone."""
     found = set()
     for text in _NEWLINES:
         for before in ("x", ""):
@@ -132,12 +126,7 @@ def _newlines(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def spelling_of(value: object, what: str) -> Spelling:
-    """One id, or a sequence of ids, as a tuple.
-
-    Raises:
-        TypeError: It is neither.
-        ValueError: It is empty, or an id does not fit u32.
-    """
+    """One id, or a sequence of ids, as a tuple."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     row = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
@@ -157,12 +146,7 @@ def spelling_of(value: object, what: str) -> Spelling:
 
 
 def from_mapping(form: Format, ids: Mapping[str, object], what: str) -> Spellings:
-    """The ids of a format's strings in a mapping.
-
-    Raises:
-        TypeError: A value is not an id.
-        ValueError: A string of the format is missing; the message names all missing ones.
-    """
+    """The ids of a format's strings in a mapping."""
     wanted = {text for text, _ in form.delimiters()} - form.optional
     wanted |= {name for _, name in form.names()}
     if form.channels is not None:

@@ -8,19 +8,19 @@ if TYPE_CHECKING:
     from kvtrie.tags.formats import MessageStart, Pair, Role, SectionKind
     from kvtrie.tags.sections import Section
 
-# Tokens of a header that are kept: enough for the role, which comes first.
+# Tokens kept: enough for the role, which comes first.
 HEADER_LIMIT: Final = 64
-# Phase of the stream: outside any message, in a header, in the text of a message.
+# Phase: outside any message, in a header, in the text of a message.
 BETWEEN: Final = 0
 HEADER: Final = 1
 BODY: Final = 2
 
-# Progress of a turn: the assistant has not spoken, is generating, has answered.
+# The assistant has not spoken, is generating, has answered.
 QUIET: Final = 0
 WORKING: Final = 1
 ANSWERED: Final = 2
 
-# A wrapped tool result: the opening delimiter was read, the closing one was read.
+# Wrapped tool result: the opening delimiter was read, the closing one was read.
 WRAPPED: Final = 1
 UNWRAPPED: Final = 2
 
@@ -63,13 +63,13 @@ class State(NamedTuple):
     turn: int = 0
     turn_sections: int = 0
     progress: int = QUIET
-    # Lengths of the stream's lists at this state.
+    # Lengths of the stream's lists.
     num_sections: int = 0
     num_turns: int = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether ordinary text cannot change the state, so that it is skipped."""
+        """Whether ordinary text cannot change the state."""
         if self.node or self.growing is not None or self.wrap == UNWRAPPED:
             return False
         if self.phase == BODY:

@@ -1,7 +1,6 @@
 """Follows one request while it grows: its spans, the open span, the state of its turn.
 
-Each change of state goes into a journal with its position, so that `truncate` can undo exactly the
-removed tokens.
+A journal of states by position lets `truncate` undo exactly the removed tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Stream:
     """The spans of one request, kept up to date while it grows. Made by `Tagger.stream`.
 
     The spans depend on the tokens alone, not on the portions in which they are fed or on what was
-    rolled back. A stream belongs to one request and one thread.
+    rolled back. A stream belongs to one request and one thread. ``docs/tags.md`` has an example.
 
     Args:
         tagger: The compiled format.
@@ -84,12 +83,12 @@ class Stream:
 
     @property
     def tagger(self) -> Grammar:
-        """The compiled format: the `Tagger` that made the stream."""
+        """The `Tagger` that made the stream."""
         return self._tagger
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """All sections that have ended, in the order of their ends."""
+        """All sections that have ended, in that order."""
         return tuple(self._listed())
 
     @property
@@ -142,17 +141,6 @@ class Stream:
         Raises:
             TypeError: The ids are not integers.
             ValueError: An id does not fit u32. Nothing was read.
-
-        Example:
-            >>> from kvtrie import tags
-            >>> tagger = tags.Tagger.from_ids(reasoning=(7, 8), end=9, initial="assistant")
-            >>> stream = tagger.stream()
-            >>> stream.feed([7, 1, 2])
-            []
-            >>> stream.open
-            Span(0, 3, 'reasoning')
-            >>> stream.feed([3, 8, 4, 5, 9])
-            [Span(0, 5, 'reasoning'), Span(5, 7, 'answer')]
         """
         tokens = as_tokens(ids, "feed")
         self._view = None
@@ -191,16 +179,6 @@ class Stream:
         Raises:
             TypeError: `length` is not an int.
             ValueError: `length` is out of range. Nothing was removed.
-
-        Example:
-            >>> from kvtrie import tags
-            >>> tagger = tags.Tagger.from_ids(reasoning=(7, 8), end=9, initial="assistant")
-            >>> stream = tagger.stream()
-            >>> stream.feed([7, 1, 8, 2, 9])
-            [Span(0, 3, 'reasoning'), Span(3, 4, 'answer')]
-            >>> stream.truncate(2)
-            >>> stream.spans, stream.open
-            ([], Span(0, 2, 'reasoning'))
         """
         self._length = self._within(length, "truncate")
         self._view = None
@@ -209,10 +187,9 @@ class Stream:
         self._reader.rewind(self._state)
 
     def confirm(self, length: SupportsIndex) -> None:
-        """Promise that no token before `length` will be removed, and drop the data for it.
+        """Promise that no token before `length` will be removed, and free the records for them.
 
-        `truncate` needs one entry for every token that began or ended something. Call this in long
-        agent runs, to bound that memory.
+        `truncate` needs one for every token that began or ended something.
 
         Args:
             length: The position of the first token that may still be removed.
@@ -220,17 +197,6 @@ class Stream:
         Raises:
             TypeError: `length` is not an int.
             ValueError: There are fewer tokens, or more are confirmed already.
-
-        Example:
-            >>> from kvtrie import tags
-            >>> tagger = tags.Tagger.from_ids(reasoning=(7, 8), end=9, initial="assistant")
-            >>> stream = tagger.stream()
-            >>> stream.feed([7, 1, 8, 2])
-            [Span(0, 3, 'reasoning')]
-            >>> stream.confirm(3)
-            >>> stream.truncate(2)
-            Traceback (most recent call last):
-            ValueError: truncate: length is 2; it must be in [3, 4]
         """
         self._base = self._within(length, "confirm")
         del self._journal[: bisect_left(self._journal, self._base, key=itemgetter(0))]
@@ -243,7 +209,7 @@ class Stream:
         return length
 
     def finish(self, *, complete: bool = True) -> list[Span]:
-        """End the last message, because generation has ended.
+        """End the last message, because generation has ended; returns the spans still open.
 
         A message that ends inside reasoning is no answer, so its turn stays open. Feeding more
         tokens undoes `finish`: the next request of a tool loop continues the stream.
@@ -251,20 +217,6 @@ class Stream:
         Args:
             complete: The model stopped by itself. If False, a limit or an abort cut it off, and the
                 same prompt may come again.
-
-        Returns:
-            The spans that were still open.
-
-        Example:
-            >>> from kvtrie import tags
-            >>> tagger = tags.Tagger.from_ids(reasoning=(7, 8), end=9, initial="assistant")
-            >>> stream = tagger.stream()
-            >>> stream.feed([7, 1, 8, 2])
-            [Span(0, 3, 'reasoning')]
-            >>> stream.finish(complete=False), stream.turns[-1].state
-            ([Span(3, 4, 'answer')], 'open')
-            >>> stream.finish(), stream.turns[-1].state
-            ([Span(3, 4, 'answer')], 'answered')
         """
         state, reader = self._state, self._reader
         after = reader.finish(state, self._length, complete=complete)
@@ -289,12 +241,7 @@ class Stream:
 
 
 def read_whole(grammar: Grammar, ids: Sequence[int] | npt.NDArray[np.integer]) -> Stream:
-    """A stream that has read a whole sequence; the last message has ended.
-
-    Args:
-        grammar: The compiled format.
-        ids: All its token ids.
-    """
+    """A stream that has read a whole sequence; the last message has ended."""
     stream = Stream(grammar)
     stream.feed(ids)
     stream.finish()

@@ -74,18 +74,14 @@ class Tagger(Grammar):
             ids: As for `Tagger`.
 
         Raises:
-            TypeError: `ids` is neither a mapping nor a tokenizer.
+            TypeError: As for `Tagger`.
             ValueError: There is no such preset, or the tokenizer lacks one of its delimiters.
         """
         return cls(preset(name), ids)
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, **template_arguments: object) -> Tagger:
-        """A tagger for the format of a tokenizer's own chat template.
-
-        Renders conversations of made-up words. The format is the preset that finds each word where
-        it was put. When the template deletes reasoning, and how much of it, is read from the
-        rendered text, not from the preset.
+        """A tagger for the format of a tokenizer's own chat template, found by rendering it.
 
         Args:
             tokenizer: One of `transformers`, or anything with `encode`, `decode`, `chat_template`
@@ -118,17 +114,16 @@ class Tagger(Grammar):
         boundary: Boundary = "user",
         nests: bool = False,
     ) -> Tagger:
-        """A tagger from token ids alone.
+        """A tagger from token ids alone. A delimiter is an id or a sequence of ids.
 
         Args:
-            system: What a system message begins with: an id or a sequence of ids, as for the
-                others.
+            system: What a system message begins with.
             user: What a user message begins with.
             assistant: What an assistant's message begins with.
             tool: What a message with a tool result begins with.
             end: What ends a message. Without it a message ends where the next begins.
             reasoning: The opening and the closing delimiter of reasoning.
-            tool_call: The opening and the closing delimiter of a tool call.
+            tool_call: Those of a tool call.
             tool_result: A user message between these two delimiters is a tool result.
             newlines: Ids of newlines, which are deleted with the reasoning before them.
             initial: The author of the text before the first delimiter.
@@ -140,12 +135,6 @@ class Tagger(Grammar):
             TypeError: A delimiter is not an id.
             ValueError: A delimiter is empty, given twice, or contained in another one; a pair does
                 not have two entries; or no argument says where the assistant speaks.
-
-        Example:
-            >>> from kvtrie import tags
-            >>> tagger = tags.Tagger.from_ids(user=[1, 2], assistant=[1, 3], reasoning=(7, 8))
-            >>> tagger.spans([1, 2, 40, 1, 3, 7, 50, 8, 60])
-            [Span(0, 3, 'user'), Span(5, 8, 'reasoning'), Span(8, 9, 'answer')]
         """
         if assistant is None and initial != "assistant":
             msg = (
@@ -210,27 +199,13 @@ class Tagger(Grammar):
         Raises:
             TypeError: `start` is not an int.
             ValueError: `start` is negative, or there is no such role.
-
-        Example:
-            >>> from kvtrie import tags
-            >>> tagger = tags.Tagger.from_ids(user=1, assistant=2, reasoning=(7, 8))
-            >>> tagger.stream(start=100, role="assistant").feed([40, 41, 8, 50, 1])
-            [Span(100, 103, 'reasoning'), Span(103, 104, 'answer')]
         """
         return Stream(self, start, role)
 
     def sections(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> tuple[Section, ...]:
-        """The sections of a whole sequence.
-
-        Args:
-            ids: All its token ids.
-        """
+        """The sections of a whole sequence; the last message counts as ended."""
         return read_whole(self, ids).sections
 
     def spans(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> list[Span]:
-        """The spans of a whole sequence; the last message counts as ended.
-
-        Args:
-            ids: All its token ids.
-        """
+        """The spans of `sections`."""
         return read_whole(self, ids).spans

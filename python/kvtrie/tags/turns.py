@@ -2,7 +2,7 @@
 
 A turn is finished when the assistant has answered without a tool call, or when a message follows
 that is not a tool result. Until then nothing of it is touched: in a tool loop every template keeps
-the reasoning, and the next request extends the last one.
+the reasoning.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Removed(Protocol):
 
     @property
     def freed(self) -> npt.NDArray[np.int32]:
-        """Ids that now belong to the caller."""
+        """Now the caller's."""
         ...
 
     @property
     def kept(self) -> npt.NDArray[np.int32]:
-        """Ids that stay because a cached block below them needs them."""
+        """Needed by a cached block below them."""
         ...
 
     @property
     def condemned(self) -> npt.NDArray[np.int32]:
-        """Ids that left the index while pinned."""
+        """Left the index while pinned."""
         ...
 
 
@@ -60,7 +60,7 @@ class TurnIndex(Protocol):
         ...
 
     def mark_dead(self, seq: Any, ranges: Sequence[Range]) -> int:  # noqa: ANN401 - likewise
-        """Mark the blocks wholly inside as the first to be evicted."""
+        """Mark the blocks wholly inside to be evicted first."""
         ...
 
     def remove_spans(
@@ -96,12 +96,12 @@ class TurnDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClosedTurn(TurnDecision):
-    """What `TurnPolicy.close_turn` did: the decision, and what the index returned.
+    """The decision that `TurnPolicy.close_turn` carried out, and what the index returned.
 
     Args:
         num_marked: Blocks that are newly marked.
         freed: Ids of blocks that left the index and belong to the caller.
-        kept: Ids of blocks that were to be dropped but stay, because others need them.
+        kept: Ids of blocks that stay, because others need them.
         condemned: Ids of blocks that left the index while pinned; `take_freed()` returns them
             later.
     """
@@ -114,7 +114,7 @@ class ClosedTurn(TurnDecision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPolicy:
-    """What happens to the spans of a finished turn.
+    """What happens to the spans of a finished turn; ``docs/tags.md`` has examples.
 
     Each kind is kept (`"keep"`), evicted before everything else (`"evict_first"`), or removed from
     the index at once (`"drop"`). For reasoning this concerns exactly the tokens that the chat
@@ -125,20 +125,13 @@ class TurnPolicy:
         thinking: `"interleaved"`: reasoning is dropped when the turn is finished. `"preserved"`:
             the model always sees it.
         reasoning: By default `"evict_first"`, or `"keep"` with `thinking="preserved"`.
-        answer: What happens to answers.
-        tool_call: What happens to tool calls.
-        tool_result: What happens to tool results.
-        user: What happens to user messages.
+        answer: For answers.
+        tool_call: For tool calls.
+        tool_result: For tool results.
+        user: For user messages.
 
     Raises:
         ValueError: An action or a mode is unknown, or the policy contradicts itself.
-
-    Example:
-        >>> from kvtrie import tags
-        >>> tags.TurnPolicy().reasoning
-        'evict_first'
-        >>> tags.TurnPolicy(thinking="preserved").reasoning
-        'keep'
     """
 
     thinking: Thinking = "interleaved"
@@ -178,11 +171,6 @@ class TurnPolicy:
         Raises:
             TypeError: There is no such field.
             ValueError: As for the policy itself.
-
-        Example:
-            >>> from kvtrie import tags
-            >>> tags.TurnPolicy().override(tool_result="drop").tool_result
-            'drop'
         """
         known = [field.name for field in fields(self)]
         if unknown := sorted(set(changes) - set(known)):
@@ -206,10 +194,9 @@ class TurnPolicy:
         overrides: Mapping[Span, Action] | None = None,
         all_turns: bool = False,
     ) -> TurnDecision:
-        """Decide about the last finished turn; a turn in a tool loop is not finished.
+        """Decide about the last finished turn; earlier ones had their own calls.
 
-        Only the last finished turn is included, because earlier ones had their own calls. Reasoning
-        is kept if the template never deletes it, unless an override names it.
+        Reasoning is kept if the template never deletes it, unless an override names it.
 
         Args:
             stream: The spans of the sequence.
@@ -220,14 +207,6 @@ class TurnPolicy:
         Raises:
             ValueError: An override names a span that the stream has not found, or contradicts the
                 policy.
-
-        Example:
-            >>> from kvtrie import tags
-            >>> tagger = tags.Tagger.from_ids(user=1, assistant=2, reasoning=(7, 8))
-            >>> stream = tagger.stream()
-            >>> ended = stream.feed([1, 40, 2, 7, 50, 51, 8, 60]) + stream.finish()
-            >>> tags.TurnPolicy().decide(stream).evict_first
-            ((3, 7),)
         """
         chosen = self._chosen(stream, overrides or {})
         turns = tuple(turn for turn in stream.turns if turn.is_finished)
@@ -265,32 +244,14 @@ class TurnPolicy:
         Args:
             index: The index that holds the blocks of `seq`.
             seq: The sequence that the stream has read, or a longer one.
-            stream: The spans of the sequence.
+            stream: As for `decide`.
             overrides: As for `decide`.
             all_turns: As for `decide`.
             force: Also drop blocks that others need.
 
-        Returns:
-            What was done. The freed ids belong to the caller.
-
         Raises:
             ValueError: The sequence is shorter than the stream, or as for `decide`.
                 Nothing has changed.
-
-        Example:
-            >>> import kvtrie
-            >>> from kvtrie import tags
-            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
-            >>> index = kvtrie.RadixIndex(num_blocks=8, block_size=2)
-            >>> seq = kvtrie.TokenSequence([1, 40, 2, 7, 50, 51, 8, 60], space)
-            >>> done = index.insert(seq, [0, 1, 2, 3], num_computed=8, source=kvtrie.COMPUTED)
-            >>> stream = tags.Tagger.from_ids(user=1, assistant=2, reasoning=(7, 8)).stream()
-            >>> ended = stream.feed([1, 40, 2, 7, 50, 51, 8, 60]) + stream.finish()
-            >>> closed = tags.TurnPolicy().close_turn(index, seq, stream)
-            >>> index.tags(seq)
-            [Span(0, 2, 'user'), Span(3, 7, 'reasoning'), Span(7, 8, 'answer')]
-            >>> closed.evict_first, closed.num_marked, index.evict(1).tolist()
-            (((3, 7),), 1, [2])
         """
         if len(seq) < len(stream):
             msg = (
@@ -329,7 +290,6 @@ class TurnPolicy:
 
 
 def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The ranges, ascending; those that overlap or touch are merged."""
     merged: list[Range] = []
     for start, end in sorted(ranges):
         if merged and start <= merged[-1][1]:

@@ -1,6 +1,4 @@
-"""Helpers for the tests of engines that use kvtrie.
+"""Helpers for the tests of engines that use kvtrie; see ``docs/testing.md``.
 
-`kvtrie.testing.model` is a naive model of the index to compare with.
-`kvtrie.testing.strategies` generates inputs for property tests with hypothesis, an optional
-dependency.
+`strategies` needs hypothesis, an optional dependency.
 """

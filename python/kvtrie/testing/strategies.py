@@ -1,9 +1,4 @@
-"""Hypothesis strategies for the inputs of an index.
-
-Random token ids never share a prefix, so a property test on them tests almost nothing. These inputs
-share prefixes often: small alphabets, edits of earlier prompts, few blocks.
-
-`hypothesis` is not a dependency of kvtrie; importing this module needs it.
+"""Hypothesis strategies for the inputs of an index; see ``docs/testing.md``.
 
 Example:
     >>> from hypothesis import given
@@ -85,32 +80,18 @@ def block_sizes() -> st.SearchStrategy[int]:
 
 
 def pool_sizes(largest: int = 32) -> st.SearchStrategy[int]:
-    """Pool sizes: small, so that eviction happens.
-
-    Args:
-        largest: The largest size.
-    """
+    """Pool sizes: small, so that eviction happens."""
     return st.integers(1, largest)
 
 
 def token_ids(alphabet: int = 3) -> st.SearchStrategy[int]:
-    """A token id of a small alphabet, which includes the largest valid id.
-
-    Args:
-        alphabet: The number of ids.
-    """
+    """A token id of a small alphabet, which includes the largest valid id."""
     return st.sampled_from([LARGEST_TOKEN, *range(alphabet - 1)])
 
 
 @st.composite
 def items(draw: st.DrawFn, start: int, end: int) -> tuple[kvtrie.Item, ...]:
-    """At most two items within `[start, end)`; usually none.
-
-    Args:
-        draw: Given by hypothesis.
-        start: The first position allowed.
-        end: The end of the last item.
-    """
+    """At most two items within `[start, end)`; usually none."""
     found: list[kvtrie.Item] = []
     while start < end and len(found) < 2 and draw(st.integers(0, 3)) == 0:
         first = draw(st.integers(start, end - 1))
@@ -124,14 +105,7 @@ def items(draw: st.DrawFn, start: int, end: int) -> tuple[kvtrie.Item, ...]:
 def prompts(
     draw: st.DrawFn, *, max_tokens: int = 24, alphabet: int = 3, with_items: bool = True
 ) -> Prompt:
-    """A prompt.
-
-    Args:
-        draw: Given by hypothesis.
-        max_tokens: The longest prompt; empty prompts are valid and occur.
-        alphabet: The number of token ids.
-        with_items: Whether items occur.
-    """
+    """A prompt of up to `max_tokens` tokens; empty ones are valid and occur."""
     ids = draw(st.lists(token_ids(alphabet), max_size=max_tokens))
     found = draw(items(0, len(ids))) if with_items else ()
     return Prompt(tuple(ids), draw(namespaces()), found)
@@ -141,15 +115,8 @@ def prompts(
 def edits(draw: st.DrawFn, prompt: Prompt, *, max_tokens: int = 24, alphabet: int = 3) -> Prompt:
     """A prompt that differs from an earlier one by an edit, as histories do.
 
-    Tokens are appended, cut off at the end, replaced, removed from the middle or inserted there, in
-    short or long runs, or moved elsewhere. Sometimes the same tokens come in another namespace, or
-    with another item.
-
-    Args:
-        draw: Given by hypothesis.
-        prompt: The earlier prompt.
-        max_tokens: The longest prompt.
-        alphabet: The number of token ids.
+    Runs are appended, cut off, replaced, removed, inserted or moved. Sometimes the same tokens come
+    in another namespace, or with another item.
     """
     ids, namespace, kept = list(prompt.ids), prompt.namespace, prompt.items
     kind = draw(
@@ -192,14 +159,7 @@ def edits(draw: st.DrawFn, prompt: Prompt, *, max_tokens: int = 24, alphabet: in
 def families(
     draw: st.DrawFn, *, max_prompts: int = 8, max_tokens: int = 24, alphabet: int = 3
 ) -> list[Prompt]:
-    """Prompts, each new or an edit of an earlier one: a tree with many branches.
-
-    Args:
-        draw: Given by hypothesis.
-        max_prompts: Most prompts; there is at least one.
-        max_tokens: The longest prompt.
-        alphabet: The number of token ids.
-    """
+    """Up to `max_prompts` prompts, each new or an edit of an earlier one: a tree."""
     family = [draw(prompts(max_tokens=max_tokens, alphabet=alphabet))]
     for _ in range(draw(st.integers(0, max_prompts - 1))):
         earlier = draw(st.sampled_from(family))
@@ -209,12 +169,7 @@ def families(
 
 @st.composite
 def policies(draw: st.DrawFn, *, min_run: int = 8) -> kvtrie.ReusePolicy:
-    """A policy: exact KV alone, anything, or something between.
-
-    Args:
-        draw: Given by hypothesis.
-        min_run: The index's, which is the lower limit for policies.
-    """
+    """A policy: exact KV alone, anything, or something between; `min_run` is the index's."""
     if draw(st.integers(0, 3)) == 0:
         return kvtrie.ReusePolicy(approximate=False, partial_blocks=draw(st.booleans()))
     return kvtrie.ReusePolicy(
@@ -230,12 +185,7 @@ def policies(draw: st.DrawFn, *, min_run: int = 8) -> kvtrie.ReusePolicy:
 
 @st.composite
 def ranges(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
-    """At most three ranges of a sequence, ascending and disjoint; some are adjacent, some empty.
-
-    Args:
-        draw: Given by hypothesis.
-        length: The length of the sequence.
-    """
+    """At most three ranges of a sequence, ascending and disjoint; some are adjacent, some empty."""
     count = draw(st.integers(0, 3))
     edges = draw(st.lists(st.integers(0, length), min_size=2 * count, max_size=2 * count))
     edges.sort()
@@ -243,11 +193,7 @@ def ranges(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
 
 
 def sources(max_tokens: int = 24) -> st.SearchStrategy[object]:
-    """Sources of KV other than plans.
-
-    Args:
-        max_tokens: The largest `exact_until`.
-    """
+    """Sources of KV other than plans; `exact_until` is at most `max_tokens`."""
     imported = st.builds(
         kvtrie.Imported, exact_until=st.integers(0, max_tokens), hops=st.integers(0, 3)
     )
@@ -256,13 +202,7 @@ def sources(max_tokens: int = 24) -> st.SearchStrategy[object]:
 
 @st.composite
 def spans(draw: st.DrawFn, length: int, *, kinds: Sequence[str] = KINDS) -> list[kvtrie.Span]:
-    """At most three spans within a sequence; they may overlap and may be empty.
-
-    Args:
-        draw: Given by hypothesis.
-        length: The length of the sequence.
-        kinds: Names to choose from.
-    """
+    """At most three spans within a sequence; they may overlap and may be empty."""
     found = []
     for _ in range(draw(st.integers(0, 3))):
         start = draw(st.integers(0, length))

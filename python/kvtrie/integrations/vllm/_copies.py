@@ -1,4 +1,4 @@
-"""A worker's half: the copies of one step, on the worker's own tensors."""
+"""A worker's half: the copies of one step, on its own tensors."""
 
 from __future__ import annotations
 
@@ -27,12 +27,7 @@ _LOG = logging.getLogger("vllm.kvtrie")
 
 
 class Copies:
-    """Carries out loads before a forward pass.
-
-    Raises:
-        LayoutError: If the tensors do not have vLLM's layout.
-        UnsupportedRopeError: If K may have to be rotated and cannot be.
-    """
+    """Carries out loads before a forward pass, on tensors of vLLM's layout."""
 
     def __init__(
         self,
@@ -52,10 +47,7 @@ class Copies:
         self._failed: set[int] = set()
 
     def apply(self, loads: Sequence[Load]) -> None:
-        """Copy. `take_failed` reports blocks that failed, and vLLM computes them.
-
-        The copies are ordered before the forward pass by the current stream.
-        """
+        """Ordered before the forward pass by the current stream. vLLM computes failed blocks."""
         for load in loads:
             if load.moves is None:
                 self._failed.update(load.blocks)
@@ -67,17 +59,12 @@ class Copies:
                 self._failed.update(load.blocks)
 
     def take_failed(self) -> set[int]:
-        """Blocks whose copies failed since the last call."""
         failed, self._failed = self._failed, set()
         return failed
 
 
 def _in_order(names: Sequence[str]) -> list[str]:
-    """Layers in the order of the model: each may rotate its keys differently.
-
-    Raises:
-        LayoutError: If a name does not give its layer.
-    """
+    """Layers in the order of the model: each may rotate its keys differently."""
     try:
         return sorted(names, key=extract_layer_index)
     except (AssertionError, ValueError) as error:
@@ -89,9 +76,6 @@ def rope_of(vllm_config: VllmConfig) -> RopeSpec:
     """How the model that vLLM runs rotates its keys.
 
     For MLA vLLM stores the interleaved order, whatever the checkpoint's code does.
-
-    Raises:
-        UnsupportedRopeError: If they cannot be rotated by a delta.
     """
     config = vllm_config.model_config.hf_text_config
     interleaved = True if vllm_config.model_config.use_mla else None

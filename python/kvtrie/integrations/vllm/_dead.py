@@ -1,7 +1,6 @@
 """Dead reasoning: when vLLM needs blocks, it takes those of finished turns' reasoning first.
 
-A chat template drops reasoning of earlier turns, so no later prompt needs its KV. But vLLM caches
-it like any other KV, and evicts it after older prompts and answers.
+Without this it would evict them after older prompts and answers.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
     from kvtrie.integrations.vllm._stats import Counts
     from kvtrie.integrations.vllm._tags import Reading
 
-# A block that is still in use after this many checks is shared with other requests.
+# A block in use after this many checks is shared with other requests.
 _MAX_LOOKS: Final = 8
 
 
 class DeadThinking:
     """Moves blocks of dead reasoning to the head of vLLM's free queue.
 
-    A block keeps its hash until vLLM hands it out, so it can be found until then. Blocks in use and
-    blocks that other conversations continue from stay where they are.
+    Until vLLM hands a block out, it keeps its hash and can be found. Blocks in use and blocks that
+    other conversations continue from stay where they are.
     """
 
     def __init__(self, pool: BlockPool, sources: Sources, block_size: int, counts: Counts) -> None:
@@ -42,7 +41,6 @@ class DeadThinking:
         self._waiting: dict[int, tuple[KVCacheBlock, bytes, int]] = {}
 
     def close(self, seq: TokenSequence, reading: Reading, block_ids: Sequence[int]) -> None:
-        """Handle the end of a request, which may end its turn."""
         ranges = self._policy.decide(reading.stream).evict_first
         if not ranges:
             return
@@ -56,7 +54,7 @@ class DeadThinking:
                 self._waiting[block.block_id] = (block, block.block_hash, 0)
 
     def settle(self) -> None:
-        """Move blocks that vLLM has freed meanwhile."""
+        """Move what vLLM has freed meanwhile."""
         if not self._waiting:
             return
         ready = []

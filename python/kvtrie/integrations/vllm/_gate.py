@@ -35,18 +35,13 @@ _FIX: Final = (
 
 
 def cleared(settings: Settings, vllm_config: VllmConfig) -> ReusePolicy:
-    """The policy for approximate requests; ``kvtrie.EXACT_ONLY`` without a gate.
-
-    Raises:
-        GateError: The gate file cannot be read, or is for another model.
-    """
     if settings.gate is None:
         return EXACT_ONLY
     wanted = settings.wanted()
     gate = read(settings)
     if gate is None:
         return wanted
-    # A gate compares the shortest run; the connector's index finds none shorter than this.
+    # A gate compares the shortest run, and the index finds none shorter than this.
     explicit = wanted if wanted.min_run is not None else wanted.replace(min_run=LEAST_RUN)
     try:
         decision = gate.policy(explicit, checkpoint=_served(vllm_config))
@@ -73,11 +68,6 @@ def cleared(settings: Settings, vllm_config: VllmConfig) -> ReusePolicy:
 
 
 def read(settings: Settings) -> gates.Gate | None:
-    """The gate file; None if there is none to read.
-
-    Raises:
-        GateError: It cannot be read.
-    """
     if settings.gate is None or settings.gate == "unchecked":
         return None
     try:
@@ -88,17 +78,11 @@ def read(settings: Settings) -> gates.Gate | None:
 
 
 def covers(settings: Settings, adapter: str | None) -> bool:
-    """Whether the gate covers requests with this LoRA adapter; it was measured without one."""
+    """A gate was measured without an adapter."""
     return adapter is None or settings.gate in (None, "unchecked")
 
 
 def _served(vllm_config: VllmConfig) -> str:
-    """The digest of the checkpoint that vLLM serves.
-
-    Raises:
-        CheckpointError: It cannot be identified.
-        GateMismatchError: vLLM does not run the weights of the directory.
-    """
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format not in _PLAIN_FORMATS:
         msg = f"vLLM loads the weights by load_format={load.load_format!r}, not unchanged"
@@ -148,11 +132,6 @@ def _kv_dtype(vllm_config: VllmConfig) -> str:
 
 
 def _check_rope(vllm_config: VllmConfig) -> None:
-    """Refuse vLLM settings that rotate the keys differently than the checkpoint.
-
-    Raises:
-        GateMismatchError: The settings do so.
-    """
     if not vllm_config.model_config.hf_overrides:
         return
     config = _config(_directory(vllm_config))

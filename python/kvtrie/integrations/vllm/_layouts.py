@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
 _CPU: Final = "CPU_ATTN"
-# K's channels and then V's, as in vLLM's interface. Others split a page differently: ROCm into
-# [channels / x, tokens, x], TurboQuant and NVFP4 into codes and scales.
+# As in vLLM's interface. Others split a page differently: ROCm into [channels / x, tokens, x],
+# TurboQuant and NVFP4 into codes and scales.
 _K_THEN_V: Final = (
     *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"),
     *("FLASHINFER", "FLEX_ATTENTION"),
@@ -29,23 +29,12 @@ _PLAIN_ISAS: Final = ("vec", "vec16")
 def locate(
     tensors: list[torch.Tensor], spec: AttentionSpec, backends: Collection[str]
 ) -> tuple[object, KVLayout]:
-    """Views of a worker's KV tensors, and the layout that describes them.
+    """Views of a worker's KV tensors, and their layout: the arguments of `kvtrie.KVPool.wrap`.
 
-    Every tensor has the shape ``[blocks, heads, tokens, channels]``; strides give the physical
-    order. Channels are K and then V. The CPU backend instead splits each head's page into all of K
-    and all of V, and stores K channel by channel. A kernel may use smaller blocks than the manager;
-    slots are the same.
-
-    Args:
-        tensors: One per layer, as given to ``register_kv_caches``.
-        spec: The KV of the group's layers.
-        backends: Names of the attention backends that read them.
-
-    Returns:
-        The arguments of `kvtrie.KVPool.wrap`.
-
-    Raises:
-        LayoutError: If the tensors have another layout.
+    Tensors have the shape ``[blocks, heads, tokens, channels]``; strides give the physical order.
+    Channels are K and then V. The CPU backend instead splits each head's page into all of K and all
+    of V, and stores K channel by channel. A kernel may use smaller blocks than the manager; slots
+    are the same.
     """
     k, v = spec.head_size, spec.head_size_v
     known = (*_K_THEN_V, _CPU) if v else _LATENT
@@ -86,7 +75,7 @@ def locate(
 def _cpu_pages(
     tensors: list[torch.Tensor], k: int, v: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """K and V of the CPU backend, each as ``[blocks, heads, tokens, channels]``."""
+    """Each ``[blocks, heads, tokens, channels]``."""
     blocks, heads, tokens, _ = tensors[0].shape
     isa = _cpu_isa(tensors[0].dtype, tokens, k)
     if isa not in _PLAIN_ISAS or k != v:
@@ -103,7 +92,7 @@ def _cpu_pages(
 
 
 def _cpu_isa(dtype: torch.dtype, block_size: int, head_dim: int) -> str | None:
-    """The instruction set that vLLM's CPU attention uses; None if this vLLM does not say."""
+    """None if this vLLM does not say."""
     from vllm.v1.attention.backends import cpu_attn  # noqa: PLC0415 - of the CPU build alone
 
     ask = getattr(cpu_attn, "_get_attn_isa", None)

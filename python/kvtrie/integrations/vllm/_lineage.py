@@ -22,12 +22,7 @@ _PURPOSE: Final = b"kvtrie: approximate KV"
 
 
 def start(request: Request, block: int) -> None:
-    """Start a separate hash chain at ``block``.
-
-    Args:
-        request: vLLM's request, whose ``block_hashes`` are replaced from there on.
-        block: The first block with an approximate token; vLLM must have hashed it (`covers`).
-    """
+    """Start a separate hash chain at ``block``, the first with an approximate token."""
     hashes = request.block_hashes
     plain = hashes[block]
     own = hashlib.blake2b(plain, key=_PURPOSE, digest_size=min(len(plain), 64))
@@ -38,16 +33,12 @@ def start(request: Request, block: int) -> None:
 
 
 def covers(request: Request, block: int) -> bool:
-    """Whether a lineage can begin at ``block``: only full blocks have a hash to replace."""
+    """Only full blocks have a hash to replace."""
     return block < len(request.block_hashes)
 
 
 def join(request: Request, blocks: Sequence[KVCacheBlock]) -> int | None:
-    """Chain a request through blocks that it may use in place.
-
-    Args:
-        request: vLLM's request, not looked up yet.
-        blocks: Cached blocks of its first tokens, exact or approximate.
+    """Chain a request that was not looked up yet through the cached blocks of its first tokens.
 
     Returns:
         The first block whose lineage differs from plain tokens; None if there is none, and nothing

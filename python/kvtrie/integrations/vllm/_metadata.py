@@ -13,12 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The copies into one request.
+    """The copies into one request, and the blocks that they write.
 
-    Attributes:
-        moves: As `kvtrie.ReusePlan.moves` returns them: plain slots, pieces end at block edges.
-            None if they could not be made; the workers then report the blocks as failed.
-        blocks: The blocks that the copies write.
+    Without ``moves``, which could not be made, the workers report the blocks as failed.
     """
 
     moves: NDArray[Any] | None

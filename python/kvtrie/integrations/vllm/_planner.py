@@ -35,14 +35,13 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("vllm.kvtrie")
 _Answer = TypeVar("_Answer")
 
-# After this many failed admissions with pinned sources, a request gets no reuse.
+# Failed admissions with pinned sources, after which a request gets no reuse.
 _MAX_REFUSALS: Final = 2
-# Most namespaces kept, because a server may see any number of salts.
+# A server may see any number of salts.
 _MAX_NAMESPACES: Final = 1024
 
 
 def summary(settings: Settings, cleared: ReusePolicy, tagger: Tagger | None) -> str:
-    """What the connector will do, in one line for the log."""
     if cleared.approximate:
         reuse = f"approximate reuse (gate: {settings.gate})"
         if settings.default == "exact":
@@ -74,10 +73,10 @@ class Planner:
         self._cleared = cleared
         self._counts = counts
         self._space_of = lru_cache(maxsize=_MAX_NAMESPACES)(self._new_namespace)
-        # All of vLLM's requests, also those without kvtrie: they may read what it copied.
+        # Also those without kvtrie: they may read what it copied.
         self._requests: dict[str, Request] = {}
         self._live: dict[str, LiveRequest] = {}
-        # Those with work in the current step, so that a decode step skips the others.
+        # With work in the current step, so that a decode step skips the others.
         self._pending: dict[str, Request] = {}
         self._prefilling: dict[str, Request] = {}
         self._loads: list[Load] = []
@@ -96,7 +95,7 @@ class Planner:
     # --- arrival -----------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
-        """Register a request, before vLLM looks it up."""
+        """Called before vLLM looks the request up."""
         self._settle()
         self._requests[request.request_id] = request
         # vLLM truncates and extends a resumable request's tokens without notice.
@@ -146,13 +145,9 @@ class Planner:
     # --- admission ---------------------------------------------------------------------------
 
     def match(self, request: Request, num_local: int) -> int:
-        """The number of tokens after vLLM's own hit that need no computing.
+        """The number of tokens after vLLM's own hit (whole blocks) that need no computing.
 
-        The sources are pinned: vLLM allocates next. May be called again for the same request.
-
-        Args:
-            request: vLLM's request.
-            num_local: Tokens of vLLM's own hit, whole blocks.
+        The sources are pinned. May be called again for the same request.
         """
         live = self._live.get(request.request_id)
         if live is None:
@@ -191,10 +186,9 @@ class Planner:
     def _label(
         self, request: Request, live: LiveRequest, plan: ReusePlan, ranges: Sequence[Range]
     ) -> None:
-        """Start a separate lineage at the request's first approximate KV.
+        """Start a separate lineage at the first approximate KV.
 
-        When a request is admitted again after its exact prefix was evicted, the lineage may begin
-        earlier than before.
+        After an eviction of the exact prefix it may begin earlier than at the last admission.
         """
         approximate = plan.segments[plan.segments["class"] == APPROXIMATE]
         for start, end in ranges:
@@ -208,12 +202,7 @@ class Planner:
             live.becomes_approximate(first)
 
     def allocated(self, request: Request, num_external: int) -> None:
-        """Handle that vLLM has allocated the request's blocks.
-
-        Args:
-            request: vLLM's request.
-            num_external: What `match` promised, or 0 if vLLM did not use it.
-        """
+        """Handle vLLM's allocation; ``num_external`` is what `match` promised, or 0 if unused."""
         live = self._live.get(request.request_id)
         if live is None:
             return
@@ -240,8 +229,7 @@ class Planner:
     ) -> None:
         """Copy the tokens of a range, on which vLLM relies from now on.
 
-        Tokens that cannot be copied, such as those after ``most``, are reported by the workers as a
-        failed copy.
+        Those that cannot be copied, such as those after ``most``, are reported as a failed copy.
         """
         ids = self._manager.get_block_ids(request.request_id)[0]
         blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
@@ -267,7 +255,7 @@ class Planner:
     # --- cached segments after gaps (for `KvtrieScheduler`) --------------------------------------
 
     def gap_end(self, request: Request, position: int) -> int | None:
-        """The end of the gap at ``position``, if a cached segment follows."""
+        """The end of a gap that a cached segment follows."""
         live = self._live.get(request.request_id)
         if live is None or live.pending is None:
             return None
@@ -290,7 +278,6 @@ class Planner:
     # --- the step ------------------------------------------------------------------------------
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
-        """Build the copies of a step, and release what is no longer needed."""
         # Copies that vLLM relies on must go out with this step, whatever else fails.
         try:
             self._settle()
@@ -315,16 +302,15 @@ class Planner:
             self._offer_prompts()
         loads, self._loads = self._loads, []
         if loads:
-            # vLLM sets this only for what `match` promised. Where it is not set, vLLM copies after
-            # the forward pass: too late for segments after gaps.
+            # vLLM sets this only for what `match` promised. Otherwise it copies after the forward
+            # pass: too late for segments after gaps.
             output.has_sync_kv_loads = True
         return StepMetadata(loads)
 
     def forget_unwritten(self, request: Request) -> None:
         """Before a preemption, hide the blocks that this step was to write.
 
-        vLLM caches blocks when it allocates their slots. If another request of the same step then
-        preempts this one, its blocks stay in the cache unwritten.
+        vLLM caches blocks when it allocates their slots, so they would stay in the cache unwritten.
         """
         live = self._live.get(request.request_id)
         jumped = live.pending.jumped if live is not None and live.pending is not None else None
@@ -357,9 +343,8 @@ class Planner:
         """Compute everything that was to be copied into failed blocks, and all tokens after it.
 
         vLLM has reset the requests that it knows to read these blocks, and dropped this step's
-        output for them. It does not drop the output of steps in flight, keeps counting the tokens
-        that these were to sample, lets other requests hit the blocks meanwhile, and does not notify
-        model runner V2.
+        output for them. But it keeps the output of steps in flight, counts the tokens that these
+        were to sample, lets other requests hit the blocks, and does not notify model runner V2.
         """
         for request_id, request in self._requests.items():
             if request.status != RequestStatus.RUNNING:
@@ -383,20 +368,19 @@ class Planner:
                     for start, end, is_moved in live.used
                     if start < position
                 ]
-        # A request that ended since may have left blocks after its own, and others theirs after
-        # these. A failed copy is rare, so the whole cache is dropped.
+        # Requests that ended since may have left blocks after these. A failed copy is rare, so the
+        # whole cache is dropped.
         self.reset()
         cached = {block.block_id for block in self._pool.blocks if block.block_hash is not None}
         self._manager.evict_blocks(cached)
 
     def preempted(self, request_id: str) -> None:
-        """Release the sources of a request that vLLM preempted: it may need these blocks too."""
+        """Release the sources: vLLM may need these blocks."""
         live = self._live.get(request_id)
         if live is not None:
             self._drop_pending(request_id, live)
 
     def reset(self) -> None:
-        """Forget every block, and the copies planned after gaps."""
         for request_id in list(self._pending):
             self.preempted(request_id)
         self.sources.reset()
@@ -422,7 +406,6 @@ class Planner:
         self._drop_pending(request_id, live)
 
     def _note_refusal(self, request: Request, live: LiveRequest) -> None:
-        """Record whether vLLM may have refused the request because its sources were pinned."""
         before = self._pool.get_num_free_blocks()
         self._drop_pending(request.request_id, live)
         after = self._pool.get_num_free_blocks()
@@ -478,7 +461,6 @@ class Planner:
         self.sources.offer(live.seq, block_ids, stretches, spans=spans)
 
     def _count_prompt(self, request: Request, live: LiveRequest) -> None:
-        """Count, once, the sources of a request's prompt KV."""
         if live.is_counted:
             return
         live.is_counted = True
@@ -493,7 +475,7 @@ class Planner:
             self._dead.settle()
 
     def guarded(self, call: Callable[..., _Answer], *args: object) -> _Answer | None:
-        """The result of a call; if it raises, the error is counted and the result is None."""
+        """If the call raises, the error is counted and the result is None."""
         try:
             return call(*args)
         except Exception:
@@ -507,7 +489,6 @@ class Planner:
     # --- the end -------------------------------------------------------------------------------
 
     def finish(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Index what a finished request leaves in vLLM's cache."""
         self._requests.pop(request.request_id, None)
         self._moved.pop(request.request_id, None)
         live = self._live.pop(request.request_id, None)
@@ -520,7 +501,7 @@ class Planner:
             self._dead.close(live.seq, live.reading, block_ids)
 
     def abandon(self, request_id: str) -> None:
-        """Forget a request after an error; vLLM continues with it alone."""
+        """Forget the request; vLLM continues with it alone."""
         live = self._live.pop(request_id, None)
         self._prefilling.pop(request_id, None)
         if live is not None:

@@ -18,8 +18,7 @@ APPROXIMATE: Final = 1
 COMPUTE: Final = 2
 """Classes of segments in `kvtrie.ReusePlan.segments`."""
 
-# A copy has a fixed cost, and delays the whole step: fewer tokens than this are computed with those
-# that follow. Many prompts share no more than their first tokens.
+# A copy has a fixed cost and delays the whole step, and many prompts share only their first tokens.
 _LEAST_COPIED: Final = 8
 
 
@@ -30,16 +29,13 @@ def usable(
     behind_gaps: bool,
     may_begin: Callable[[int], bool] | None,
 ) -> tuple[Range, list[Range]]:
-    """The tokens that are worth a copy.
+    """The tokens that are worth a copy: those after vLLM's hit, and segments after gaps, ascending.
 
     Args:
         plan: The plan.
         num_local: Tokens of vLLM's own hit, whole blocks.
         behind_gaps: Whether reuse continues after a gap.
         may_begin: Whether KV may become approximate at a token; None: it already is.
-
-    Returns:
-        Those after vLLM's hit, and cached segments after gaps, ascending.
     """
     reusable = [
         (max(segment[0], num_local), segment[1], segment[4] == APPROXIMATE)
@@ -67,7 +63,6 @@ def usable(
 def _first_approximate(
     reusable: Sequence[tuple[int, int, bool]], ranges: Sequence[Range]
 ) -> int | None:
-    """The first approximate token inside ranges; both are ascending."""
     return next(
         (
             max(start, segment[0])
@@ -84,7 +79,7 @@ def moves(
 ) -> NDArray[np.void]:
     """The copies for the tokens of a range, in the form of `kvtrie.ReusePlan.moves`.
 
-    Tokens that the plan uses in place but vLLM's hit does not contain are copied unchanged. They
+    Tokens that the plan uses in place but vLLM's hit does not contain are copied unchanged: they
     are under another lineage than the request had at its lookup.
     """
     own = plan.blocks

@@ -28,11 +28,9 @@ class Pending:
     """A plan with copies that are not all issued.
 
     Attributes:
-        plan: The plan.
         pinned: Its blocks, which the pool may not hand out meanwhile.
-        promised: What vLLM was promised: the tokens after its own hit that need no computing.
-        after_gaps: Ranges after a gap that may be copied when the gap is computed, ascending.
-        allocated: Whether vLLM has allocated the request's blocks.
+        promised: The tokens after vLLM's own hit that need no computing.
+        after_gaps: Ranges that may be copied when the gap before is computed, ascending.
         jumped: The range after a gap that this step skips, if the step includes the request.
     """
 
@@ -49,15 +47,12 @@ class LiveRequest:
     """One request from arrival to finish.
 
     Attributes:
-        seq: Its tokens, as far as they were final at the last update.
-        policy: What may be reused for it.
+        seq: Its tokens that were final at the last update.
         exact_until: Its first approximate token; None while all is exact.
         moved: Ranges of approximate KV that it did not compute, and their hops.
-        pending: The current plan.
         num_refused: How often vLLM found no blocks while this request's sources were pinned.
         last_free: Free blocks when that last happened.
         is_offered: Whether the index knows the prompt's blocks.
-        reading: The spans of its tokens; None if the chat format is unknown.
         used: Ranges of the prompt whose KV was not computed, and whether it is approximate.
         is_counted: Whether `used` is in the stats.
     """
@@ -92,32 +87,28 @@ class LiveRequest:
         ]
 
     def follow(self, request: Request) -> None:
-        """Append the ids that have become final."""
         if len(self.seq) < request.num_tokens:
             self.seq.extend(request.all_token_ids[len(self.seq) :])
 
     def begins_with(self, num_local: int) -> None:
-        """Record vLLM's own hit, at every admission of the request."""
+        """Called at every admission."""
         exact = num_local if self.exact_until is None else min(num_local, self.exact_until)
         self.used = [(0, exact, False), (exact, num_local, True)]
-        # Blocks that vLLM found may have left the index since, with their hops: assume the most
-        # that the policy allows.
+        # Blocks that vLLM found may have left the index since, with their hops: assume the most.
         self.moved = [(exact, num_local, self.policy.max_hops)] if exact < num_local else []
 
     def new_spans(self) -> list[Span]:
-        """The spans that have ended since the last call."""
+        """Those that have ended since the last call."""
         return [] if self.reading is None else self.reading.new_spans(self.seq)
 
     def becomes_approximate(self, position: int) -> None:
-        """Record that tokens from ``position`` on are approximate."""
         self.exact_until = position if self.exact_until is None else min(self.exact_until, position)
 
 
 def adapter_of(request: Request) -> str | None:
     """The identity of a request's LoRA adapter; None without one.
 
-    It includes the path, as in vLLM's hashes, because a name may be reused for another adapter
-    while the engine runs.
+    It includes the path, as in vLLM's hashes: a name may be reused while the engine runs.
     """
     lora = request.lora_request
     return None if lora is None else json.dumps([lora.lora_name, lora.lora_path])

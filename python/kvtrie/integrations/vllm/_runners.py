@@ -25,17 +25,10 @@ def send_whole(
 ) -> None:
     """Make a step send some of its requests as if the workers did not know them yet.
 
-    vLLM sends only the changes of a running request. Model runner V2 adds up the computed tokens
-    itself, and ignores the scheduler's count of a request that it knows. V1 uses the count, but
-    with steps in flight it puts the last sampled token after what it gets. Both replace their state
-    of a request that arrives as after a preemption: as a new one for V2, as a resumed one for V1.
-
-    Args:
-        output: The scheduler's output, not yet sent; changed in place.
-        requests: Those of the step's requests to send in full, by id.
-        manager: Has their blocks.
-        counts_itself: Whether the workers run V2.
-        uses_mrope: Whether the model has M-RoPE, for which vLLM sends more fields.
+    vLLM sends only the changes of a running request. Model runner V2 (``counts_itself``) ignores
+    the scheduler's count of computed tokens. V1 uses it, but with steps in flight it puts the last
+    sampled token after what it gets. Both replace their state of a request that arrives as after a
+    preemption: as a new one for V2, as a resumed one for V1. ``output`` is changed in place.
     """
     cached = output.scheduled_cached_reqs
     if not counts_itself:
@@ -50,7 +43,7 @@ def send_whole(
     output.scheduled_cached_reqs = replace(
         cached,
         req_ids=[cached.req_ids[at] for at in kept],
-        # Only pipeline ranks get new tokens; otherwise the list is empty.
+        # Only pipeline ranks get new tokens.
         new_token_ids=[tokens[at] for at in kept] if tokens else tokens,
         new_block_ids=[cached.new_block_ids[at] for at in kept],
         num_computed_tokens=[cached.num_computed_tokens[at] for at in kept],

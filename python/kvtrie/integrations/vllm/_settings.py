@@ -29,22 +29,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The connector's configuration.
-
-    Attributes:
-        gate: Path of the model's gate file (``kvtrie calibrate`` writes it), or ``"unchecked"`` to
-            reuse KV approximately without one. None: exact reuse only.
-        default: Mode of requests that set none: ``"approximate"`` or ``"exact"``.
-        policy: The approximate policy, as fields of `kvtrie.ReusePolicy`.
-        chat_format: How reasoning is found. ``"auto"`` reads the tokenizer's chat template, any
-            other name is one of `kvtrie.tags.PRESETS`, a mapping has the arguments of
-            `kvtrie.tags.Tagger.from_ids`, None tags nothing.
-        template_arguments: The arguments of the chat template that requests use, for ``"auto"``.
-        dead_thinking: Whether vLLM takes blocks of reasoning that the template will drop first,
-            once their turn is over.
-        seed: Seeds the index, which only the scheduler has; None draws one from the operating
-            system. Independent of vLLM's seed: sampling does not depend on it.
-    """
+    """The connector's configuration; ``docs/vllm.md`` describes the keys."""
 
     gate: str | None = None
     default: str = "approximate"
@@ -52,12 +37,12 @@ class Settings:
     chat_format: str | Mapping[str, Any] | None = "auto"
     template_arguments: Mapping[str, Any] | None = None
     dead_thinking: bool = True
-    # Not in the repr, because it is a secret.
+    # A secret.
     seed: int | None = field(default=None, repr=False)
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Settings:
-        """Read and check the mapping of the user's configuration.
+        """Check the user's mapping.
 
         Raises:
             SettingsError: A key is unknown, or a value is invalid.
@@ -74,7 +59,6 @@ class Settings:
         return settings
 
     def wanted(self) -> ReusePolicy:
-        """The policy of approximate requests, if the gate clears it."""
         return _policy(self.policy or {})
 
     def _check(self) -> None:
@@ -104,10 +88,7 @@ class Settings:
 def request_policy(
     params: Mapping[str, Any] | None, cleared: ReusePolicy, default: str
 ) -> ReusePolicy:
-    """What one request may reuse.
-
-    A request sets ``{"kvtrie": "exact"}`` or ``{"kvtrie": "approximate"}`` in its
-    ``kv_transfer_params``.
+    """What one request may reuse, by ``{"kvtrie": "exact" or "approximate"}`` in its parameters.
 
     Raises:
         SettingsError: It has another value.

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     )
     from kvtrie.integrations.vllm._requests import Stretch
 
-# Each round forgets all stale blocks that it met. Another round finds more only if they were after
-# these: a few rounds suffice, and a prompt is not worth more.
+# Each round forgets all stale blocks that it met; another finds more only if they were after these.
 _MAX_ROUNDS: Final = 4
 
 
@@ -35,14 +34,7 @@ class Sources:
 
     A block is known with the hash that vLLM cached it under. It may be copied from while the pool
     has not handed it out again, which vLLM reports (``unpin_blocks(on_reuse=)``), and while it
-    still has that hash. The index holds no reference; the caller that copies pins.
-
-    Args:
-        pool: vLLM's block pool.
-        block_size: Tokens per block.
-        policy: The widest policy of any plan. Without approximate reuse no windows of moved runs
-            are kept.
-        seed: Seeds the index; None draws one.
+    still has that hash. The caller that copies pins. ``policy`` is the widest of any plan.
     """
 
     def __init__(
@@ -58,25 +50,22 @@ class Sources:
             seed=seed,
         )
         self._hashes: dict[int, bytes] = {}
-        # Handed out by the pool since the index was last updated.
         self._gone: list[int] = []
         self.num_stale = 0
 
     def __len__(self) -> int:
-        """The number of known blocks."""
         self._settle()
         return len(self._hashes)
 
     @property
     def index(self) -> RadixIndex:
-        """The index, without the blocks that the pool has handed out."""
+        """Without the blocks that the pool has handed out."""
         if self._gone:
             self._settle()
         return self._index
 
     @property
     def has_approximate(self) -> bool:
-        """Whether any known block holds approximate KV."""
         return self.index.num_approximate > 0
 
     def offer(
@@ -87,17 +76,12 @@ class Sources:
         *,
         spans: Iterable[Span] = (),
     ) -> None:
-        """Index the blocks that hold the KV of a sequence.
+        """Index the blocks that hold KV of a sequence, up to the first that vLLM has not cached.
 
-        Args:
-            seq: The tokens.
-            block_ids: vLLM's table, the block of position 0 first. Only blocks before the first one
-                that vLLM has not cached are indexed.
-            stretches: The exactness of the written blocks.
-            spans: The kinds of the tokens.
+        ``block_ids`` is vLLM's table from position 0; ``stretches`` covers the written blocks.
         """
         ids = block_ids[: sum(count for count, _ in stretches)]
-        # Blocks that the index already has for these tokens need no work.
+        # Those that the index already has need no work.
         known = self.index.lookup(seq, touch=False).blocks.tolist()
         start = _num_equal(known, ids)
         blocks = []
@@ -150,7 +134,7 @@ class Sources:
         self._pool.unpin_blocks(blocks, on_reuse=self._on_reuse)
 
     def plan(self, seq: TokenSequence, policy: ReusePolicy) -> ReusePlan | None:
-        """A plan all of whose blocks may be read now; None if they keep leaving."""
+        """All its blocks may be read now; None if they keep leaving."""
         for _ in range(_MAX_ROUNDS):
             plan = self.index.plan(seq, policy, keep_last=1, pin=False)
             stale = [number for number in used_by(plan) if self.is_stale(number)]
@@ -162,7 +146,6 @@ class Sources:
         return None
 
     def reset(self) -> None:
-        """Forget every block."""
         self._index.reset()
         self._hashes.clear()
         self._gone.clear()
@@ -173,8 +156,7 @@ class Sources:
         """Forget the blocks wholly inside ranges of a sequence.
 
         Returns:
-            The number of forgotten blocks, and of blocks kept because other sequences continue from
-            them.
+            The number of forgotten blocks, and of those that other sequences continue from.
         """
         done = self.index.remove_spans(seq, ranges)
         gone = [*done.freed.tolist(), *done.condemned.tolist()]
@@ -183,18 +165,15 @@ class Sources:
         return gone, done.kept.tolist()
 
     def blocks(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
-        """Look up vLLM's records of these blocks."""
         records = self._pool.blocks
         return [records[number] for number in block_ids]
 
     def is_stale(self, number: int) -> bool:
-        """Whether the index's block is no longer what vLLM has under that id."""
         known = self._hashes.get(number)
         return known is None or known != self._pool.blocks[number].block_hash
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
-        # In a full pool this is called for each allocated block. They are collected and removed
-        # from the index before its next use.
+        # Called for each allocated block of a full pool: they are removed before the next use.
         if self._hashes.pop(block.block_id, None) is not None:
             self._gone.append(block.block_id)
 
@@ -202,7 +181,6 @@ class Sources:
         self._gone += [number for number in numbers if self._hashes.pop(number, None) is not None]
 
     def _settle(self) -> None:
-        """Remove from the index what the pool has handed out."""
         if not self._gone:
             return
         gone, self._gone = self._gone, []
@@ -213,7 +191,7 @@ class Sources:
 
 
 def used_by(plan: ReusePlan) -> list[int]:
-    """The blocks that a plan uses in place or copies from, each once."""
+    """In place or copied from, each once."""
     return sorted({*plan.blocks.tolist(), *plan.source_blocks.tolist()})
 
 

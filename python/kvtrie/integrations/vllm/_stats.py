@@ -39,15 +39,13 @@ class Counts:
         self._counts: Counter[str] = Counter()
 
     def add(self, name: str, count: int = 1) -> None:
-        """Count something of `NAMES`."""
         self._counts[name] += count
 
     def add_prompt(self, reuse: str, kind: str, count: int) -> None:
-        """Count tokens of a prompt by source of their KV and by kind."""
         self.add(f"{_PROMPT}/{reuse}/{kind}", count)
 
     def take(self) -> Stats | None:
-        """What was counted since the last call; None if nothing was."""
+        """None if nothing was counted since the last call."""
         if not self._counts:
             return None
         counts, self._counts = self._counts, Counter()
@@ -59,21 +57,17 @@ class Stats(KVConnectorStats):
     """Counters of one interval; they can be added."""
 
     def reset(self) -> None:
-        """Clear all."""
         self.data: dict[str, int] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the counters of another interval or worker."""
         for name, count in other.data.items():
             self.data[name] = self.data.get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The counters, for vLLM's log."""
         return dict(self.data)
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
         return not self.data
 
 
@@ -104,7 +98,6 @@ class PromMetrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add an interval's counters."""
         for name, count in transfer_stats_data.items():
             what, _, labels = name.partition("/")
             if what == _PROMPT and labels:

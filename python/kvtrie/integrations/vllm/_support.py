@@ -26,22 +26,12 @@ class UnsupportedError(ValueError):
 
 
 def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Refuse what would not work; the message says why and what to change.
-
-    Raises:
-        UnsupportedError: See the message.
-    """
     check_version()
     _check_groups(kv_cache_config)
     _check_settings(vllm_config)
 
 
 def check_version() -> None:
-    """Refuse a vLLM version that is not tested.
-
-    Raises:
-        UnsupportedError: See the message.
-    """
     minor = ".".join(vllm_version.split("+")[0].split(".")[:2])
     if minor not in TESTED:
         tested = " and ".join(f"{one}.x" for one in TESTED)
@@ -52,7 +42,7 @@ def check_version() -> None:
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Refuse KV that depends on more or less than all tokens before it, or is not per token."""
+    """Refuse KV that does not depend on exactly all tokens before it, or is not per token."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         _refuse(
@@ -76,8 +66,7 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
 
 
 def _check_settings(vllm_config: VllmConfig) -> None:
-    """Refuse vLLM settings that do not work with the connector."""
-    # Checked first, because the processor decides between settings checked below.
+    # Checked first: the processor decides between settings checked below.
     if vllm_config.model_config.use_mla and current_platform.is_cpu():
         _refuse(
             "the model has latent attention (MLA), which vLLM runs on a CPU without prefix caching "
@@ -112,16 +101,7 @@ def _check_settings(vllm_config: VllmConfig) -> None:
 
 
 def check_alone(vllm_config: VllmConfig) -> None:
-    """Refuse other connectors around this one.
-
-    Only a worker can see them, in the configuration under which it is made.
-
-    Args:
-        vllm_config: This connector's configuration, with only its own transfer configuration.
-
-    Raises:
-        UnsupportedError: See the message.
-    """
+    """Only a worker sees others around this one in its configuration."""
     current = get_current_vllm_config_or_none()
     around = current.kv_transfer_config if current is not None else None
     mine = vllm_config.kv_transfer_config
@@ -134,11 +114,6 @@ def check_alone(vllm_config: VllmConfig) -> None:
 
 
 def check_pool(pool: BlockPool, block_size: int) -> None:
-    """Refuse a pool whose blocks are not hashed one by one, or that lacks needed methods.
-
-    Raises:
-        UnsupportedError: See the message.
-    """
     if pool.hash_block_size != block_size:
         _refuse(
             f"vLLM hashes {pool.hash_block_size} tokens of its blocks of {block_size} at once: "

@@ -1,4 +1,4 @@
-"""The kinds of requests' tokens, by the model's chat format, in the scheduler's process."""
+"""The kinds of requests' tokens, by the model's chat format."""
 
 from __future__ import annotations
 
@@ -35,12 +35,8 @@ REUSES: Final = ("exact", "moved", "recomputed")
 def tagger_of(settings: Settings, vllm_config: VllmConfig) -> Tagger | None:
     """The chat format of the model that vLLM serves; None if tokens are not tagged.
 
-    ``"auto"`` reads the tokenizer's chat template. If it is unknown, vLLM's reasoning parser
-    identifies reasoning. The parser does not say when reasoning is dropped, so it is kept.
-
-    Raises:
-        SettingsError: The named format does not fit, or the policy forbids kinds and nothing
-            identifies them.
+    If ``"auto"`` does not know the template, vLLM's reasoning parser identifies reasoning. It does
+    not say when reasoning is dropped, so it is kept.
     """
     form = settings.chat_format
     tagger = None
@@ -101,7 +97,7 @@ def _from_parser(vllm_config: VllmConfig, tokenizer: Any) -> Tagger | None:  # n
             tokenizer.encode(text, add_special_tokens=False)
             for text in (parser.reasoning_start_str, parser.reasoning_end_str)
         )
-        # Everything is one message of the assistant: the parser has no roles.
+        # One message of the assistant: the parser has no roles.
         found = Tagger.from_ids(reasoning=(opens, closes), initial="assistant", boundary="never")
     except Exception:
         _LOG.warning("kvtrie: tokens are not tagged: reasoning parser %r", name, exc_info=True)
@@ -120,12 +116,11 @@ class Reading:
         self._num_returned = 0
 
     def follow(self, seq: TokenSequence) -> None:
-        """Read the tokens that have become final."""
         if len(self.stream) < len(seq):
             self.stream.feed(np.asarray(seq[len(self.stream) :]))
 
     def new_spans(self, seq: TokenSequence) -> list[Span]:
-        """The spans that have ended since the last call."""
+        """Those that have ended since the last call."""
         self.follow(seq)
         spans = self.stream.spans
         # The last one may have grown since: reasoning includes the newlines after it.
@@ -133,13 +128,13 @@ class Reading:
         return spans[first:]
 
     def finish(self, seq: TokenSequence, *, complete: bool) -> list[Span]:
-        """End the request; returns the spans that `new_spans` has not returned."""
+        """Returns the spans that `new_spans` has not returned."""
         self.follow(seq)
         self.stream.finish(complete=complete)
         return self.new_spans(seq)
 
     def spans(self) -> list[Span]:
-        """All spans so far, including the open one."""
+        """Includes the open one."""
         spans, under_way = self.stream.spans, self.stream.open
         return spans if under_way is None else [*spans, under_way]
 
@@ -147,15 +142,9 @@ class Reading:
 def count_by_kind(
     num_tokens: int, used: Iterable[tuple[int, int, bool]], spans: Iterable[Span]
 ) -> Counter[tuple[str, str]]:
-    """The number of a prompt's tokens by source and kind.
+    """Tokens of a prompt by (one of `REUSES`, kind); of nested spans the inner one counts.
 
-    Args:
-        num_tokens: Tokens of the prompt.
-        used: Ranges whose KV was not computed, and whether it is approximate.
-        spans: The kinds of the tokens. Of nested spans the inner one counts.
-
-    Returns:
-        Tokens by (one of `REUSES`, kind).
+    ``used`` are the ranges whose KV was not computed, and whether it is approximate.
     """
     spans = list(spans)
     if not spans:

@@ -1,4 +1,4 @@
-"""The class that vLLM loads: connects vLLM's interface to planner and copies."""
+"""The class that vLLM loads: connects its interface to planner and copies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LOG = logging.getLogger("vllm.kvtrie")
 class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     """Reuses KV of vLLM's own pool at other positions and after other prefixes.
 
-    vLLM makes one in its scheduler and one in each worker. See the package for how to load it.
+    vLLM makes one in its scheduler and one in each worker.
 
     Args:
         vllm_config: vLLM's configuration; ``kv_connector_extra_config`` holds the `Settings`.
@@ -86,7 +86,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         return self._planner
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Take vLLM's cache manager, whose pool holds all KV."""
+        """Take vLLM's cache manager."""
         super().bind_kv_cache_manager(kv_cache_manager)
         _support.check_pool(kv_cache_manager.block_pool, self._block_size)
         self._planner = Planner(
@@ -111,7 +111,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """The number of tokens after vLLM's own hit that are copied before the forward pass."""
+        """The number of tokens after vLLM's own hit that are copied."""
         try:
             return self.planner.match(request, num_computed_tokens), False
         except Exception:
@@ -124,7 +124,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         blocks: KVCacheBlocks,  # noqa: ARG002 - vLLM's interface
         num_external_tokens: int,
     ) -> None:
-        """Take the destination blocks of the copies."""
+        """Take the destination blocks."""
         try:
             self.planner.allocated(request, num_external_tokens)
         except Exception:
@@ -135,12 +135,11 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The copies of this step."""
-        # Nothing is caught here: the planner catches errors that concern no copy, and a step must
-        # not go out without its copies.
+        # Nothing is caught: a step must not go out without its copies.
         return self.planner.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Handle the copies that failed in a completed step."""
+        """Handle copies that failed."""
         if connector_output.invalid_block_ids:
             self.planner.failed(connector_output.invalid_block_ids)
 
@@ -153,7 +152,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Index what a request leaves in the cache; vLLM frees its blocks as usual."""
+        """As above; vLLM frees its blocks as usual."""
         try:
             self.planner.finish(request, block_ids[0])
         except Exception:
@@ -161,7 +160,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """Forget every block: vLLM's prefix cache was reset."""
+        """Forget every block."""
         try:
             self.planner.reset()
         except Exception:
@@ -178,7 +177,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     # --- worker ------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the tensors that the copies work on."""
+        """Take the worker's tensors."""
         self._copies = Copies(
             kv_caches,
             self._vllm_config,
@@ -224,14 +223,8 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whether CUDA graphs must be cut at every layer: no, all copies come before the first one.
 
-        With CUDA graphs, vLLM calls this in its first process, before it loads any weights. So
-        errors visible in the settings are raised here after seconds, not after minutes in a worker.
-        `__init__` raises them as well.
-
-        Raises:
-            SettingsError: A setting is unknown or invalid.
-            UnsupportedError: This vLLM is not supported.
-            GateError: The gate file cannot be read.
+        With CUDA graphs, vLLM calls this before it loads any weights. So errors of `__init__` that
+        are visible in the settings are raised here, after seconds.
         """
         _support.check_version()
         _gate.read(Settings.read(extra_config))

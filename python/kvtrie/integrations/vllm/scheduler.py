@@ -23,15 +23,14 @@ class KvtrieScheduler(AsyncScheduler):
     """vLLM's own scheduler with four changes.
 
     * A chunk of a prompt ends where copyable KV begins.
-    * At that position, the request's computed tokens skip the copied range. The copies are part of
-      the step that computes the tokens after it.
+    * There the request's computed tokens skip the copied range. The copies are part of the step
+      that computes the tokens after it.
     * A preempted request releases its planned copies, and nobody finds the blocks that its step was
       to write.
-    * Blocks are freed at once. vLLM keeps them while steps are in flight, for connectors that write
-      in their own order.
+    * Blocks are freed at once. vLLM keeps them while steps are in flight.
 
     Raises:
-        UnsupportedError: If the connector is not `KvtrieConnector`.
+        UnsupportedError: The connector is not `KvtrieConnector`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
@@ -42,7 +41,7 @@ class KvtrieScheduler(AsyncScheduler):
             raise UnsupportedError(msg)
         self._planner: Planner = self.connector.planner
         self._planner.resumes_behind_gaps = True
-        # Blocks may be freed while a step that writes them is in flight: copies come after it.
+        # Copies come after a step in flight that writes them.
         self.defer_block_free = False
         _LOG.info("kvtrie: reuse continues after gaps")
 

@@ -1,18 +1,9 @@
 """vLLM's transfer between prefill and decode engines, with every block checked by its tokens.
 
-A transfer connector of vLLM sends a list of block ids, and the receiver trims it by count. One more
-block on either side, such as a look-ahead block or reasoning that was dropped meanwhile, and it
-loads the wrong blocks without an error. The sender here adds a `kvtrie.TransferManifest` to its
-result: the tokens of its blocks, under a keyed digest. The receiver loads the blocks that follow
-its own prefix and hold its tokens, and computes everything else. The connector still moves the
-bytes.
-
-```text
---kv-transfer-config '{"kv_connector": "KvtrieNixlConnector", "kv_role": "kv_producer",
-    "kv_connector_module_path": "kvtrie.integrations.vllm.transfer",
-    "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"kvtrie_key_file": "/etc/kvtrie.key"}}'
-```
+vLLM's receiver trims a list of block ids by count: one more block on either side, and it loads the
+wrong blocks without an error. The sender here adds a `kvtrie.TransferManifest`. The receiver loads
+the blocks that follow its own prefix and hold its tokens, and computes everything else. The
+connector still moves the bytes. ``docs/vllm.md`` has the configuration.
 """
 
 from __future__ import annotations
@@ -59,8 +50,8 @@ _MAX_MANIFEST: Final = 32 << 20
 class CheckedTransfer:
     """A mixin before a transfer connector of vLLM, which checks what it loads.
 
-    The connector must say in ``kv_transfer_params`` which blocks it sends, as ``remote_block_ids``
-    (one list per group), and take ``KVCacheBlocks`` to load into.
+    The connector must name its blocks in ``remote_block_ids`` of ``kv_transfer_params`` (one list
+    per group), and take ``KVCacheBlocks`` to load into.
 
     Attributes:
         outcomes: Transfers by outcome: ``"whole"``, ``"part"``, ``"nothing"`` (no block holds the
@@ -118,7 +109,7 @@ class CheckedTransfer:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """The number of tokens that the connector would load and that are those of the request."""
+        """How many tokens the connector would load that are those of the request."""
         found: tuple[int | None, bool]
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc]
         count, is_async = found
@@ -128,7 +119,7 @@ class CheckedTransfer:
         remote, end = self._loadable(request, num_computed_tokens, num_computed_tokens + count)
         if end <= num_computed_tokens:
             return 0, False
-        # The connector trims this list by count; it already has the right length.
+        # The connector trims this by count; it already has the right length.
         request.kv_transfer_params[_BLOCKS] = [remote]
         self._promised[request.request_id] = (num_computed_tokens, end)
         return end - num_computed_tokens, is_async
@@ -165,7 +156,7 @@ class CheckedTransfer:
             return [], start
         remote, end = [], start
         for pair in plan.pairs:
-            # Contiguous blocks, from the first missing token.
+            # Contiguous, from the first missing token.
             if int(pair["start"]) != end or (end > start and end % self._size):
                 break
             remote.append(int(pair["remote"]))
@@ -212,11 +203,6 @@ def _key(extra: Mapping[str, Any]) -> bytes:
 
 
 def _read(said: object) -> TransferManifest | None:
-    """A received manifest.
-
-    Raises:
-        TransferRefused: It is not a manifest.
-    """
     if not isinstance(said, str):
         return None
     if len(said) > _MAX_MANIFEST:

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 class ModelAllocator:
-    """`kvtrie.BlockAllocator`: a free list for engines that have none.
-
-    Args:
-        num_blocks: Ids are in `0..num_blocks`; all are free at first.
-    """
+    """`kvtrie.BlockAllocator`: ids are in `0..num_blocks`; all are free at first."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = as_count(num_blocks, "num_blocks", 1)
@@ -24,19 +20,9 @@ class ModelAllocator:
 
     @property
     def num_free(self) -> int:
-        """The number of free ids."""
         return len(self._free)
 
     def allocate(self, n: int, evict_from: ModelIndex | None = None) -> Int32:
-        """Hand out `n` ids, free ones first, then evicted ones; all or none.
-
-        Args:
-            n: The number of ids.
-            evict_from: The index to take the rest from.
-
-        Raises:
-            OutOfBlocksError: There are fewer. Nothing is evicted.
-        """
         n = as_count(n, "n")
         available = self.num_free
         if evict_from is not None:
@@ -53,11 +39,6 @@ class ModelAllocator:
         return int32(taken)
 
     def free(self, ids: Integers) -> None:
-        """Free ids.
-
-        Args:
-            ids: Ids that were handed out; anything else is a `ValueError` and changes nothing.
-        """
         numbers = as_integers(ids, "ids", self.num_blocks)
         twice = set(numbers) & set(self._free)
         if twice or len(set(numbers)) < len(numbers):

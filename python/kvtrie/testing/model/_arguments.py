@@ -21,7 +21,6 @@ TOKEN_LIMIT = 2**32
 
 
 def as_count(value: object, what: str, low: int = 0) -> int:
-    """`value` as an int of at least `low`; bool and float are refused."""
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
         message = f"{what} is {value!r}, not an integer"
         raise TypeError(message)
@@ -33,14 +32,12 @@ def as_count(value: object, what: str, low: int = 0) -> int:
 
 
 def expect(value: object, kind: type, what: str) -> None:
-    """Refuse a value of another type."""
     if not isinstance(value, kind):
         message = f"{what} is of type {type(value).__name__}, not {kind.__name__}"
         raise TypeError(message)
 
 
 def as_flag(value: object, what: str) -> bool:
-    """`value` if it is a bool."""
     if not isinstance(value, bool | np.bool_):
         message = f"{what} is {value!r}, not a bool"
         raise TypeError(message)
@@ -48,7 +45,7 @@ def as_flag(value: object, what: str) -> bool:
 
 
 def as_integers(values: Integers, what: str, limit: int) -> list[int]:
-    """`values` as a list of ints in `0..limit`; every type that could hide a mistake is refused."""
+    """Refuses every type that could hide a mistake."""
     if isinstance(values, list | tuple | range):
         numbers = [as_count(value, f"{what}[{i}]", -TOKEN_LIMIT) for i, value in enumerate(values)]
     else:
@@ -73,12 +70,11 @@ def as_integers(values: Integers, what: str, limit: int) -> list[int]:
 
 
 def int32(numbers: Iterable[int]) -> Int32:
-    """An array of block ids."""
     return np.array(list(numbers), dtype=np.int32)
 
 
 def as_ranges(ranges: Iterable[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """`ranges` as pairs within `0..length`, ascending and disjoint; adjacent ranges are merged."""
+    """Ascending and disjoint; adjacent ranges are merged."""
     merged: list[tuple[int, int]] = []
     for given in ranges:
         start, end = (as_count(value, "a range") for value in given)

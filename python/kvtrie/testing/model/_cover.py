@@ -3,7 +3,7 @@
 A prompt token and a cached slot are a *pair* if they hold the same token and the policy allows that
 slot there. A *match* is a chain of pairs, (i, slot), (i + 1, next slot on one path), that cannot be
 extended on either side and is at least `min_run` long. Parents are unique, so the last pair
-identifies a match. One recurrence over prompt times slots finds all matches:
+identifies a match. One recurrence finds all matches:
 
     length(i, slot) = length(i - 1, slot before) + 1, or 0 if (i, slot) is not a pair
 """
@@ -31,11 +31,7 @@ NOWHERE = -1
 class Allowed:
     """What a policy allows besides exact KV of the same whole prefix.
 
-    Attributes:
-        approximate: Any approximate KV.
-        moved: KV under another prefix or at another position.
-        max_hops: The most hops of used KV.
-        forbidden: The bit set of forbidden kinds.
+    `moved` is KV under another prefix or at another position, `forbidden` a bit set of kinds.
     """
 
     approximate: bool
@@ -44,7 +40,6 @@ class Allowed:
     forbidden: int
 
     def in_place(self, entry: Entry) -> bool:
-        """Whether an approximate block may be used in place, as a whole."""
         free = not any(tags & self.forbidden for tags in entry.tags)
         return self.approximate and entry.hops <= self.max_hops and free
 
@@ -61,11 +56,8 @@ class Source(NamedTuple):
 class Piece:
     """Prompt tokens from `start` that are copied from consecutive slots of one path.
 
-    Attributes:
-        start: The position of the first token in the prompt.
-        sources: One slot per token.
-        same_prefix: Whether the prompt up to here is the path of these slots. Such a copy is as
-            exact as its source, and adds no hop.
+    If `same_prefix`, that path is the prompt up to here: such a copy is as exact as its source, and
+    adds no hop.
     """
 
     start: int
@@ -116,7 +108,7 @@ class Slots:
         forbidden = self._column(
             entry.tags[offset] & allowed.forbidden != 0 for entry, offset, _ in self.sources
         )
-        # From here on one row per prompt token, one column per slot.
+        # One row per prompt token, one column per slot.
         rows = np.arange(len(prompt))[:, np.newaxis]
         self.same_prefix = np.array(shared, dtype=np.bool_) & (self.position == rows)
         few_hops = self.hops + ~self.same_prefix <= allowed.max_hops
@@ -130,9 +122,8 @@ class Slots:
         return np.fromiter(values, dtype=np.int64)
 
     def _lengths(self, pairs: npt.NDArray[np.bool_]) -> Grid:
-        """The length of the chain that ends in each pair; 0 without a pair."""
+        """Of the chain that ends in each pair; 0 without a pair."""
         count, width = pairs.shape
-        # The last column is "no slot", the first row "no token".
         lengths = np.zeros((count + 1, width + 1), dtype=np.int64)
         for i in range(count):
             lengths[i + 1, :width] = np.where(pairs[i], lengths[i, self.before] + 1, 0)
@@ -172,13 +163,7 @@ class Slots:
 
 
 def cover(slots: Slots, start: int, min_run: int) -> list[Piece]:
-    """Cover a prompt from left to right.
-
-    Args:
-        slots: The cached slots, compared with the prompt.
-        start: The first uncovered token.
-        min_run: The shortest match; a piece may be shorter if matches overlap.
-    """
+    """Cover a prompt from left to right; overlapping matches may give pieces below `min_run`."""
     pieces = []
     while start < len(slots.prompt):
         piece = slots.best(start, min_run)

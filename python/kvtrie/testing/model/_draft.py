@@ -19,11 +19,7 @@ IN_PLACE = 0
 class Origin(NamedTuple):
     """The source of one token's KV, and its label once the plan is applied.
 
-    Attributes:
-        piece: The number of its piece: no segment spans two pieces.
-        source: The slot.
-        exact: Whether it is exact here.
-        hops: Its hops here.
+    No segment spans two pieces; `exact` and `hops` are those of the token here.
     """
 
     piece: int
@@ -40,13 +36,8 @@ Draft: TypeAlias = list[Origin | None]
 class Cached:
     """The state of an index that a draft depends on.
 
-    Attributes:
-        entries: The present entries of the namespace, by whole prefix.
-        block_size: Tokens per block.
-        min_run: The shortest match, unless a policy sets a longer one.
-        moved_runs: Whether runs of other prefixes are used at all.
-        kinds: The names of the kinds, by bit.
-        is_one_path: Whether the entries are those of one path: their order is that of positions.
+    `entries` are the present ones of the namespace, by whole prefix; `kinds` are names, by bit. If
+    `is_one_path`, the order of the entries is that of positions.
     """
 
     entries: dict[Tokens, Entry]
@@ -89,7 +80,7 @@ def draft(cached: Cached, tokens: Tokens, keep_last: int, policy: ReusePolicy) -
 
 
 def _in_place(cached: Cached, limited: Tokens, allowed: Allowed) -> Piece:
-    """Whole blocks of the same prefix: exact ones, then allowed approximate ones."""
+    """Exact ones, then allowed approximate ones."""
     size = cached.block_size
     sources: list[Source] = []
     for end in range(size, len(limited) + 1, size):
@@ -101,7 +92,7 @@ def _in_place(cached: Cached, limited: Tokens, allowed: Allowed) -> Piece:
 
 
 def _sibling(cached: Cached, limited: Tokens, start: int) -> list[Piece]:
-    """The exact tokens of the block at `start` that shares most with the prompt, or none."""
+    """The exact tokens of the block that shares most with the prompt."""
     size = cached.block_size
     prefix, rest = limited[:start], limited[start:]
     siblings = [
@@ -117,12 +108,11 @@ def _sibling(cached: Cached, limited: Tokens, start: int) -> list[Piece]:
 
 
 def _block(entry: Entry, start: int, count: int) -> list[Source]:
-    """The first slots of a block whose first token has the position `start`."""
     return [Source(entry, offset, start + offset) for offset in range(count)]
 
 
 def _origins(number: int, piece: Piece) -> Draft:
-    """One origin per token of a piece; another prefix or position adds a hop."""
+    """Another prefix or position adds a hop to a token's KV."""
     moved = not piece.same_prefix
     return [
         Origin(number, source, source.entry.exact and not moved, source.entry.hops + moved)
@@ -131,7 +121,7 @@ def _origins(number: int, piece: Piece) -> Draft:
 
 
 def _recomputed(origins: Draft, policy: ReusePolicy) -> Draft:
-    """A piece without the ends of its approximate part that the policy recomputes."""
+    """Without the ends of the approximate part that the policy recomputes."""
     part = [i for i, origin in enumerate(origins) if origin is not None and not origin.exact]
     first, last = policy.recompute_first, policy.recompute_last
     again = {*part[:first], *part[max(0, len(part) - last) :]}

@@ -50,25 +50,11 @@ MIN_MIN_RUN = 8
 
 
 class ModelIndex(Removal):
-    """`kvtrie.RadixIndex`, as a dictionary from whole prefixes to entries.
+    """`kvtrie.RadixIndex`, as a dictionary from whole prefixes to entries; see there for the calls.
 
-    `seed`, `pool_id` and `hash_bits` are accepted and ignored: results do not depend on them, nor
-    on `max_candidates` while a `RadixIndex` drops none. `digest()` equals that of another model
-    with the same calls, never that of a `RadixIndex`. `stats()` has only the counts that do not
-    depend on how an index is built.
-
-    A plan compares all tokens of the prompt with all cached tokens: fast enough for hundreds, slow
-    for many thousands.
-
-    Args:
-        num_blocks: Block ids are in `0..num_blocks`.
-        block_size: Tokens per block.
-        min_run: The shortest moved run in tokens, at least 8.
-        max_candidates: Ignored: the model tries all places.
-        moved_runs: Whether moved runs are used.
-        seed: Ignored.
-        pool_id: Ignored: a model has no snapshots.
-        hash_bits: Ignored.
+    `seed`, `pool_id`, `hash_bits` and `max_candidates` are ignored: the model tries all places.
+    `digest()` equals that of another model with the same calls, never that of a `RadixIndex`.
+    `stats()` has only the counts that do not depend on how an index is built.
     """
 
     def __init__(
@@ -112,17 +98,6 @@ class ModelIndex(Removal):
     def lookup(
         self, seq: AnySequence, *, keep_last: int = 0, touch: bool = True, start: int = 0
     ) -> ModelMatch:
-        """Find the longest run of present exact blocks from position 0.
-
-        Args:
-            seq: The sequence.
-            keep_last: Tokens at the end that are not matched.
-            touch: Whether this counts as use.
-            start: Blocks before this position are not listed.
-
-        Returns:
-            The tokens matched, counted from 0, and the blocks from `start` on.
-        """
         namespace, tokens = read(seq)
         keep_last = as_count(keep_last, "keep_last")
         touch = as_flag(touch, "touch")
@@ -151,18 +126,6 @@ class ModelIndex(Removal):
         pin: bool = True,
         path: AnySequence | None = None,
     ) -> ModelPlan:
-        """Plan how to build the KV of a prompt.
-
-        Args:
-            seq: The prompt.
-            policy: What may be reused; None: `EXACT_ONLY`.
-            keep_last: Tokens at the end that are computed.
-            pin: Whether the plan's blocks stay until it is released.
-            path: The only sequence whose entries are used; None: all of the namespace.
-
-        Returns:
-            The plan: whole blocks in place, then copies, and the gaps between.
-        """
         namespace, tokens = read(seq)
         policy = EXACT_ONLY if policy is None else policy
         expect(policy, ReusePolicy, "policy")
@@ -213,19 +176,6 @@ class ModelIndex(Removal):
         source: Source,
         spans: Iterable[Span] = (),
     ) -> ModelInsertResult:
-        """Offer blocks for the front of a sequence.
-
-        Args:
-            seq: The sequence of the blocks.
-            blocks: Ids, the first for the block at `start`.
-            num_computed: Tokens from 0 that have KV.
-            start: The position of the first id, a multiple of the block size.
-            source: The source of the KV: a plan, `COMPUTED` or `Imported(...)`.
-            spans: Tags to set.
-
-        Returns:
-            The ids that back the sequence from `start` on, and the other ids by outcome.
-        """
         namespace, tokens = read(seq)
         offered = as_integers(blocks, "blocks", self.num_blocks)
         num_computed = as_count(num_computed, "num_computed")
@@ -282,7 +232,6 @@ class ModelIndex(Removal):
         )
 
     def _source(self, source: Source, namespace: Namespace, tokens: Tokens) -> PlanState | None:
-        """The plan of a source, if it is a plan; refuses one of other tokens."""
         if source is COMPUTED or isinstance(source, Imported):
             return None
         if not isinstance(source, ModelPlan):
@@ -313,7 +262,7 @@ class ModelIndex(Removal):
     def _label(
         self, source: Source, plan: PlanState | None, end: int, before: list[Entry]
     ) -> tuple[bool, int]:
-        """Whether an offered block that ends at `end` after `before` is exact, and its hops."""
+        """Whether an offered block that ends at `end` is exact, and its hops."""
         said_exact, hops = True, 0
         if isinstance(source, Imported) and end > source.exact_until:
             said_exact, hops = False, source.hops
@@ -325,7 +274,7 @@ class ModelIndex(Removal):
     def _decide(
         self, key: Key, offer: Entry, duplicates: list[int], freed: list[int]
     ) -> Entry | None:
-        """Decide between the entry at a key and the offered one; None ends the insert."""
+        """None ends the insert."""
         standing = self._entries.get(key)
         out_of_reach = offer.block in self._out_of_reach()
         if standing is None:
@@ -347,7 +296,6 @@ class ModelIndex(Removal):
         return offer
 
     def _own(self, plan: ModelPlan) -> None:
-        """Refuse anything but a plan of this index."""
         expect(plan, ModelPlan, "a plan")
         if plan._index is not self:  # noqa: SLF001 - a plan is part of its index
             message = "a plan of another index"
@@ -357,11 +305,9 @@ class ModelIndex(Removal):
 
     @property
     def num_approximate(self) -> int:
-        """The number of blocks whose KV is approximate."""
         return sum(not entry.exact for entry in self._entries.values())
 
     def stats(self) -> ModelStats:
-        """The counts of the index."""
         return ModelStats(
             indexed=len(self._entries),
             condemned=len(self._condemned) + len(self._waiting),
@@ -378,7 +324,6 @@ class ModelIndex(Removal):
         )
 
     def digest(self) -> int:
-        """A number that is equal for two models with the same calls."""
         entries = sorted(
             (repr(ns), sort_key(tokens), e.block, e.exact, e.hops, e.stamp, e.mark, tuple(e.tags))
             for (ns, tokens), e in self._entries.items()
@@ -398,7 +343,6 @@ class ModelIndex(Removal):
         return int.from_bytes(raw, "little")
 
     def check(self) -> None:
-        """Raise `KvTrieError` if an invariant of the model is broken."""
         indexed = [entry.block for entry in self._entries.values()]
         quarantined = self._quarantined - self._condemned
         every = [*indexed, *self._condemned, *self._waiting, *quarantined]

@@ -39,7 +39,7 @@ MOVE_DTYPE = np.dtype(
 
 
 def _stretches(draft: Draft) -> list[tuple[int, list[Origin | None]]]:
-    """The start of each segment, with its origins of equal piece, class and hops."""
+    """Starts, with origins of equal piece, class and hops."""
     stretches = []
     start = 0
     for _, group in itertools.groupby(draft, _likeness):
@@ -54,7 +54,6 @@ def _likeness(origin: Origin | None) -> tuple[int, bool, int] | None:
 
 
 def _segment(start: int, origins: list[Origin | None]) -> tuple[int, ...]:
-    """A row of `segments`."""
     end, first, kinds = start + len(origins), origins[0], 0
     if first is None:
         return (start, end, start, 0, COMPUTE, 0, 0)
@@ -66,7 +65,6 @@ def _segment(start: int, origins: list[Origin | None]) -> tuple[int, ...]:
 
 
 def copied_from(draft: Draft) -> set[int]:
-    """The ids of the source blocks."""
     return {
         origin.source.entry.block
         for origin in draft
@@ -75,7 +73,7 @@ def copied_from(draft: Draft) -> set[int]:
 
 
 class ModelPlan:
-    """How to build the KV of a prompt: `kvtrie.ReusePlan`, made by `ModelIndex.plan`."""
+    """`kvtrie.ReusePlan`, made by `ModelIndex.plan`."""
 
     def __init__(self, index: ModelStore, state: PlanState, draft: Draft) -> None:
         self._index = index
@@ -97,28 +95,23 @@ class ModelPlan:
 
     @property
     def blocks(self) -> Int32:
-        """Ids used in place, for the first whole blocks; empty for a released plan."""
         self._check_live("blocks")
         return int32(self._in_place)
 
     @property
     def num_new_blocks(self) -> int:
-        """The number of blocks that the caller must provide for the rest of the prompt."""
         return -(-len(self._draft) // self._index.block_size) - len(self._in_place)
 
     @property
     def num_exact(self) -> int:
-        """Tokens that are reused exactly, in place or by a copy."""
         return self._count(EXACT)
 
     @property
     def num_approximate(self) -> int:
-        """Tokens that are reused approximately, in place or by a copy."""
         return self._count(APPROXIMATE)
 
     @property
     def num_compute(self) -> int:
-        """Tokens that must be computed."""
         return self._count(COMPUTE)
 
     def _count(self, label: int) -> int:
@@ -127,46 +120,33 @@ class ModelPlan:
 
     @property
     def candidates_dropped(self) -> int:
-        """0: the model tries all places."""
         return 0
 
     @property
     def gaps(self) -> Int64:
-        """The ranges to compute, as rows of (start, end)."""
         rows = self._segments[self._segments["class"] == COMPUTE]
         return np.stack([rows["start"], rows["end"]], axis=1).astype(np.int64)
 
     @property
     def segments(self) -> npt.NDArray[np.void]:
-        """The source of every token, once."""
         return self._segments.copy()
 
     @property
     def source_blocks(self) -> Int32:
-        """The ids of the source blocks, ascending, each once; empty for a released plan."""
         self._check_live("source_blocks")
         return int32(sorted(copied_from(self._draft)))
 
     @property
     def released(self) -> bool:
-        """Whether `release` was called."""
         return self._state.released
 
     @property
     def pinned(self) -> bool:
-        """Whether the plan was made with `pin=True`."""
         return self._state.pinned
 
     def moves(
         self, table: Integers, start: int = 0, end: int | None = None
     ) -> npt.NDArray[np.void]:
-        """The copies as plain data.
-
-        Args:
-            table: The block ids of the prompt, from position 0.
-            start: Only copies to positions from here on.
-            end: And before this one; None: the end of the prompt.
-        """
         ids = as_integers(table, "table", self._index.num_blocks)
         size = self._index.block_size
         length = len(self._draft)
@@ -204,7 +184,6 @@ class ModelPlan:
             raise StaleHandleError(message)
 
     def _check_table(self, ids: list[int], first: int, needed: int) -> None:
-        """Refuse a table that would overwrite others' KV, at the blocks `first..needed`."""
         front = list(zip(ids, self._in_place, strict=False))
         written = ids[max(first, len(self._in_place)) : needed]
         for wrong, message in (
@@ -217,7 +196,6 @@ class ModelPlan:
                 raise ValueError(message)
 
     def validate(self) -> npt.NDArray[np.bool_]:
-        """One bool per segment: true while pinned, or while its blocks never left."""
         state, answers = self._state, []
         is_here = self._index._is_here  # noqa: SLF001 - a plan is part of its index
         for segment, used in zip(self._segments, self._used, strict=True):
@@ -228,13 +206,11 @@ class ModelPlan:
         return np.array(answers, dtype=np.bool_)
 
     def release_sources(self) -> None:
-        """Release the source blocks; a second call does nothing."""
         self._check_live("release_sources")
         self._state.source_pins.clear()
         self._index._settle()  # noqa: SLF001 - a plan is part of its index
 
     def release(self) -> None:
-        """Release everything; a second call is a `StaleHandleError`."""
         self._check_live("release")
         self._index._release(self._state)  # noqa: SLF001 - a plan is part of its index
 
@@ -258,6 +234,5 @@ class ModelPlan:
 
 
 def _stays(origins: Iterable[Origin | None]) -> list[tuple[int, int]]:
-    """The blocks that a segment uses, each with its stay at planning time."""
     entries = [origin.source.entry for origin in origins if origin is not None]
     return list(dict.fromkeys((entry.block, entry.stay) for entry in entries))

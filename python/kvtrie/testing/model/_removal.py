@@ -40,16 +40,10 @@ class Removal(Tags):
         return self._resets, self._drops.get(namespace, 0)
 
     def take_freed(self) -> Int32:
-        """Return the waiting blocks."""
         freed, self._waiting = self._waiting, []
         return int32(freed)
 
     def evict(self, n: int) -> Int32:
-        """Return at most `n` blocks: waiting, dead, then by last use, deepest, lowest id.
-
-        Args:
-            n: The number of wanted blocks.
-        """
         n = as_count(n, "n")
         freed, self._waiting = self._waiting[:n], self._waiting[n:]
         while len(freed) < n and (victim := self._next_victim()) is not None:
@@ -59,32 +53,15 @@ class Removal(Tags):
 
     @property
     def num_evictable(self) -> int:
-        """The number of blocks that `evict` could remove from the index."""
         return len(self._evictable())
 
     def discard(self, block_ids: Integers) -> Int32:
-        """Remove blocks wherever they are.
-
-        Args:
-            block_ids: Ids; unknown ones are counted, repeated ones once.
-
-        Returns:
-            The freed ids, in the given order. A pinned block is condemned instead.
-        """
         wanted = list(dict.fromkeys(as_integers(block_ids, "block_ids", self.num_blocks)))
         where = self._where()
         self._unknown_discards += sum(block not in where for block in wanted)
         return self._forget(where[block] for block in wanted if block in where)
 
     def quarantine(self, block_ids: Integers) -> int:
-        """Remove blocks from use permanently, wherever they are.
-
-        Args:
-            block_ids: Ids; those that are not indexed are counted, repeated ones once.
-
-        Returns:
-            The number of ids that were newly quarantined.
-        """
         wanted = dict.fromkeys(as_integers(block_ids, "block_ids", self.num_blocks))
         where = self._where()
         self._unknown_discards += sum(block not in where for block in wanted)
@@ -96,18 +73,15 @@ class Removal(Tags):
 
     @property
     def quarantined(self) -> Int32:
-        """The ids that are in quarantine or will be after their last release, ascending."""
         return int32(sorted(self._quarantined))
 
     def drop(self, namespace: Namespace) -> Int32:
-        """Empty a namespace and start its next epoch."""
         expect(namespace, Namespace, "namespace")
         self._drops[namespace] = self._drops.get(namespace, 0) + 1
         freed = self._forget(key for key in self._entries if key[0] == namespace)
         return np.sort(freed)
 
     def reset(self) -> Int32:
-        """Empty the index and start the next epoch of all namespaces."""
         self._resets += 1
         return np.sort(self._forget(self._entries))
 
@@ -131,15 +105,6 @@ class Removal(Tags):
         ]
 
     def mark_dead(self, seq: AnySequence, ranges: Iterable[tuple[int, int]]) -> int:
-        """Mark the blocks wholly inside some ranges to be evicted first, except extended ones.
-
-        Args:
-            seq: The sequence.
-            ranges: Pairs of (start, end), ascending and disjoint; adjacent ones are merged.
-
-        Returns:
-            The number of newly marked blocks.
-        """
         namespace, tokens = read(seq)
         inside = self._inside(namespace, tokens, as_ranges(ranges, len(tokens)))
         entries = [self._entries[key] for key, extended in inside if not extended]
@@ -153,17 +118,6 @@ class Removal(Tags):
     def remove_spans(
         self, seq: AnySequence, ranges: Iterable[tuple[int, int]], *, force: bool = False
     ) -> ModelRemoveResult:
-        """Remove the blocks wholly inside some ranges.
-
-        Args:
-            seq: The sequence.
-            ranges: Pairs of (start, end), ascending and disjoint; adjacent ones are merged.
-            force: Whether extended blocks are removed as well.
-
-        Returns:
-            The freed ids, the ids kept because they are extended, and the pinned ids; each in path
-            order.
-        """
         namespace, tokens = read(seq)
         inside = self._inside(namespace, tokens, as_ranges(ranges, len(tokens)))
         force = as_flag(force, "force")

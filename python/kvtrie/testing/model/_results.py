@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelMatch:
-    """What `lookup` found: tokens from 0, and the blocks from `start` on."""
+    """As `kvtrie.Match`."""
 
     num_tokens: int
     blocks: Int32
@@ -19,7 +19,7 @@ class ModelMatch:
 
 @dataclass(frozen=True)
 class ModelInsertResult:
-    """What `insert` did; attributes as those of `kvtrie.InsertResult`."""
+    """As `kvtrie.InsertResult`."""
 
     blocks: Int32
     num_exact: int
@@ -30,7 +30,7 @@ class ModelInsertResult:
 
 @dataclass(frozen=True)
 class ModelRemoveResult:
-    """What `remove_spans` did; attributes as those of `kvtrie.RemoveResult`."""
+    """As `kvtrie.Removed`."""
 
     freed: Int32
     kept: Int32

@@ -21,7 +21,7 @@ Tokens: TypeAlias = tuple[Token, ...]
 
 
 def effective(ids: Sequence[int], items: Sequence[Item]) -> Tokens:
-    """The comparable tokens: in an item, the id with the item's digest and the offset."""
+    """In an item, the id with the item's digest and the offset."""
     tokens: list[Token] = list(ids)
     for item in items:
         for position in range(item.start, item.end):
@@ -30,12 +30,11 @@ def effective(ids: Sequence[int], items: Sequence[Item]) -> Tokens:
 
 
 def sort_key(tokens: Tokens) -> list[tuple[int, int, bytes, int]]:
-    """A sort key: tokens by (id, item or none), none first."""
+    """By (id, item or none), none first."""
     return [(t, 0, b"", 0) if isinstance(t, int) else (t[0], 1, t[1], t[2]) for t in tokens]
 
 
 def common(left: Tokens, right: Tokens) -> int:
-    """Length of the common prefix of `left` and `right`."""
     for n, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return n
@@ -43,13 +42,7 @@ def common(left: Tokens, right: Tokens) -> int:
 
 
 class ModelSequence:
-    """Token ids from position 0 in a namespace: `kvtrie.TokenSequence` without cached state.
-
-    Args:
-        ids: Token ids, each in `0..2**32`.
-        namespace: What the KV depends on besides the tokens.
-        items: Ranges that represent something else (an image), ascending and disjoint.
-    """
+    """`kvtrie.TokenSequence` without cached state; only it has `tokens`, in comparable form."""
 
     def __init__(self, ids: Integers, namespace: Namespace, items: Sequence[Item] = ()) -> None:
         expect(namespace, Namespace, "namespace")
@@ -61,17 +54,14 @@ class ModelSequence:
 
     @property
     def namespace(self) -> Namespace:
-        """The namespace."""
         return self._namespace
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """The items, in order of position."""
         return tuple(self._items)
 
     @property
     def tokens(self) -> Tokens:
-        """The comparable tokens; `kvtrie.TokenSequence` has no such property."""
         return self._tokens
 
     def __len__(self) -> int:
@@ -92,12 +82,6 @@ class ModelSequence:
         return f"ModelSequence({self._ids}, {self._namespace}, items={self._items})"
 
     def extend(self, ids: Integers, items: Sequence[Item] = ()) -> None:
-        """Append `ids`; `items` are given by their positions in the whole sequence.
-
-        Args:
-            ids: More token ids.
-            items: Items within the new ids.
-        """
         new = as_integers(ids, "ids", TOKEN_LIMIT)
         end = len(self._ids)
         for item in items:
@@ -111,11 +95,6 @@ class ModelSequence:
         self._tokens = effective(self._ids, self._items)
 
     def truncate(self, n: int) -> None:
-        """Drop everything from position `n` on; an item that is cut ends there.
-
-        Args:
-            n: The new length, at most the current one.
-        """
         n = as_count(n, "n")
         if n > len(self._ids):
             message = f"truncate to {n}, but the sequence has {len(self._ids)} tokens"
@@ -133,7 +112,7 @@ AnySequence: TypeAlias = ModelSequence | TokenSequence
 
 
 def read(seq: AnySequence) -> tuple[Namespace, Tokens]:
-    """Namespace and comparable tokens of a sequence, read again at every call."""
+    """Read again at every call."""
     if isinstance(seq, ModelSequence):
         return seq.namespace, seq.tokens
     expect(seq, TokenSequence, "seq")

@@ -51,7 +51,6 @@ class PlanState:
 
 
 def exact_run(entries: Iterable[Entry | None]) -> list[Entry]:
-    """The entries before the first absent or approximate one."""
     run = []
     for entry in entries:
         if entry is None or not entry.exact:
@@ -79,13 +78,12 @@ class ModelStore:
     # --- computed from all entries ----------------------------------------------------------------
 
     def _path(self, namespace: Namespace, tokens: Tokens) -> list[Key]:
-        """The keys of all full blocks of a sequence."""
         size = self.block_size
         ends = range(size, len(tokens) + 1, size)
         return [(namespace, tokens[:end]) for end in ends]
 
     def _above(self, keys: Iterable[Key]) -> set[Key]:
-        """The keys of everything strictly above `keys`, present or not."""
+        """Present or not."""
         above: set[Key] = set()
         for namespace, tokens in keys:
             for end in range(len(tokens) - self.block_size, 0, -self.block_size):
@@ -103,7 +101,6 @@ class ModelStore:
         return self._above(self._entries) - self._entries.keys()
 
     def _is_here(self, block: int, stay: int) -> bool:
-        """Whether a block has not left since this stay."""
         return any(entry.block == block and entry.stay == stay for entry in self._entries.values())
 
     # --- pins -------------------------------------------------------------------------------------
@@ -112,12 +109,12 @@ class ModelStore:
         return {block for plan in self._plans for block in plan.pins | plan.source_pins}
 
     def _holding(self) -> set[Key]:
-        """The blocks pinned together with everything above them."""
+        """Pinned together with everything above them."""
         blocks = {block for plan in self._plans for block in plan.pins}
         return {key for key, entry in self._entries.items() if entry.block in blocks}
 
     def _evictable(self) -> list[Key]:
-        """Blocks neither pinned nor above a pinned one; dead blocks may be above a source."""
+        """Neither pinned nor above a pinned one; dead blocks may be above a source."""
         pinned = self._pinned()
         anchors = {key for key, entry in self._entries.items() if entry.block in pinned}
         above, held = self._above(anchors), self._above(self._holding())
@@ -130,7 +127,7 @@ class ModelStore:
     # --- using ------------------------------------------------------------------------------------
 
     def _stamp(self, entries: Iterable[Entry]) -> None:
-        """Touch these entries at one time of the clock; dead ones lose their mark."""
+        """One time of the clock; dead ones lose their mark."""
         self._clock += 1
         for entry in entries:
             entry.stamp, entry.mark = self._clock, None
@@ -138,18 +135,14 @@ class ModelStore:
     # --- leaving ----------------------------------------------------------------------------------
 
     def _next_victim(self) -> Key | None:
-        """The next block to evict: a dead one, else the least recently used end."""
+        """A dead one, else the least recently used end."""
         dead = [key for key in self._evictable() if self._entries[key].mark is not None]
         if dead:
             return min(dead, key=lambda key: (self._entries[key].mark, -len(key[1])))
         return self._oldest_end()
 
     def _oldest_end(self, *, cut_off: bool = False) -> Key | None:
-        """The unpinned block with nothing present below, by last use, deepest, lowest id.
-
-        Args:
-            cut_off: Only among blocks with a hole above them.
-        """
+        """Unpinned, nothing present below; by last use, deepest, lowest id."""
         pinned = self._pinned()
         above = self._above(self._entries)
         holes = above - self._entries.keys()
@@ -170,18 +163,17 @@ class ModelStore:
         )
 
     def _left(self, block: int) -> int | None:
-        """A block has left the index: its id, or None if it is pinned and so condemned."""
+        """None if it is pinned and so condemned."""
         if block in self._pinned():
             self._condemned.add(block)
             return None
         return block
 
     def _out_of_reach(self) -> set[int]:
-        """Ids that no insert takes: neither indexed nor held by the caller."""
+        """Neither indexed nor held by the caller: no insert takes them."""
         return self._condemned | set(self._waiting) | self._quarantined
 
     def _forget(self, keys: Iterable[Key]) -> Int32:
-        """Remove entries; returns the freed ids."""
         gone = [self._entries.pop(key).block for key in list(keys)]
         freed = [block for block in gone if self._left(block) is not None]
         self._settle()
@@ -201,7 +193,6 @@ class ModelStore:
         self._waiting += sorted(cut_off)
 
     def _release(self, state: PlanState) -> None:
-        """Remove a plan and its pins."""
         state.released = True
         self._plans = [plan for plan in self._plans if plan is not state]
         self._settle()

@@ -25,17 +25,14 @@ class Tags(ModelStore):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of the kinds, by bit."""
         return tuple(self._kinds)
 
     def _bits(self, kinds: Iterable[str]) -> int:
-        """The bit set of the known ones of these kinds."""
         return sum(1 << bit for bit, kind in enumerate(self._kinds) if kind in set(kinds))
 
     def _spans(
         self, spans: Iterable[Span], tokens: Tokens
     ) -> tuple[list[str], list[tuple[range, int]]]:
-        """The new kinds, and the ranges to mark with their bits."""
         kinds = list(self._kinds)
         marks = []
         for span in spans:
@@ -63,23 +60,13 @@ class Tags(ModelStore):
                         entry.tags[offset] |= bit if position in where else 0
 
     def tag(self, seq: AnySequence, spans: Iterable[Span]) -> None:
-        """Set tags on the tokens of a sequence that have a block.
-
-        Args:
-            seq: The sequence; others that share its prefix share the tags.
-            spans: Ranges with their kinds.
-        """
         namespace, tokens = read(seq)
         self._kinds, marks = self._spans(spans, tokens)
         self._mark(self._path(namespace, tokens), marks)
         self._settle()
 
     def tags(self, seq: AnySequence) -> list[Span]:
-        """The tags of every present block on the path of a sequence.
-
-        Returns:
-            Maximal runs of each kind, sorted by (start, end, kind).
-        """
+        """Maximal runs of each kind, sorted by (start, end, kind)."""
         namespace, tokens = read(seq)
         bits: list[int] = []
         for key in self._path(namespace, tokens):
