@@ -2677,10 +2677,12 @@ class TransferPlan:
     def pairs(self, /) -> npt.NDArray[np.void]:
         """
         What to load, a structured array by group and position: `group`, `remote` and `local` (block
-        ids, int32), `start` and `end` (positions in the local sequence, int64), `delta` (position here
-        minus position there, int64: by how many positions K is rotated), `class` (0 exact, 1
-        approximate, uint8), `hops` (of the KV once loaded, uint16). Each pair is inside one remote and
-        one local block; its first token is at `(start - delta) % remote_block_size` in the remote one.
+        ids, int32; `local` is -1 if the plan was made without `local_blocks`), `start` and `end`
+        (positions in the local sequence, int64), `delta` (position here minus position there, int64:
+        by how many positions K is rotated), `class` (0 exact, 1 approximate, uint8), `hops` (of the KV
+        once loaded, uint16). Each pair is inside one remote and one local block, number
+        `start // block_size` of the local table; the first of its tokens is at
+        `(start - delta) % remote_block_size` in the remote one.
         """
     @property
     def source(self, /) -> Imported | ComputedSource:
@@ -2719,7 +2721,7 @@ class WouldSave:
 def plan_transfer(
     manifest: TransferManifest,
     local_seq: TokenSequence,
-    local_blocks: _Integers | Mapping[int, _Integers],
+    local_blocks: _Integers | Mapping[int, _Integers] | None = None,
     cached: tuple[SupportsIndex, SupportsIndex] = ...,
     *,
     key: bytes,
@@ -2749,7 +2751,8 @@ def plan_transfer(
         manifest: What the sender offers.
         local_seq: The prompt here.
         local_blocks: Its block table from position 0: ids (group 0), or a dict from group number to
-            ids. It must cover the sequence; further ids are ignored.
+            ids. It must cover the sequence; further ids are ignored. None: no block is allocated yet,
+            and the pairs name none.
         cached: Half-open range of positions whose KV is present here and exact. It is not loaded.
         key: The deployment's key, 16 to 64 bytes.
         policy: What may be loaded; None is `kvtrie.EXACT_ONLY`. A manifest has no kinds: with any

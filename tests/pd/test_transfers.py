@@ -119,8 +119,8 @@ def test_one_transfer(
     assert outcome.refused is None
     if not policy.approximate:
         assert outcome.exact == outcome.loaded
-    # All common whole blocks of the sender are loaded, and its last block even if it is partial, but
-    # for what the receiver has or must compute.
+    # All common whole blocks of the sender are loaded, and its last block even if it is partial,
+    # but for what the receiver has or must compute.
     common = 0
     while common < min(computed, len(wanted)) and sent[common] == wanted[common]:
         common += 1

@@ -1,4 +1,4 @@
-"""The files of ``kvtrie demo`` (see README.md here), the reader of chat files, and where models are.
+"""The files of ``kvtrie demo`` (see README.md here), and the reader of chat files.
 
 Nothing here imports torch or transformers.
 """
