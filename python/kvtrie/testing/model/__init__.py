@@ -5,6 +5,16 @@ It is one dictionary from a namespace and a whole token prefix to what is cached
 short enough to read next to the rules (``docs/design.md``). ``docs/testing.md`` has an example.
 
 Sequences are `ModelSequence` or `kvtrie.TokenSequence`; plans belong to the model that made them.
+
+Example:
+    >>> import kvtrie
+    >>> from kvtrie.testing.model import ModelIndex, ModelSequence
+    >>> ns = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+    >>> index = ModelIndex(num_blocks=8, block_size=2)
+    >>> seq = ModelSequence([1, 2, 3, 4, 5], ns)
+    >>> done = index.insert(seq, [7, 3, 5], num_computed=5, source=kvtrie.COMPUTED)
+    >>> done.blocks.tolist(), done.surplus.tolist()
+    ([7, 3], [5])
 """
 
 from kvtrie.testing.model._allocator import ModelAllocator
