@@ -79,8 +79,10 @@ def test(python: str, dist: Path, env: Path, *, index_only: bool) -> None:
 
     run(UV, "venv", "--quiet", "--clear", "--python", python, env)
     run(*pinned)
-    # Nothing is fetched: what the wheel needs is there, and uv takes the file for this machine.
-    run(*install, "--no-index", "--find-links", dist, "kvtrie")
+    # Nothing is fetched: what the wheel needs is there, and uv takes the file for this machine. Its
+    # cache knows files by name and version: it would give an earlier build.
+    ours = [*install, "--no-index", "--no-cache", "--find-links", dist]
+    run(*ours, "kvtrie")
     with tempfile.TemporaryDirectory() as folder:
         run(env / "bin" / "python", "-W", "error", "-c", IMPORT, cwd=Path(folder))
     run(*pinned, "--extra", "test")
@@ -88,7 +90,7 @@ def test(python: str, dist: Path, env: Path, *, index_only: bool) -> None:
     if index_only:
         return
     run(*pinned, "--extra", "test", "--extra", "cli", "--extra", "transformers")
-    run(*install, "--no-index", "--find-links", dist, "kvtrie-demo-models")
+    run(*ours, "kvtrie-demo-models")
     tests(env, *ENGINE)
 
 
