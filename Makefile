@@ -439,7 +439,7 @@ lint: setup target/tools/workflows/.packages ## formats, lints, types, words, im
 	$(PY) -m ruff check --quiet
 	$(PY) -m ruff format --quiet --check
 	$(PY) -m mypy
-	$(VENV)/bin/codespell --dictionary - --dictionary tools/words.txt --skip 'fuzz/seeds/*,*.jinja,tools/words.txt' $(PLAIN)
+	$(VENV)/bin/codespell --dictionary - --dictionary tools/words.txt --skip 'fuzz/seeds/*,fuzz/corpus/*,fuzz/artifacts/*,*/target/*,*.jinja,tools/words.txt' $(PLAIN)
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/stubs.py --check
 	$(PY) -m mypy.stubtest kvtrie._core --mypy-config-file pyproject.toml
