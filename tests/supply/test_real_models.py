@@ -80,7 +80,10 @@ def model() -> Any:
         initializer_range=0.5,
         tie_word_embeddings=True,
     )
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16).float().eval()
+    found = transformers.LlamaForCausalLM(config).eval()
+    for tensor in found.parameters():
+        tensor.data = tensor.data.bfloat16().float()
+    return found
 
 
 NAMES = {
