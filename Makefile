@@ -437,8 +437,8 @@ pins: $(VENV)/.python ## write the lists of pinned packages with their hashes (P
 	$(PY) tools/pins.py $(PINS_FLAGS)
 
 # Text in the project's words: tools/words.txt lists words to avoid, each with the one to write, and codespell's own list common
-# misspellings. A line that needs one of them ends with "codespell:ignore WORD" and why. Inputs of fuzzers and chat templates, which
-# are part of a model, are not read.
+# misspellings. A line that needs one of them ends with "codespell:ignore WORD" and why. Inputs of fuzzers, chat templates, which
+# are part of a model, and conversations are not read.
 PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rust tests benches tools fuzz locks \
     $(shell find python/kvtrie -name '*.py')
 
@@ -453,7 +453,7 @@ lint: setup target/tools/workflows/.packages ## formats, lints, types, words, im
 	$(PY) -m ruff check --quiet
 	$(PY) -m ruff format --quiet --check
 	$(PY) -m mypy
-	$(VENV)/bin/codespell --dictionary - --dictionary tools/words.txt --skip 'fuzz/seeds/*,fuzz/corpus/*,fuzz/artifacts/*,*/target/*,*.jinja,tools/words.txt' $(PLAIN)
+	$(VENV)/bin/codespell --dictionary - --dictionary tools/words.txt --skip 'fuzz/seeds/*,fuzz/corpus/*,fuzz/artifacts/*,*/target/*,*.jinja,*.jsonl,tools/words.txt' $(PLAIN)
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/stubs.py --check
 	$(PY) -m mypy.stubtest kvtrie._core --mypy-config-file pyproject.toml
