@@ -29,7 +29,7 @@ RUST_MANIFESTS := Cargo.toml $(wildcard Cargo.lock rust/*/Cargo.toml)
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 10
 
 # --- setup ----------------------------------------------------------------------------------------
 
