@@ -14,7 +14,7 @@ use crate::detach::{Cost, Enter, inherited};
 use crate::errors::released;
 use crate::hints::{Counts, Flags, Ids, Records};
 use crate::output::{self, ids, listed, truth};
-use crate::shared::{INDEX, OFFERS_A_VISIT, SharedIndex};
+use crate::shared::{INDEX, OFFERS_PER_VISIT, SharedIndex};
 
 /// How to build the KV of one prompt. What it uses stays until it is released.
 ///
@@ -111,7 +111,7 @@ impl PyReusePlan {
     }
 
     fn cost(&self) -> Cost {
-        Cost::blocks(self.core.num_entries() / OFFERS_A_VISIT)
+        Cost::blocks(self.core.num_entries() / OFFERS_PER_VISIT)
     }
 }
 
@@ -247,7 +247,7 @@ impl PyReusePlan {
         let table = block_ids(table, self.index.num_blocks, Arg::new(CALL, "table"))?;
         let plan = self.live(CALL)?;
         let entries = plan.num_entries() + table.len();
-        let cost = Cost::blocks(entries / OFFERS_A_VISIT);
+        let cost = Cost::blocks(entries / OFFERS_PER_VISIT);
         let moves = py.enter(cost, |_| Ok(plan.moves(&table, start, end)?))?;
         output::moves(py, &moves)
     }

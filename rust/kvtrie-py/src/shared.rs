@@ -6,7 +6,7 @@ use crate::detach::{Cost, Enter, Lock};
 use crate::output::quoted;
 
 /// Blocks that are offered in the time of one lookup.
-pub(crate) const OFFERS_A_VISIT: usize = 4;
+pub(crate) const OFFERS_PER_VISIT: usize = 4;
 pub(crate) const INDEX: &str = "the index";
 
 const MOST_WARNED_OF: usize = 64;

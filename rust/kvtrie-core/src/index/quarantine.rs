@@ -1,4 +1,4 @@
-//! Blocks that are permanently out of use because their KV is not finite (R7).
+//! Puts blocks out of use permanently because their KV is not finite (R7).
 
 use crate::error::Result;
 use crate::ids::BlockId;
@@ -6,9 +6,9 @@ use crate::index::RadixIndex;
 use crate::storage::blocks::BlockState;
 
 impl RadixIndex {
-    /// Removes ids from use permanently, wherever they are, and returns how many were not quarantined before. They
-    /// leave the index or stop waiting; pinned and condemned ones follow when their last pin ends. No call returns
-    /// them, and no insert takes them. An id that was unknown now belongs to the index: its holder must not free it.
+    /// Puts ids out of use permanently and returns how many were not quarantined before. Indexed ids leave the index
+    /// and waiting ones stop waiting; pinned and condemned ids follow when their last pin ends. No call returns them,
+    /// and no insert takes them. An unknown id belongs to the index from then on: its holder must not free it.
     ///
     /// Ids that are not indexed are counted as by [`discard`](Self::discard).
     ///
@@ -51,7 +51,7 @@ impl RadixIndex {
         Ok(count)
     }
 
-    /// The ids in quarantine, and those that follow when their last pin ends, ascending.
+    /// The quarantined ids, ascending, including those whose last pin has not ended.
     ///
     /// # Complexity
     /// O(ids that the index knows).

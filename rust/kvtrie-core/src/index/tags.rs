@@ -1,4 +1,4 @@
-//! Tags: span kinds of the tokens of present blocks (D17).
+//! Tags tokens of present blocks with span kinds, and reads the tags (D17).
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! What a use or a mark changes in an edge.
+//! Records uses and dead marks in edges.
 
 use crate::ids::{Depth, NodeIndex};
 use crate::storage::extras::Dead;
@@ -14,7 +14,7 @@ impl Forest {
         extras.source_uses.set(run.from, run.to, time);
     }
 
-    /// Of any age.
+    /// Records a use of the whole edge, of any age.
     pub(crate) fn add_use(&mut self, node: NodeIndex, time: u64) {
         self.nodes[node].add_use(time);
     }
@@ -24,7 +24,7 @@ impl Forest {
         self.nodes[node].set_queued(position);
     }
 
-    /// Returns how many are new.
+    /// Marks blocks as dead and returns how many are newly marked.
     pub(crate) fn mark(
         &mut self,
         node: NodeIndex,
@@ -35,7 +35,7 @@ impl Forest {
         u64::from(dead.marks.fill(parts, mark))
     }
 
-    /// [`Self::drop_marks`] follows a removal.
+    /// The record of dead blocks. After removing marks from it, call [`Self::drop_marks`].
     pub(crate) fn dead_mut(&mut self, node: NodeIndex) -> Option<&mut Dead> {
         self.nodes[node].dead_mut()
     }
