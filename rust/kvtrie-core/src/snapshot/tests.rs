@@ -547,7 +547,7 @@ fn read_back(bytes: &[u8]) -> RadixIndex {
 }
 
 #[test]
-fn what_left_was_after_an_edge_that_there_is() {
+fn a_departure_names_an_edge_that_exists() {
     let mut index = RadixIndex::new(Config::seeded(0)).unwrap();
     let mut seq = sequence("x", &[1; 16], Vec::new());
     add(&mut index, &mut seq, &[5], Source::Computed);
