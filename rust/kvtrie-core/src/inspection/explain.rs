@@ -77,7 +77,7 @@ impl Default for ExplainOptions {
 /// Token ids around the position, in the prompt and in the cache.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Context {
-    /// Position of the first id of both lists, unless a list is empty.
+    /// Position of the first id of both lists.
     pub start: usize,
     /// Token ids of the prompt.
     pub ours: Vec<u32>,
