@@ -54,7 +54,7 @@ mod armed {
         FIRED.take()
     }
 
-    pub(super) fn come_to(place: &'static str, within: bool) -> Result<()> {
+    pub(super) fn reach(place: &'static str, within: bool) -> Result<()> {
         let Some((failure, nth)) = ARMED.get() else {
             return Ok(());
         };
@@ -90,7 +90,7 @@ pub use armed::{arm, disarm};
 #[cfg_attr(not(feature = "failpoints"), inline(always))]
 pub fn before(place: &'static str) -> Result<()> {
     #[cfg(feature = "failpoints")]
-    armed::come_to(place, false)?;
+    armed::reach(place, false)?;
     #[cfg(not(feature = "failpoints"))]
     let _ = place;
     Ok(())
@@ -108,7 +108,7 @@ pub fn before(place: &'static str) -> Result<()> {
 pub fn within(place: &'static str) {
     #[cfg(feature = "failpoints")]
     // Between changes, an armed error does not fire, so the result is always `Ok`.
-    drop(armed::come_to(place, true));
+    drop(armed::reach(place, true));
     #[cfg(not(feature = "failpoints"))]
     let _ = place;
 }

@@ -12,7 +12,7 @@ use foldhash::quality::FoldHasher;
 
 use crate::tokens::View;
 
-/// XORed into the seed, so that the shared words are not derived from the hasher's own seed.
+/// Changes the seed of the shared words, so that the hasher has another seed than they have.
 const APART: u64 = 0x9e37_79b9_7f4a_7c15;
 
 #[derive(Clone)]

@@ -605,7 +605,7 @@ mod tests {
     }
 
     #[test]
-    fn common_tells_the_offset_in_an_item_apart() {
+    fn common_distinguishes_the_offset_in_an_item() {
         let tokens = [1, 1, 1, 1];
         let (a, b) = ([item(0, 2, b"x"), item(2, 4, b"x")], [item(0, 4, b"x")]);
         assert_eq!(view(&tokens, &a).common(view(&tokens, &b)), 2);

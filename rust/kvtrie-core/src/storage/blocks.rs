@@ -323,7 +323,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_departure_is_told_from_a_stay_by_plan() {
+    fn departures_are_distinguished_by_plan() {
         let mut table = BlockTable::default();
         let before = table.count_plan();
         assert!(table.stayed(7, before));
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_too_old_to_tell_is_told_no() {
+    fn a_plan_older_than_the_record_has_no_block_that_stayed() {
         let mut table = BlockTable::default();
         table.enter(0, 1, 0);
         let old = table.count_plan();

@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn digests_tell_tokens_orders_prefixes_and_seeds_apart() {
+    fn digests_distinguish_tokens_orders_prefixes_and_seeds() {
         let gone = Gone::new(1);
         let block = [5, 6, 7, 8, 9, 10, 11];
         let mut seen = BTreeSet::from([gone.of_prompt(0, view(&block))]);

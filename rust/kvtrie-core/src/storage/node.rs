@@ -517,7 +517,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn uses_equal_one_stamp_per_block(
+        fn uses_equal_one_time_per_block(
             steps in prop::collection::vec((0u8..4, 1u32..20, 1u64..30), 0..40)
         ) {
             let mut node = edge(20);

@@ -1,11 +1,11 @@
-//! Pseudo-random numbers, the same everywhere.
+//! Pseudo-random numbers, the same on every machine.
 
 #![expect(
     clippy::unwrap_used,
     reason = "a test stops at what it does not expect"
 )]
 
-/// `SplitMix64`, from this state on.
+/// The generator `SplitMix64` with its state.
 pub(crate) struct Numbers(pub(crate) u64);
 
 impl Numbers {

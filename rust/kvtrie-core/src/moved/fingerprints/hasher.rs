@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn tells_windows_tokens_orders_spaces_and_seeds_apart() {
+    fn distinguishes_windows_tokens_orders_spaces_and_seeds() {
         let hasher = WindowHasher::new(1, 64);
         let window = [5, 6, 7, 8, 9, 10, 11, 12];
         let mut seen = BTreeSet::from([hasher.hash(0, &window)]);

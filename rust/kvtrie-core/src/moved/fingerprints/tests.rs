@@ -132,7 +132,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 proptest! {
     #[test]
-    fn answers_what_lists_by_hash_would(
+    fn returns_what_lists_by_hash_would(
         steps in steps(),
         shape in prop_oneof![
             Just(Shape::Cut(0)), Just(Shape::Cut(4)), Just(Shape::Cut(8)), Just(Shape::Cut(64)), Just(Shape::Packed),
