@@ -26,7 +26,6 @@ impl Effort {
 pub(crate) struct Steps(u64);
 
 impl Steps {
-    /// Uses up `count` steps, or returns `None` if fewer are left.
     pub(crate) fn take(&mut self, count: u64) -> Option<()> {
         self.0 = self.0.checked_sub(count)?;
         Some(())

@@ -486,7 +486,6 @@ fn common_ids(a: &[u32], b: &[u32]) -> usize {
     len
 }
 
-/// Does the same from the end.
 fn common_end_ids(a: &[u32], b: &[u32]) -> usize {
     const CHUNK: usize = 64;
     let len = a.len().min(b.len());

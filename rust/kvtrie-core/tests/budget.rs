@@ -128,7 +128,6 @@ fn a_prompt_whose_windows_lead_nowhere_is_searched_no_longer_than_its_length_all
             looks <= allowed + LAST_PLACE,
             "{looks} looks for {len} tokens"
         );
-        // Some places were not tried, and the plan says so.
         assert!(plan.candidates_dropped() > 0);
     }
 }

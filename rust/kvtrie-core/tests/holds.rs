@@ -519,7 +519,6 @@ fn what_nobody_pins_is_removed_without_a_step_for_any_plan() {
     let mut mine = sequence([900, 901, 902, 903]);
     let own = ids(1_000..1_004);
     insert(&mut index, &mut mine, &own);
-    // There is a step for each block.
     let done = index.remove_spans_within(&mine, &[(1, 4)], false, steps(2));
     assert_eq!(done.unwrap(), None);
     let done = index.remove_spans_within(&mine, &[(1, 4)], false, steps(3));
@@ -596,7 +595,6 @@ fn blocks_directly_after_what_plans_pin_are_removed_without_a_step_for_any_plan(
         let done = index.remove_spans_within(&seq, &[(100, 103)], false, steps(nodes));
         done.unwrap().map(|removed| removed.freed)
     };
-    // There is a step for each block.
     assert_eq!(remove(2), None);
     assert_eq!(remove(3), Some(ids(100..103)));
     index.check().unwrap();

@@ -58,7 +58,6 @@ fn pin_in_place_pins_exact_blocks_or_all_and_copies_nothing() {
         let moved = moved.unwrap();
         assert!(!moved.source_blocks().is_empty());
         index.release(&moved).unwrap();
-        // A second release and a release by another index do nothing.
         self::index().release_if_live(&plan);
         assert!(!index.is_released(&plan));
         index.release_if_live(&plan);

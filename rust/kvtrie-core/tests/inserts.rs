@@ -113,7 +113,6 @@ fn blocks_computed_after_approximate_ones_stay_approximate_when_these_are_evicte
 fn an_insert_of_less_than_is_known_walks_nothing_again() {
     let mut index = index();
     put(&mut index, [0, 1, 2, 3], Source::Computed);
-    // The sequence is known up to the middle of the edge.
     let mut seq = sequence((0..12).chain(90..94));
     let options = LookupOptions::default();
     let found = index.lookup(&mut seq, options, &mut Vec::new()).unwrap();

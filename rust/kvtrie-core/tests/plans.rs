@@ -1098,7 +1098,6 @@ fn tokens_that_are_recomputed_are_counted_over_all_that_is_approximate() {
     let mut known = sequence(0..40);
     let options = InsertOptions::new(40, imported(20, 1));
     index.insert(&mut known, &ids(20..30), options).unwrap();
-    // These make two more edges on the path.
     for end in [24, 32] {
         let branch = (0..end).chain(NEW + end..NEW + end + 4);
         let table = (20..20 + end / 4).chain([30 + end]);

@@ -79,7 +79,6 @@ fn a_pinned_block_goes_to_quarantine_after_its_last_release() {
     };
     let (one, two) = (plan(), plan());
     assert_eq!(index.quarantine(&ids(&[2])).unwrap(), 1);
-    // A block that was condemned before is quarantined as well.
     assert_eq!(index.discard(&ids(&[1])).unwrap(), []);
     assert_eq!(index.quarantine(&ids(&[1])).unwrap(), 1);
     let stats = index.stats();
@@ -95,7 +94,6 @@ fn a_pinned_block_goes_to_quarantine_after_its_last_release() {
     );
     check_sum(&index, 5);
     assert_eq!(index.take_freed(), []);
-    // A snapshot has no pins.
     let again = RadixIndex::restore(&blob, POOL).unwrap();
     assert_eq!(again.digest(), index.digest());
     assert_eq!(again.stats().quarantined, 2);

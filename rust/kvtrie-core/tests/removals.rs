@@ -136,7 +136,6 @@ fn tails_leave_until_there_are_as_many_holes_as_blocks() {
     put(&mut index, &mut paths[2], [0, 2, 3, 4, 6]);
     index.discard(&ids([0, 2, 3])).unwrap();
     assert_eq!((index.stats().holes, index.take_freed()), (8, vec![]));
-    // Removing the first one's tail suffices.
     index.discard(&ids([4])).unwrap();
     assert_eq!((index.stats().holes, index.take_freed()), (8, ids([1])));
     index.check().unwrap();

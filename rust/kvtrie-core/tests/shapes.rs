@@ -54,7 +54,6 @@ fn matched(index: &mut RadixIndex, seq: &mut TokenSequence) -> usize {
         .num_tokens
 }
 
-/// Removes everything, half of it by eviction.
 fn clear(index: &mut RadixIndex) {
     index.check().unwrap();
     let all = index.stats().indexed;

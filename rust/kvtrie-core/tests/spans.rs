@@ -75,7 +75,6 @@ fn dead_blocks_go_first_and_the_prompt_and_the_answer_survive() {
     index.check().unwrap();
     assert_eq!(matched(&mut index, &mut seq), 4);
     assert_eq!(matched(&mut index, &mut older), 4);
-    // After them, leaves are evicted by their last use.
     assert_eq!(index.evict(9), ids([7, 6, 1, 0, 21, 20]));
 }
 
@@ -316,7 +315,6 @@ fn marks_are_part_of_the_digest_and_their_numbers_are_not() {
         make(&[(0, 2), (4, 6)]).0.digest(),
         make(&[(4, 6), (0, 2)]).0.digest()
     );
-    // The first mark is removed, and the others keep their order.
     index_without(&mut two, &seq);
     let (mut one, seq) = make(&[(0, 2), (4, 6)]);
     index_without(&mut one, &seq);

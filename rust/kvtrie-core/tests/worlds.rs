@@ -43,14 +43,11 @@ impl Numbers {
 struct Kind {
     block_sizes: &'static [usize],
     min_runs: &'static [usize],
-    /// The different tokens.
     words: &'static [u32],
     max_candidates: &'static [usize],
-    /// Whether there are approximate entries and holes.
     is_broken: bool,
     /// Whether tokens are tagged, and kinds forbidden.
     has_kinds: bool,
-    /// Whether the effort of plans is limited.
     is_limited: bool,
 }
 
@@ -71,7 +68,6 @@ struct Took {
     looks: u64,
     covered: usize,
     dropped: u64,
-    /// Steps of releasing the plans.
     steps: u64,
     gave_up: u64,
     /// A digest of all plans.

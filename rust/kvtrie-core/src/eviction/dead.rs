@@ -140,7 +140,6 @@ impl DeadBlocks {
         }
     }
 
-    /// The ranks of the marks in use, by mark.
     pub(crate) fn mark_ranks(&self, forest: &Forest) -> BTreeMap<u64, usize> {
         let mut marks = BTreeSet::new();
         if self.num_blocks > 0 {
@@ -151,7 +150,6 @@ impl DeadBlocks {
     }
 }
 
-/// The dead blocks of a node that may be evicted: unpinned, and above no pinned block except sources.
 fn free_runs(forest: &Forest, node: NodeIndex) -> Vec<DeadRun> {
     let (mut free, edge) = (Vec::new(), forest.node(node));
     let Some(dead) = edge.extras().and_then(|extras| extras.dead.as_ref()) else {

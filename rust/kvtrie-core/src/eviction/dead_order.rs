@@ -48,7 +48,6 @@ impl DeadOrder {
         self.runs.insert((mark, Reverse(to)), (node, from));
     }
 
-    /// Removes and returns the blocks of a mark between two depths.
     pub(crate) fn cut(&mut self, mark: u64, from: Depth, to: Depth) -> SmallVec<[DeadRun; 2]> {
         let after = (mark, Reverse(Depth::MAX))..(mark, Reverse(from));
         let mut gone: SmallVec<[DeadRun; 2]> = SmallVec::new();

@@ -406,7 +406,6 @@ impl RadixIndex {
         (Some(at), exact)
     }
 
-    /// Finds the blocks that offers will replace and that may be pinned.
     fn replaced(
         &self,
         edges: &[(NodeIndex, Depth, Depth)],
@@ -478,7 +477,6 @@ impl RadixIndex {
         self.moved.add(&mut self.forest, node, place, new.id);
     }
 
-    /// Pins the inserted path for the plan's lease.
     fn credit(&mut self, lease: u32, end: Position, exact: Depth) {
         if exact < end.depth {
             let at = exact as usize * self.block_size();
@@ -495,9 +493,7 @@ enum Outcome {
     Stays(Payload),
     /// The entry stays, and the offer is returned as a duplicate.
     Duplicate(Payload),
-    /// The offer fills an empty place.
     Fills(Payload),
-    /// The offer replaces a worse entry.
     Replaces(Payload),
     /// The place is empty, and the offer cannot be taken.
     Refused,

@@ -21,7 +21,6 @@ impl RadixIndex {
         let (mut count, mut any_waited) = (0, false);
         for &BlockId(id) in ids {
             let place = self.forest.blocks().state(id);
-            // A repeated id counts once.
             if self.forest.blocks_mut().see(id) {
                 continue;
             }

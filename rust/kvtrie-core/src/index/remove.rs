@@ -54,7 +54,6 @@ impl RadixIndex {
         let mut freed = Vec::new();
         for &id in ids {
             let place = self.forest.blocks().state(id.0);
-            // A repeated id counts once.
             if self.forest.blocks_mut().see(id.0) {
                 continue;
             }
@@ -106,7 +105,6 @@ impl RadixIndex {
         }
     }
 
-    /// Removes a block that was cut out of its pins; returns whether it is condemned.
     pub(super) fn remove_block(&mut self, node: NodeIndex, depth: Depth) -> bool {
         let edge = self.forest.node(node);
         if edge.has_children() || depth + 1 < edge.end() {

@@ -41,7 +41,6 @@ struct Totals {
     approximate: u64,
     protected: u64,
     dead: u64,
-    /// Nodes of the queued dead blocks, by (mark, depth).
     queued: BTreeMap<(u64, Depth), NodeIndex>,
     /// Number of dead blocks that may be evicted, and of the protected ones among them.
     free: u64,

@@ -140,7 +140,6 @@ impl Windows {
         numbered.filter_map(|(number, shelf)| Some((number, shelf.table.as_ref()?)))
     }
 
-    /// The block of a name, and the number of the window in that block.
     fn block(&self, table: u64, name: u32) -> (u32, u64) {
         let name = table * NAMES + u64::from(name);
         let id = u32::try_from(name / self.per_block).unwrap_or_default();

@@ -6,7 +6,6 @@ use crate::eviction::Eviction;
 use crate::pins::lease::Stretch;
 use crate::storage::forest::{Change, Forest, SourceRun};
 
-/// Updates counts and eviction orders after a node's protection changed.
 pub(super) fn settle(forest: &mut Forest, eviction: &mut Eviction, change: Option<Change>) {
     let Some(change) = change else {
         return;

@@ -26,7 +26,6 @@ struct Kept {
 #[derive(Debug)]
 pub(crate) struct Lease {
     pub(crate) namespace: Arc<Namespace>,
-    /// Whether the plan pins what it uses.
     pub(crate) pinned: bool,
     /// Set when the namespace is dropped or the index reset: inserts with this plan take nothing.
     pub(crate) over: bool,
@@ -35,7 +34,6 @@ pub(crate) struct Lease {
     pub(crate) sources: SmallVec<[Stretch; 2]>,
     /// Pinned blocks that have left the index. Few leases have any.
     kept: Option<Box<Kept>>,
-    /// Position of the plan's first approximate token.
     pub(crate) first_approximate: Option<usize>,
 }
 

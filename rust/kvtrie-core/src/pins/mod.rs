@@ -80,7 +80,6 @@ impl Pins {
         &self.kept
     }
 
-    /// Whether a lease keeps the block by id.
     #[inline]
     pub(crate) fn keeps(&self, id: u32) -> bool {
         self.kept.contains_key(&id)
@@ -90,7 +89,6 @@ impl Pins {
         &self.waiting
     }
 
-    /// Appends blocks to those that wait.
     pub(crate) fn wait(&mut self, forest: &mut Forest, ids: &[u32]) {
         for &id in ids {
             forest.blocks_mut().wait(id);

@@ -89,7 +89,6 @@ impl Budget {
         self.debt(at, found).is_some()
     }
 
-    /// Where the search may continue, if no look is left.
     pub(super) fn resumes(&self, at: usize, found: usize) -> Option<usize> {
         let debt = self.debt(at, found)?;
         let tokens = (debt + SAVED).saturating_mul(TOKENS_PER_CANDIDATE) / self.candidates;

@@ -217,7 +217,6 @@ impl<'a> Cover<'a> {
         runs.min_by_key(|run| run.start)
     }
 
-    /// The next token that may be in a run.
     fn next(&mut self, at: usize) -> usize {
         let len = self.follower.prompt.tokens.len();
         let known = self.first_later().map_or(len, |run| run.start);
@@ -340,7 +339,7 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// The place that may reach furthest. Of several, the nearest.
+    /// Of several such places, the nearest is chosen.
     fn most_promising(
         &self,
         search: &Search<'_>,
@@ -455,7 +454,6 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Whether a known run is better for every token, so that this later run is useless.
     fn is_outdone(&self, run: &Run) -> bool {
         let before = self
             .own_later

@@ -32,7 +32,6 @@ pub(crate) struct Cached<'a> {
 
 #[derive(Debug, Default)]
 pub(crate) struct Draft {
-    /// End of the blocks used in place.
     pub(crate) in_place: Option<Position>,
     /// The ids in place, possibly followed by more.
     pub(crate) ids: Arc<Vec<BlockId>>,
@@ -405,7 +404,6 @@ struct RunPart {
 }
 
 impl RunPart {
-    /// Cuts at most `count` tokens off the start; returns how many were cut.
     fn cut_front(&mut self, count: usize) -> usize {
         let count = count.min(self.end - self.start);
         self.start += count;
@@ -419,7 +417,6 @@ impl RunPart {
         count
     }
 
-    /// Cuts at most `count` tokens off the end; returns how many were cut.
     fn cut_end(&mut self, count: usize) -> usize {
         let count = count.min(self.end - self.start);
         self.end -= count;

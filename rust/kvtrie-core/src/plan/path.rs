@@ -13,7 +13,6 @@ pub(crate) struct CachedPath {
 }
 
 impl CachedPath {
-    /// The path of a sequence's whole blocks, through holes.
     pub(crate) fn of(forest: &Forest, seq: &TokenSequence) -> Self {
         let limit = depth(seq.len() / forest.block_size());
         let whole = |_: &Node, _, to| to;

@@ -36,9 +36,7 @@ pub(super) struct Candidate<'a> {
     /// Tokens of the edge before that token, and those from it on.
     before: &'a [u32],
     after: &'a [u32],
-    /// Whether the edge begins its path.
     is_first: bool,
-    /// Whether the edge ends its path.
     is_last: bool,
 }
 
@@ -214,7 +212,6 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The start of the next window, from `from` on, that may be cached.
     pub(super) fn first_hit(&mut self, from: usize) -> Option<usize> {
         let mut from = from;
         loop {

@@ -65,7 +65,6 @@ impl Writer {
     }
 }
 
-/// Reads bytes from an untrusted source.
 #[derive(Debug)]
 pub(super) struct Reader<'a> {
     bytes: &'a [u8],
@@ -83,7 +82,6 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Makes an error at the current byte.
     pub(super) fn wrong(&self, what: impl Display) -> Error {
         Error::snapshot(format_args!(
             "{what} (section {}, byte {})",

@@ -31,7 +31,6 @@ const EDGE: usize = 17;
 const TREE: usize = 3 * 9 + 2 + 8;
 /// The most edges that are read with shortened hashes. Children collide then, so finding one is O(edges).
 const MOST_CUT: usize = 1 << 14;
-/// Hashes of fewer bits count as shortened.
 const WHOLE_HASH: u32 = 32;
 
 /// The nodes of a tree: parents first, children in the order of their records.

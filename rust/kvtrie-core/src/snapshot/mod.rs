@@ -185,7 +185,6 @@ impl RadixIndex {
     }
 }
 
-/// Reads the configuration, and splits off the sections after it.
 fn read(bytes: &[u8], limits: RestoreLimits) -> Result<(Config, Vec<Reader<'_>>)> {
     let mut header = Reader::new(bytes, WHOLE);
     let magic = header.raw(MAGIC.len().min(bytes.len()))?;

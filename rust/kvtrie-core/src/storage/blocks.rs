@@ -203,7 +203,6 @@ impl BlockTable {
         self.set(id, UNKNOWN);
     }
 
-    /// Quarantines an id, at once or when its last pin ends.
     pub(crate) fn quarantine(&mut self, id: u32) {
         if self.state(id) == BlockState::Condemned {
             self.set(id, CONDEMNED_FOR_GOOD);

@@ -29,7 +29,6 @@ impl EdgeBlocks {
         self.data.len() / (block_size + 1)
     }
 
-    /// Whether `more` blocks fit without copying a long edge.
     pub(crate) fn can_grow(&self, more: usize, block_size: usize) -> bool {
         self.len() < Self::LONG
             || self.skipped as usize + self.len() + more <= self.capacity(block_size)

@@ -37,7 +37,6 @@ impl InnerUses {
         self.paths.push((end, time));
     }
 
-    /// Forgets all uses, after a newer use of the whole edge.
     pub(crate) fn clear(&mut self) {
         self.paths.clear();
     }

@@ -441,7 +441,6 @@ impl Node {
         self.time.max(extras.uses.time(depth)).max(source)
     }
 
-    /// The latest use by a path that ends in this edge.
     pub(crate) fn latest_use(&self) -> u64 {
         let inner = self
             .extras

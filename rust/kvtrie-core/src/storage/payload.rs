@@ -31,7 +31,6 @@ impl Label {
     }
 }
 
-/// A block id and its label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Payload {
     pub(crate) id: u32,

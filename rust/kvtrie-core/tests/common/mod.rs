@@ -16,7 +16,6 @@ pub(crate) fn sequence(tokens: impl IntoIterator<Item = u32>) -> TokenSequence {
     TokenSequence::new(Arc::new(namespace), tokens, Vec::new()).unwrap()
 }
 
-/// Block ids from their numbers.
 pub(crate) fn ids(raw: impl IntoIterator<Item = u32>) -> Vec<BlockId> {
     raw.into_iter().map(BlockId).collect()
 }

@@ -9,7 +9,6 @@
 pub(crate) struct Numbers(pub(crate) u64);
 
 impl Numbers {
-    /// The next number below `bound`.
     pub(crate) fn below(&mut self, bound: u32) -> u32 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;

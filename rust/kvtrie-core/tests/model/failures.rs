@@ -149,7 +149,6 @@ fn run_calls(calls: usize) -> Met {
 #[test]
 fn failed_calls_change_nothing() {
     let calls = std::env::var("KVTRIE_FAILURES").map_or(40_000, |calls| calls.parse().unwrap());
-    // Panics that are injected are not printed.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         let text = panic.payload_as_str().unwrap_or_default();

@@ -10,12 +10,10 @@ const PER_DIGEST: u32 = 100;
 /// The id of all tokens in items. Some plain tokens have it too.
 const PAD: u32 = 1;
 
-/// The code of a token of an item.
 pub(crate) fn code(digest: u32, offset: u32) -> u32 {
     PAD * PER_ID + 1 + digest * PER_DIGEST + offset
 }
 
-/// The code of a plain token.
 pub(crate) fn plain(id: u32) -> u32 {
     id * PER_ID
 }

@@ -189,7 +189,6 @@ fn step(num_blocks: u32, letters: u32) -> impl Strategy<Value = Step> {
     ]
 }
 
-/// The index and the model that it is compared with.
 struct Pair {
     index: RadixIndex,
     model: Naive,

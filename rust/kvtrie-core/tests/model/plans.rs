@@ -20,7 +20,6 @@ pub(crate) struct Planned {
     pub(crate) in_place: bool,
 }
 
-/// The arguments of a plan.
 pub(crate) struct Ask<'a> {
     pub(crate) namespace: usize,
     pub(crate) tokens: &'a [u32],
@@ -308,7 +307,6 @@ impl Naive {
     }
 }
 
-/// Adds the segments of one piece of the cover.
 fn piece(ask: &Ask<'_>, start: usize, pairs: &[Pair], segments: &mut Vec<Planned>) {
     let approximate: Vec<usize> = (0..pairs.len())
         .filter(|&at| pairs[at].class == Class::Approximate)

@@ -110,7 +110,6 @@ impl Naive {
             && !all.any(|(other, entry)| Self::is_below(prefix, other) && backs(entry.id))
     }
 
-    /// The dead block that is evicted next.
     pub(crate) fn next_dead(&self) -> Option<Prefix> {
         let dead = self
             .entries

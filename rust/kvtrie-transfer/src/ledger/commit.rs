@@ -178,7 +178,6 @@ impl Request {
         let num_committed = self.committed / plan.block_size();
         // The index may have more blocks of the sequence than the request has computed.
         if plan.blocks().starts_with(&self.blocks[..num_committed]) {
-            // The caller of `pins` may have released some of them.
             for before in self.pins.drain(..) {
                 index.release_if_live(&before);
             }

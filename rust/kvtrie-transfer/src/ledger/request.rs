@@ -12,7 +12,6 @@ use crate::error::{block_in_use, invalid};
 pub(super) struct Request {
     pub(super) owner: SequenceOwner,
     pub(super) positions: Positions,
-    /// The block table, from position 0.
     pub(super) blocks: Vec<BlockId>,
     /// Number of tokens whose blocks belong to the index: whole blocks, at most the final and computed ones.
     pub(super) committed: usize,

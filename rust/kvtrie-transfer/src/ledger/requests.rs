@@ -72,7 +72,6 @@ impl Requests {
     }
 }
 
-/// The request at a place.
 impl Index<usize> for Requests {
     type Output = Request;
 

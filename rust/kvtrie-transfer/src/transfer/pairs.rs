@@ -27,7 +27,6 @@ pub struct BlockPair {
     pub hops: u16,
 }
 
-/// Consecutive tokens of the prompt that are in one run of the sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) start: usize,

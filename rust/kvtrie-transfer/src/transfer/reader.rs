@@ -251,7 +251,6 @@ impl Reading<'_> {
     }
 
     fn reaches(&self, end: usize) -> Read<()> {
-        // Positions are stored as `u32`.
         let limit = self.limits.max_tokens.min(u32::MAX as usize);
         within(end, limit, "tokens", "max_tokens")
     }

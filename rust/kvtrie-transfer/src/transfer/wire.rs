@@ -144,7 +144,6 @@ impl<'a> ByteReader<'a> {
         )))
     }
 
-    /// Reads a text that is not empty.
     pub(super) fn text(&mut self, what: &str) -> Read<Range<usize>> {
         let len = match self.marker(what)? {
             Marker::FixStr(len) => len.into(),

@@ -23,7 +23,6 @@ pub struct SentGroup<'a> {
     pub blocks: &'a [BlockId],
 }
 
-/// The arguments of [`TransferManifest::new`](crate::TransferManifest::new).
 #[derive(Clone, Copy)]
 pub(super) struct Sent<'a> {
     pub(super) seq: &'a TokenSequence,
@@ -85,7 +84,6 @@ pub(super) fn write(call: &str, sent: Sent<'_>, key: &TransferKey) -> Result<Vec
                 out.bin(&[]);
                 out.bin(&[]);
             } else {
-                // `starts` contains the start of every run.
                 let prefix = starts.binary_search(&start).map(|at| prefixes[at]);
                 out.bin(&prefix.unwrap_or_default());
                 let digests = (first..last).map(|block| {

@@ -48,7 +48,6 @@ impl Test {
 
 #[test]
 fn failed_calls_change_nothing() {
-    // Panics that are injected are not printed.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         if !panic.to_string().contains("a failpoint") {

@@ -186,13 +186,11 @@ impl World {
     }
 }
 
-/// A live request, in both worlds.
 struct LiveRequest {
     id: RequestId,
     seq: TokenSequence,
     naive: Request,
     twin: TokenSequence,
-    /// The source of the request in the twin world.
     source: LedgerSource,
     /// The twin's plans of committed blocks, if the source is not a plan.
     pins: Vec<ReusePlan>,
@@ -212,7 +210,6 @@ struct Test {
     twin: World,
     live: Vec<Option<LiveRequest>>,
     refused: usize,
-    /// Number of requests that have ended.
     ended: usize,
 }
 

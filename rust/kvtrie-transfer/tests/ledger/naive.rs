@@ -1,6 +1,5 @@
 //! The rules of the ledger without counters: a list of slots with the state of each.
 
-/// One slot of a request's table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Slot {
     /// Whether the slot had KV when the request began.

@@ -16,7 +16,6 @@ impl Fingerprints {
         }
     }
 
-    /// Removes entries and returns how many there were.
     pub(crate) fn remove_all(&mut self, entries: &[Entry]) -> usize {
         let (mut links, all) = (false, self.len);
         for batch in entries.chunks(BATCH) {

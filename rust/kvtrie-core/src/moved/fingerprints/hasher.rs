@@ -77,7 +77,6 @@ impl WindowHasher {
     }
 }
 
-/// The generator Splitmix64.
 pub(super) fn random(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut bits = *state;

@@ -184,7 +184,6 @@ impl Fingerprints {
         self.links.add(Self::location(number, tag), tree, name);
     }
 
-    /// Wipes the filter of a shard or shrinks the shard, if due.
     fn settle(&mut self, number: usize) {
         let shard = &mut self.shards[number];
         if shard.gone > shard.slots / 4 + 8 {

@@ -20,7 +20,6 @@ impl Tag {
         self.0.to_le_bytes()[2]
     }
 
-    /// The home bucket, which grows with the tag.
     #[inline]
     pub(super) fn home(self, buckets: usize) -> usize {
         index((u64::from(self.0) * buckets as u64) >> TAG_BITS)

@@ -89,7 +89,6 @@ impl Forest {
         self.nodes.insert(Node::new(tree, parent, from))
     }
 
-    /// Removes the children of a node from the hash table and returns them.
     pub(crate) fn unhash_children(&mut self, node: NodeIndex) -> Vec<NodeIndex> {
         let children = self.children(node);
         if children.len() > 1 {

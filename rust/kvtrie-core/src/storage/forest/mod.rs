@@ -188,7 +188,6 @@ impl Forest {
         siblings::all(&self.nodes, parent)
     }
 
-    /// As [`siblings::nearest`].
     pub(crate) fn nearest_child(
         &self,
         parent: NodeIndex,
@@ -197,7 +196,6 @@ impl Forest {
         siblings::nearest(&self.nodes, self.block_size, parent, wanted)
     }
 
-    /// As [`siblings::likest`].
     pub(crate) fn likest_children<'a>(
         &'a self,
         parent: NodeIndex,

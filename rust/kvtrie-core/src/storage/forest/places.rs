@@ -51,7 +51,6 @@ impl Forest {
         })
     }
 
-    /// The ids of the path from depth `from` to this indexed block.
     pub(crate) fn path_through(&self, id: u32, from: Depth) -> Vec<BlockId> {
         let mut ids = Vec::new();
         if let Some((node, depth)) = self.place_of(id) {

@@ -29,7 +29,6 @@ impl Protection {
         }
     }
 
-    /// Counts blocks that became protected, or that no longer are.
     pub(super) fn count(&mut self, blocks: u64, is_new: bool) {
         if is_new {
             self.num_blocks += blocks;
@@ -54,7 +53,6 @@ pub(crate) struct Change {
     pub(crate) after: Depth,
 }
 
-/// The pinned sources that protect blocks of a node.
 #[derive(Debug, Default)]
 pub(crate) struct Sources {
     pub(crate) children: u32,

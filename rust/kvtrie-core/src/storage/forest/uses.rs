@@ -14,7 +14,6 @@ impl Forest {
         extras.source_uses.set(run.from, run.to, time);
     }
 
-    /// Records a use of the whole edge, of any age.
     pub(crate) fn add_use(&mut self, node: NodeIndex, time: u64) {
         self.nodes[node].add_use(time);
     }
@@ -24,7 +23,6 @@ impl Forest {
         self.nodes[node].set_queued(position);
     }
 
-    /// Marks blocks as dead and returns how many are newly marked.
     pub(crate) fn mark(
         &mut self,
         node: NodeIndex,
@@ -40,7 +38,6 @@ impl Forest {
         self.nodes[node].dead_mut()
     }
 
-    /// Drops the record of dead blocks once it is empty.
     pub(crate) fn drop_marks(&mut self, node: NodeIndex) {
         let node = &mut self.nodes[node];
         if node.dead_marks().is_empty() {
