@@ -53,6 +53,7 @@ impl Kinds {
         (distinct && named && known).then_some(Self(names))
     }
 
+    /// Checks spans over a sequence of `len` tokens, without adding new kinds.
     pub(crate) fn check(&self, spans: &[Span], len: usize, call: &str) -> Result<()> {
         let mut new: Vec<&str> = Vec::new();
         for span in spans {

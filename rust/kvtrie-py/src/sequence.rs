@@ -256,7 +256,7 @@ fn signed(len: usize) -> i128 {
     i128::try_from(len).unwrap_or(i128::MAX)
 }
 
-/// Refuses to change a sequence that a request of a ledger owns.
+/// Refuses a change of a sequence that a request of a ledger has.
 fn check_free(seq: &TokenSequence, call: &str) -> kvtrie_core::Result<()> {
     if !seq.is_owned() {
         return Ok(());

@@ -66,7 +66,7 @@ impl ReusePlan {
         u64::from(id.0) * self.block_size as u64 + (position % self.block_size) as u64
     }
 
-    /// Refuses a table by which the engine would overwrite blocks that are not new.
+    /// Refuses a table that would make the engine overwrite blocks of others.
     fn check_table(&self, table: &[BlockId], start: usize, end: usize, call: &str) -> Result<()> {
         let needed = end.div_ceil(self.block_size);
         if table.len() < needed {

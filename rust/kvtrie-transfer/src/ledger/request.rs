@@ -43,7 +43,7 @@ impl Request {
     }
 }
 
-/// Checks that no id is given twice. The ids in `old` are checked already.
+/// `old` is already checked.
 pub(super) fn check_unique(old: &[BlockId], new: &[BlockId], call: &str) -> Result<()> {
     /// Up to this many ids, a linear search is used.
     const FEW: usize = 8;
