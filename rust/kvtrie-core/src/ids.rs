@@ -30,7 +30,7 @@ pub(crate) struct NodeHandle {
 /// Means that there is no node.
 pub(crate) const NO_NODE: NodeIndex = u32::MAX;
 
-/// In place of a block id, marks a hole.
+/// Marks a hole, in place of a block id.
 pub(crate) const ABSENT: u32 = u32::MAX;
 
 /// Number of blocks before a block or a place.

@@ -138,6 +138,20 @@ impl RadixIndex {
     /// # Complexity
     /// As [listed](crate#calls-and-costs); where an edge is split, also expected O(log siblings) comparisons of one
     /// block.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// # let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5], vec![])?;
+    /// let done = index.insert(&mut seq, &[BlockId(6), BlockId(0), BlockId(3)], InsertOptions::new(5, Source::Computed))?;
+    /// assert_eq!((done.blocks, done.surplus), (vec![BlockId(6), BlockId(0)], vec![BlockId(3)]));
+    /// let again = index.insert(&mut seq, &[BlockId(4)], InsertOptions::new(2, Source::Computed))?;
+    /// assert_eq!((again.blocks, again.duplicates), (vec![BlockId(6)], vec![BlockId(4)]));
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
     pub fn insert(
         &mut self,
         seq: &mut TokenSequence,
@@ -212,7 +226,7 @@ impl RadixIndex {
                     self.forest.set_cursor(seq, end, exact, walked + new);
                 }
                 if let Some(lease) = lease {
-                    self.credit(lease, end, exact);
+                    self.pin_inserted(lease, end, exact);
                 }
             }
         }
@@ -477,7 +491,7 @@ impl RadixIndex {
         self.moved.add(&mut self.forest, node, place, new.id);
     }
 
-    fn credit(&mut self, lease: u32, end: Position, exact: Depth) {
+    fn pin_inserted(&mut self, lease: u32, end: Position, exact: Depth) {
         if exact < end.depth {
             let at = exact as usize * self.block_size();
             self.pins.lower_first_approximate(lease, at);

@@ -77,6 +77,22 @@ impl RadixIndex {
     ///
     /// # Errors
     /// As [`lookup`](Self::lookup).
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// # let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns.clone(), vec![1, 2, 3, 4, 5], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// let mut same = TokenSequence::new(ns, vec![1, 2, 3, 4], vec![])?;
+    /// let (options, effort) = (LookupOptions::default(), Effort { nodes: 9, bytes: 8 });
+    /// assert_eq!(index.lookup_within(&mut same, options, effort, &mut Vec::new())?, None);
+    /// let found = index.lookup_within(&mut same, options, effort, &mut Vec::new())?;
+    /// assert_eq!(found.map(|found| found.num_tokens), Some(4));
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
     pub fn lookup_within(
         &mut self,
         seq: &mut TokenSequence,

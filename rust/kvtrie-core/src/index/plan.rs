@@ -89,6 +89,20 @@ impl RadixIndex {
     ///
     /// # Complexity
     /// As [`plan`](Self::plan), and a lookup of `path`.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// # let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns.clone(), vec![1, 2, 3, 4, 5], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// let other = TokenSequence::new(ns, vec![1, 2, 9, 9], vec![])?;
+    /// let plan = index.plan_from(&mut seq, &other, &ReusePolicy::EXACT_ONLY, PlanOptions::default())?;
+    /// assert_eq!(plan.blocks(), [BlockId(6)]);
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
     pub fn plan_from(
         &mut self,
         seq: &mut TokenSequence,

@@ -14,6 +14,19 @@ impl RadixIndex {
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool; nothing is changed then.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// # let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// assert_eq!(index.quarantine(&[BlockId(0)])?, 1);
+    /// assert_eq!(index.evict(9), [BlockId(6)]);
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
     pub fn quarantine(&mut self, ids: &[BlockId]) -> Result<u64> {
         self.check_ids(ids, "RadixIndex.quarantine", "block_ids")?;
         crate::failpoints::before("RadixIndex.quarantine")?;

@@ -119,6 +119,19 @@ impl RadixIndex {
     /// Removes and returns at most `n` blocks: waiting ones ([`take_freed`](Self::take_freed)), then dead ones
     /// ([`mark_dead`](Self::mark_dead)), then unpinned blocks without a present block below, by (last use, deepest
     /// first, lowest id).
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// # let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns, vec![1, 2, 3, 4, 5], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// assert_eq!(index.evict(1), [BlockId(0)]);
+    /// assert_eq!(index.evict(9), [BlockId(6)]);
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
     pub fn evict(&mut self, n: usize) -> Vec<BlockId> {
         let evicted = self.evict_within(n, Effort::ANY);
         evicted.unwrap_or_default()

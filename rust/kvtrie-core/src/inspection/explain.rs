@@ -258,15 +258,15 @@ impl RadixIndex {
                 shared: wanted.common(here),
             });
         }
-        let likest = |exact| {
-            let mut found = self.forest().likest_children(at.node, exact, wanted);
+        let most_similar = |exact| {
+            let mut found = self.forest().most_similar_children(at.node, exact, wanted);
             found.next()
         };
         let exact = self
             .forest()
             .nearest_child(at.node, wanted)
-            .or_else(|| likest(true));
-        let found = match (exact, likest(false)) {
+            .or_else(|| most_similar(true));
+        let found = match (exact, most_similar(false)) {
             (Some(exact), Some(other)) if other.1 > exact.1 => other,
             (Some(exact), _) => exact,
             (None, other) => other?,

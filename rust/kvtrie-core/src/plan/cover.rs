@@ -223,7 +223,7 @@ impl<'a> Cover<'a> {
         let Some(search) = &mut self.search else {
             return known;
         };
-        // The first whole window of a run begins less than a stride after the run.
+        // The first kept window of a run begins less than a stride after the run's start.
         let window = search.first_hit(self.tried).unwrap_or(len);
         known.min((window + 1).saturating_sub(search.stride()).max(at + 1))
     }
@@ -339,7 +339,7 @@ impl<'a> Cover<'a> {
         }
     }
 
-    /// Of several such places, the nearest is chosen.
+    /// The place that may reach furthest; of several, the nearest.
     fn most_promising(
         &self,
         search: &Search<'_>,

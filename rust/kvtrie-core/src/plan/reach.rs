@@ -142,7 +142,7 @@ impl Follower<'_> {
         let least = least().saturating_sub(at).max(1);
         let mut best: Option<(usize, u16, u32, NodeIndex)> = None;
         for exact in [true, false] {
-            let children = forest.likest_children(parent, exact, wanted);
+            let children = forest.most_similar_children(parent, exact, wanted);
             for (looked_at, (child, shared)) in children.enumerate() {
                 done.looks += 1;
                 if shared < best.map_or(least, |(most, ..)| most) {

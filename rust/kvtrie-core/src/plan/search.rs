@@ -162,7 +162,7 @@ impl<'a> Search<'a> {
         (self.tokens.len() + 1).saturating_sub(WINDOW)
     }
 
-    /// Every run has a kept window among any so many consecutive windows.
+    /// Of any this many consecutive windows, one is kept.
     pub(super) fn stride(&self) -> usize {
         self.windows.stride()
     }

@@ -201,7 +201,7 @@ pub(crate) fn nearest(
 
 /// The children whose first block is exact (or not, as `exact` says), with the number of tokens that each shares with
 /// `wanted` (at most one block). Most tokens come first; ties have no useful order.
-pub(crate) fn likest<'a>(
+pub(crate) fn most_similar<'a>(
     nodes: &'a Arena,
     block_size: usize,
     parent: NodeIndex,

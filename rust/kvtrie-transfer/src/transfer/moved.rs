@@ -122,7 +122,7 @@ impl<'a> MoveSearch<'a> {
         }
         for gap in gaps {
             let mut at = gap.start;
-            // No window before this position can be in a match that contains `at`.
+            // A match that contains `at` has a block from this position on, so earlier windows are not needed.
             let mut from = (at + 1).saturating_sub(self.block_size + self.lengths[0]);
             while at < gap.end {
                 let Some((found, end)) = self.best(from, at, gap.end) else {

@@ -196,13 +196,13 @@ impl Forest {
         siblings::nearest(&self.nodes, self.block_size, parent, wanted)
     }
 
-    pub(crate) fn likest_children<'a>(
+    pub(crate) fn most_similar_children<'a>(
         &'a self,
         parent: NodeIndex,
         exact: bool,
         wanted: View<'a>,
     ) -> impl Iterator<Item = (NodeIndex, usize)> + 'a {
-        siblings::likest(&self.nodes, self.block_size, parent, exact, wanted)
+        siblings::most_similar(&self.nodes, self.block_size, parent, exact, wanted)
     }
 
     pub(crate) fn are_children_sorted(&self, parent: NodeIndex) -> bool {
