@@ -81,7 +81,7 @@
 //! # Structure
 //!
 //! Each folder owns its fields and counters: `storage`, `pins`, `eviction`, `moved` and `tagging` are the components of an
-//! index; `index` has the calls, one algorithm a file; `plan`, `inspection` and `snapshot` read.
+//! index; `index` has the calls, one algorithm per file; `plan`, `inspection` and `snapshot` read.
 //!
 //! # Hashes
 //!

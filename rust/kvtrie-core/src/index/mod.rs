@@ -1,4 +1,4 @@
-//! The index and its calls, one algorithm a file.
+//! The index and its calls, one algorithm per file. The calls combine components, each of which owns its fields.
 
 mod dead;
 mod edges;
