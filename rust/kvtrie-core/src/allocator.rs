@@ -1,10 +1,10 @@
-//! A free list for engines that have none.
+//! A free list of block ids, for engines that have no block manager of their own.
 
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::index::RadixIndex;
 
-/// Allocates block ids and takes them back; refuses to free a block twice.
+/// Allocates block ids and takes them back. Freeing a block twice is an error.
 ///
 /// Ids above all ids allocated so far cost no memory.
 ///
@@ -22,7 +22,7 @@ use crate::index::RadixIndex;
 pub struct BlockAllocator {
     num_blocks: u64,
     freed: Vec<u32>,
-    /// Ids below `fresh` were allocated before; a bit is set while the id is held.
+    /// One bit per id below `fresh`, set while the id is held. Ids from `fresh` on were never allocated.
     held: Vec<u64>,
     fresh: u32,
 }
@@ -59,7 +59,7 @@ impl BlockAllocator {
         self.num_blocks - u64::from(self.fresh) + self.freed.len() as u64
     }
 
-    /// Allocates `n` blocks, or none: free ones first, then blocks evicted from the index.
+    /// Allocates `n` blocks, or none. Free blocks are used first, then blocks evicted from the index.
     ///
     /// # Errors
     /// - [`OutOfBlocks`](crate::ErrorKind::OutOfBlocks) if too few blocks are free, waiting or evictable; nothing is

@@ -1,4 +1,4 @@
-//! The configuration of an index.
+//! Size of the pool, seed and limits of an index.
 
 use std::fmt;
 
@@ -28,7 +28,7 @@ pub struct Config {
     pub pool_id: Vec<u8>,
 }
 
-/// Does not show the seed.
+/// Prints every field except the seed.
 impl fmt::Debug for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Config")

@@ -1,4 +1,4 @@
-//! The error type.
+//! The error type of all calls.
 
 use std::fmt;
 

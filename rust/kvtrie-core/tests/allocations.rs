@@ -1,6 +1,6 @@
-//! What is allocated: nothing by a lookup, and a known number of bytes for cached tokens.
+//! Tests what is allocated: nothing by a lookup, and a known number of bytes for cached tokens.
 //!
-//! Only one test, since the counter is the process's.
+//! There is one test only, because the counter counts the whole process.
 
 use std::alloc::System;
 use std::sync::Arc;
@@ -38,15 +38,15 @@ fn a_lookup_allocates_nothing_and_a_long_edge_costs_79_bytes_a_block() {
         .unwrap();
     let change = region.change();
     let held = change.bytes_allocated - change.bytes_deallocated;
-    // 4 bytes per token, 4 for the id, 11 for the table of ids; 40 KiB for partly used pages of that table and of
-    // nodes.
+    // Each block takes 4 bytes per token, 4 for its id and 11 in the table of ids. Partly used pages of that table and
+    // of nodes take 40 KiB.
     let expected = BLOCKS as usize * (4 * BLOCK_SIZE + 4 + 11);
     assert!(
         (expected..expected + (40 << 10) + BLOCKS as usize / 8).contains(&held),
         "{held} bytes, {expected} expected"
     );
 
-    // Another sequence that leaves the first in the middle of its edge.
+    // Another sequence leaves the first in the middle of its edge.
     let half = tokens.len() / 2;
     let mut other = sequence([&tokens[..half], &[u32::MAX; BLOCK_SIZE][..]].concat());
     index
@@ -61,7 +61,7 @@ fn a_lookup_allocates_nothing_and_a_long_edge_costs_79_bytes_a_block() {
         .unwrap();
 
     let mut out = Vec::with_capacity(BLOCKS as usize + 1);
-    // (prompt, whether its match ends inside an edge: a touch keeps that once, at one allocation)
+    // Each prompt, and whether its match ends inside an edge. A touch then stores a use there, with one allocation.
     let prompts = [
         (tokens.clone(), 0),
         (tokens[..half].to_vec(), 0),

@@ -1,4 +1,4 @@
-//! The effort of a search for moved runs (P16), on prompts that are made to take as much as they can.
+//! Tests the budget of a search for moved runs (P16), on prompts that are made to exhaust it.
 
 #![expect(
     clippy::unwrap_used,
@@ -17,15 +17,15 @@ const PERIOD: usize = 9;
 const PLACES: usize = 64;
 const CHILDREN: usize = 64;
 
-/// Tokens that earn a look, and looks that covered tokens earn at most beyond one each.
+/// Number of tokens that earn a look, and the most looks that covered tokens earn in addition to one each.
 const TOKENS_PER_EARNED: usize = 10;
 const MOST: u64 = 1 << 14;
 
-/// Looks of the last window and its last place at most: all its places, a choice among children, twice as many of them as are
-/// compared, and a run of some blocks.
+/// The most looks of the last window and its last place: all places of the window, a choice among children, twice as
+/// many children as are compared, and a run of some blocks.
 const LAST_PLACE: u64 = 64 + 24 + 2 * 65 + 8;
 
-/// Looks before anything is found.
+/// Number of looks that are allowed before anything is found.
 fn first(len: usize) -> u64 {
     (256 + len as u64 / 8).min(512)
 }
@@ -39,7 +39,7 @@ fn sequence(tokens: Vec<u32>) -> TokenSequence {
     TokenSequence::new(Arc::new(namespace), tokens, Vec::new()).unwrap()
 }
 
-/// Tokens that are nowhere else.
+/// Source of tokens that occur nowhere else.
 #[derive(Default)]
 struct Unused(u32);
 
@@ -58,8 +58,8 @@ struct Fan {
 }
 
 impl Fan {
-    /// Every window of a text with a period of nine tokens is cached at 64 places, each 13 tokens of the text from its first to
-    /// the end of an edge with 64 children that share `shared` or one more of the tokens that follow.
+    /// Caches every window of a text with a period of nine tokens at 64 places. Each place has 13 tokens of the text,
+    /// which end with an edge. It has 64 children, which continue with `shared` or one more of the text's tokens.
     fn new(shared: usize) -> Self {
         let mut fan = Self {
             index: RadixIndex::new(Config {
@@ -97,7 +97,7 @@ impl Fan {
             .unwrap();
     }
 
-    /// A plan, and the looks that it took.
+    /// Plans a prompt; returns the plan and the looks that it took.
     fn plan(&mut self, text: Vec<u32>) -> (ReusePlan, u64) {
         let policy = ReusePolicy {
             approximate: true,
@@ -128,14 +128,14 @@ fn a_prompt_whose_windows_lead_nowhere_is_searched_no_longer_than_its_length_all
             looks <= allowed + LAST_PLACE,
             "{looks} looks for {len} tokens"
         );
-        // Something was left untried, and the plan says so.
         assert!(plan.candidates_dropped() > 0);
     }
 }
 
 #[test]
 fn a_prompt_of_many_short_runs_is_searched_no_longer_than_they_earn() {
-    // As before, but with runs of just min_run tokens: each could be chosen among 64 places and 64 children of each.
+    // As before, but with runs of just min_run tokens, so that each could be chosen among 64 places with 64 children
+    // each.
     let mut fan = Fan::new(3);
     for len in [1_000, 8_000, 100_000] {
         let (plan, looks) = fan.plan(repeated(len));
@@ -208,10 +208,10 @@ fn a_search_that_takes_too_long_gives_up_without_having_planned() {
         nodes: 256,
         bytes: 1 << 20,
     };
-    // By what it takes, not by its length ...
+    // A plan gives up by the work that it does, not by the prompt's length.
     assert!(!within(repeated(1_000), brief));
     assert!(within(repeated(1_000), Effort::ANY));
-    // ... but for what is looked up of a prompt that is cached nowhere.
+    // It does not give up for windows of a long prompt that is cached nowhere.
     assert!(within((0..10_000).map(|at| 1 << 30 | at).collect(), brief));
     assert!(!within((0..40_000).map(|at| 1 << 30 | at).collect(), brief));
 }

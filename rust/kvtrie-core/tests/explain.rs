@@ -1,4 +1,4 @@
-//! Every reason that `explain` gives, and what it shows with it.
+//! Tests every reason that `explain` gives, and what it shows with it.
 
 #![expect(
     clippy::unwrap_used,
@@ -13,7 +13,7 @@ use kvtrie_core::{
     ReusePolicy, Salt, Source, Span, TokenSequence, WouldSave,
 };
 
-/// The pool that `Config::seeded` names, still there.
+/// The pool that `Config::seeded` names, which still exists.
 const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
 
 fn namespace(model: &str, adapter: Option<&str>, salt: &str) -> Arc<Namespace> {
@@ -37,7 +37,7 @@ fn index(num_blocks: u64) -> RadixIndex {
     .unwrap()
 }
 
-/// Inserts all whole blocks under ids from `first` on.
+/// Inserts all whole blocks, with ids from `first` on.
 fn insert(index: &mut RadixIndex, seq: &mut TokenSequence, first: u32, source: Source<'_>) {
     let count = u32::try_from(seq.len() / 4).unwrap();
     let ids: Vec<BlockId> = (first..first + count).map(BlockId).collect();
@@ -45,7 +45,7 @@ fn insert(index: &mut RadixIndex, seq: &mut TokenSequence, first: u32, source: S
     index.insert(seq, &ids, options).unwrap();
 }
 
-/// Explains, twice from fresh sequences, and checks that nothing was used.
+/// Explains twice, from fresh sequences, and checks that nothing was touched.
 fn explain(index: &mut RadixIndex, seq: &mut TokenSequence) -> Explanation {
     let before = (index.digest(), index.stats().clock);
     let why = index.explain(seq, &ExplainOptions::default()).unwrap();
@@ -115,7 +115,7 @@ fn diverged_is_exact_to_the_token_in_and_after_an_edge() {
         assert_eq!(why.context.theirs, tokens[start..end]);
         assert_eq!(why.context.ours, other.tokens()[start..end]);
     }
-    // Two branches: the one that shares more is shown, whatever its token order.
+    // There are two branches. The one that shares more is shown, whatever its token order.
     for (token, first) in [(50, 8), (5, 12)] {
         let mut branch = tokens[..8].to_vec();
         branch.extend([18, 19, token, token]);
@@ -166,7 +166,7 @@ fn not_cached_where_the_cache_ends_or_knows_nothing() {
         why.to_string()
             .contains("The cache ends at position 8, after [10, 11")
     );
-    // A dropped namespace is forgotten.
+    // The departures of a dropped namespace are forgotten.
     index.drop_namespace(seq.namespace());
     assert_eq!(explain(&mut index, &mut seq).reason, Reason::NotCached);
 }
@@ -185,7 +185,7 @@ fn evicted_is_known_at_every_depth() {
             (Reason::Evicted, 16 - 4 * n),
             "{n}"
         );
-        // The rest is evicted as well, block by block.
+        // The other blocks are evicted as well, one by one.
         for n in n + 1..=4 {
             index.evict(1);
             let why = explain(&mut index, &mut seq);
@@ -216,9 +216,9 @@ fn evicted_is_reported_for_the_same_prefix_only() {
     );
     index.evict(2);
     assert_eq!(explain(&mut index, &mut old).reason, Reason::Evicted);
-    // The same tokens at the same position, but after others.
+    // The same tokens at the same position after other tokens are not evicted ones.
     assert_eq!(explain(&mut index, &mut new).reason, Reason::NotCached);
-    // Another namespace with the first evicted block.
+    // Another namespace has the first evicted block.
     index.evict(1);
     assert_eq!(explain(&mut index, &mut old).reason, Reason::Evicted);
     let other = namespace("m", None, "b");
@@ -305,7 +305,7 @@ fn another_namespace_of_the_salt_is_named_and_no_other() {
         why.to_string()
             .contains("Where model differs, 12 tokens match.")
     );
-    // Not a reason where this namespace has as much.
+    // That is no reason where this namespace has as many blocks.
     insert(
         &mut index,
         &mut of("m", None, "a", 12),
@@ -314,7 +314,7 @@ fn another_namespace_of_the_salt_is_named_and_no_other() {
     );
     let why = explain(&mut index, &mut seq);
     assert_eq!((why.reason, why.other_namespace), (Reason::NotCached, None));
-    // An eviction is the better reason.
+    // An eviction takes precedence as the reason.
     insert(
         &mut index,
         &mut of("n", Some("x"), "a", 16),

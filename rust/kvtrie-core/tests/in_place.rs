@@ -1,4 +1,4 @@
-//! Plans that only pin what is in place, and what a plan says about itself.
+//! Tests plans that only pin blocks in place, and what a plan reports about itself.
 
 #![expect(clippy::unwrap_used, reason = "helpers of a test")]
 
@@ -23,7 +23,7 @@ fn index() -> RadixIndex {
     .unwrap()
 }
 
-/// Two exact blocks and two approximate ones of 32 tokens, which are all cached after another prefix too.
+/// Two exact and two approximate blocks of 32 tokens, all of which are cached after another prefix as well.
 fn filled() -> (RadixIndex, TokenSequence) {
     let mut index = index();
     let mut other = sequence([100, 101].into_iter().chain(0..32));
@@ -48,7 +48,7 @@ fn pin_in_place_pins_exact_blocks_or_all_and_copies_nothing() {
         assert_eq!(plan.blocks(), ids(0..blocks));
         assert_eq!(plan.source_blocks(), []);
         assert_eq!(index.num_evictable(), 21 - u64::from(blocks));
-        // A plan with the same permission copies the rest.
+        // A plan with the same permission copies the remaining tokens.
         let policy = ReusePolicy {
             approximate: true,
             max_hops: ReusePolicy::MAX_HOPS,
@@ -58,7 +58,6 @@ fn pin_in_place_pins_exact_blocks_or_all_and_copies_nothing() {
         let moved = moved.unwrap();
         assert!(!moved.source_blocks().is_empty());
         index.release(&moved).unwrap();
-        // The second release, and the release by another index, do nothing.
         self::index().release_if_live(&plan);
         assert!(!index.is_released(&plan));
         index.release_if_live(&plan);

@@ -1,4 +1,4 @@
-//! What an insert returns and changes where the path has holes, approximate blocks or pins (D2, D12, D14).
+//! Tests what an insert returns and changes where the path has holes, approximate blocks or pins (D2, D12, D14).
 
 #![expect(
     clippy::unwrap_used,
@@ -25,7 +25,7 @@ fn index() -> RadixIndex {
     .unwrap()
 }
 
-/// Inserts one block per id, of the tokens 0, 1, 2 and so on.
+/// Inserts one block per id; the tokens are 0, 1, 2 and so on.
 fn put<const N: usize>(index: &mut RadixIndex, raw: [u32; N], source: Source<'_>) -> Inserted {
     let len = N * BLOCK_SIZE;
     let mut seq = sequence(0..u32::try_from(len).unwrap());
@@ -42,7 +42,7 @@ fn imported(exact_until: usize) -> Source<'static> {
     })
 }
 
-/// A plan for `len` tokens from 0 on, with all cached ones, approximate or not.
+/// Plans `len` tokens from 0 on and reuses all cached ones, exact or approximate.
 fn plan(index: &mut RadixIndex, len: u32) -> ReusePlan {
     let policy = ReusePolicy {
         approximate: true,
@@ -113,7 +113,6 @@ fn blocks_computed_after_approximate_ones_stay_approximate_when_these_are_evicte
 fn an_insert_of_less_than_is_known_walks_nothing_again() {
     let mut index = index();
     put(&mut index, [0, 1, 2, 3], Source::Computed);
-    // Known as far as the middle of the edge.
     let mut seq = sequence((0..12).chain(90..94));
     let options = LookupOptions::default();
     let found = index.lookup(&mut seq, options, &mut Vec::new()).unwrap();
@@ -139,7 +138,7 @@ fn a_path_is_pinned_in_one_piece_again_when_its_hole_is_filled() {
     put(&mut index, [0, 1, 2, 3], Source::Computed);
     let held = plan(&mut index, 16);
     assert_eq!(index.discard(&ids([1])).unwrap(), []);
-    // Two pieces, and the removed block.
+    // The lease has two entries and the removed block.
     assert_eq!((index.stats().pinned, index.release_steps(&held)), (4, 3));
     let done = put(&mut index, [0, 9, 2, 3], Source::Plan(&held));
     assert_eq!(done.blocks, ids([0, 9, 2, 3]));
@@ -165,7 +164,7 @@ fn a_sequence_of_which_nothing_was_inserted_is_known_to_share_nothing() {
 fn a_plan_after_a_shorter_insert_has_the_blocks_that_are_there_now() {
     let mut index = index();
     put(&mut index, [0, 1, 2, 3], Source::Computed);
-    // A branch, so that the first two blocks are an edge.
+    // The branch makes the first two blocks an edge.
     let options = InsertOptions::new(12, Source::Computed);
     let mut branch = sequence((0..8).chain(90..94));
     index.insert(&mut branch, &ids([0, 1, 9]), options).unwrap();

@@ -1,7 +1,8 @@
-//! What searches for moved runs take and find, on texts of several kinds. A rule that only saves work changes no
-//! result: these counts fail without it.
+//! Tests how many looks searches for moved runs take, and what they find, on texts of several kinds. A rule that only
+//! saves work changes no result; these counts fail without it.
 //!
-//! Looks are counted, so they are the same on every machine. A change that lowers them, or finds more, changes the numbers here.
+//! Looks are counted, so they are equal on every machine. A change that lowers them, or finds more, changes the numbers
+//! here.
 
 #![expect(
     clippy::unwrap_used,
@@ -85,7 +86,7 @@ impl World {
         self.index.release(&plan).unwrap();
     }
 
-    /// Looks taken, tokens that need not be computed, places not tried.
+    /// The looks taken, the tokens that need not be computed, and the places not tried.
     fn took(&self) -> (u64, usize, u64) {
         (self.index.stats().search_looks, self.covered, self.dropped)
     }
@@ -202,7 +203,7 @@ fn runs_that_are_too_short() {
 
 #[test]
 fn runs_that_the_policy_finds_too_short() {
-    // Long enough for the index: each is followed once, and its other windows are skipped.
+    // The runs are long enough for the index. Each is followed once, and its other windows are skipped.
     let (mut world, mut numbers) = (World::new(64), Numbers(9));
     let runs: Vec<Vec<u32>> = (0..4).map(|_| numbers.text(150, 5_000)).collect();
     for _ in 0..2 {
@@ -264,7 +265,7 @@ fn approximate_entries_and_holes_on_the_own_path() {
     let texts: Vec<Vec<u32>> = (0..6).map(|_| numbers.text(480, 30)).collect();
     for (text, hops) in texts.iter().zip([0, 1, 2, 3, 0, 1]) {
         world.cache(text, imported(hops));
-        // The same tokens further on in another text, with other hops.
+        // The same tokens are further on in another text, with other hops.
         let mut again = numbers.text(23, 30);
         again.extend(&text[100..400]);
         world.cache(&again, imported(1));
@@ -296,7 +297,7 @@ fn children_of_which_one_goes_on_as_the_prompt_does() {
         text.extend(&prefix[50..]);
         text.extend(tail);
         world.plan(&text, None);
-        // From the middle of a block on, and with nothing after it.
+        // The run starts in the middle of a block, and no token follows it.
         text.truncate(31 + 150 + 20);
         world.plan(&text, None);
     }
@@ -308,7 +309,7 @@ fn pieces_of_the_own_path_that_are_too_short_are_not_followed_again() {
     let (mut world, mut numbers) = (World::new(64), Numbers(12));
     let text = numbers.text(480, 5_000);
     world.cache(&text, Source::Computed);
-    // A branch inside of a block, which the prompt shares in part.
+    // The branch starts inside a block, which the prompt shares in part.
     let mut branch = text[..330].to_vec();
     branch.extend(numbers.text(70, 5_000));
     world.cache(&branch, Source::Computed);
@@ -326,13 +327,13 @@ fn places_on_the_own_path_and_next_to_its_holes_are_not_followed_again() {
     let (mut world, mut numbers) = (World::new(64), Numbers(13));
     let text = numbers.text(480, 5_000);
     world.cache(&text, Source::Computed);
-    // Branches off the path, each of which goes on as it does for some tokens of a block.
+    // The branches leave the path, and each continues like it for some tokens of a block.
     for (at, shared) in [(96, 13), (208, 9), (320, 15), (400, 8)] {
         let mut branch = text[..at + shared].to_vec();
         branch.extend(numbers.text(40, 5_000));
         world.cache(&branch, Source::Computed);
     }
-    // The path's own blocks there are holes.
+    // The path's own blocks are holes there.
     let holes: Vec<BlockId> = [6, 13, 20, 25].map(BlockId).to_vec();
     world.index.discard(&holes).unwrap();
     let mut took = Vec::new();

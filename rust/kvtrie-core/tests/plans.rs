@@ -1,4 +1,4 @@
-//! What a plan returns and refuses, on prompts that are worked out by hand (D7, D13, D19).
+//! Tests what a plan returns and refuses, on prompts whose plans are worked out by hand (D7, D13, D19).
 
 #![expect(
     clippy::unwrap_used,
@@ -52,15 +52,15 @@ fn plan(index: &mut RadixIndex, seq: &mut TokenSequence, pin: bool) -> ReusePlan
     index.plan(seq, &approximate(), options).unwrap()
 }
 
-/// Tokens 0 to 40 in the blocks 20 to 29.
+/// The tokens 0 to 40 in the blocks 20 to 29.
 fn cached() -> RadixIndex {
     let mut index = index();
     put(&mut index, &mut sequence(0..40), 20..30);
     index
 }
 
-/// Two blocks and two tokens as they were, three new tokens, then the tokens from 17 to 33, and two new ones: 31 tokens, eight
-/// blocks of which six are new.
+/// Two blocks and two tokens unchanged, three new tokens, the tokens from 17 to 33, and two new tokens: 31 tokens in
+/// eight blocks, six of them new.
 fn edited() -> TokenSequence {
     let tail = [NEW + 3, NEW + 4];
     sequence((0..10).chain(NEW..NEW + 3).chain(17..33).chain(tail))
@@ -139,7 +139,7 @@ fn places_that_were_not_tried_are_counted() {
     let prompt = &mut sequence([NEW].into_iter().chain(0..16));
     let dropped = plan(&mut index, prompt, false).candidates_dropped();
     assert!(dropped > 0);
-    // A plan that is exact only because of what was found depends on them, too.
+    // A plan that is exact only because of the share of what it found depends on the search too.
     let policy = ReusePolicy {
         max_approximate_share: 0.1,
         ..approximate()
@@ -161,7 +161,7 @@ fn what_finding_a_path_costs_is_counted() {
         &mut sequence((0..8).chain([NEW; 4])),
         [20, 21, 2],
     );
-    // Two edges up to the first token that differs, and that token.
+    // Two edges are compared up to the first token that differs, including that token.
     for (tokens, compared) in [(16, 16), (40, 40), (17, 16)] {
         let before = index.stats().bytes_compared;
         plan(&mut index, &mut sequence((0..tokens).chain([NEW])), false);
@@ -172,7 +172,7 @@ fn what_finding_a_path_costs_is_counted() {
     assert_eq!((index.stats().bytes_compared - before) / 4, 17);
 }
 
-/// Every token that moves, by itself: where to, where from, and by how much.
+/// Every token that is moved: destination slot, source slot and delta.
 fn single(moves: &[Move]) -> Vec<(u64, u64, i64)> {
     let size = BLOCK_SIZE as u64;
     for at in moves {
@@ -193,7 +193,7 @@ fn moves_of_every_range_are_the_copies_that_it_holds() {
     let plan = plan(&mut index, &mut edited(), false);
     let table = table();
     let slot = |id: BlockId, at: usize| u64::from(id.0) * 4 + at as u64 % 4;
-    // Position 8 and 9 come from the same positions, 13 to 29 from four further on.
+    // The positions 8 and 9 come from the same positions, 13 to 29 from four positions further on.
     let expected = |start: usize, end: usize| -> Vec<(u64, u64, i64)> {
         let copied = (8..10)
             .map(|at| (at, at))
@@ -247,7 +247,7 @@ fn moves_refuses_a_table_that_does_not_begin_with_the_blocks_in_place() {
     for at in 0..2 {
         let mut wrong = table();
         wrong[at] = BlockId(60);
-        // The range does not read these blocks; the table is wrong all the same.
+        // The range does not use these blocks, but the table is wrong.
         for (start, end) in [(0, 31), (8, 31), (13, 29), (31, 31)] {
             let error = plan.moves(&wrong, start, end).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
@@ -255,7 +255,7 @@ fn moves_refuses_a_table_that_does_not_begin_with_the_blocks_in_place() {
             assert!(error.to_string().contains(&wanted), "{error}");
         }
     }
-    // As far as the table goes.
+    // Ids in place are compared only as far as the table goes.
     assert!(plan.moves(&ids([20]), 0, 4).is_ok());
     assert!(plan.moves(&ids([21]), 0, 4).is_err());
     assert!(plan.moves(&[], 0, 0).is_ok());
@@ -269,7 +269,7 @@ fn moves_refuses_a_block_that_comes_twice() {
         for other in (one + 1).max(2)..8 {
             let mut twice = table();
             twice[other] = twice[one];
-            // After the range too: the engine fills the rest later.
+            // Blocks after the range count too, because the engine fills them later.
             for end in [0, 8, 31] {
                 let error = plan.moves(&twice, 0, end).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::InvalidArgument);
@@ -285,7 +285,7 @@ fn moves_refuses_to_have_a_block_written_that_the_plan_reads() {
     let mut index = cached();
     let plan = plan(&mut index, &mut edited(), false);
     for read in [22, 24, 28] {
-        // Blocks 2 and 3 are copied to in part; block 7 is wholly computed but for a token.
+        // Blocks 2 and 3 are filled by copies in part; block 7 is computed except for one token.
         for at in 2..8 {
             let mut own = table();
             own[at] = BlockId(read);
@@ -325,7 +325,7 @@ fn an_unpinned_plan_says_which_segments_are_there_as_planned() {
 fn a_pinned_plan_is_there_until_it_is_released() {
     let mut index = cached();
     let plan = plan(&mut index, &mut edited(), true);
-    // Both are removed from the index, and are kept for the plan.
+    // Both blocks leave the index and are kept for the plan.
     assert!(index.discard(&ids([21, 24])).unwrap().is_empty());
     assert_eq!(index.validate(&plan).unwrap(), [true; 5]);
     index.release_sources(&plan).unwrap();
@@ -389,7 +389,7 @@ fn a_policy_beyond_its_limits_is_refused_whatever_the_effort() {
     assert_eq!(index.digest(), digest);
 }
 
-/// Numbers that look random, the same in every run.
+/// Pseudo-random numbers, the same in every run.
 struct Draws(u64);
 
 impl Draws {
@@ -399,7 +399,7 @@ impl Draws {
     }
 }
 
-/// Every cached token is at one place only, so the lengths of a prompt's pieces determine which are found.
+/// Every cached token is at one place only, so the lengths of the prompt's pieces determine which are found.
 #[test]
 fn pieces_of_long_prompts_are_found_if_they_are_long_enough() {
     const TEXT: usize = 4096;
@@ -455,7 +455,7 @@ fn pieces_of_long_prompts_are_found_if_they_are_long_enough() {
     }
 }
 
-/// Ten texts of 40 unique tokens, 64 that all have, and 40 unique ones again.
+/// Ten texts of 40 tokens of their own, 64 that all share, and 40 of their own again.
 #[test]
 fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
     let mut index = RadixIndex::new(Config {
@@ -487,18 +487,18 @@ fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
             .collect();
         (parts, plan.source_blocks(), plan.candidates_dropped() > 0)
     };
-    // The tokens that only one text has lead to it, and through those that all have.
+    // Tokens of one text only lead to it, and through those that all share.
     for number in 0..10 {
         let (parts, blocks, _) = found(text(number).skip(10).collect());
         assert_eq!(parts, [(1, 135, 10)]);
         assert_eq!(blocks, ids(number * 36 + 2..(number + 1) * 36));
     }
-    // Of the two texts that came last, the one in the lower blocks.
+    // Of the two most recent texts, the one in the lower blocks is used.
     let (parts, blocks, is_dropped) = found((0..64).collect());
     assert_eq!(parts, [(1, 65, 40)]);
     assert_eq!(blocks, ids(8 * 36 + 10..8 * 36 + 26));
     assert!(is_dropped);
-    // Tokens that only one text has are found after it, where a text that was not tried would have gone on in one
+    // The tokens of one text only are found after the shared ones. If that text had been tried, the run would be one
     // piece.
     let (parts, blocks, is_dropped) = found((30..64).chain(own(3, 40, 70)).collect());
     assert_eq!(parts, [(1, 35, 70), (35, 65, 104)]);
@@ -535,7 +535,8 @@ fn a_search_that_forgets_places_finds_runs_after_them() {
     let first = 64 * blocks as u32;
     let ids = first..first + (paid.len() / BLOCK_SIZE) as u32;
     put(&mut index, &mut sequence(paid.iter().copied()), ids);
-    // The first comes again while it is remembered, and once all was forgotten: then its places are looked up again.
+    // The first run occurs again while it is remembered, and again after all were forgotten: then its places are looked
+    // up again.
     let order = (0..256).chain([0, 256, 0]).chain(257..300);
     let piece = |number: usize| text[18 * number..][..15].iter().copied();
     let short = order.flat_map(|number| piece(number).chain([NEW]));
@@ -674,7 +675,7 @@ fn of_children_that_share_as_much_the_lowest_id_is_copied() {
             forbid_kinds: vec!["reasoning".into()],
             ..approximate()
         };
-        // First the second of their tokens, then both.
+        // First the second of their tokens is forbidden, then both.
         for (start, end) in [(33, 34), (32, 33)] {
             for text in 0..5 {
                 let other = (text + 1) * NEW;
@@ -693,7 +694,8 @@ fn of_children_that_share_as_much_the_lowest_id_is_copied() {
     }
 }
 
-/// A run that is found from a window in one of several children which share as much goes on in the lowest of them, whichever was found.
+/// If several children share as many tokens, the run continues in the one with the lowest id, whichever the window was
+/// found in.
 #[test]
 fn a_run_found_in_one_of_equal_children_is_copied_from_the_lowest_id() {
     for order in [[0, 1, 2], [2, 1, 0], [1, 0, 2], [1, 2, 0]] {
@@ -711,7 +713,7 @@ fn a_run_found_in_one_of_equal_children_is_copied_from_the_lowest_id() {
                 let tail = (8..8 + shared).chain(other..other + 8 - shared);
                 put(&mut index, &mut sequence((0..8).chain(tail)), [10, id]);
             }
-            // Few tokens of the block above, so that all windows end in one of the children.
+            // The block above shares too few tokens for a window, so all windows end in one of the children.
             let prompt = [NEW].into_iter().chain(4..8 + shared).chain([NEW; 2]);
             let plan = plan(&mut index, &mut sequence(prompt), false);
             let part = plan.segments()[1];
@@ -722,7 +724,7 @@ fn a_run_found_in_one_of_equal_children_is_copied_from_the_lowest_id() {
     }
 }
 
-/// Tokens of a forbidden kind split their run, wherever they are.
+/// A token of a forbidden kind splits its run, wherever it is.
 #[test]
 fn tokens_of_a_forbidden_kind_are_computed() {
     let policy = ReusePolicy {
@@ -730,7 +732,7 @@ fn tokens_of_a_forbidden_kind_are_computed() {
         ..approximate()
     };
     let spans = (0..40).flat_map(|start| (start + 1..=40).map(move |end| (start, end)));
-    // The last block has too many hops, or none has any.
+    // Either the last block has too many hops, or no block has any.
     for ((start, end), exact_until) in spans.flat_map(|span| [(span, 40), (span, 36)]) {
         let mut index = index();
         let seq = &mut sequence(0..40);
@@ -760,7 +762,7 @@ fn tokens_of_a_forbidden_kind_are_computed() {
     }
 }
 
-/// KV of fewer hops is preferred to nearer KV of more, wherever in the run the hops are.
+/// KV with fewer hops is preferred to nearer KV with more, wherever in the run the hops are.
 #[test]
 fn of_places_that_reach_as_far_the_one_with_fewest_hops_is_taken() {
     for first_moved in [0, 4, 8, 12] {
@@ -791,12 +793,12 @@ fn of_places_that_reach_as_far_the_one_with_fewest_hops_is_taken() {
     }
 }
 
-/// `recompute_first` and `recompute_last` may cover a whole edge; its blocks are not sources then.
+/// `recompute_first` and `recompute_last` may cover a whole edge. Its blocks are then no sources.
 #[test]
 fn the_ends_of_a_run_are_computed_across_edges() {
     let mut index = index();
     put(&mut index, &mut sequence(0..24), 20..26);
-    // Edges end where texts differ.
+    // An edge ends where texts differ.
     put(
         &mut index,
         &mut sequence((0..8).chain(500..508)),
@@ -836,7 +838,7 @@ fn the_ends_of_a_run_are_computed_across_edges() {
     }
 }
 
-/// Children that were not looked at are counted on the prompt's own path too.
+/// Children that were not compared are counted on the prompt's own path too.
 #[test]
 fn children_of_the_own_path_that_were_not_compared_are_counted() {
     let mut index = RadixIndex::new(Config {
@@ -876,7 +878,7 @@ fn children_of_the_own_path_that_were_not_compared_are_counted() {
     }
 }
 
-/// Blocks of four tokens with the given hops, one after the other in one edge.
+/// Blocks of four tokens with the given hops, in this order in one edge.
 fn labelled(hops: &[u16]) -> RadixIndex {
     let mut index = index();
     let seq = &mut sequence(0..4 * hops.len() as u32);
@@ -893,7 +895,7 @@ fn labelled(hops: &[u16]) -> RadixIndex {
     index
 }
 
-/// A moved run has a segment for each range of equal hops, and ends where there are too many.
+/// A moved run has a segment for each range of equal hops, and ends before a block with too many.
 #[test]
 fn a_run_is_cut_where_hops_change() {
     let mut index = labelled(&[5, 1, 3, 3, 1, 2]);
@@ -922,7 +924,7 @@ fn a_run_is_cut_where_hops_change() {
     }
 }
 
-/// An approximate block is used in place if none of its tokens is of a forbidden kind.
+/// An approximate block is used in place if none of its tokens has a forbidden kind.
 #[test]
 fn a_forbidden_token_keeps_its_block_from_being_used_in_place() {
     for token in 0..16 {
@@ -944,7 +946,7 @@ fn a_forbidden_token_keeps_its_block_from_being_used_in_place() {
     }
 }
 
-/// Exact KV after a hole is copied without a policy.
+/// Exact KV after a hole is copied even if the policy is exact only.
 #[test]
 fn an_exact_plan_copies_blocks_after_a_hole() {
     let mut index = cached();
@@ -971,14 +973,14 @@ fn an_exact_plan_copies_blocks_after_a_hole() {
 fn a_plan_counts_what_reading_it_goes_over() {
     let mut index = cached();
     let plan = plan(&mut index, &mut edited(), true);
-    // Two blocks in place, the beginning of another, a gap, moved tokens of five blocks, and new tokens at the end.
+    // The plan has two blocks in place, a part of another, a gap, moved tokens of five blocks, and a gap at the end.
     assert_eq!((plan.blocks().len(), plan.segments().len()), (2, 5));
     assert_eq!(plan.num_entries(), 5 + 2 + 1 + 5);
 }
 
 #[test]
 fn a_segment_in_place_is_valid_as_long_as_its_own_blocks_stay() {
-    // The last of the approximate blocks and the last of the exact ones, in both orders.
+    // The last approximate block and the last exact one leave, in both orders.
     for (gone, expected) in [
         ([29, 23], [[true, false, true], [false, false, true]]),
         ([23, 29], [[false, true, true], [false, false, true]]),
@@ -1008,7 +1010,7 @@ fn a_segment_in_place_is_valid_as_long_as_its_own_blocks_stay() {
     }
 }
 
-/// Segments as (start, end, old start, class, hops).
+/// The segments as (start, end, old start, class, hops).
 fn segments(plan: &ReusePlan) -> Vec<(usize, usize, usize, Class, u16)> {
     let all = plan.segments().iter();
     all.map(|segment| {
@@ -1018,8 +1020,8 @@ fn segments(plan: &ReusePlan) -> Vec<(usize, usize, usize, Class, u16)> {
     .collect()
 }
 
-/// After a hole at the end of the prompt's own blocks, a part of the block that follows is copied: from the same edge
-/// or a child.
+/// After a hole at the end of the prompt's own blocks, a part of the following block is copied, from the same edge or
+/// from a child.
 #[test]
 fn a_part_of_the_block_after_the_last_hole_is_copied() {
     for is_shared in [false, true] {
@@ -1067,10 +1069,10 @@ fn a_sibling_of_a_hole_is_copied_as_far_as_its_tokens_are_the_same() {
     .unwrap();
     let text: Vec<u32> = (0..96).collect();
     put(&mut index, &mut sequence(text.clone()), 0..6);
-    // Another block follows at 48, and has 12 of the next tokens.
+    // Another block follows at 48 and shares 12 of the next tokens.
     let sibling = text[..60].iter().copied().chain(NEW..NEW + 4);
     put(&mut index, &mut sequence(sibling), [0, 1, 2, 10]);
-    // The sibling of a hole is found though no window leads to it.
+    // The sibling of a hole is found although no window leads to it.
     index.discard(&ids([1, 2, 3])).unwrap();
     let policy = ReusePolicy::EXACT_ONLY;
     let plan = index
@@ -1096,13 +1098,13 @@ fn tokens_that_are_recomputed_are_counted_over_all_that_is_approximate() {
     let mut known = sequence(0..40);
     let options = InsertOptions::new(40, imported(20, 1));
     index.insert(&mut known, &ids(20..30), options).unwrap();
-    // Two more edges on the path.
     for end in [24, 32] {
         let branch = (0..end).chain(NEW + end..NEW + end + 4);
         let table = (20..20 + end / 4).chain([30 + end]);
         put(&mut index, &mut sequence(branch), table);
     }
-    // Tokens 17 to 37, of which three were exact: what is copied, by how much is recomputed.
+    // The prompt has the tokens 17 to 37, three of which were exact. The cases are: what is copied, for each number of
+    // recomputed tokens.
     let text = || sequence((NEW..NEW + 5).chain(17..37).chain([NEW + 9]));
     for (first, last, expected) in [
         (0, 0, vec![(5, 8, 17, 1), (8, 25, 20, 2)]),

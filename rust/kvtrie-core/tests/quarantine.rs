@@ -1,4 +1,4 @@
-//! Blocks that are permanently out of use (R7), by hand.
+//! Tests blocks that are permanently out of use (R7), on cases worked out by hand.
 
 #![expect(clippy::unwrap_used, reason = "helpers of a test")]
 
@@ -9,7 +9,7 @@ use kvtrie_core::{
     RestoredPool, ReusePolicy, Salt, Source, TokenSequence,
 };
 
-/// A plan that covers every token.
+/// Options for a plan that covers every token.
 const WHOLE: PlanOptions = PlanOptions {
     keep_last: 0,
     pin: true,
@@ -34,7 +34,7 @@ fn index() -> RadixIndex {
     RadixIndex::new(config).unwrap()
 }
 
-/// An index with the blocks 0, 1, 2 of the tokens 5, 6, 7.
+/// An index with the tokens 5, 6, 7 in the blocks 0, 1, 2.
 fn filled() -> (RadixIndex, TokenSequence) {
     let (mut index, mut seq) = (index(), sequence(&[5, 6, 7]));
     let computed = InsertOptions::new(3, Source::Computed);
@@ -42,7 +42,7 @@ fn filled() -> (RadixIndex, TokenSequence) {
     (index, seq)
 }
 
-/// Free or held, indexed, condemned and quarantined blocks are all that there are.
+/// Checks that free or held, indexed, condemned and quarantined blocks add up to the pool.
 fn check_sum(index: &RadixIndex, free_and_held: u64) {
     let stats = index.stats();
     let known = stats.indexed + stats.condemned + stats.quarantined;
@@ -79,7 +79,6 @@ fn a_pinned_block_goes_to_quarantine_after_its_last_release() {
     };
     let (one, two) = (plan(), plan());
     assert_eq!(index.quarantine(&ids(&[2])).unwrap(), 1);
-    // One that was condemned before, as well.
     assert_eq!(index.discard(&ids(&[1])).unwrap(), []);
     assert_eq!(index.quarantine(&ids(&[1])).unwrap(), 1);
     let stats = index.stats();
@@ -95,7 +94,6 @@ fn a_pinned_block_goes_to_quarantine_after_its_last_release() {
     );
     check_sum(&index, 5);
     assert_eq!(index.take_freed(), []);
-    // In a snapshot nobody pins.
     let again = RadixIndex::restore(&blob, POOL).unwrap();
     assert_eq!(again.digest(), index.digest());
     assert_eq!(again.stats().quarantined, 2);
@@ -138,7 +136,7 @@ fn an_insert_stops_at_a_block_in_quarantine() {
         (done.blocks, done.surplus, done.duplicates),
         (ids(&[0]), ids(&[2]), vec![])
     );
-    // Another entry at its place stays.
+    // Another block at its place stays.
     index.insert(&mut seq, &ids(&[0, 3, 2]), computed).unwrap();
     let done = index.insert(&mut seq, &ids(&[0, 1, 2]), computed).unwrap();
     assert_eq!(

@@ -1,4 +1,5 @@
-//! What calls refuse, one step on either side of each limit, and that nothing has changed then (D1, D4, D16).
+//! Tests what calls refuse, one step on either side of each limit, and that a refused call changes nothing (D1, D4,
+//! D16).
 
 #![expect(
     clippy::unwrap_used,
@@ -183,7 +184,7 @@ fn ids_that_back_other_tokens_or_come_twice() {
 #[test]
 fn an_id_that_is_refused_is_named_with_both_its_places() {
     let mut index = filled();
-    // Block 1 is cached where it is offered, block 0 is not.
+    // Block 1 is offered for the place where it is cached, block 0 is not.
     let options = InsertOptions {
         start: 2,
         ..InsertOptions::new(6, Source::Computed)

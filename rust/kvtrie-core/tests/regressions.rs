@@ -61,8 +61,8 @@ fn an_empty_span_does_not_name_a_kind() {
     assert_eq!(index.kinds().len(), BUILT_IN_KINDS.len());
 }
 
-/// An anchor above another of the same lease hid that a place was anchored already: it was anchored twice and released
-/// once, so that its blocks could never be evicted.
+/// An anchor above another of the same lease hid that a place was anchored already. The place was anchored twice and
+/// released once, so its blocks could never be evicted.
 #[test]
 fn an_anchor_of_a_fork_goes_with_its_plan() {
     let mut index = index(16, 1);
@@ -91,7 +91,7 @@ fn an_anchor_of_a_fork_goes_with_its_plan() {
     assert_eq!(index.num_evictable(), 5);
 }
 
-/// Tokens after a hole spent the effort of a lookup, which gave up whenever it was called.
+/// Tokens after a hole used up the effort of a lookup, which therefore gave up at every call.
 #[test]
 fn a_lookup_with_little_effort_gets_past_a_hole() {
     let mut index = index(64, 2);
@@ -204,7 +204,7 @@ fn a_min_run_longer_than_any_prompt_finds_nothing() {
     }
 }
 
-/// Every run of a path with holes was visited for every other one, which took minutes.
+/// Every run of a path with holes was visited once for each of the others, which took minutes.
 #[test]
 fn a_path_of_many_holes_is_planned_in_one_pass() {
     let tokens: Vec<u32> = (0..320_000).collect();
@@ -227,7 +227,7 @@ fn a_path_of_many_holes_is_planned_in_one_pass() {
     }
 }
 
-/// Every forbidden token of an approximate path was skipped by visiting all blocks after it.
+/// For every forbidden token of an approximate path, all blocks after it were visited.
 #[test]
 fn forbidden_tokens_are_passed_over_together() {
     let tokens: Vec<u32> = (0..320_000).collect();
@@ -261,7 +261,7 @@ fn forbidden_tokens_are_passed_over_together() {
     assert_eq!(plan.num_tokens(Class::Compute), 160_000 - 16 + 1);
 }
 
-/// A run that is shorter than the policy asks for was followed from each of its windows.
+/// A run that is shorter than the policy's `min_run` was followed from each of its windows.
 #[test]
 fn a_run_that_is_too_short_is_followed_once() {
     let tokens: Vec<u32> = (0..160_000).collect();
@@ -280,7 +280,7 @@ fn a_run_that_is_too_short_is_followed_once() {
     }
 }
 
-/// Of two siblings that share as much, the one with the lower id was copied where tokens before them had more hops than both.
+/// Two siblings shared as much. The one with the lower id was copied, where tokens before them had more hops than both.
 #[test]
 fn of_siblings_after_many_hops_the_one_with_fewer_is_copied() {
     let config = Config {
@@ -308,7 +308,7 @@ fn of_siblings_after_many_hops_the_one_with_fewer_is_copied() {
     index
         .insert(&mut sequence(&text(200)), &[BlockId(7)], second)
         .unwrap();
-    // Another text shares so many of their tokens that the windows of the rest are in the siblings.
+    // Another text shares so many of their tokens that all later windows are in the siblings.
     let before: Vec<u32> = (49..58).chain(0..11).collect();
     index
         .insert(

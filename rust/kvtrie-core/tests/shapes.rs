@@ -1,5 +1,5 @@
-//! Trees of hostile shapes: built, looked up, planned, evicted and dropped in a stack of 256 KiB, by work that grows
-//! with the request only.
+//! Tests trees of hostile shapes. They are built, looked up, planned, evicted and dropped with a stack of 256 KiB, and
+//! the work grows only with the request.
 
 #![expect(
     clippy::unwrap_used,
@@ -54,7 +54,6 @@ fn matched(index: &mut RadixIndex, seq: &mut TokenSequence) -> usize {
         .num_tokens
 }
 
-/// Removes everything, half by eviction.
 fn clear(index: &mut RadixIndex) {
     index.check().unwrap();
     let all = index.stats().indexed;

@@ -1,4 +1,4 @@
-//! Plans from the path of one sequence, compared with plans of an index that holds nothing else.
+//! Compares plans from the path of one sequence with plans of an index that contains only that sequence.
 
 #![expect(
     clippy::unwrap_used,
@@ -32,7 +32,7 @@ fn index(block_size: usize) -> RadixIndex {
     .unwrap()
 }
 
-/// A number that depends on the first tokens alone: what is cached for them is the same in each index.
+/// A number that depends only on the first tokens, so that each index caches the same for them.
 fn fate(tokens: &[u32]) -> u32 {
     let mixed = tokens.iter().fold(17_u32, |mixed, &token| {
         (mixed ^ token).wrapping_mul(0x0100_0193).rotate_left(9)
@@ -40,8 +40,8 @@ fn fate(tokens: &[u32]) -> u32 {
     mixed % 40
 }
 
-/// Inserts the whole blocks of sequences one by one: most are exact, some have hops, some become holes. Some tokens are
-/// tagged.
+/// Inserts the whole blocks of sequences one by one. Most are exact, some have hops, some become holes, and some of
+/// their tokens are tagged.
 fn cache(index: &mut RadixIndex, texts: &[Vec<u32>]) {
     let block_size = index.config().block_size;
     let mut next_id = 0;
@@ -105,7 +105,7 @@ fn plan(
     plan
 }
 
-/// Random tokens, and parts of other texts.
+/// A text of random tokens and parts of other texts.
 fn text(numbers: &mut Numbers, texts: &[Vec<u32>], symbols: u32) -> Vec<u32> {
     let mut tokens = Vec::new();
     for _ in 0..numbers.below(8) {
@@ -192,7 +192,7 @@ fn a_path_of_another_namespace_is_refused() {
     );
 }
 
-/// The same text after each of many heads. The first of them is the oldest.
+/// The same text after each of many heads. The first one is the oldest.
 fn copies(count: u32) -> (RadixIndex, Vec<Vec<u32>>) {
     let mut index = RadixIndex::new(Config {
         num_blocks: NUM_BLOCKS.into(),
@@ -237,7 +237,7 @@ fn what_is_not_looked_at_among_too_many_copies_is_counted_and_no_other_copy_is_u
     };
     let before = index.stats().search_looks;
     let found = plan(&mut index, &prompt, Some(&texts[0]), &policy);
-    // 16 places per candidate for the first window, of which no look is left for a second.
+    // The first window takes 16 places per candidate, which leaves no look for a second window.
     assert_eq!(index.stats().search_looks - before, 16 * 64);
     assert!(found.candidates_dropped() >= 3_000 - 16 * 64);
     assert_eq!(found.num_tokens(Class::Compute), 128);

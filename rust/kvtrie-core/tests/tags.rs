@@ -1,4 +1,4 @@
-//! Which kinds are known, and the memory of tags (D17).
+//! Tests which kinds an index knows, and the memory of tags (D17).
 
 #![expect(
     clippy::unwrap_used,
@@ -65,7 +65,7 @@ fn tags_take_memory_on_the_edges_alone_whose_tokens_have_them() {
     };
     let of_one_edge = taken(0, 8);
     assert!(of_one_edge > 0);
-    // After tokens without tags, and from the first token of an edge on.
+    // The tags follow tokens without tags, or start with the first token of an edge.
     assert_eq!(
         [taken(4, 12), taken(12, 20), taken(16, 24)],
         [of_one_edge; 3]

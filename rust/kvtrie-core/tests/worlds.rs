@@ -1,8 +1,9 @@
-//! What plans say and take in many small worlds: texts made of pieces of each other, holes, hops, kinds, children in all numbers, and
-//! policies of all fields.
+//! Tests what plans contain and cost in many small worlds: texts made of pieces of each other, holes, hops, kinds, any
+//! number of children, and policies with all fields.
 //!
-//! No rule is worked out here: `tests/model.rs` and `tests/plans.rs` do that. What is pinned down are the choices between results of the
-//! same worth and the work that is spared, which no rule fixes. A change that finds more, or takes less, changes the numbers.
+//! No rule is worked out here: `tests/model.rs` and `tests/plans.rs` do that. These tests fix the choices between
+//! equally good results, and the work that is saved; no rule determines either. A change that finds more, or takes
+//! less, changes the numbers.
 
 #![expect(
     clippy::unwrap_used,
@@ -22,7 +23,7 @@ use numbers::Numbers;
 mod numbers;
 
 impl Numbers {
-    /// A number up to `most`.
+    /// A number from 0 to `most`.
     fn up_to(&mut self, most: usize) -> usize {
         self.below(u32::try_from(most + 1).unwrap()) as usize
     }
@@ -31,25 +32,22 @@ impl Numbers {
         all[self.up_to(all.len() - 1)]
     }
 
-    /// Once in `times`.
+    /// True once in `times` calls, on average.
     fn once_in(&mut self, times: u32) -> bool {
         self.below(times) == 0
     }
 }
 
-/// What worlds of one kind have.
+/// The features of worlds of one kind.
 #[derive(Clone, Copy)]
 struct Kind {
     block_sizes: &'static [usize],
     min_runs: &'static [usize],
-    /// Different tokens.
     words: &'static [u32],
     max_candidates: &'static [usize],
-    /// Whether there are approximate entries and holes.
     is_broken: bool,
     /// Whether tokens are tagged, and kinds forbidden.
     has_kinds: bool,
-    /// Whether the effort of plans is limited.
     is_limited: bool,
 }
 
@@ -64,16 +62,15 @@ const KIND: Kind = Kind {
     is_limited: false,
 };
 
-/// What the plans of some worlds said and took.
+/// What the plans of some worlds contained and cost.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Took {
     looks: u64,
     covered: usize,
     dropped: u64,
-    /// Steps of releasing the plans.
     steps: u64,
     gave_up: u64,
-    /// All that the plans said, mixed up.
+    /// A digest of all plans.
     said: u64,
 }
 
@@ -142,7 +139,7 @@ impl World {
         }
     }
 
-    /// Pieces of other texts, often where they were, and tokens of its own.
+    /// A text of pieces of other texts, often at their positions, and of tokens of its own.
     fn text(&mut self) -> Vec<u32> {
         let mut text: Vec<u32> = Vec::new();
         for piece in 0..=self.numbers.below(4) {

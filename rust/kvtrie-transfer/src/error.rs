@@ -1,4 +1,4 @@
-//! Why a call fails.
+//! The errors of transfers, with the reason why a manifest is refused.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use kvtrie_core::{Error, ErrorKind};
 pub enum Refusal {
     /// The bytes are not a manifest, or contradict themselves.
     Malformed,
-    /// The bytes are of another version of the format.
+    /// The bytes have another version of the format.
     Version,
     /// The manifest exceeds a limit of its reader.
     Limits,
@@ -37,7 +37,7 @@ impl Refusal {
     }
 }
 
-/// Why a manifest cannot be read or planned with.
+/// An error of reading a manifest, or of planning with one.
 ///
 /// # Examples
 /// ```

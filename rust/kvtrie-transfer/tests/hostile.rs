@@ -1,6 +1,7 @@
-//! Hostile manifests: typed errors, memory of at most four times the bytes, and no load of wrong tokens.
+//! Tests hostile manifests: they give typed errors, take at most four times their bytes, and never load a wrong token.
 //!
-//! One test, because the counter of bytes is the process's. `KVTRIE_HOSTILE` sets the number of manifests (20,000).
+//! There is one test only, because the counter counts the bytes of the whole process. `KVTRIE_HOSTILE` sets the number
+//! of manifests (20,000).
 
 #![expect(clippy::unwrap_used, reason = "helpers of a test")]
 
@@ -17,7 +18,7 @@ use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
-/// Bytes of a message, in addition to those of the manifest.
+/// Number of bytes of a message, in addition to those of the manifest.
 const MESSAGE: usize = 1024;
 const GROUPS: [(u32, usize); 2] = [(0, 4), (7, 6)];
 
@@ -45,7 +46,7 @@ impl Choices {
         (0..len).map(|_| self.byte()).collect()
     }
 
-    /// A number at a limit of an encoding or of the format.
+    /// A number at a limit of the encoding or of the format.
     fn edge(&mut self) -> u64 {
         let edges = [
             0,
@@ -169,7 +170,7 @@ impl World {
         }
     }
 
-    /// Reads bytes and measures the memory, then plans. Returns the reason of a refusal.
+    /// Reads bytes, measures the memory, and plans. Returns the reason of a refusal.
     fn receive(&self, raw: &[u8]) -> Option<Refusal> {
         let region = Region::new(ALLOCATOR);
         let read = TransferManifest::from_bytes(raw, &TransferLimits::default());
@@ -235,7 +236,7 @@ fn sequence(tokens: &[u32]) -> TokenSequence {
     TokenSequence::new(Arc::new(namespace), tokens.to_vec(), Vec::new()).unwrap()
 }
 
-/// The true bytes, changed.
+/// The valid bytes with some changes.
 fn mutated(world: &World, choices: &mut Choices) -> Vec<u8> {
     let mut raw = world.manifest.to_bytes().to_vec();
     for _ in 0..=choices.below(3) {
@@ -257,7 +258,7 @@ fn mutated(world: &World, choices: &mut Choices) -> Vec<u8> {
                 raw.splice(at..at, piece);
             }
             5 => {
-                // A count that is too large.
+                // This count is too large.
                 let marker = [0xdd, 0xc6, 0xdb, 0xdf, 0xce][choices.below(5)];
                 let huge = [marker, 0xff, choices.byte(), 0xff, choices.byte()];
                 let end = (at + choices.below(6)).min(raw.len());
@@ -279,7 +280,7 @@ fn mutated(world: &World, choices: &mut Choices) -> Vec<u8> {
     raw
 }
 
-/// Values of the right types with any numbers: overlapping ranges, forged digests, ids that come twice.
+/// Values of the right types with any numbers: overlapping ranges, forged digests, repeated ids.
 fn forged(choices: &mut Choices) -> Vec<u8> {
     let mut raw = Vec::new();
     array(&mut raw, 4);
@@ -377,7 +378,7 @@ fn forged(choices: &mut Choices) -> Vec<u8> {
     raw
 }
 
-/// Arrays in arrays, or groups and runs that promise more than is there.
+/// Arrays in arrays, or groups and runs that announce more than follows.
 fn nested(choices: &mut Choices) -> Vec<u8> {
     let mut raw = vec![0x94, 0xaf];
     raw.extend(b"kvtrie.manifest");
@@ -389,7 +390,7 @@ fn nested(choices: &mut Choices) -> Vec<u8> {
     raw
 }
 
-/// As many runs as there can be, of one token each; and one run of many blocks, in no order.
+/// The manifests have as many runs as possible, of one token each, or one run of many unordered blocks.
 fn large_ones_take_less_than_four_times_their_size(key: &TransferKey) {
     let tokens = vec![1; 60_000];
     let seq = sequence(&tokens);
@@ -424,7 +425,8 @@ fn large_ones_take_less_than_four_times_their_size(key: &TransferKey) {
     }
 }
 
-/// Names as long as the bytes allow, of characters that take most room in quotes, and no run whose digest could be wrong.
+/// The names are as long as the bytes allow, of characters that take most room in quotes. There is no run whose digest
+/// could be wrong.
 fn long_names_are_cut_where_they_are_shown(world: &World) {
     const LEN: usize = 3 << 20;
     for (field, name) in ["model", "kv_dtype", "rope", "the adapter"]

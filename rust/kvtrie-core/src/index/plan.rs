@@ -56,7 +56,7 @@ impl RadixIndex {
         let policy = ReusePolicy {
             approximate,
             max_hops: ReusePolicy::MAX_HOPS,
-            // Longer than any run.
+            // A longer run than any prompt has, so none is searched for.
             min_run: Some(seq.len().max(self.config.min_run) + 1),
             partial_blocks: false,
             ..ReusePolicy::EXACT_ONLY
@@ -78,10 +78,10 @@ impl RadixIndex {
         self.settle_on(seq, options, draft.unwrap_or_default())
     }
 
-    /// As [`plan`](Self::plan), as if nothing were cached but the path of the sequence `path`: what one sequence could
-    /// give to another. Ties of runs at the same distance go to the earlier position. Places of a window on other paths
-    /// are passed over, a look each, and at most 16 per [candidate](crate::Config::max_candidates); those not looked at
-    /// count as [dropped](ReusePlan::candidates_dropped).
+    /// As [`plan`](Self::plan), but uses only KV on the path of the sequence `path`: what one sequence could give to
+    /// another. Ties of runs at the same distance go to the earlier position. Places of a window on other paths are
+    /// skipped. Each costs a look, and at most 16 per [candidate](crate::Config::max_candidates) are skipped; further
+    /// places count as [dropped](ReusePlan::candidates_dropped).
     ///
     /// # Errors
     /// As [`plan`](Self::plan); and [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the sequences are of
@@ -89,6 +89,20 @@ impl RadixIndex {
     ///
     /// # Complexity
     /// As [`plan`](Self::plan), and a lookup of `path`.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvtrie_core::*;
+    /// # let ns = Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared)?);
+    /// # let mut index = RadixIndex::new(Config { num_blocks: 8, block_size: 2, ..Config::seeded(0) })?;
+    /// let mut seq = TokenSequence::new(ns.clone(), vec![1, 2, 3, 4, 5], vec![])?;
+    /// index.insert(&mut seq, &[BlockId(6), BlockId(0)], InsertOptions::new(4, Source::Computed))?;
+    /// let other = TokenSequence::new(ns, vec![1, 2, 9, 9], vec![])?;
+    /// let plan = index.plan_from(&mut seq, &other, &ReusePolicy::EXACT_ONLY, PlanOptions::default())?;
+    /// assert_eq!(plan.blocks(), [BlockId(6)]);
+    /// # Ok::<(), kvtrie_core::Error>(())
+    /// ```
     pub fn plan_from(
         &mut self,
         seq: &mut TokenSequence,
@@ -108,8 +122,8 @@ impl RadixIndex {
         Ok(self.settle_on(seq, options, draft.unwrap_or_default()))
     }
 
-    /// As [`plan`](Self::plan); `None`, and nothing is touched, if following the prompt's own path or searching for
-    /// moved runs takes more than `effort`. The next call continues where the match ended; a search starts again.
+    /// As [`plan`](Self::plan). Returns `None`, and touches nothing, if following the prompt's own path or searching
+    /// for moved runs takes more than `effort`. The next call continues where the match ended; a search starts again.
     /// O(effort), plus one step for each of [`known_edges`](Self::known_edges).
     ///
     /// # Errors
@@ -130,8 +144,8 @@ impl RadixIndex {
         Ok(draft.map(|draft| self.settle_on(seq, options, draft)))
     }
 
-    /// Whether the prompt's own path takes more than `effort`: a plan checks its holes and approximate blocks one by
-    /// one, and revives its dead runs.
+    /// Whether the prompt's own path takes more than `effort`: holes and approximate blocks are checked one by one, and
+    /// dead runs are revived.
     fn is_broken_path(
         &mut self,
         seq: &mut TokenSequence,
@@ -196,7 +210,8 @@ impl RadixIndex {
         plan
     }
 
-    /// Ends the plan and its pins. Condemned blocks that nobody else pins wait for [`take_freed`](Self::take_freed).
+    /// Releases the plan and its pins. Condemned blocks that no other plan pins wait for
+    /// [`take_freed`](Self::take_freed).
     ///
     /// # Errors
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle) if it was released before;
@@ -224,17 +239,17 @@ impl RadixIndex {
         crate::failpoints::before("ReusePlan.release_sources")?;
         self.pins
             .unpin_sources(&mut self.forest, &mut self.eviction, lease);
-        // The released blocks may have kept the holes above their bound.
+        // Pins may have kept the number of holes above its bound.
         self.bound_holes();
         Ok(())
     }
 
-    /// Steps to end the plan, each about as long as a look at an edge. O(1).
+    /// Steps that a release takes, each about as long as a visit of an edge. O(1).
     #[must_use]
     pub fn release_steps(&self, plan: &ReusePlan) -> u64 {
         let lease = self.pins.leases().get(plan.lease());
         let entries = lease.map_or(0, Lease::num_entries) as u64;
-        // A step up an edge takes a fraction of a look at it.
+        // A step up to the next edge takes about a quarter of a visit.
         entries + plan.num_edges() / 4 + self.bound_steps(0)
     }
 
@@ -244,7 +259,7 @@ impl RadixIndex {
         plan.lease_index(self, "").is_err()
     }
 
-    /// Whether the blocks of each segment are still there as planned: pinned, or not gone since.
+    /// For each segment, whether its blocks still hold what the plan says: they are pinned, or have not left since.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a plan of another index.
@@ -274,7 +289,7 @@ impl RadixIndex {
         self.bound_holes();
     }
 
-    /// The draft of a plan, from `path` alone if there is one; `None` if this takes more than `effort`.
+    /// Drafts a plan, from the blocks of `path` alone if one is given. Returns `None` if this takes more than `effort`.
     pub(crate) fn draft(
         &mut self,
         seq: &mut TokenSequence,

@@ -1,4 +1,4 @@
-//! Removal of parts of a sequence (D10, D11).
+//! Removes parts of a sequence (D10, D11).
 
 use crate::effort::Effort;
 use crate::error::{Error, Result};
@@ -12,15 +12,15 @@ use crate::tokens::TokenSequence;
 pub struct Removed {
     /// Ids that left the index unpinned; they now belong to the caller.
     pub freed: Vec<BlockId>,
-    /// Ids that stay because a present block below them is not on the path.
+    /// Ids that stay because a present block below them belongs to another path.
     pub kept: Vec<BlockId>,
-    /// Ids that left the index pinned; they come later from [`RadixIndex::take_freed`].
+    /// Ids that left the index pinned. [`RadixIndex::take_freed`] returns them later.
     pub condemned: Vec<BlockId>,
 }
 
 #[derive(Default)]
 struct Removal {
-    /// By node, both ascending.
+    /// Parts to remove, by node. Nodes and the parts of each ascend.
     gone: Vec<(NodeIndex, Vec<(Depth, Depth)>)>,
     cuts: Cuts,
     removed: Removed,
@@ -137,7 +137,7 @@ impl RadixIndex {
         Some(removal)
     }
 
-    /// The blocks, of one path, were cut out of their pins.
+    /// Removes blocks of one path that were cut out of their pins.
     fn remove_parts(&mut self, gone: &[(NodeIndex, Vec<(Depth, Depth)>)], removed: &mut Removed) {
         let block_size = self.block_size();
         for (node, parts) in gone {
@@ -151,7 +151,7 @@ impl RadixIndex {
                 }
             }
         }
-        // The deepest edge first: an empty edge is removed with the holes above it.
+        // The deepest edge is first, because an empty edge is removed together with the holes above it.
         for (node, parts) in gone.iter().rev() {
             for &(from, to) in parts.iter().rev() {
                 self.unmark(*node, from, to);
@@ -162,7 +162,7 @@ impl RadixIndex {
     }
 }
 
-/// Touching ranges are merged first.
+/// The blocks wholly inside token ranges. Touching ranges are merged before.
 pub(super) fn block_ranges(
     seq: &TokenSequence,
     ranges: &[(usize, usize)],

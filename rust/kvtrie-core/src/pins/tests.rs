@@ -278,7 +278,7 @@ impl Bench {
     }
 }
 
-/// As a plan does; returns the time.
+/// Touches and pins sources as a plan does; returns the time.
 fn use_sources(index: &mut RadixIndex, lease: u32, runs: &[SourceRun]) -> u64 {
     let parts = index.parts_mut();
     *parts.clock += 1;
@@ -327,7 +327,7 @@ proptest! {
     }
 }
 
-/// D7: a plan pins exactly its source blocks.
+/// Tests a part of D7: a plan pins exactly its source blocks.
 #[test]
 fn a_dead_block_above_a_pinned_source_may_go_and_no_other() {
     let config = Config {
@@ -362,7 +362,7 @@ fn a_dead_block_above_a_pinned_source_may_go_and_no_other() {
     let evicted = index.evict(9);
     assert_eq!(evicted, [BlockId(2), BlockId(1), BlockId(5)]);
     index.check().unwrap();
-    // The sources still protect block 0, before the hole: it is not dead.
+    // Block 0 is before the hole and not dead, so the sources still protect it.
     assert_eq!((index.num_evictable(), index.evict(9)), (0, Vec::new()));
     index.release_sources(&plan).unwrap();
     index.check().unwrap();

@@ -21,7 +21,7 @@ impl ReusePlan {
     /// The copies that fill `table` between the positions `start` and `end`, for a worker without an index.
     ///
     /// The table begins with [`blocks`](Self::blocks), as far as it goes. The other blocks that hold the range are new:
-    /// the engine fills all of them, by the copies and by what it computes.
+    /// the engine fills them with the copies and with what it computes.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is reversed or ends after the prompt, or if
@@ -91,7 +91,7 @@ impl ReusePlan {
             )));
         }
         let mut sorted = table.to_vec();
-        // One pass over ascending runs, which most tables are.
+        // This sort takes one pass over ascending runs, and most tables are such runs.
         sorted.sort();
         let mut neighbours = sorted.iter().zip(&sorted[1.min(sorted.len())..]);
         if let Some((twice, _)) = neighbours.find(|(one, next)| one == next) {

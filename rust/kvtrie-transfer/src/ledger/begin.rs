@@ -1,4 +1,4 @@
-//! How a request begins.
+//! Begins a request: where its KV comes from, and what is missing.
 
 use std::sync::Arc;
 
@@ -13,18 +13,18 @@ use crate::error::invalid;
 
 const CALL: &str = "SequenceLedger::begin";
 
-/// How a request begins.
+/// How a request begins: the source of its KV, and which tokens have KV.
 #[derive(Clone, Debug)]
 pub struct Begin<'a> {
     /// The source of its KV.
     pub source: LedgerSource,
-    /// Tokens from position 0 that have KV in the table. 0 if the source is a plan, or with `missing`.
+    /// Number of tokens from position 0 that have KV in the table. 0 if the source is a plan, or if `missing` is given.
     pub num_computed: usize,
-    /// The ranges of the sequence without KV, ascending and disjoint. `None`: what the plan leaves to compute, or
-    /// without a plan all from `num_computed` on.
+    /// The ranges of the sequence without KV, ascending and disjoint. `None` means what the plan has to compute;
+    /// without a plan, everything from `num_computed` on.
     pub missing: Option<&'a [(usize, usize)]>,
-    /// Only for a source that is not a plan: a plan whose blocks in place are the first of the table. They count as
-    /// committed; the source describes the KV after them.
+    /// A plan whose blocks in place are the first of the table, only for a source that is not a plan. These blocks
+    /// count as committed; the source describes the KV after them.
     pub in_place: Option<Arc<ReusePlan>>,
 }
 
@@ -40,7 +40,7 @@ impl Default for Begin<'_> {
 }
 
 impl Begin<'_> {
-    /// A request that follows this plan.
+    /// Begins a request that follows this plan.
     #[must_use]
     pub fn planned(plan: Arc<ReusePlan>) -> Self {
         Self {
@@ -65,8 +65,8 @@ impl SequenceLedger {
     /// - [`BlockInUse`](kvtrie_core::ErrorKind::BlockInUse): an id is given twice.
     ///
     /// # Complexity
-    /// O(blocks · log blocks + missing ranges), plus a comparison with the plan's tokens if the sequence is another
-    /// one.
+    /// O(blocks · log blocks + missing ranges), plus a comparison with the plan's tokens if the sequence is not the
+    /// planned one.
     pub fn begin(
         &mut self,
         seq: &mut TokenSequence,

@@ -1,7 +1,8 @@
-//! The ledger: which KV is *computed* for each live request.
+//! The ledger: records which KV is *computed* for each live request.
 //!
-//! An engine's counters run ahead of each other: KV that is saved by the wrong one was never computed, or belongs to a
-//! token taken back. The ledger takes ids, never counts of ids, and returns the range that is final *and* computed.
+//! The counters of an engine run ahead of each other. KV saved by the wrong counter was never computed, or belongs to a
+//! token that was taken back. So the ledger takes ids, never counts of ids, and returns the range that is final *and*
+//! computed.
 //!
 //! # The positions of a request
 //!
@@ -11,11 +12,11 @@
 //! ```
 //!
 //! - *F*, final ids: the length of the request's [`TokenSequence`]. Only the ledger changes it.
-//! - *C*, computed: the engine's last claim. KV of everything below is written, or ordered before every reader. *C* may
-//!   run ahead of *F* (asynchronous scheduling) and may fall back to *V* (rejected drafts).
+//! - *C*, computed: the engine's last claim. The KV of everything below is written, or ordered before every reader. *C*
+//!   may run ahead of *F* (asynchronous scheduling) and may fall back to *V* (rejected drafts).
 //! - *S*, issued: what the engine has scheduled. `C <= S <= blocks · block_size`.
-//! - *Drafts*: unverified tokens at the last issued positions. A claim after ids that follow the first draft verifies
-//!   them; the engine has subtracted the refused drafts. Later drafts under way start right after the ids.
+//! - *Drafts*: unverified tokens at the last issued positions. The first claim after ids that follow the first draft
+//!   verifies them; the engine has subtracted the rejected drafts. Later drafts under way start right after the ids.
 //! - *V* = min(*F*, *C*, first unverified draft): final and computed. Only [`rollback`] lowers it.
 //! - *Missing*: the part of `0..F` without KV. Cached segments may follow a gap; a claim that reaches the end of the gap
 //!   includes the segment.
@@ -66,7 +67,7 @@ pub use labels::{LabelRun, LedgerSource};
 pub use requests::RequestId;
 pub use step::{Step, StepError, StepIds};
 
-/// What a rollback removed.
+/// What a rollback has removed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RolledBack {
     /// Tokens whose KV no longer counts as computed: ascending, disjoint ranges.
@@ -105,7 +106,7 @@ pub struct SequenceLedger {
 }
 
 impl SequenceLedger {
-    /// A ledger without requests.
+    /// Makes a ledger without requests.
     ///
     /// # Errors
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if `block_size` is not in 1..=[`Config::MAX_BLOCK_SIZE`].
@@ -147,8 +148,8 @@ impl SequenceLedger {
         self.requests.get(id).is_some()
     }
 
-    /// The engine issues the next `num_tokens` positions, the last `num_drafts` of them drafts. Cached segments after a
-    /// gap are skipped.
+    /// Records that the engine issues the next `num_tokens` positions, the last `num_drafts` of them drafts. Cached
+    /// segments after a gap are skipped.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -189,7 +190,7 @@ impl SequenceLedger {
         Ok(())
     }
 
-    /// KV of all positions below `num_computed` is written, or ordered before every reader.
+    /// Records that the KV of all positions below `num_computed` is written, or ordered before every reader.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -204,7 +205,7 @@ impl SequenceLedger {
         done.map_err(|why| refuse(why, request.blocks.len(), block_size, CALL))
     }
 
-    /// Appends blocks to the table.
+    /// Appends blocks to the table of a request.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -223,7 +224,7 @@ impl SequenceLedger {
         Ok(())
     }
 
-    /// Lowers *C* and *S* to `to`. The ids stay. With `drop_blocks`, blocks wholly after `to` leave the table.
+    /// Lowers *C* and *S* to `to`. The ids stay. With `drop_blocks`, the blocks wholly after `to` leave the table.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -256,7 +257,7 @@ impl SequenceLedger {
         Ok(RolledBack { ranges, blocks })
     }
 
-    /// Stores spans for the index.
+    /// Stores spans, which the next commit gives to the index.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -297,7 +298,7 @@ impl SequenceLedger {
         Ok(spans.collect())
     }
 
-    /// *V*.
+    /// The end of the final and computed tokens, *V*.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -306,7 +307,7 @@ impl SequenceLedger {
         Ok(request.positions.verified())
     }
 
-    /// `committed..V`.
+    /// The range that is final and computed but not committed, `committed..V`.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -315,7 +316,7 @@ impl SequenceLedger {
         Ok((request.committed, request.positions.verified()))
     }
 
-    /// `V..S`.
+    /// The range that is issued but not final and computed, `V..S`.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -333,7 +334,7 @@ impl SequenceLedger {
         Ok(request.positions.missing())
     }
 
-    /// The table, from position 0.
+    /// The block table, from position 0.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -341,7 +342,7 @@ impl SequenceLedger {
         Ok(&self.request(id, "SequenceLedger::blocks")?.blocks)
     }
 
-    /// The blocks that hold the tokens `start..end`, all final and computed.
+    /// The blocks that hold the tokens `start..end`, which must be final and computed.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -362,7 +363,7 @@ impl SequenceLedger {
         Ok(&request.blocks[start / self.block_size..end.div_ceil(self.block_size)])
     }
 
-    /// The labels of the tokens `start..end`, in as few runs as possible. A block has one label.
+    /// The labels of the tokens `start..end`, in as few runs as possible. All tokens of a block have one label.
     ///
     /// # Errors
     /// - [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -383,7 +384,7 @@ impl SequenceLedger {
         Ok(request.labels.runs(&request.source, in_place, start, end))
     }
 
-    /// The plans by which commits pin their blocks, if the source is not a plan.
+    /// The plans with which commits pin their blocks. There are none if the source is a plan.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).
@@ -391,7 +392,7 @@ impl SequenceLedger {
         Ok(&self.request(id, "SequenceLedger::pins")?.pins)
     }
 
-    /// Removes the spans that no index has been given.
+    /// Removes the spans that were not yet given to an index.
     ///
     /// # Errors
     /// [`StaleHandle`](kvtrie_core::ErrorKind::StaleHandle).

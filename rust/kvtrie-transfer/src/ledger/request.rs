@@ -12,14 +12,13 @@ use crate::error::{block_in_use, invalid};
 pub(super) struct Request {
     pub(super) owner: SequenceOwner,
     pub(super) positions: Positions,
-    /// The table, from position 0.
     pub(super) blocks: Vec<BlockId>,
-    /// Tokens whose blocks belong to the index: whole blocks, at most what is final and computed.
+    /// Number of tokens whose blocks belong to the index: whole blocks, at most the final and computed ones.
     pub(super) committed: usize,
     pub(super) source: LedgerSource,
-    /// If the source is not a plan: pins the blocks in place at the beginning.
+    /// The plan that pins the blocks in place at the beginning, if the source is not a plan.
     pub(super) in_place: Option<Arc<ReusePlan>>,
-    /// If the source is not a plan: pin the committed blocks.
+    /// The plans that pin the committed blocks, if the source is not a plan.
     pub(super) pins: Vec<Arc<ReusePlan>>,
     pub(super) labels: RequestLabels,
     pub(super) spans: Vec<Tagged>,

@@ -92,7 +92,7 @@ impl Sender {
         Some(worst)
     }
 
-    /// Whether the receiver may find the exact token at a position: the tokens are the same up to the end of its block.
+    /// Whether the receiver may load the exact token at a position: all tokens are equal up to the end of its block.
     fn offers(&self, mine: &[u32], at: usize) -> bool {
         let last = self
             .labels
@@ -293,7 +293,7 @@ fn limits_are_those_of_the_reader() {
 
 #[test]
 fn a_crowded_search_tries_the_nearest_places() {
-    // 300 equal blocks: the prompt has them all one token later.
+    // 300 equal blocks, which the prompt has one token later.
     let sender = Sender {
         tokens: vec![5; 600],
         labels: vec![Some((Class::Exact, 0)); 600],
@@ -323,7 +323,7 @@ fn a_crowded_search_tries_the_nearest_places() {
 
 #[test]
 fn forbidden_kinds_leave_nothing_approximate() {
-    // The first block is exact, the second approximate, and the prompt has the third one token later.
+    // The first block is exact, the second approximate. The prompt has the third block one token later.
     let mut labels = vec![Some((Class::Exact, 0)); 48];
     labels[16..32].fill(Some((Class::Approximate, 1)));
     let sender = Sender {
@@ -456,7 +456,7 @@ fn a_live_request_offers_what_it_has() {
 
 #[test]
 fn a_pair_is_as_long_as_both_blocks_allow() {
-    // Blocks of four tokens make two runs, blocks of eight one.
+    // The labels give two runs of blocks of four tokens, but one run of blocks of eight.
     let label = |start, end, class, hops| LabelRun {
         start,
         end,

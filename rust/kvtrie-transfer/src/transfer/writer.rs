@@ -1,4 +1,4 @@
-//! Writes manifests: which blocks are sent, in which runs.
+//! Writes manifests: chooses which blocks are sent, and in which runs.
 
 use std::ops::Range;
 
@@ -12,10 +12,10 @@ use crate::transfer::offsets::{
 };
 use crate::transfer::wire::ByteWriter;
 
-/// The blocks of one group that a sender has, in the order of their tokens.
+/// The blocks that a sender has in one group, in the order of their tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct SentGroup<'a> {
-    /// The engine's number for layers that share a block table.
+    /// The group: the engine's number for layers that share a block table.
     pub group: u32,
     /// Tokens per block.
     pub block_size: usize,
@@ -23,7 +23,6 @@ pub struct SentGroup<'a> {
     pub blocks: &'a [BlockId],
 }
 
-/// The arguments of [`TransferManifest::new`](crate::TransferManifest::new).
 #[derive(Clone, Copy)]
 pub(super) struct Sent<'a> {
     pub(super) seq: &'a TokenSequence,
@@ -85,7 +84,6 @@ pub(super) fn write(call: &str, sent: Sent<'_>, key: &TransferKey) -> Result<Vec
                 out.bin(&[]);
                 out.bin(&[]);
             } else {
-                // `starts` contains the start of every run.
                 let prefix = starts.binary_search(&start).map(|at| prefixes[at]);
                 out.bin(&prefix.unwrap_or_default());
                 let digests = (first..last).map(|block| {
@@ -224,11 +222,11 @@ fn runs_of(block_size: usize, labels: &[LabelRun], end: usize, lookahead_end: us
             break;
         };
         if label.start > range.start {
-            // The next block that can be complete.
+            // The next block that can have all its KV.
             block = label.start.div_ceil(block_size);
             continue;
         }
-        // All blocks within the label; `end` may be inside the last one.
+        // The end of the blocks within the label. The last block may end at `end`, inside the block.
         let whole = if label.end >= end {
             end.div_ceil(block_size)
         } else {

@@ -1,4 +1,5 @@
-//! What a ledger refuses, one step on either side of each limit; a refused call changes nothing (L1 to L9).
+//! Tests what a ledger refuses, one step on either side of each limit, and that a refused call changes nothing (L1 to
+//! L9).
 
 use std::sync::Arc;
 
@@ -76,7 +77,7 @@ fn ids_of_a_table() {
 
 #[test]
 fn ids_that_come_twice() {
-    // Few ids are searched one by one; many are sorted.
+    // A few ids are searched one by one; many are sorted.
     for count in [2, 7, 8, 9, 20] {
         let unique: Vec<BlockId> = (1..=count).map(BlockId).collect();
         let with = |id: u32| {
@@ -152,11 +153,11 @@ fn a_plan_that_does_not_fit() {
     };
     let done = ledger.begin(&mut seq, &table, twice);
     assert_invalid(done, "another plan is given with it");
-    let said = Begin {
+    let begin = Begin {
         num_computed: 8,
         ..Begin::planned(Arc::clone(&plan))
     };
-    assert_invalid(ledger.begin(&mut seq, &table, said), "a plan says itself");
+    assert_invalid(ledger.begin(&mut seq, &table, begin), "a plan says itself");
     assert!(ledger.is_empty() && !seq.is_owned());
     let [begin, _] = both(&plan);
     ledger.begin(&mut seq, &table, begin).unwrap();
@@ -207,7 +208,7 @@ fn computed_and_missing_tokens_of_begin() {
     let short = "KV is claimed up to position 9, the 2 blocks of 4 tokens end at 8";
     assert_invalid(begin(&table[..2], 9, None), short);
     assert_eq!(begin(&table[..2], 8, None), Ok((8, vec![(8, 12)])));
-    // Blocks in place count, whatever else is computed.
+    // Blocks in place count as computed, whatever `num_computed` says.
     assert_eq!(begin(&table, 3, None), Ok((8, vec![(8, 12)])));
     assert_eq!(begin(&table, 12, None), Ok((8, vec![])));
     let gaps = [(8, 9), (9, 9), (9, 10)];
@@ -266,7 +267,7 @@ fn another_sequence_or_index() {
     assert_invalid(ledger.finish(id, &mut seq, &mut other_size), words);
     assert_eq!(format!("{ledger:?}"), before);
 
-    // A request whose plan another index made, without new blocks: no insert would refuse it.
+    // Another index made the request's plan. Without new blocks, no insert would refuse it.
     let mut planning = sequence(0..9);
     let plan = planned(&mut index, &mut planning, true);
     let begin = Begin::planned(plan);

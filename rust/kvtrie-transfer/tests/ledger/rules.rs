@@ -1,4 +1,4 @@
-//! Rules of the ledger, each with its smallest history.
+//! Tests the rules of the ledger, each with its smallest history.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ fn index_of_moved_runs() -> RadixIndex {
     RadixIndex::new(config).unwrap()
 }
 
-/// Runs of labels: (start, end, class, hops).
+/// The runs of labels as (start, end, class, hops).
 fn labels(ledger: &SequenceLedger, id: RequestId, end: usize) -> Vec<(usize, usize, Class, u16)> {
     let runs = ledger.labels(id, 0, end).unwrap();
     let fields = |run: &LabelRun| (run.start, run.end, run.class, run.hops);
@@ -52,7 +52,7 @@ fn imported(exact_until: usize, hops: u16) -> Imported {
     Imported { exact_until, hops }
 }
 
-/// A request of so many tokens, all computed, with room for 16.
+/// A request of so many tokens, all computed, in a table for 16.
 pub(super) fn begun(tokens: u32) -> (SequenceLedger, TokenSequence, RequestId) {
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     let mut seq = sequence(0..tokens);
@@ -117,7 +117,7 @@ fn a_step_that_fails_rolls_back_every_request_before() {
         };
         let error = ledger.step(&step, visit).unwrap_err();
         assert_eq!(error.at, Some(failing));
-        // Each request before it was visited twice: to append its ids, and to remove them.
+        // Each earlier request was visited twice: to append its ids, and to remove them.
         assert_eq!(calls.get(), 2 * failing + 1);
         for (seq, tokens) in seqs.iter().zip(4..) {
             let tokens: Vec<u32> = (0..tokens).collect();
@@ -130,13 +130,13 @@ fn a_step_that_fails_rolls_back_every_request_before() {
 #[test]
 fn a_step_forgets_the_drafts_that_were_given_up() {
     let (mut ledger, mut seq, id) = begun(4);
-    // A token and two drafts. The engine counts only the token: the drafts were refused.
+    // A token and two drafts are issued. The engine counts only the token, because the drafts were rejected.
     step(&mut ledger, (id, &mut seq), (4, 3, 2), &[]);
     step(&mut ledger, (id, &mut seq), (5, 2, 0), &[50]);
     assert_eq!(ledger.lookahead(id), Ok((5, 7)));
     ledger.append(id, &mut seq, &[51]).unwrap();
     ledger.confirm(id, 6).unwrap();
-    // Nothing was verified, so the issued positions stay issued.
+    // No draft was verified, so the positions stay issued.
     assert_eq!(ledger.lookahead(id), Ok((6, 7)));
 }
 
@@ -144,7 +144,7 @@ fn a_step_forgets_the_drafts_that_were_given_up() {
 fn a_rollback_forgets_the_draft_at_its_position() {
     for (to, kept) in [(4, false), (5, false), (6, true)] {
         let (mut ledger, mut seq, id) = begun(4);
-        // Drafts from 5 on.
+        // The drafts start at 5.
         ledger.schedule(id, 3, 2).unwrap();
         ledger.rollback(id, to, false).unwrap();
         ledger.schedule(id, 7 - to, 0).unwrap();
@@ -157,8 +157,8 @@ fn a_rollback_forgets_the_draft_at_its_position() {
 }
 
 #[test]
-fn a_rollback_forgets_the_islands_behind_it() {
-    // KV of 0..2, 4..6 and 8..10 of 12 tokens.
+fn a_rollback_drops_the_cached_segments_after_it() {
+    // Of 12 tokens, 0..2, 4..6 and 8..10 have KV.
     let begin = |ledger: &mut SequenceLedger, seq: &mut TokenSequence| {
         let begin = Begin {
             missing: Some(&[(2, 4), (6, 8), (10, 12)]),
@@ -166,7 +166,7 @@ fn a_rollback_forgets_the_islands_behind_it() {
         };
         ledger.begin(seq, &ids(0..3), begin).unwrap()
     };
-    // Issued positions, and the KV that is gone after the rollback.
+    // The issued positions, and the ranges that the rollback returns.
     let cases = [
         (0, 1, vec![(1, 2), (4, 6), (8, 10)]),
         (1, 3, vec![(4, 6), (8, 10)]),
@@ -187,7 +187,7 @@ fn a_rollback_forgets_the_islands_behind_it() {
             _ => &[(there, 12)],
         };
         assert_eq!(ledger.missing(id).unwrap(), missing, "rolled back to {to}");
-        // Positions issued after the rollback skip nothing.
+        // Positions that are issued after the rollback skip nothing.
         ledger.schedule(id, 12 - to, 0).unwrap();
         assert_eq!(ledger.lookahead(id), Ok((there, 12)));
     }
@@ -210,7 +210,7 @@ fn a_finish_after_its_plan_claims_what_is_committed_as_exact() {
     ledger.confirm(id, 8).unwrap();
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!((done.blocks, done.num_exact), (vec![BlockId(0)], 8));
-    // Four more tokens are computed. The plan is released before they are committed.
+    // Four more tokens are computed, and the plan is released before they are committed.
     ledger.schedule(id, 4, 0).unwrap();
     ledger.confirm(id, 12).unwrap();
     index.release(&plan).unwrap();
@@ -224,7 +224,7 @@ fn a_finish_after_its_plan_claims_what_is_committed_as_exact() {
 fn a_finish_offers_what_is_final_and_computed_alone() {
     let mut index = index();
     let (mut ledger, mut seq, id) = begun(9);
-    // A draft at 10, and an id after it that no claim has confirmed.
+    // There is a draft at 10, and an id after it that no claim has confirmed.
     ledger.schedule(id, 3, 2).unwrap();
     ledger.confirm(id, 12).unwrap();
     ledger.append(id, &mut seq, &[50, 51, 52]).unwrap();
@@ -283,7 +283,7 @@ fn an_answer_that_is_less_exact_lowers_the_labels() {
     assert_eq!(ledger.labels(id, 0, 8).unwrap().len(), 1);
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!((done.blocks, done.num_exact), (ids(1..2), 0));
-    // The hops in the index are not known.
+    // The ledger does not know the hops in the index.
     assert_eq!(labels(&ledger, id, 16), [(0, 16, Class::Approximate, 0)]);
     // A commit without new blocks returns the same.
     let done = ledger.commit(id, &mut seq, &mut index).unwrap();
@@ -303,7 +303,7 @@ fn spans_that_the_index_has_are_not_taken_back() {
     ledger.append(id, &mut seq, &[50, 51, 52, 53]).unwrap();
     let given = [span(0, 4), span(6, 10), span(8, 12)];
     ledger.tag(id, &given).unwrap();
-    // Only spans are new: the committed part of the second, and nothing of the third.
+    // Only spans are new. The commit gives the committed part of the second and nothing of the third.
     ledger.commit(id, &mut seq, &mut index).unwrap();
     let told: Vec<_> = index.tags(&seq);
     let told: Vec<_> = told.iter().map(|span| (span.start, span.end)).collect();
@@ -341,12 +341,12 @@ fn a_plan_in_place_leads_the_table_whatever_the_source_says() {
 }
 
 #[test]
-fn what_is_held_is_in_place_alone_and_stays_beside_what_takes_its_place() {
+fn pins_hold_only_blocks_in_place_and_stay_when_a_block_is_replaced() {
     let mut index = index_of_moved_runs();
     let mut known = sequence(0..24);
     let options = InsertOptions::new(24, Source::Computed);
     index.insert(&mut known, &ids(20..26), options).unwrap();
-    // Approximate blocks, whose later tokens are also cached elsewhere.
+    // The blocks are approximate, and their later tokens are cached elsewhere as well.
     let tokens: Vec<u32> = (90..94).chain(2..22).collect();
     let mut seq =
         TokenSequence::new(Arc::clone(known.namespace()), tokens.clone(), vec![]).unwrap();
@@ -365,7 +365,7 @@ fn what_is_held_is_in_place_alone_and_stays_beside_what_takes_its_place() {
         (pin.num_tokens(Class::Compute), pin.segments().len()),
         (16, 2)
     );
-    // Another request computes the first block: the ledger's pin of the block that it replaces must stay.
+    // Another request computes the first block. The ledger's pin of the block that it replaces must stay.
     let mut other =
         TokenSequence::new(Arc::clone(known.namespace()), tokens.clone(), vec![]).unwrap();
     let options = InsertOptions::new(4, Source::Computed);
@@ -461,11 +461,11 @@ fn an_answer_lowers_the_labels_of_what_was_said_to_be_exact_alone() {
 #[test]
 fn drafts_under_way_stand_so_much_further_in_front_as_others_were_refused() {
     let (mut ledger, mut seq, id) = begun(4);
-    // A token and three drafts; then, before their ids arrive, a token and two drafts more.
+    // A token and three drafts are issued, and before their ids arrive, another token and two drafts.
     step(&mut ledger, (id, &mut seq), (4, 4, 3), &[]);
     step(&mut ledger, (id, &mut seq), (8, 3, 2), &[]);
     assert_eq!(ledger.lookahead(id), Ok((4, 11)));
-    // One of the three is accepted and two are refused: the next step begins at 6, its drafts at 7.
+    // One of the three is accepted and two are rejected: the next step begins at 6, its drafts at 7.
     step(&mut ledger, (id, &mut seq), (9, 0, 0), &[50, 51]);
     assert_eq!(ledger.lookahead(id), Ok((6, 9)));
     ledger.append(id, &mut seq, &[52, 53]).unwrap();
@@ -489,7 +489,7 @@ fn what_is_held_is_no_worse_than_what_was_committed() {
     ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!(ledger.pins(id).unwrap()[0].blocks(), ids(8..9));
     ledger.finish(id, &mut seq, &mut index).unwrap();
-    // All but the first token are also cached elsewhere. They are not copied.
+    // All tokens but the first are cached elsewhere as well, but they are not copied.
     index
         .insert(
             &mut sequence(40..56),

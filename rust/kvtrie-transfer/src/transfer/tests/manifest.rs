@@ -5,7 +5,7 @@ use kvtrie_core::Item;
 use super::refusals::{label, made};
 use super::*;
 
-/// Start, end, class and ids of each run.
+/// The start, end, class and ids of each run.
 fn runs(manifest: &TransferManifest) -> Vec<(usize, usize, Class, Vec<BlockId>)> {
     let run = |run: BlockRun<'_>| (run.start(), run.end(), run.class(), run.blocks().collect());
     manifest.runs().map(run).collect()
@@ -86,7 +86,7 @@ fn a_table_may_end_before_the_sequence() {
     assert_eq!(offer.manifest(&seq, 0, &key()).unwrap().num_tokens(), 4);
 }
 
-/// The longer forms of a value.
+/// Longer encodings of one value.
 type Longer = &'static [&'static [u8]];
 
 #[test]
@@ -94,7 +94,7 @@ fn a_value_in_a_longer_form_is_refused() {
     let exact = [label(0, 10, Class::Exact)];
     let raw = made(&[(0, 4)], &ids(3, 0), &exact, 10).unwrap();
     let raw = raw.to_bytes();
-    // By offset: the version, the array and the first text of the namespace, and the digest of the salt.
+    // Offsets of the version, of the namespace's array and first text, and of the salt's digest.
     let cases: [(usize, &[u8], Longer); 4] = [
         (17, &[1], &[&[0xcc, 1], &[0xcd, 0, 1], &[0xce, 0, 0, 0, 1]]),
         (18, &[0x95], &[&[0xdc, 0, 5], &[0xdd, 0, 0, 0, 5]]),
