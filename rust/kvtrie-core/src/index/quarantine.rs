@@ -15,8 +15,8 @@ impl RadixIndex {
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool; nothing is changed then.
     pub fn quarantine(&mut self, ids: &[BlockId]) -> Result<u64> {
-        self.check_ids(ids, "RadixIndex.quarantine", "block_ids")?;
-        crate::failpoints::before("RadixIndex.quarantine")?;
+        self.check_ids(ids, "RadixIndex::quarantine")?;
+        crate::failpoints::before("RadixIndex::quarantine")?;
         self.cut_out_all(&self.pinned_of(ids));
         let (mut count, mut any_waited) = (0, false);
         for &BlockId(id) in ids {

@@ -15,7 +15,9 @@ impl RadixIndex {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a span is reversed, ends beyond the sequence, has an
     /// empty kind, or would be a 65th kind; nothing is tagged then.
     pub fn tag(&mut self, seq: &TokenSequence, spans: &[Span]) -> Result<()> {
-        self.tag_within(seq, spans, Effort::ANY).map(|_| ())
+        self.tag_within(seq, spans, Effort::ANY)
+            .map(|_| ())
+            .map_err(|error| error.in_call("RadixIndex::tag"))
     }
 
     /// As [`tag`](Self::tag); `None`, and nothing is tagged, if that takes more than `effort`.
@@ -31,8 +33,8 @@ impl RadixIndex {
     ) -> Result<Option<()>> {
         self.tagging
             .kinds()
-            .check(spans, seq.len(), "RadixIndex.tag")?;
-        crate::failpoints::before("RadixIndex.tag")?;
+            .check(spans, seq.len(), "RadixIndex::tag_within")?;
+        crate::failpoints::before("RadixIndex::tag_within")?;
         Ok(self.tagging.add(&mut self.forest, seq, spans, effort))
     }
 

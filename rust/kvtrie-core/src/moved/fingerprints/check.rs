@@ -9,7 +9,7 @@ impl Fingerprints {
             if condition {
                 Ok(())
             } else {
-                Err(format!("Fingerprints.check: {what}"))
+                Err(format!("fingerprints: {what}"))
             }
         };
         let mut entries = Vec::with_capacity(self.len);
