@@ -2879,4 +2879,4 @@ class TransferRefused(KvTrieError):
     reason: str
 
 class UnsupportedRopeError(KvTrieError):
-    """The keys of a model cannot be moved by turning them, or its config does not say how they turn."""
+    """The keys of a model cannot be re-rotated, or its config does not say how they are rotated."""

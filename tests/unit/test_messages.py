@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import re
+import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ class World:
         self.index.insert(self.seq, [5, 3, 1], num_computed=6, source=COMPUTED)
         self.plan = self.index.plan(kvtrie.TokenSequence([1, 2, 3, 9, 9], NS))
         self.ledger.begin("a", self.live, [0, 2, 4], num_computed=4)
+        self.released = self.index.plan(self.seq)
+        self.released.release()
 
     def insert(self, blocks: Any = (5, 3, 1), **changes: Any) -> Any:
         args: dict[str, Any] = {"num_computed": 6, "source": COMPUTED, **changes}
@@ -46,6 +49,15 @@ class World:
 
     def moves(self, *args: Any) -> Any:
         return self.plan.moves(*args)
+
+
+def snapshot_without_candidates() -> bytes:
+    """Of an index that cannot be made: its `max_candidates` is 0."""
+    blob = bytearray(kvtrie.RadixIndex(8).snapshot())
+    at = blob.index((64).to_bytes(8, "little"))
+    blob[at : at + 8] = bytes(8)
+    blob[12:16] = zlib.crc32(blob[:12] + blob[16:]).to_bytes(4, "little")
+    return bytes(blob)
 
 
 # What is called, and what the message must have: the call, the argument, the value, the limit.
@@ -268,6 +280,56 @@ CALLS: list[tuple[Callable[[World], object], tuple[str, ...]]] = [
     (
         lambda w: w.live.truncate(1),
         ("TokenSequence.truncate: ", "a request of a SequenceLedger has this sequence of 5 tokens"),
+    ),
+    (
+        lambda _: API.Namespace(model="m", salt=""),
+        ("Namespace: the salt is empty; give each tenant its own, or say SHARED to share KV",),
+    ),
+    (lambda w: w.insert([5]), ("RadixIndex.insert: blocks has 1 ids; it must have 3",)),
+    (lambda w: w.insert([7, 7, 1]), ("RadixIndex.insert: blocks has 7, which is offered twice",)),
+    (lambda w: w.seq.truncate(7), ("TokenSequence.truncate: n is 7",)),
+    (lambda w: w.index.quarantine([9]), ("RadixIndex.quarantine: block_ids", "[0, 8)")),
+    (
+        lambda w: w.index.explain(w.seq, policy=API.ReusePolicy(min_run=9)),
+        ("RadixIndex.explain: ", "min_run is 9", "16"),
+    ),
+    (
+        lambda w: w.index.plan(w.seq, API.ReusePolicy(min_run=9), path=w.live),
+        ("RadixIndex.plan: ", "min_run is 9", "16"),
+    ),
+    (
+        lambda w: w.index.plan(
+            w.seq, path=API.TokenSequence([1], API.Namespace(model="n", salt="s"))
+        ),
+        ("RadixIndex.plan: path is of another namespace",),
+    ),
+    (
+        lambda w: w.index.insert(w.live, [7, 6], num_computed=4, source=w.released),
+        ("RadixIndex.insert: the plan was released already",),
+    ),
+    (
+        lambda _: API.RadixIndex.restore(b"", pool_id=b"x" * 65),
+        ("RadixIndex.restore: pool_id has 65 bytes", "1 to 64"),
+    ),
+    (
+        lambda _: API.RadixIndex.restore(snapshot_without_candidates(), pool_id=None),
+        ("RadixIndex.restore: RadixIndex: max_candidates is 0; ", "at least 1"),
+    ),
+    (
+        lambda _: API.RadixIndex.pool_of_snapshot(b"something else"),
+        ("RadixIndex.pool_of_snapshot: these bytes are no snapshot",),
+    ),
+    (
+        lambda w: w.released.release(),
+        ("ReusePlan.release: the plan was released already",),
+    ),
+    (
+        lambda w: w.released.release_sources(),
+        ("ReusePlan.release_sources: the plan was released already",),
+    ),
+    (
+        lambda w: w.ledger.final_range("b"),
+        ("SequenceLedger.final_range: the ledger has no such request", "(request 'b')"),
     ),
     (
         lambda w: w.ledger.confirm("a", 9),

@@ -34,10 +34,13 @@ impl BlockAllocator {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `num_blocks` is not in 1..=2³¹.
     pub fn new(num_blocks: u64) -> Result<Self> {
         if num_blocks == 0 || num_blocks > BlockId::MAX_BLOCKS {
-            return Err(Error::invalid(format!(
-                "BlockAllocator: num_blocks is {num_blocks}; it must be in [1, {}]",
-                BlockId::MAX_BLOCKS
-            )));
+            return Err(Error::invalid(
+                "BlockAllocator::new",
+                format!(
+                    "num_blocks is {num_blocks}; it must be in [1, {}]",
+                    BlockId::MAX_BLOCKS
+                ),
+            ));
         }
         Ok(Self {
             num_blocks,
@@ -71,25 +74,31 @@ impl BlockAllocator {
         n: usize,
         evict_from: Option<&mut RadixIndex>,
     ) -> Result<Vec<BlockId>> {
-        const CALL: &str = "BlockAllocator.allocate";
+        const CALL: &str = "BlockAllocator::allocate";
         let mut available = self.num_free();
         if let Some(index) = &evict_from {
             if index.config().num_blocks != self.num_blocks {
-                return Err(Error::invalid(format!(
-                    "{CALL}: the index is made for {} blocks, the pool has {}",
-                    index.config().num_blocks,
-                    self.num_blocks
-                )));
+                return Err(Error::invalid(
+                    CALL,
+                    format!(
+                        "the index is made for {} blocks, the pool has {}",
+                        index.config().num_blocks,
+                        self.num_blocks
+                    ),
+                ));
             }
             available += index.num_waiting() + index.num_evictable();
         }
         if n as u64 > available {
-            return Err(Error::out_of_blocks(format!(
-                "{CALL}: {n} blocks asked for, {available} can be had (free or evictable) of {}",
-                self.num_blocks
-            )));
+            return Err(Error::out_of_blocks(
+                CALL,
+                format!(
+                    "{n} blocks asked for, {available} can be had (free or evictable) of {}",
+                    self.num_blocks
+                ),
+            ));
         }
-        crate::failpoints::before("BlockAllocator.allocate")?;
+        crate::failpoints::before("BlockAllocator::allocate")?;
         // Evicted ids are checked before a fresh id is taken, which could otherwise be one of them.
         let missing = n.saturating_sub(usize::try_from(self.num_free()).unwrap_or(usize::MAX));
         let evicted = match evict_from {
@@ -97,9 +106,10 @@ impl BlockAllocator {
             _ => Vec::new(),
         };
         if let Some(stranger) = evicted.iter().find(|id| !self.is_held(id.0)) {
-            let error = Error::invalid(format!(
-                "{CALL}: the index gave up block {stranger}, which was not handed out here"
-            ));
+            let error = Error::invalid(
+                CALL,
+                format!("the index gave up block {stranger}, which was not handed out here"),
+            );
             let held: Vec<BlockId> = evicted
                 .iter()
                 .copied()
@@ -122,22 +132,28 @@ impl BlockAllocator {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool, already free, or repeated;
     /// nothing is freed then.
     pub fn free(&mut self, ids: &[BlockId]) -> Result<()> {
-        const CALL: &str = "BlockAllocator.free";
-        crate::failpoints::before("BlockAllocator.free")?;
+        const CALL: &str = "BlockAllocator::free";
+        crate::failpoints::before("BlockAllocator::free")?;
         let mut result = Ok(());
         let mut cleared = 0;
         for id in ids {
             if u64::from(id.0) >= self.num_blocks {
-                result = Err(Error::invalid(format!(
-                    "{CALL}: ids holds {id}; it must be in [0, {}) (num_blocks)",
-                    self.num_blocks
-                )));
+                result = Err(Error::invalid(
+                    CALL,
+                    format!(
+                        "ids holds {id}; it must be in [0, {}) (num_blocks)",
+                        self.num_blocks
+                    ),
+                ));
                 break;
             }
             if !self.is_held(id.0) {
-                result = Err(Error::invalid(format!(
-                    "{CALL}: ids holds {id}, which is not handed out: it was freed before, or never allocated"
-                )));
+                result = Err(Error::invalid(
+                    CALL,
+                    format!(
+                        "ids holds {id}, which is not handed out: it was freed before, or never allocated"
+                    ),
+                ));
                 break;
             }
             self.held[id.0 as usize / 64] &= !(1 << (id.0 % 64));

@@ -67,7 +67,7 @@ mod armed {
         }
         FIRED.set(Some(Fired { place, within }));
         match failure {
-            Failure::Error => Err(Error::broken_invariant(format!("{place}: a failpoint"))),
+            Failure::Error => Err(Error::broken_invariant(place, "a failpoint")),
             Failure::Panic => panic!("{place}: a failpoint"),
         }
     }

@@ -81,14 +81,16 @@ impl Namespace {
         ];
         for (name, value) in named {
             if value.is_some_and(String::is_empty) {
-                return Err(Error::invalid(format!(
-                    "Namespace: {name} is empty; name what the KV depends on"
-                )));
+                return Err(Error::invalid(
+                    "Namespace::new",
+                    format!("{name} is empty; name what the KV depends on"),
+                ));
             }
         }
         if matches!(&namespace.salt, Salt::Tenant(salt) if salt.is_empty()) {
             return Err(Error::invalid(
-                "Namespace: the salt is empty; give each tenant its own, or say SHARED to share KV on purpose",
+                "Namespace::new",
+                "the salt is empty; give each tenant its own, or say Salt::Shared to share KV on purpose",
             ));
         }
         namespace.digest = namespace.hash_fields(DefaultHasher::new());

@@ -47,32 +47,42 @@ impl ReusePolicy {
     /// Checks the fields, and [`min_run`](Self::min_run) against the shortest run that can be found.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument), with a message that begins with `call`.
-    pub fn check(&self, min_run: usize, call: &str) -> Result<()> {
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) of this call.
+    pub fn check(&self, min_run: usize, call: &'static str) -> Result<()> {
         if let Some(asked) = self.min_run
             && asked < min_run
         {
-            return Err(Error::invalid(format!(
-                "{call}: the policy's min_run is {asked}; this index finds runs of {min_run} tokens and more (its min_run)"
-            )));
+            return Err(Error::invalid(
+                call,
+                format!(
+                    "the policy's min_run is {asked}; this index finds runs of {min_run} tokens and more (its min_run)"
+                ),
+            ));
         }
         if self.max_hops > Self::MAX_HOPS {
-            return Err(Error::invalid(format!(
-                "{call}: the policy's max_hops is {}; it must be in [0, {}]",
-                self.max_hops,
-                Self::MAX_HOPS
-            )));
+            return Err(Error::invalid(
+                call,
+                format!(
+                    "the policy's max_hops is {}; it must be in [0, {}]",
+                    self.max_hops,
+                    Self::MAX_HOPS
+                ),
+            ));
         }
         if !(0.0..=1.0).contains(&self.max_approximate_share) {
-            return Err(Error::invalid(format!(
-                "{call}: the policy's max_approximate_share is {}; it must be in [0, 1]",
-                self.max_approximate_share
-            )));
+            return Err(Error::invalid(
+                call,
+                format!(
+                    "the policy's max_approximate_share is {}; it must be in [0, 1]",
+                    self.max_approximate_share
+                ),
+            ));
         }
         if self.forbid_kinds.iter().any(String::is_empty) {
-            return Err(Error::invalid(format!(
-                "{call}: the policy's forbid_kinds holds an empty name"
-            )));
+            return Err(Error::invalid(
+                call,
+                "the policy's forbid_kinds holds an empty name",
+            ));
         }
         Ok(())
     }

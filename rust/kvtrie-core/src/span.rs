@@ -54,28 +54,35 @@ impl Kinds {
     }
 
     /// Checks spans over a sequence of `len` tokens, without adding new kinds.
-    pub(crate) fn check(&self, spans: &[Span], len: usize, call: &str) -> Result<()> {
+    pub(crate) fn check(&self, spans: &[Span], len: usize, call: &'static str) -> Result<()> {
         let mut new: Vec<&str> = Vec::new();
         for span in spans {
             let (start, end, kind) = (span.start, span.end, span.kind.as_str());
             if start > end || end > len {
-                return Err(Error::invalid(format!(
-                    "{call}: spans has [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
-                )));
+                return Err(Error::invalid(
+                    call,
+                    format!(
+                        "spans has [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
+                    ),
+                ));
             }
             if kind.is_empty() {
-                return Err(Error::invalid(format!(
-                    "{call}: the kind of the span [{start}, {end}) is empty"
-                )));
+                return Err(Error::invalid(
+                    call,
+                    format!("the kind of the span [{start}, {end}) is empty"),
+                ));
             }
             if start < end && self.bit(kind).is_none() && !new.contains(&kind) {
                 new.push(kind);
             }
             let total = self.0.len() + new.len();
             if total > MAX_KINDS {
-                return Err(Error::invalid(format!(
-                    "{call}: the kind {kind:?} of spans would be number {total}; an index has at most {MAX_KINDS}"
-                )));
+                return Err(Error::invalid(
+                    call,
+                    format!(
+                        "the kind {kind:?} of spans would be number {total}; an index has at most {MAX_KINDS}"
+                    ),
+                ));
             }
         }
         Ok(())

@@ -30,16 +30,20 @@ impl Item {
     /// have 1 to 64 bytes.
     pub fn new(start: usize, end: usize, digest: &[u8]) -> Result<Self> {
         if start >= end {
-            return Err(Error::invalid(format!(
-                "Item: start and end are {start} and {end}; end must be above start"
-            )));
+            return Err(Error::invalid(
+                "Item::new",
+                format!("start and end are {start} and {end}; end must be above start"),
+            ));
         }
         if digest.is_empty() || digest.len() > Self::MAX_DIGEST {
-            return Err(Error::invalid(format!(
-                "Item: the digest has {} bytes; it must have 1 to {}",
-                digest.len(),
-                Self::MAX_DIGEST
-            )));
+            return Err(Error::invalid(
+                "Item::new",
+                format!(
+                    "the digest has {} bytes; it must have 1 to {}",
+                    digest.len(),
+                    Self::MAX_DIGEST
+                ),
+            ));
         }
         Ok(Self {
             start,
@@ -175,9 +179,9 @@ impl TokenSequence {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and are inside
     /// the new tokens, or if the sequence has an owner. Nothing is appended then.
     pub fn extend(&mut self, tokens: &[u32], items: Vec<Item>) -> Result<()> {
-        self.check_free("TokenSequence.extend")?;
+        self.check_free("TokenSequence::extend")?;
         let len = self.tokens.len();
-        check_items(&items, len, len + tokens.len(), "TokenSequence.extend")?;
+        check_items(&items, len, len + tokens.len(), "TokenSequence::extend")?;
         self.push(tokens);
         self.items.extend(items);
         Ok(())
@@ -188,7 +192,7 @@ impl TokenSequence {
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `owner` does not own the sequence.
     pub fn extend_as(&mut self, owner: &SequenceOwner, tokens: &[u32]) -> Result<()> {
-        self.check_owner(owner, "TokenSequence.extend_as")?;
+        self.check_owner(owner, "TokenSequence::extend_as")?;
         self.push(tokens);
         Ok(())
     }
@@ -210,7 +214,7 @@ impl TokenSequence {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `len` is larger than the sequence, or the sequence has
     /// an owner.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
-        const CALL: &str = "TokenSequence.truncate";
+        const CALL: &str = "TokenSequence::truncate";
         self.check_free(CALL)?;
         self.cut(len, CALL)
     }
@@ -221,17 +225,20 @@ impl TokenSequence {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `len` is larger than the sequence, or `owner` does not
     /// own it.
     pub fn truncate_as(&mut self, owner: &SequenceOwner, len: usize) -> Result<()> {
-        const CALL: &str = "TokenSequence.truncate_as";
+        const CALL: &str = "TokenSequence::truncate_as";
         self.check_owner(owner, CALL)?;
         self.cut(len, CALL)
     }
 
-    fn cut(&mut self, len: usize, call: &str) -> Result<()> {
+    fn cut(&mut self, len: usize, call: &'static str) -> Result<()> {
         if len > self.tokens.len() {
-            return Err(Error::invalid(format!(
-                "{call}: n is {len}; it must be in [0, {}], the tokens of the sequence",
-                self.tokens.len()
-            )));
+            return Err(Error::invalid(
+                call,
+                format!(
+                    "len is {len}; it must be in [0, {}], the tokens of the sequence",
+                    self.tokens.len()
+                ),
+            ));
         }
         match Arc::get_mut(&mut self.tokens) {
             Some(own) => own.truncate(len),
@@ -272,24 +279,30 @@ impl TokenSequence {
         Weak::as_ptr(&self.owner) == Arc::as_ptr(&owner.0)
     }
 
-    fn check_free(&self, call: &str) -> Result<()> {
+    fn check_free(&self, call: &'static str) -> Result<()> {
         if self.is_owned() {
-            return Err(Error::invalid(format!(
-                "{call}: this sequence of {} tokens has an owner, which alone changes it",
-                self.tokens.len()
-            )));
+            return Err(Error::invalid(
+                call,
+                format!(
+                    "this sequence of {} tokens has an owner, which alone changes it",
+                    self.tokens.len()
+                ),
+            ));
         }
         Ok(())
     }
 
-    fn check_owner(&self, owner: &SequenceOwner, call: &str) -> Result<()> {
+    fn check_owner(&self, owner: &SequenceOwner, call: &'static str) -> Result<()> {
         if self.is_owned_by(owner) {
             return Ok(());
         }
-        Err(Error::invalid(format!(
-            "{call}: this sequence of {} tokens has another owner, or none",
-            self.tokens.len()
-        )))
+        Err(Error::invalid(
+            call,
+            format!(
+                "this sequence of {} tokens has another owner, or none",
+                self.tokens.len()
+            ),
+        ))
     }
 
     /// The token ids.
@@ -359,14 +372,17 @@ impl TokenSequence {
     }
 }
 
-fn check_items(items: &[Item], from: usize, len: usize, call: &str) -> Result<()> {
+fn check_items(items: &[Item], from: usize, len: usize, call: &'static str) -> Result<()> {
     let mut end = from;
     for item in items {
         if item.start < end || item.end > len {
-            return Err(Error::invalid(format!(
-                "{call}: items has [{}, {}); it must lie in [{end}, {len}] (items ascend and do not overlap)",
-                item.start, item.end
-            )));
+            return Err(Error::invalid(
+                call,
+                format!(
+                    "items has [{}, {}); it must lie in [{end}, {len}] (items ascend and do not overlap)",
+                    item.start, item.end
+                ),
+            ));
         }
         end = item.end;
     }

@@ -417,7 +417,7 @@ fn a_policy_beyond_its_limits_is_refused() {
     let error = index.explain(&mut sequence(&[1]), &options).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert!(
-        error.to_string().starts_with("RadixIndex.explain: "),
+        error.to_string().starts_with("RadixIndex::explain: "),
         "{error}"
     );
 }

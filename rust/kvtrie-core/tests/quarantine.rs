@@ -170,7 +170,7 @@ fn an_id_outside_the_pool_changes_nothing() {
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert_eq!(
         error.to_string(),
-        "RadixIndex.quarantine: block_ids holds 8; it must be in [0, 8) (num_blocks)"
+        "RadixIndex::quarantine: ids holds 8; it must be in [0, 8) (num_blocks)"
     );
     assert_eq!((index.digest(), index.stats()), before);
 }

@@ -9,8 +9,9 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, Error, ErrorKind, Imported, InsertOptions, LookupOptions, Namespace,
-    PlanOptions, RadixIndex, ReusePolicy, Salt, Source, Span, TokenSequence,
+    BlockAllocator, BlockId, Config, Effort, Error, ErrorKind, Imported, InsertOptions,
+    LookupOptions, Namespace, PlanOptions, RadixIndex, RestoreLimits, RestoredPool, ReusePolicy,
+    Salt, Source, Span, TokenSequence,
 };
 
 type Change<'a> = &'a dyn Fn(&mut Config);
@@ -137,17 +138,17 @@ fn limits_of_an_insert() {
         (
             with(8, 0, computed),
             ids([0, 1, 2]),
-            "blocks has 3 ids; it must have 4",
+            "ids has 3 ids; it must have 4",
         ),
         (
             with(8, 6, computed),
             ids([]),
-            "blocks has 0 ids; it must have 1",
+            "ids has 0 ids; it must have 1",
         ),
         (
             with(8, 6, computed),
             ids([8]),
-            "blocks holds 8; it must be in [0, 8)",
+            "ids holds 8; it must be in [0, 8)",
         ),
         (
             with(8, 6, imported(most + 1)),
@@ -191,7 +192,7 @@ fn an_id_that_is_refused_is_named_with_both_its_places() {
     };
     let seq = &mut sequence(6);
     let error = index.insert(seq, &ids([1, 0]), options).unwrap_err();
-    let words = "blocks has 0, which is offered for the tokens from 4 on, but backs others at 0";
+    let words = "ids has 0, which is offered for the tokens from 4 on, but backs others at 0";
     assert!(error.to_string().contains(words), "{error}");
 }
 
@@ -250,7 +251,7 @@ fn limits_of_spans_and_ids() {
     }
     assert_refused(
         &index.discard(&ids([0, 8])).unwrap_err(),
-        "block_ids holds 8; it must be in [0, 8)",
+        "ids holds 8; it must be in [0, 8)",
     );
     assert_eq!(index.digest(), before);
     assert_eq!(index.tags(seq), [span(0, 6)]);
@@ -289,6 +290,108 @@ fn limits_of_a_policy() {
         &|policy| policy.forbid_kinds = vec![String::new()],
     ];
     for change in bad {
-        assert_refused(&of(change).unwrap_err(), "RadixIndex.plan");
+        assert_refused(&of(change).unwrap_err(), "RadixIndex::plan");
+    }
+}
+
+#[test]
+fn an_error_names_the_call_that_was_made() {
+    let mut index = filled();
+    let (seq, any) = (&mut sequence(6), Effort::ANY);
+    let (outside, ranges) = (ids([8]), [(4, 2)]);
+    let span = Span {
+        start: 0,
+        end: 7,
+        kind: "user".into(),
+    };
+    let spans = std::slice::from_ref(&span);
+    let lookup = LookupOptions {
+        start: 1,
+        ..LookupOptions::default()
+    };
+    let insert = InsertOptions::new(7, Source::Computed);
+    let policy = ReusePolicy {
+        max_hops: ReusePolicy::MAX_HOPS + 1,
+        ..ReusePolicy::EXACT_ONLY
+    };
+    let options = PlanOptions::default();
+    let released = index.plan(seq, &ReusePolicy::EXACT_ONLY, options).unwrap();
+    index.release(&released).unwrap();
+    let path = sequence(6);
+    let (pool, limits) = (RestoredPool::Kept(b"p"), RestoreLimits::default());
+    let mut out = Vec::new();
+    let no_config = Config {
+        num_blocks: 0,
+        ..config()
+    };
+    let errors = [
+        ("BlockAllocator::new", BlockAllocator::new(0).err()),
+        ("RadixIndex::new", RadixIndex::new(no_config).err()),
+        ("RadixIndex::insert", index.insert(seq, &[], insert).err()),
+        (
+            "RadixIndex::lookup",
+            index.lookup(seq, lookup, &mut out).err(),
+        ),
+        (
+            "RadixIndex::lookup_within",
+            index.lookup_within(seq, lookup, any, &mut out).err(),
+        ),
+        ("RadixIndex::plan", index.plan(seq, &policy, options).err()),
+        (
+            "RadixIndex::plan_from",
+            index.plan_from(seq, &path, &policy, options).err(),
+        ),
+        (
+            "RadixIndex::plan_within",
+            index.plan_within(seq, &policy, options, any).err(),
+        ),
+        ("RadixIndex::release", index.release(&released).err()),
+        (
+            "RadixIndex::release_sources",
+            index.release_sources(&released).err(),
+        ),
+        ("RadixIndex::validate", filled().validate(&released).err()),
+        ("RadixIndex::discard", index.discard(&outside).err()),
+        (
+            "RadixIndex::discard_within",
+            index.discard_within(&outside, any).err(),
+        ),
+        ("RadixIndex::quarantine", index.quarantine(&outside).err()),
+        ("RadixIndex::mark_dead", index.mark_dead(seq, &ranges).err()),
+        (
+            "RadixIndex::mark_dead_within",
+            index.mark_dead_within(seq, &ranges, any).err(),
+        ),
+        (
+            "RadixIndex::remove_spans",
+            index.remove_spans(seq, &ranges, false).err(),
+        ),
+        (
+            "RadixIndex::remove_spans_within",
+            index.remove_spans_within(seq, &ranges, false, any).err(),
+        ),
+        ("RadixIndex::tag", index.tag(seq, spans).err()),
+        (
+            "RadixIndex::tag_within",
+            index.tag_within(seq, spans, any).err(),
+        ),
+        ("RadixIndex::restore", RadixIndex::restore(b"", pool).err()),
+        (
+            "RadixIndex::restore_within",
+            RadixIndex::restore_within(b"", pool, limits).err(),
+        ),
+        (
+            "RadixIndex::pool_of_snapshot",
+            RadixIndex::pool_of_snapshot(b"").err(),
+        ),
+        ("ReusePlan::moves", released.moves(&[], 1, 0).err()),
+        ("TokenSequence::truncate", seq.truncate(7).err()),
+    ];
+    for (call, error) in errors {
+        assert_eq!(error.as_ref().map(Error::call), Some(call));
+        let text = error.unwrap().to_string();
+        // Once, and no other.
+        assert!(text.starts_with(&format!("{call}: ")), "{text}");
+        assert_eq!(text.matches("::").count(), 1, "{text}");
     }
 }

@@ -109,7 +109,7 @@ impl PyTokenSequence {
         let cost = Cost::copy(self.len(py)? + ids.len());
         py.enter(cost, move |keys| {
             let mut seq = keys.lock(&self.core, SEQUENCE)?;
-            check_free(&seq, CALL)?;
+            check_free(&seq, "TokenSequence::extend")?;
             Ok(seq.extend(&ids, items)?)
         })
     }
@@ -137,7 +137,7 @@ impl PyTokenSequence {
         let n = Arg::new(CALL, "n").count(n)?;
         py.enter(Cost::copy(n), |keys| {
             let mut seq = keys.lock(&self.core, SEQUENCE)?;
-            check_free(&seq, CALL)?;
+            check_free(&seq, "TokenSequence::truncate")?;
             Ok(seq.truncate(n)?)
         })
     }
@@ -257,16 +257,16 @@ fn signed(len: usize) -> i128 {
 }
 
 /// Refuses a change of a sequence that a request of a ledger has.
-fn check_free(seq: &TokenSequence, call: &str) -> kvtrie_core::Result<()> {
+fn check_free(seq: &TokenSequence, call: &'static str) -> kvtrie_core::Result<()> {
     if !seq.is_owned() {
         return Ok(());
     }
     let message = format!(
-        "{call}: a request of a SequenceLedger has this sequence of {} tokens; append through the ledger, or finish or \
+        "a request of a SequenceLedger has this sequence of {} tokens; append through the ledger, or finish or \
          forget the request first",
         seq.len()
     );
-    Err(Error::new(ErrorKind::InvalidArgument, message))
+    Err(Error::new(ErrorKind::InvalidArgument, call, message))
 }
 
 fn read_items(value: Option<&Bound<'_, PyAny>>, arg: Arg) -> PyResult<Vec<Item>> {

@@ -305,7 +305,7 @@ impl PyTransferManifest {
                 .collect();
             // The lock is released before the copy is hashed.
             let seq = keys.lock(&seq.core, SEQUENCE)?.clone();
-            let end = check_counts(&seq, num_computed, num_lookahead, CALL)?;
+            let end = check_counts(&seq, num_computed, num_lookahead)?;
             Ok(TransferManifest::new(&seq, &groups, &labels, end, &key)?)
         })?;
         Ok(Self { core })
@@ -570,24 +570,24 @@ fn check_counts(
     seq: &TokenSequence,
     num_computed: usize,
     num_lookahead: usize,
-    call: &str,
 ) -> kvtrie_core::Result<usize> {
     const MOST: usize = u32::MAX as usize;
     let end = num_computed.saturating_add(num_lookahead);
     let message = if num_computed > seq.len() {
         format!(
-            "{call}: num_computed is {num_computed}; it must be in [0, {}], the tokens of the sequence",
+            "num_computed is {num_computed}; it must be in [0, {}], the tokens of the sequence",
             seq.len()
         )
     } else if end > MOST {
         format!(
-            "{call}: num_lookahead is {num_lookahead}; after {num_computed} computed tokens it must be in [0, {}]",
+            "num_lookahead is {num_lookahead}; after {num_computed} computed tokens it must be in [0, {}]",
             MOST.saturating_sub(num_computed)
         )
     } else {
         return Ok(end);
     };
-    Err(Error::new(ErrorKind::InvalidArgument, message))
+    let call = "TransferManifest::new";
+    Err(Error::new(ErrorKind::InvalidArgument, call, message))
 }
 
 /// The key of a call, bound to the context of the manifest.

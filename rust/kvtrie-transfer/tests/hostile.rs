@@ -196,7 +196,7 @@ impl World {
                 self.check(&plan);
                 None
             }
-            Err(TransferError::Refused(reason, _)) => Some(reason),
+            Err(TransferError::Refused { refusal, .. }) => Some(refusal),
             Err(TransferError::Argument(error)) => panic!("{:?}: {error}", error.kind()),
         }
     }

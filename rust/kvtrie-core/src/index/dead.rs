@@ -37,7 +37,9 @@ impl RadixIndex {
     /// # Ok::<(), kvtrie_core::Error>(())
     /// ```
     pub fn mark_dead(&mut self, seq: &TokenSequence, ranges: &[(usize, usize)]) -> Result<u64> {
-        let marked = self.mark_dead_within(seq, ranges, Effort::ANY)?;
+        let marked = self
+            .mark_dead_within(seq, ranges, Effort::ANY)
+            .map_err(|error| error.in_call("RadixIndex::mark_dead"))?;
         Ok(marked.unwrap_or_default())
     }
 
@@ -52,8 +54,13 @@ impl RadixIndex {
         ranges: &[(usize, usize)],
         effort: Effort,
     ) -> Result<Option<u64>> {
-        let ranges = block_ranges(seq, ranges, self.block_size(), "RadixIndex.mark_dead")?;
-        crate::failpoints::before("RadixIndex.mark_dead")?;
+        let ranges = block_ranges(
+            seq,
+            ranges,
+            self.block_size(),
+            "RadixIndex::mark_dead_within",
+        )?;
+        crate::failpoints::before("RadixIndex::mark_dead_within")?;
         let Some(parts) = self.parts_to_mark(seq, &ranges, effort) else {
             return Ok(None);
         };

@@ -162,7 +162,7 @@ impl RadixIndex {
         let first = options.start / block_size;
         let need = (options.num_computed / block_size).saturating_sub(first);
         let lease = self.check_insert(seq, ids, &options, need)?;
-        crate::failpoints::before("RadixIndex.insert")?;
+        crate::failpoints::before("RadixIndex::insert")?;
         let (path, work) = Path::of(
             &self.forest,
             seq,
@@ -251,44 +251,56 @@ impl RadixIndex {
         options: &InsertOptions<'_>,
         need: usize,
     ) -> Result<Option<u32>> {
-        const CALL: &str = "RadixIndex.insert";
+        const CALL: &str = "RadixIndex::insert";
         self.check_start(options.start, seq.len(), CALL)?;
         if options.num_computed > seq.len() {
-            return Err(Error::invalid(format!(
-                "{CALL}: num_computed is {}; it must be in [0, {}], the tokens of the sequence",
-                options.num_computed,
-                seq.len()
-            )));
+            return Err(Error::invalid(
+                CALL,
+                format!(
+                    "num_computed is {}; it must be in [0, {}], the tokens of the sequence",
+                    options.num_computed,
+                    seq.len()
+                ),
+            ));
         }
         if ids.len() < need {
-            return Err(Error::invalid(format!(
-                "{CALL}: blocks has {} ids; it must have {need}, one for each whole computed block from position {} to {}",
-                ids.len(),
-                options.start,
-                options.num_computed
-            )));
+            return Err(Error::invalid(
+                CALL,
+                format!(
+                    "ids has {} ids; it must have {need}, one for each whole computed block from position {} to {}",
+                    ids.len(),
+                    options.start,
+                    options.num_computed
+                ),
+            ));
         }
-        self.check_ids(ids, CALL, "blocks")?;
+        self.check_ids(ids, CALL)?;
         self.tagging.kinds().check(options.spans, seq.len(), CALL)?;
         if let Source::Imported(imported) = options.source
             && imported.hops > Label::MAX_HOPS
         {
-            return Err(Error::invalid(format!(
-                "{CALL}: the hops of source are {}; they must be in [0, {}]",
-                imported.hops,
-                Label::MAX_HOPS
-            )));
+            return Err(Error::invalid(
+                CALL,
+                format!(
+                    "the hops of source are {}; they must be in [0, {}]",
+                    imported.hops,
+                    Label::MAX_HOPS
+                ),
+            ));
         }
         let Source::Plan(plan) = options.source else {
             return Ok(None);
         };
         let lease = plan.lease_index(self, CALL)?;
         if !seq.starts_with(plan.snapshot()) {
-            return Err(Error::invalid(format!(
-                "{CALL}: seq of {} tokens does not start with the {} tokens of source, a plan, in its namespace",
-                seq.len(),
-                plan.snapshot().tokens.len()
-            )));
+            return Err(Error::invalid(
+                CALL,
+                format!(
+                    "seq of {} tokens does not start with the {} tokens of source, a plan, in its namespace",
+                    seq.len(),
+                    plan.snapshot().tokens.len()
+                ),
+            ));
         }
         Ok(Some(lease))
     }
@@ -301,7 +313,7 @@ impl RadixIndex {
         existing: &[BlockId],
         first: usize,
     ) -> Result<usize> {
-        const CALL: &str = "RadixIndex.insert";
+        const CALL: &str = "RadixIndex::insert";
         let (mut known_until, mut at) = (0, 0);
         let (mut seen, mut refused) = (Vec::new(), None);
         loop {
@@ -324,9 +336,10 @@ impl RadixIndex {
             };
             at += 1;
             if let Some(why) = why {
-                refused = Some(Error::block_in_use(format!(
-                    "{CALL}: blocks has {id}, which {why}"
-                )));
+                refused = Some(Error::block_in_use(
+                    CALL,
+                    format!("ids has {id}, which {why}"),
+                ));
                 break;
             }
             known_until = at;

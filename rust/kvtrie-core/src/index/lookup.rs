@@ -67,7 +67,9 @@ impl RadixIndex {
         options: LookupOptions,
         out: &mut Vec<BlockId>,
     ) -> Result<Match> {
-        let found = self.lookup_within(seq, options, Effort::ANY, out)?;
+        let found = self
+            .lookup_within(seq, options, Effort::ANY, out)
+            .map_err(|error| error.in_call("RadixIndex::lookup"))?;
         Ok(found.unwrap_or_default())
     }
 
@@ -100,8 +102,8 @@ impl RadixIndex {
         effort: Effort,
         out: &mut Vec<BlockId>,
     ) -> Result<Option<Match>> {
-        self.check_start(options.start, seq.len(), "RadixIndex.lookup")?;
-        crate::failpoints::before("RadixIndex.lookup")?;
+        self.check_start(options.start, seq.len(), "RadixIndex::lookup_within")?;
+        crate::failpoints::before("RadixIndex::lookup_within")?;
         let Some(found) = self.exact_prefix(seq, options.keep_last, effort) else {
             return Ok(None);
         };

@@ -199,26 +199,32 @@ impl RadixIndex {
         self.config.block_size
     }
 
-    fn check_ids(&self, ids: &[BlockId], call: &str, argument: &str) -> Result<()> {
+    fn check_ids(&self, ids: &[BlockId], call: &'static str) -> Result<()> {
         match ids
             .iter()
             .find(|id| u64::from(id.0) >= self.config.num_blocks)
         {
-            Some(id) => Err(Error::invalid(format!(
-                "{call}: {argument} holds {id}; it must be in [0, {}) (num_blocks)",
-                self.config.num_blocks
-            ))),
+            Some(id) => Err(Error::invalid(
+                call,
+                format!(
+                    "ids holds {id}; it must be in [0, {}) (num_blocks)",
+                    self.config.num_blocks
+                ),
+            )),
             None => Ok(()),
         }
     }
 
-    fn check_start(&self, start: usize, len: usize, call: &str) -> Result<()> {
+    fn check_start(&self, start: usize, len: usize, call: &'static str) -> Result<()> {
         if start > len || !start.is_multiple_of(self.block_size()) {
-            return Err(Error::invalid(format!(
-                "{call}: start is {start}; it must be a multiple of the block size {} and at most the {len} tokens of \
+            return Err(Error::invalid(
+                call,
+                format!(
+                    "start is {start}; it must be a multiple of the block size {} and at most the {len} tokens of \
                  the sequence",
-                self.block_size()
-            )));
+                    self.block_size()
+                ),
+            ));
         }
         Ok(())
     }

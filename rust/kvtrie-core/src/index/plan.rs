@@ -42,8 +42,8 @@ impl RadixIndex {
         policy: &ReusePolicy,
         options: PlanOptions,
     ) -> Result<ReusePlan> {
-        policy.check(self.config.min_run, "RadixIndex.plan")?;
-        crate::failpoints::before("RadixIndex.plan")?;
+        policy.check(self.config.min_run, "RadixIndex::plan")?;
+        crate::failpoints::before("RadixIndex::plan")?;
         Ok(self.plan_checked(seq, policy, options))
     }
 
@@ -110,13 +110,14 @@ impl RadixIndex {
         policy: &ReusePolicy,
         options: PlanOptions,
     ) -> Result<ReusePlan> {
-        policy.check(self.config.min_run, "RadixIndex.plan")?;
+        policy.check(self.config.min_run, "RadixIndex::plan_from")?;
         if seq.namespace() != path.namespace() {
             return Err(Error::invalid(
-                "RadixIndex.plan: path is of another namespace than the prompt",
+                "RadixIndex::plan_from",
+                "path is of another namespace than the prompt",
             ));
         }
-        crate::failpoints::before("RadixIndex.plan")?;
+        crate::failpoints::before("RadixIndex::plan_from")?;
         let path = CachedPath::of(&self.forest, path);
         let draft = self.draft(seq, Some(&path), policy, options, Effort::ANY);
         Ok(self.settle_on(seq, options, draft.unwrap_or_default()))
@@ -135,8 +136,8 @@ impl RadixIndex {
         options: PlanOptions,
         effort: Effort,
     ) -> Result<Option<ReusePlan>> {
-        policy.check(self.config.min_run, "RadixIndex.plan")?;
-        crate::failpoints::before("RadixIndex.plan")?;
+        policy.check(self.config.min_run, "RadixIndex::plan_within")?;
+        crate::failpoints::before("RadixIndex::plan_within")?;
         if effort != Effort::ANY && self.is_broken_path(seq, options, effort) {
             return Ok(None);
         }
@@ -217,15 +218,15 @@ impl RadixIndex {
     /// [`StaleHandle`](crate::ErrorKind::StaleHandle) if it was released before;
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a plan of another index.
     pub fn release(&mut self, plan: &ReusePlan) -> Result<()> {
-        let lease = plan.lease_index(self, "ReusePlan.release")?;
-        crate::failpoints::before("ReusePlan.release")?;
+        let lease = plan.lease_index(self, "RadixIndex::release")?;
+        crate::failpoints::before("RadixIndex::release")?;
         self.end_lease(lease);
         Ok(())
     }
 
     /// As [`release`](Self::release), but ignores a plan that was released before or is of another index.
     pub fn release_if_live(&mut self, plan: &ReusePlan) {
-        if let Ok(lease) = plan.lease_index(self, "ReusePlan.release") {
+        if let Ok(lease) = plan.lease_index(self, "RadixIndex::release_if_live") {
             self.end_lease(lease);
         }
     }
@@ -235,8 +236,8 @@ impl RadixIndex {
     /// # Errors
     /// As [`release`](Self::release).
     pub fn release_sources(&mut self, plan: &ReusePlan) -> Result<()> {
-        let lease = plan.lease_index(self, "ReusePlan.release_sources")?;
-        crate::failpoints::before("ReusePlan.release_sources")?;
+        let lease = plan.lease_index(self, "RadixIndex::release_sources")?;
+        crate::failpoints::before("RadixIndex::release_sources")?;
         self.pins
             .unpin_sources(&mut self.forest, &mut self.eviction, lease);
         // Pins may have kept the number of holes above its bound.
@@ -256,7 +257,7 @@ impl RadixIndex {
     /// Whether the plan was released.
     #[must_use]
     pub fn is_released(&self, plan: &ReusePlan) -> bool {
-        plan.lease_index(self, "").is_err()
+        plan.lease_index(self, "RadixIndex::is_released").is_err()
     }
 
     /// For each segment, whether its blocks still hold what the plan says: they are pinned, or have not left since.
@@ -264,7 +265,7 @@ impl RadixIndex {
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a plan of another index.
     pub fn validate(&self, plan: &ReusePlan) -> Result<Vec<bool>> {
-        plan.check_index(self, "ReusePlan.validate")?;
+        plan.check_index(self, "RadixIndex::validate")?;
         let lease = self.pins.leases().get(plan.lease());
         let lease = lease.filter(|lease| lease.pinned);
         let blocks = self.forest.blocks();
@@ -328,22 +329,18 @@ impl ReusePlan {
         self.index() == index.forest.uid()
     }
 
-    pub(crate) fn lease_index(&self, index: &RadixIndex, call: &str) -> Result<u32> {
+    pub(crate) fn lease_index(&self, index: &RadixIndex, call: &'static str) -> Result<u32> {
         self.check_index(index, call)?;
         match index.pins.leases().get(self.lease()) {
             Some(_) => Ok(self.lease().index),
-            None => Err(Error::stale(format!(
-                "{call}: the plan was released already"
-            ))),
+            None => Err(Error::stale(call, "the plan was released already")),
         }
     }
 
-    fn check_index(&self, index: &RadixIndex, call: &str) -> Result<()> {
+    fn check_index(&self, index: &RadixIndex, call: &'static str) -> Result<()> {
         if self.is_of(index) {
             return Ok(());
         }
-        Err(Error::invalid(format!(
-            "{call}: the plan belongs to another index"
-        )))
+        Err(Error::invalid(call, "the plan belongs to another index"))
     }
 }

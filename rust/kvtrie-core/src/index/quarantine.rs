@@ -28,8 +28,8 @@ impl RadixIndex {
     /// # Ok::<(), kvtrie_core::Error>(())
     /// ```
     pub fn quarantine(&mut self, ids: &[BlockId]) -> Result<u64> {
-        self.check_ids(ids, "RadixIndex.quarantine", "block_ids")?;
-        crate::failpoints::before("RadixIndex.quarantine")?;
+        self.check_ids(ids, "RadixIndex::quarantine")?;
+        crate::failpoints::before("RadixIndex::quarantine")?;
         self.cut_out_all(&self.pinned_of(ids));
         let (mut count, mut any_waited) = (0, false);
         for &BlockId(id) in ids {

@@ -23,7 +23,9 @@ impl RadixIndex {
     /// # Errors
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if an id is outside the pool; nothing is discarded then.
     pub fn discard(&mut self, ids: &[BlockId]) -> Result<Vec<BlockId>> {
-        let freed = self.discard_within(ids, Effort::ANY)?;
+        let freed = self
+            .discard_within(ids, Effort::ANY)
+            .map_err(|error| error.in_call("RadixIndex::discard"))?;
         Ok(freed.unwrap_or_default())
     }
 
@@ -37,8 +39,8 @@ impl RadixIndex {
         ids: &[BlockId],
         effort: Effort,
     ) -> Result<Option<Vec<BlockId>>> {
-        self.check_ids(ids, "RadixIndex.discard", "block_ids")?;
-        crate::failpoints::before("RadixIndex.discard")?;
+        self.check_ids(ids, "RadixIndex::discard_within")?;
+        crate::failpoints::before("RadixIndex::discard_within")?;
         let mut steps = effort.steps();
         let cuts = self
             .count_removal(ids.len() as u64, &mut steps)

@@ -60,7 +60,9 @@ impl RadixIndex {
         ranges: &[(usize, usize)],
         force: bool,
     ) -> Result<Removed> {
-        let removed = self.remove_spans_within(seq, ranges, force, Effort::ANY)?;
+        let removed = self
+            .remove_spans_within(seq, ranges, force, Effort::ANY)
+            .map_err(|error| error.in_call("RadixIndex::remove_spans"))?;
         Ok(removed.unwrap_or_default())
     }
 
@@ -76,8 +78,13 @@ impl RadixIndex {
         force: bool,
         effort: Effort,
     ) -> Result<Option<Removed>> {
-        let ranges = block_ranges(seq, ranges, self.block_size(), "RadixIndex.remove_spans")?;
-        crate::failpoints::before("RadixIndex.remove_spans")?;
+        let ranges = block_ranges(
+            seq,
+            ranges,
+            self.block_size(),
+            "RadixIndex::remove_spans_within",
+        )?;
+        crate::failpoints::before("RadixIndex::remove_spans_within")?;
         let Some(Removal {
             gone,
             cuts,
@@ -167,21 +174,27 @@ pub(super) fn block_ranges(
     seq: &TokenSequence,
     ranges: &[(usize, usize)],
     block_size: usize,
-    call: &str,
+    call: &'static str,
 ) -> Result<Vec<(Depth, Depth)>> {
     let mut merged: Vec<(usize, usize)> = Vec::new();
     let mut last_end = 0;
     for &(start, end) in ranges {
         if start > end || end > seq.len() {
-            return Err(Error::invalid(format!(
-                "{call}: ranges has [{start}, {end}); it must ascend and lie in [0, {}], the sequence",
-                seq.len()
-            )));
+            return Err(Error::invalid(
+                call,
+                format!(
+                    "ranges has [{start}, {end}); it must ascend and lie in [0, {}], the sequence",
+                    seq.len()
+                ),
+            ));
         }
         if start < last_end {
-            return Err(Error::invalid(format!(
-                "{call}: ranges has [{start}, {end}) after a range that ends at {last_end}; ranges must ascend and be disjoint"
-            )));
+            return Err(Error::invalid(
+                call,
+                format!(
+                    "ranges has [{start}, {end}) after a range that ends at {last_end}; ranges must ascend and be disjoint"
+                ),
+            ));
         }
         last_end = end;
         match merged.last_mut() {

@@ -29,7 +29,9 @@ impl RadixIndex {
     /// # Ok::<(), kvtrie_core::Error>(())
     /// ```
     pub fn tag(&mut self, seq: &TokenSequence, spans: &[Span]) -> Result<()> {
-        self.tag_within(seq, spans, Effort::ANY).map(|_| ())
+        self.tag_within(seq, spans, Effort::ANY)
+            .map(|_| ())
+            .map_err(|error| error.in_call("RadixIndex::tag"))
     }
 
     /// As [`tag`](Self::tag); `None`, and nothing is tagged, if that takes more than `effort`.
@@ -45,8 +47,8 @@ impl RadixIndex {
     ) -> Result<Option<()>> {
         self.tagging
             .kinds()
-            .check(spans, seq.len(), "RadixIndex.tag")?;
-        crate::failpoints::before("RadixIndex.tag")?;
+            .check(spans, seq.len(), "RadixIndex::tag_within")?;
+        crate::failpoints::before("RadixIndex::tag_within")?;
         Ok(self.tagging.add(&mut self.forest, seq, spans, effort))
     }
 

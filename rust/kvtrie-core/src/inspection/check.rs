@@ -18,10 +18,7 @@ fn must(condition: bool, what: impl FnOnce() -> String) -> Result<()> {
     if condition {
         Ok(())
     } else {
-        Err(Error::broken_invariant(format!(
-            "RadixIndex.check: {}",
-            what()
-        )))
+        Err(Error::broken_invariant("RadixIndex::check", what()))
     }
 }
 

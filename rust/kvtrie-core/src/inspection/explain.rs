@@ -176,7 +176,7 @@ impl RadixIndex {
     ) -> Result<Explanation> {
         options
             .policy
-            .check(self.config().min_run, "RadixIndex.explain")?;
+            .check(self.config().min_run, "RadixIndex::explain")?;
         let would_save = self.would_save(seq, options);
         let at = self.exact_prefix(seq, 0, Effort::ANY);
         let at = at.filter(|at| at.node != NO_NODE);

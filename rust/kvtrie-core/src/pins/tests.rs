@@ -204,7 +204,10 @@ impl Bench {
                 Some(SourceRun { node, from, to })
             })
             .collect();
-        let lease = live.plan.lease_index(&self.index, "").unwrap();
+        let lease = live
+            .plan
+            .lease_index(&self.index, "RadixIndex::release")
+            .unwrap();
         let time = use_sources(&mut self.index, lease, &found);
         for run in found {
             let edge = self.index.forest().node(run.node);
@@ -237,7 +240,10 @@ impl Bench {
     }
 
     fn is_over(&self, live: &Live) -> bool {
-        let lease = live.plan.lease_index(&self.index, "").unwrap();
+        let lease = live
+            .plan
+            .lease_index(&self.index, "RadixIndex::release")
+            .unwrap();
         self.index.pins().leases()[lease].over
     }
 
@@ -353,7 +359,7 @@ fn a_dead_block_above_a_pinned_source_may_go_and_no_other() {
         from: 3,
         to: 5,
     }];
-    let lease = plan.lease_index(&index, "").unwrap();
+    let lease = plan.lease_index(&index, "RadixIndex::release").unwrap();
     use_sources(&mut index, lease, &run);
     assert_eq!((index.num_evictable(), index.stats().pinned), (1, 2));
     assert_eq!(index.mark_dead(&seq, &[(1, 5)]).unwrap(), 4);

@@ -131,6 +131,7 @@ impl RadixIndex {
     /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the name of the pool does not have 1 to 64 bytes.
     pub fn restore(bytes: &[u8], pool: RestoredPool<'_>) -> Result<Self> {
         Self::restore_within(bytes, pool, RestoreLimits::default())
+            .map_err(|error| error.in_call("RadixIndex::restore"))
     }
 
     /// As [`restore`](Self::restore), within the given limits.
@@ -143,7 +144,7 @@ impl RadixIndex {
         limits: RestoreLimits,
     ) -> Result<Self> {
         let (RestoredPool::Kept(pool_id) | RestoredPool::Lost(pool_id)) = pool;
-        check_pool_id(pool_id, "RadixIndex.restore")?;
+        check_pool_id(pool_id, "RadixIndex::restore_within")?;
         let (config, contents) = read(bytes, limits)?;
         if let RestoredPool::Kept(id) = pool
             && config.pool_id != id
@@ -181,7 +182,9 @@ impl RadixIndex {
         let limits = RestoreLimits {
             num_blocks: BlockId::MAX_BLOCKS,
         };
-        Ok(read(bytes, limits)?.0.pool_id)
+        let (config, _) =
+            read(bytes, limits).map_err(|error| error.in_call("RadixIndex::pool_of_snapshot"))?;
+        Ok(config.pool_id)
     }
 }
 

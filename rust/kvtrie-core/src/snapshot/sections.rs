@@ -104,7 +104,8 @@ pub(super) fn read_config(from: &mut Reader<'_>, limits: RestoreLimits) -> Resul
             from.raw(len)?.to_vec()
         },
     };
-    check_pool_id(&config.pool_id, "CONF").map_err(|error| from.wrong(error))?;
+    check_pool_id(&config.pool_id, "RadixIndex::restore_within")
+        .map_err(|error| from.wrong(format_args!("CONF: {}", error.message())))?;
     from.finish()?;
     Ok(config)
 }

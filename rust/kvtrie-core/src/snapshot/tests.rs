@@ -103,7 +103,7 @@ fn full() -> RadixIndex {
 fn refused(bytes: &[u8]) -> String {
     let error = RadixIndex::restore(bytes, POOL).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Snapshot, "{error}");
-    assert!(error.to_string().starts_with("RadixIndex.restore: "));
+    assert!(error.to_string().starts_with("RadixIndex::restore: "));
     error.to_string()
 }
 

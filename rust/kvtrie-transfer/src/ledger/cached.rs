@@ -109,19 +109,29 @@ impl CachedRanges {
     }
 }
 
-pub(super) fn check_ranges(ranges: &[(usize, usize)], len: usize, call: &str) -> Result<()> {
+pub(super) fn check_ranges(
+    ranges: &[(usize, usize)],
+    len: usize,
+    call: &'static str,
+) -> Result<()> {
     let mut last = 0;
     for &(start, end) in ranges {
         if start > end || end > len {
-            return Err(invalid(format!(
-                "{call}: missing has [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
-            )));
+            return Err(invalid(
+                call,
+                format!(
+                    "missing has [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
+                ),
+            ));
         }
         if start < last {
-            return Err(invalid(format!(
-                "{call}: missing has [{start}, {end}) after a range that ends at {last}; ranges \
+            return Err(invalid(
+                call,
+                format!(
+                    "missing has [{start}, {end}) after a range that ends at {last}; ranges \
                  must ascend and be disjoint"
-            )));
+                ),
+            ));
         }
         last = end;
     }

@@ -151,13 +151,11 @@ impl Request {
         index.insert(seq, &self.blocks[offered], options)
     }
 
-    fn check_index(&self, index: &RadixIndex, block_size: usize, call: &str) -> Result<()> {
+    fn check_index(&self, index: &RadixIndex, block_size: usize, call: &'static str) -> Result<()> {
         check_block_size(index, block_size, call)?;
         for plan in self.plans() {
             if !plan.is_of(index) {
-                return Err(invalid(format!(
-                    "{call}: the plan belongs to another index"
-                )));
+                return Err(invalid(call, "the plan belongs to another index"));
             }
         }
         Ok(())
@@ -210,12 +208,13 @@ impl Request {
     }
 }
 
-fn check_block_size(index: &RadixIndex, block_size: usize, call: &str) -> Result<()> {
+fn check_block_size(index: &RadixIndex, block_size: usize, call: &'static str) -> Result<()> {
     let found = index.config().block_size;
     if found == block_size {
         return Ok(());
     }
-    Err(invalid(format!(
-        "{call}: the index has blocks of {found} tokens, the ledger of {block_size}"
-    )))
+    Err(invalid(
+        call,
+        format!("the index has blocks of {found} tokens, the ledger of {block_size}"),
+    ))
 }

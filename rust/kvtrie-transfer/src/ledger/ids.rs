@@ -41,8 +41,8 @@ pub(super) fn tokens<T: Copy + Into<i64>>(ids: &[T], into: &mut Vec<u32>) {
     into.extend(ids.iter().filter_map(|&id| u32::try_from(id.into()).ok()));
 }
 
-pub(super) fn checked<T: Copy + Into<i64>>(ids: &[T], call: &str) -> Result<Vec<u32>> {
-    let finals = finals(ids).map_err(|why| invalid(format!("{call}: {why}")))?;
+pub(super) fn checked<T: Copy + Into<i64>>(ids: &[T], call: &'static str) -> Result<Vec<u32>> {
+    let finals = finals(ids).map_err(|why| invalid(call, why))?;
     let mut out = Vec::with_capacity(finals.len());
     tokens(finals, &mut out);
     Ok(out)

@@ -37,15 +37,16 @@ impl LedgerSource {
         }
     }
 
-    pub(super) fn check(&self, call: &str) -> Result<()> {
+    pub(super) fn check(&self, call: &'static str) -> Result<()> {
         match self {
-            Self::Imported(imported) if imported.hops > ReusePolicy::MAX_HOPS => {
-                Err(invalid(format!(
-                    "{call}: Imported.hops is {}; the limit is {}",
+            Self::Imported(imported) if imported.hops > ReusePolicy::MAX_HOPS => Err(invalid(
+                call,
+                format!(
+                    "Imported.hops is {}; the limit is {}",
                     imported.hops,
                     ReusePolicy::MAX_HOPS
-                )))
-            }
+                ),
+            )),
             _ => Ok(()),
         }
     }

@@ -112,10 +112,13 @@ impl SequenceLedger {
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if `block_size` is not in 1..=[`Config::MAX_BLOCK_SIZE`].
     pub fn new(block_size: usize) -> Result<Self> {
         if block_size == 0 || block_size > Config::MAX_BLOCK_SIZE {
-            return Err(invalid(format!(
-                "SequenceLedger::new: block_size is {block_size}; it must be in [1, {}]",
-                Config::MAX_BLOCK_SIZE
-            )));
+            return Err(invalid(
+                "SequenceLedger::new",
+                format!(
+                    "block_size is {block_size}; it must be in [1, {}]",
+                    Config::MAX_BLOCK_SIZE
+                ),
+            ));
         }
         Ok(Self {
             block_size,
@@ -234,16 +237,20 @@ impl SequenceLedger {
         let block_size = self.block_size;
         let request = self.request_mut(id, CALL)?;
         if to < request.committed {
-            return Err(invalid(format!(
-                "{CALL}: to is {to}, but blocks of the first {} tokens are committed; finish the request and begin it again",
-                request.committed
-            )));
+            return Err(invalid(
+                CALL,
+                format!(
+                    "to is {to}, but blocks of the first {} tokens are committed; finish the request and begin it again",
+                    request.committed
+                ),
+            ));
         }
         let issued = request.positions.issued();
         if to > issued {
-            return Err(invalid(format!(
-                "{CALL}: to is {to}, but only the positions below {issued} were issued"
-            )));
+            return Err(invalid(
+                CALL,
+                format!("to is {to}, but only the positions below {issued} were issued"),
+            ));
         }
         failpoints::before(CALL)?;
         let ranges = request.positions.rollback(to);
@@ -270,14 +277,18 @@ impl SequenceLedger {
         for span in spans {
             let (start, end) = (span.start, span.end);
             if start > end || end > len {
-                return Err(invalid(format!(
-                    "{CALL}: spans has [{start}, {end}); it must ascend and lie in [0, {len}], the final tokens"
-                )));
+                return Err(invalid(
+                    CALL,
+                    format!(
+                        "spans has [{start}, {end}); it must ascend and lie in [0, {len}], the final tokens"
+                    ),
+                ));
             }
             if span.kind.is_empty() {
-                return Err(invalid(format!(
-                    "{CALL}: the kind of the span [{start}, {end}) is empty"
-                )));
+                return Err(invalid(
+                    CALL,
+                    format!("the kind of the span [{start}, {end}) is empty"),
+                ));
             }
         }
         failpoints::before(CALL)?;
@@ -352,10 +363,13 @@ impl SequenceLedger {
         let request = self.request(id, CALL)?;
         let verified = request.positions.verified();
         if start > end || end > verified {
-            return Err(invalid(format!(
-                "{CALL}: start and end are {start} and {end}; the range must ascend and lie in [0, {verified}], the tokens that are final and \
+            return Err(invalid(
+                CALL,
+                format!(
+                    "start and end are {start} and {end}; the range must ascend and lie in [0, {verified}], the tokens that are final and \
                  computed"
-            )));
+                ),
+            ));
         }
         if start == end {
             return Ok(&[]);
@@ -376,9 +390,12 @@ impl SequenceLedger {
         let request = self.request(id, CALL)?;
         let capacity = request.blocks.len() * self.block_size;
         if start > end || end > capacity {
-            return Err(invalid(format!(
-                "{CALL}: start and end are {start} and {end}; the range must ascend and lie in [0, {capacity}], the table"
-            )));
+            return Err(invalid(
+                CALL,
+                format!(
+                    "start and end are {start} and {end}; the range must ascend and lie in [0, {capacity}], the table"
+                ),
+            ));
         }
         let in_place = request.in_place.as_deref();
         Ok(request.labels.runs(&request.source, in_place, start, end))
@@ -420,22 +437,28 @@ impl SequenceLedger {
         Ok(self.request(id, "SequenceLedger::num_committed")?.committed)
     }
 
-    pub(crate) fn check_owns(&self, id: RequestId, seq: &TokenSequence, call: &str) -> Result<()> {
+    pub(crate) fn check_owns(
+        &self,
+        id: RequestId,
+        seq: &TokenSequence,
+        call: &'static str,
+    ) -> Result<()> {
         self.request(id, call)?.check_owns(seq, call)
     }
 
-    fn request(&self, id: RequestId, call: &str) -> Result<&Request> {
+    fn request(&self, id: RequestId, call: &'static str) -> Result<&Request> {
         self.requests.get(id).ok_or_else(|| not_live(call))
     }
 
-    fn request_mut(&mut self, id: RequestId, call: &str) -> Result<&mut Request> {
+    fn request_mut(&mut self, id: RequestId, call: &'static str) -> Result<&mut Request> {
         self.requests.get_mut(id).ok_or_else(|| not_live(call))
     }
 }
 
 #[cold]
-fn not_live(call: &str) -> Error {
-    stale(format!(
-        "{call}: the ledger has no such request: it was finished or forgotten, or never begun"
-    ))
+fn not_live(call: &'static str) -> Error {
+    stale(
+        call,
+        "the ledger has no such request: it was finished or forgotten, or never begun",
+    )
 }

@@ -71,12 +71,15 @@ impl TransferKey {
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if it does not have 16 to 64 bytes.
     pub fn new(key: &[u8]) -> Result<Self> {
         if !(Self::MIN_LEN..=Self::MAX_LEN).contains(&key.len()) {
-            return Err(invalid(format!(
-                "TransferKey::new: the key has {} bytes; it must have {} to {}",
-                key.len(),
-                Self::MIN_LEN,
-                Self::MAX_LEN
-            )));
+            return Err(invalid(
+                "TransferKey::new",
+                format!(
+                    "the key has {} bytes; it must have {} to {}",
+                    key.len(),
+                    Self::MIN_LEN,
+                    Self::MAX_LEN
+                ),
+            ));
         }
         let state = |person: &[u8]| {
             let mut params = Params::new();
@@ -106,11 +109,14 @@ impl TransferKey {
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if it has more than 1,024 bytes.
     pub fn bound_to(mut self, context: &[u8]) -> Result<Self> {
         if context.len() > Self::MAX_CONTEXT {
-            return Err(invalid(format!(
-                "TransferKey::bound_to: the context has {} bytes; the limit is {}",
-                context.len(),
-                Self::MAX_CONTEXT
-            )));
+            return Err(invalid(
+                "TransferKey::bound_to",
+                format!(
+                    "the context has {} bytes; the limit is {}",
+                    context.len(),
+                    Self::MAX_CONTEXT
+                ),
+            ));
         }
         if !context.is_empty() {
             let mut packed = ByteWriter::with_capacity(context.len() + 3);

@@ -69,12 +69,17 @@ impl TransferManifest {
         Self::written("TransferManifest::new", sent, key)
     }
 
-    pub(super) fn written(call: &str, sent: Sent<'_>, key: &TransferKey) -> Result<Self, Error> {
+    pub(super) fn written(
+        call: &'static str,
+        sent: Sent<'_>,
+        key: &TransferKey,
+    ) -> Result<Self, Error> {
         let raw = writer::write(call, sent, key)?;
         let offsets = reader::read(&raw, &TransferLimits::NONE).map_err(|error| {
-            invalid(format!(
-                "{call}: the manifest would not be readable: {error}"
-            ))
+            invalid(
+                call,
+                format!("the manifest would not be readable: {}", error.message()),
+            )
         })?;
         Ok(Self { raw, offsets })
     }
@@ -161,7 +166,7 @@ impl TransferManifest {
         })
     }
 
-    pub(super) fn verify(&self, key: &TransferKey, call: &str) -> Read<()> {
+    pub(super) fn verify(&self, key: &TransferKey, call: &'static str) -> Read<()> {
         let namespace = self.offsets.namespace.whole.of(&self.raw);
         for (at, (group, block_size)) in self.groups().enumerate() {
             // Without runs there is nothing to check, and the group's context may be long.
@@ -175,8 +180,9 @@ impl TransferManifest {
                 if !is_believed && !hasher.verifies(run.fields(), run.digest()) {
                     return Err(refused(
                         Refusal::Digest,
+                        call,
                         format!(
-                            "{call}: the digest of the run [{}, {}) of group {group} is wrong: another key, or a changed manifest",
+                            "the digest of the run [{}, {}) of group {group} is wrong: another key, or a changed manifest",
                             run.start(),
                             run.end()
                         ),
@@ -187,13 +193,17 @@ impl TransferManifest {
         Ok(())
     }
 
-    pub(super) fn is_of(&self, namespace: &Namespace, key: &TransferKey, call: &str) -> Read<()> {
+    pub(super) fn is_of(
+        &self,
+        namespace: &Namespace,
+        key: &TransferKey,
+        call: &'static str,
+    ) -> Read<()> {
         let refused = |field: &str, mine: &str, theirs: &str, more: &str| {
             Err(refused(
                 Refusal::Namespace,
-                format!(
-                    "{call}: {field} is {theirs} in the manifest and {mine} in the sequence{more}"
-                ),
+                call,
+                format!("{field} is {theirs} in the manifest and {mine} in the sequence{more}"),
             ))
         };
         let differs = |field: &str, mine: &str, theirs: &str| refused(field, mine, theirs, "");

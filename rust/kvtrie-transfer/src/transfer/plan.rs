@@ -119,17 +119,20 @@ impl TransferPlan {
         policy.check(LEAST_RUN, CALL)?;
         let (cached, len) = (&options.cached, seq.len());
         if cached.start > cached.end || cached.end > len {
-            return Err(invalid(format!(
-                "{CALL}: cached is [{}, {}); it must ascend and lie in [0, {len}], the sequence",
-                cached.start, cached.end
-            ))
+            return Err(invalid(
+                CALL,
+                format!(
+                    "cached is [{}, {}); it must ascend and lie in [0, {len}], the sequence",
+                    cached.start, cached.end
+                ),
+            )
             .into());
         }
         if len > u32::MAX as usize {
-            return Err(invalid(format!(
-                "{CALL}: the sequence has {len} tokens; the limit is {}",
-                u32::MAX
-            ))
+            return Err(invalid(
+                CALL,
+                format!("the sequence has {len} tokens; the limit is {}", u32::MAX),
+            )
             .into());
         }
         manifest.verify(key, CALL)?;
@@ -304,10 +307,13 @@ fn check_groups(
     local: &[LocalGroup<'_>],
 ) -> Result<(), TransferError> {
     if let Some(pair) = local.windows(2).find(|pair| pair[0].group >= pair[1].group) {
-        return Err(invalid(format!(
-            "{CALL}: group {} after group {}; groups ascend",
-            pair[1].group, pair[0].group
-        ))
+        return Err(invalid(
+            CALL,
+            format!(
+                "group {} after group {}; groups ascend",
+                pair[1].group, pair[0].group
+            ),
+        )
         .into());
     }
     let mine: Vec<u32> = local.iter().map(|group| group.group).collect();
@@ -317,7 +323,8 @@ fn check_groups(
     }
     Err(refused(
         Refusal::Groups,
-        format!("{CALL}: the manifest has the groups {theirs:?}, the receiver has {mine:?}"),
+        CALL,
+        format!("the manifest has the groups {theirs:?}, the receiver has {mine:?}"),
     ))
 }
 

@@ -29,7 +29,8 @@ pub(super) fn read(raw: &[u8], limits: &TransferLimits) -> Read<Offsets> {
     if version != VERSION as u64 {
         return Err(refused(
             Refusal::Version,
-            format!("{READ}: version {version}; this build reads version {VERSION}"),
+            READ,
+            format!("version {version}; this build reads version {VERSION}"),
         ));
     }
     if entries != 4 {
@@ -116,7 +117,8 @@ fn within(value: usize, limit: usize, what: &str, name: &str) -> Read<()> {
     }
     Err(refused(
         Refusal::Limits,
-        format!("{READ}: {value} {what}; the limit is {limit} ({name})"),
+        READ,
+        format!("{value} {what}; the limit is {limit} ({name})"),
     ))
 }
 

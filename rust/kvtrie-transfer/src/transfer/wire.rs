@@ -60,7 +60,8 @@ impl<'a> ByteReader<'a> {
     pub(super) fn wrong(&self, message: impl AsRef<str>) -> TransferError {
         refused(
             Refusal::Malformed,
-            format!("{READ}: byte {}: {}", self.at, message.as_ref()),
+            READ,
+            format!("byte {}: {}", self.at, message.as_ref()),
         )
     }
 

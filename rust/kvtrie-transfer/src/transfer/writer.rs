@@ -34,7 +34,7 @@ pub(super) struct Sent<'a> {
 /// The blocks of a group as runs: (first, end, flags, hops).
 type Runs = Vec<(usize, usize, u8, u16)>;
 
-pub(super) fn write(call: &str, sent: Sent<'_>, key: &TransferKey) -> Result<Vec<u8>> {
+pub(super) fn write(call: &'static str, sent: Sent<'_>, key: &TransferKey) -> Result<Vec<u8>> {
     let end = check(call, sent)?;
     let Sent {
         seq,
@@ -114,7 +114,7 @@ fn write_namespace(out: &mut ByteWriter, namespace: &Namespace, key: &TransferKe
     }
 }
 
-fn check(call: &str, sent: Sent<'_>) -> Result<usize> {
+fn check(call: &'static str, sent: Sent<'_>) -> Result<usize> {
     let Sent {
         seq,
         groups,
@@ -124,32 +124,41 @@ fn check(call: &str, sent: Sent<'_>) -> Result<usize> {
     let mut end = 0;
     for label in labels {
         if label.start < end || label.start >= label.end || label.class == Class::Compute {
-            return Err(invalid(format!(
-                "{call}: labels has [{}, {}) ({}) after {end}; labels are not empty, ascend, are disjoint, and are of computed KV",
-                label.start, label.end, label.class
-            )));
+            return Err(invalid(
+                call,
+                format!(
+                    "labels has [{}, {}) ({}) after {end}; labels are not empty, ascend, are disjoint, and are of computed KV",
+                    label.start, label.end, label.class
+                ),
+            ));
         }
         end = label.end;
     }
     if end > seq.len() {
-        return Err(invalid(format!(
-            "{call}: KV of {end} tokens, the sequence has {}",
-            seq.len()
-        )));
+        return Err(invalid(
+            call,
+            format!("KV of {end} tokens, the sequence has {}", seq.len()),
+        ));
     }
     if lookahead_end < end || lookahead_end > u32::MAX as usize {
-        return Err(invalid(format!(
-            "{call}: lookahead_end is {lookahead_end}; it must be in [{end}, {}]",
-            u32::MAX
-        )));
+        return Err(invalid(
+            call,
+            format!(
+                "lookahead_end is {lookahead_end}; it must be in [{end}, {}]",
+                u32::MAX
+            ),
+        ));
     }
     let mut before = None;
     for group in groups {
         if group.group > MAX_GROUP || before.is_some_and(|before| before >= group.group) {
-            return Err(invalid(format!(
-                "{call}: group {}; groups ascend and are in [0, {MAX_GROUP}]",
-                group.group
-            )));
+            return Err(invalid(
+                call,
+                format!(
+                    "group {}; groups ascend and are in [0, {MAX_GROUP}]",
+                    group.group
+                ),
+            ));
         }
         before = Some(group.group);
         check_table(
@@ -165,7 +174,7 @@ fn check(call: &str, sent: Sent<'_>) -> Result<usize> {
 
 /// Checks that a block table has blocks for `num_tokens` tokens, each id once.
 pub(super) fn check_table(
-    call: &str,
+    call: &'static str,
     group: u32,
     block_size: usize,
     blocks: &[BlockId],
@@ -174,34 +183,44 @@ pub(super) fn check_table(
     check_block_size(call, group, block_size)?;
     let needed = num_tokens.div_ceil(block_size);
     let Some(used) = blocks.get(..needed) else {
-        return Err(invalid(format!(
-            "{call}: group {group} has {} blocks, {num_tokens} tokens need {needed} of {block_size} tokens",
-            blocks.len()
-        )));
+        return Err(invalid(
+            call,
+            format!(
+                "group {group} has {} blocks, {num_tokens} tokens need {needed} of {block_size} tokens",
+                blocks.len()
+            ),
+        ));
     };
     if let Some(id) = used
         .iter()
         .find(|id| u64::from(id.0) >= BlockId::MAX_BLOCKS)
     {
-        return Err(invalid(format!(
-            "{call}: blocks has {id}; it must be in [0, {})",
-            BlockId::MAX_BLOCKS
-        )));
+        return Err(invalid(
+            call,
+            format!(
+                "blocks has {id}; it must be in [0, {})",
+                BlockId::MAX_BLOCKS
+            ),
+        ));
     }
     match first_twice(used.iter().copied()) {
-        Some(id) => Err(invalid(format!(
-            "{call}: block {id} comes twice in the table of group {group}"
-        ))),
+        Some(id) => Err(invalid(
+            call,
+            format!("block {id} comes twice in the table of group {group}"),
+        )),
         None => Ok(()),
     }
 }
 
-pub(super) fn check_block_size(call: &str, group: u32, block_size: usize) -> Result<()> {
+pub(super) fn check_block_size(call: &'static str, group: u32, block_size: usize) -> Result<()> {
     if block_size == 0 || block_size > u32::MAX as usize {
-        return Err(invalid(format!(
-            "{call}: the block size of group {group} is {block_size}; it must be in [1, {}]",
-            u32::MAX
-        )));
+        return Err(invalid(
+            call,
+            format!(
+                "the block size of group {group} is {block_size}; it must be in [1, {}]",
+                u32::MAX
+            ),
+        ));
     }
     Ok(())
 }

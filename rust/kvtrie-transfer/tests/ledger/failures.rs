@@ -64,8 +64,8 @@ fn failed_calls_change_nothing() {
         }
     }
     let wanted = [
-        "RadixIndex.insert",
-        "RadixIndex.tag",
+        "RadixIndex::insert",
+        "RadixIndex::tag_within",
         "SequenceLedger::append",
         "SequenceLedger::confirm",
         "SequenceLedger::forget",
@@ -99,7 +99,7 @@ fn a_commit_and_a_finish_fail_before_their_first_change_or_not_at_all() {
             let done = test.ledger.commit(id, &mut seq, &mut index);
             assert_eq!(
                 disarm().map(|fired| fired.place),
-                (nth == 1).then_some("RadixIndex.insert")
+                (nth == 1).then_some("RadixIndex::insert")
             );
             if done.is_err() {
                 assert_eq!(before, (format!("{:?}", test.ledger), index.digest()));

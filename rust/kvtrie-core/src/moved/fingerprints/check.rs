@@ -11,7 +11,7 @@ impl Fingerprints {
             if condition {
                 Ok(())
             } else {
-                Err(format!("Fingerprints.check: {what}"))
+                Err(format!("fingerprints: {what}"))
             }
         };
         let mut entries = Vec::with_capacity(self.len);
