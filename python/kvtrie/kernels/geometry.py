@@ -79,8 +79,7 @@ class Geometry:
             if window is None:
                 ints += [-1, 0, 0, 0]
             else:
-                turn = (window.table, window.start, window.num_pairs, int(window.interleaved))
-                ints += turn
+                ints += [window.table, window.start, window.num_pairs, int(window.interleaved)]
         return tuple(ints)
 
     @staticmethod
