@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import figures
+from workloads.registry import named
 
 PAGE = figures.PATH.parent.parent / "docs" / "benchmarks.md"
 WORDS = Path(__file__).resolve().parent / "report.toml"
@@ -162,7 +163,7 @@ def _words() -> dict[str, Any]:
 
 
 def _joined(parts: Iterable[str]) -> str:
-    return "\n".join(part.strip() + "\n" for part in parts if part.strip())
+    return named("\n".join(part.strip() + "\n" for part in parts if part.strip()))
 
 
 def _machine(content: dict[str, Any]) -> str:
@@ -223,7 +224,7 @@ def goal_of(
     else:
         message = f"the goal {what!r} has no bound"
         raise ValueError(message)
-    return Goal(group, what, wanted, shown, measured, margin, is_met)
+    return Goal(group, named(what), wanted, shown, measured, margin, is_met)
 
 
 def _goal_table(found: Iterable[Goal]) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from workloads.registry import named
+
 Row: TypeAlias = dict[str, Any]
 # What a peer's calls take and return: their packages have no types.
 Untyped: TypeAlias = Any
@@ -148,7 +150,7 @@ def report(row: Row) -> Row:
     goal = row.get("goal")
     wanted = "" if goal is None else f"  (goal {goal:g})"
     print(
-        f"{row['peer']:<16} {row['work']:<86} kvtrie {row['kvtrie']:>10.3f}  "
+        f"{row['peer']:<16} {named(row['work']):<98} kvtrie {row['kvtrie']:>10.3f}  "
         f"theirs {row['theirs']:>11.3f} {row['unit']}  ratio {row['ratio']:>8.1f}{wanted}",
         flush=True,
     )

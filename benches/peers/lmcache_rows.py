@@ -1,4 +1,4 @@
-"""LMCache compared with kvtrie: moved runs of an agent's prompt without its reasoning (W11).
+"""LMCache compared with kvtrie: moved runs of an agent's prompt without reasoning (`agent.close`).
 
 The matcher takes a list of ints and makes an array of it inside each call. kvtrie starts from a
 ready sequence, as in the rows of other peers, unless a row says that both start from a list.
