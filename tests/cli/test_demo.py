@@ -103,12 +103,14 @@ def test_edited_histories_of_the_shipped_conversation(run: Run) -> None:
     assert conversation["why_not_edited"] is None
     rows = {(row["shape"], row["policy"]): row for row in conversation["edited"]}
     names = ("full", "exact", "rotated", "rotated+first4", "rotated+last4")
-    assert list(rows) == [(shape, name) for shape in ("W01", "W11") for name in names]
+    assert list(rows) == [
+        (shape, name) for shape in ("one by one", "all at once") for name in names
+    ]
     for row in rows.values():
         assert row["exact"] + row["moved"] + row["computed"] == row["prompt"]
         assert row["seconds"] > 0
         assert row["positions"] > 0
-    for shape in ("W01", "W11"):
+    for shape in ("one by one", "all at once"):
         full, exact = rows[shape, "full"], rows[shape, "exact"]
         assert (full["computed"], full["kl_mean"], full["top1"]) == (full["prompt"], 0, 1)
         assert exact["moved"] == 0
