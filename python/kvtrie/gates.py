@@ -4,8 +4,8 @@ A gate file names one model, and says what each policy measured on it cost and w
 within the thresholds. Engines use ``kvtrie.EXACT_ONLY`` for what it does not clear. A cleared
 policy is still approximate. ``docs/fidelity.md`` has the rule.
 
-Clearing is monotone: a policy that lost more, gained less or diverges more, or a control that lost
-less, never clears what better figures do not.
+Clearing is monotone: a policy that is not cleared stays so if it loses more, gains less or diverges
+more, or if a control loses less.
 
 This module needs neither torch nor numpy.
 """
@@ -195,7 +195,7 @@ class Figures:
         return found
 
     def blind(self, controls: Sequence[Control], thresholds: Thresholds) -> list[str]:
-        """Why this data could not refuse a policy, with value and limit.
+        """Why this data cannot show that a policy is bad, with value and limit.
 
         Args:
             controls: Measured on the same replies.

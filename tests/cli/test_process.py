@@ -191,7 +191,7 @@ def run_guarded(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 def test_interrupted_while_a_file_is_written_waits_until_it_is_whole() -> None:
     done = run_guarded(
-        "with _process.last_words(lambda: 'all is kept'), _process.held():\n"
+        "with _process.add_to_interrupt(lambda: 'all is kept'), _process.held():\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    print('whole', flush=True)\n"
         "print('never', flush=True)\n"

@@ -476,7 +476,7 @@ class Generator:
             return Decision(policy, is_cleared=True, reason="the caller vouches for the quality")
         own = self._namespace
         if policy.min_run is None:
-            # A gate compares it.
+            # A gate compares the shortest run.
             policy = policy.replace(min_run=self.index.min_run)
         return self._gate.policy(policy, model=own.model, kv_dtype=own.kv_dtype, rope=own.rope)
 
@@ -504,5 +504,5 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def _request_seed(seed: int, number: int) -> int:
-    """Distinct per request, the same in every run."""
+    """A seed of its own for each request, the same in every run."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])

@@ -54,7 +54,7 @@ _INTS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16}
 def _row_offsets(
     slots, heads, s_block, s_token, s_head, BLOCK_SIZE: tl.constexpr, LINEAR: tl.constexpr
 ):
-    """In elements, int64: ``slots`` and ``heads`` are int64 already."""
+    """Offsets of rows in elements, int64, as ``slots`` and ``heads`` are."""
     if LINEAR:
         return slots * s_token + heads * s_head
     blocks = slots // BLOCK_SIZE
@@ -273,7 +273,7 @@ def _layers(tensors: Sequence[Tensor], geometry: Geometry) -> Tensor:
 
 
 def _upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """In one copy, each part 16-byte aligned."""
+    """Copy all parts at once, each 16-byte aligned."""
     if device.type == "cpu":
         return list(parts)
     staged = _packed(parts, pinned=True)

@@ -370,7 +370,7 @@ class KVPool:
         return torch.from_numpy(self._checked_blocks(blocks, 0, end)).to(self._device)
 
     def _check_finite(self, sources: NDArray[np.integer[Any]]) -> None:
-        """Waits for the device once."""
+        """Refuse NaN and infinity in source slots; waits for the device once."""
         sources = np.unique(sources)
         slots = torch.from_numpy(sources.astype(np.int64)).to(self._device)
         bad = torch.zeros(len(slots), dtype=torch.bool, device=self._device)
@@ -460,7 +460,7 @@ def _check_rope(layout: KVLayout, rope: RopeSpec | None) -> None:
 
 
 def _stacked(tensor: torch.Tensor, number: int) -> Rows:
-    """Of ``[layers, blocks, tokens, heads, dim]``."""
+    """The rows of a tensor ``[layers, blocks, tokens, heads, dim]``."""
     layer, block, token, head, dim = tensor.stride()
     layers = range(tensor.shape[0])
     return Rows(
@@ -474,7 +474,7 @@ def _stacked(tensor: torch.Tensor, number: int) -> Rows:
 def _windows(
     layout: KVLayout, rope: RopeSpec | None
 ) -> tuple[tuple[Window | None, ...], tuple[Rotary, ...]]:
-    """Per layer; and the Rotary of each table. Equal ones share one."""
+    """The window of each layer, and the Rotary of each table; equal layers share a table."""
     layers: tuple[Rotary | None, ...] = (None,) * layout.num_layers if rope is None else rope.layers
     tables: dict[Rotary, int] = {}
     windows: list[Window | None] = []

@@ -367,7 +367,7 @@ class TurnTracker:
         return TurnAnswer(kind="start_over", num_common=common)
 
     def _longest(self, seen: Seen) -> History | None:
-        """On a tie a whole history, then the newest."""
+        """The history with the longest common prefix; on a tie a whole one, then the newest."""
         if seen.named is not None:
             histories = [
                 (comparison.common(seen.path, history.places), history) for history in seen.named
@@ -382,7 +382,7 @@ class TurnTracker:
         return self._searched(seen.histories, *seen.through)
 
     def _searched(self, histories: list[History], place: int, position: int) -> History | None:
-        """The newest with a place; remembered for the next call."""
+        """The newest history with a place, recorded for the next call."""
         for history in reversed(histories):
             if len(history.places) > position and history.places[position] == place:
                 with self._lock:
@@ -398,7 +398,7 @@ class TurnTracker:
     def _moved(
         self, asked: CompareArguments, seen: Seen, longest: History | None
     ) -> tuple[History, npt.NDArray[np.void]] | None:
-        """That with the most reuse, and the plan's segments."""
+        """The history with the most reuse, and the plan's segments."""
         named = seen.named
         histories = self._sources(asked) if named is None else named[-_MOST_PLANNED:]
         if longest is not None and longest not in histories:
@@ -420,14 +420,14 @@ class TurnTracker:
         return found
 
     def _sources(self, asked: CompareArguments) -> list[History]:
-        """Most tokens first."""
+        """Histories from which a plan takes moved runs, most tokens first."""
         namespace = asked.prompt.namespace
         plan = self._store.index.plan(
             asked.prompt, asked.policy, keep_last=asked.keep_last, pin=False
         )
         places = plan.source_blocks
         plan.release()
-        # Places of a history forgotten since then do no harm: each history is planned separately.
+        # A history forgotten since then is no error: each history is planned separately.
         with self._lock:
             newest, firsts, counts = np.unique(
                 self._store.newest[places], return_index=True, return_counts=True
@@ -448,7 +448,7 @@ class TurnTracker:
         return found
 
     def _answer(self, found: Comparison, asked: CompareArguments, now: float) -> TurnAnswer:
-        """The lock is held."""
+        """The result with its parameters; the caller holds the lock."""
         history, kind, num_exact = found.history, found.kind, found.num_exact
         if history.params is None:
             cut = CutParams(None, 0, "none were kept")

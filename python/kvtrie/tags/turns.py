@@ -38,17 +38,17 @@ class Removed(Protocol):
 
     @property
     def freed(self) -> npt.NDArray[np.int32]:
-        """Now the caller's."""
+        """Blocks that belong to the caller from here on."""
         ...
 
     @property
     def kept(self) -> npt.NDArray[np.int32]:
-        """Needed by a cached block below them."""
+        """Blocks that a cached block below them needs."""
         ...
 
     @property
     def condemned(self) -> npt.NDArray[np.int32]:
-        """Left the index while pinned."""
+        """Blocks that left the index while pinned."""
         ...
 
 

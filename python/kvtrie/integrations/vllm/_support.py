@@ -101,7 +101,7 @@ def _check_settings(vllm_config: VllmConfig) -> None:
 
 
 def check_alone(vllm_config: VllmConfig) -> None:
-    """Only a worker sees others around this one in its configuration."""
+    """Refuse a connector around this one, which only a worker's configuration shows."""
     current = get_current_vllm_config_or_none()
     around = current.kv_transfer_config if current is not None else None
     mine = vllm_config.kv_transfer_config

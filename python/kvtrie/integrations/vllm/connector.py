@@ -128,7 +128,7 @@ class KvtrieConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self.planner.allocated(request, num_external_tokens)
         except Exception:
-            # vLLM relies on these tokens: better no answer than one after KV that nobody wrote.
+            # vLLM relies on these tokens: an error is better than an answer from unwritten KV.
             if num_external_tokens:
                 raise
             self._surprise(request)

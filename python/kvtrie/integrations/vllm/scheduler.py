@@ -40,7 +40,7 @@ class KvtrieScheduler(AsyncScheduler):
             msg += "omit --scheduler-cls"
             raise UnsupportedError(msg)
         self._planner: Planner = self.connector.planner
-        self._planner.resumes_behind_gaps = True
+        self._planner.resumes_after_gaps = True
         # Copies come after a step in flight that writes them.
         self.defer_block_free = False
         _LOG.info("kvtrie: reuse continues after gaps")
