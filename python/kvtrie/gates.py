@@ -354,6 +354,12 @@ class Gate:
         data: A description of the replayed data.
         checkpoint: Digest of the measured model directory, by which engines with another namespace
             recognise it; None if its weights are not in safetensors files.
+
+    Example:
+        >>> gate = Gate("m@1", "bfloat16", "default", Thresholds(), measured=(), controls=())
+        >>> decision = gate.policy(kvtrie.ReusePolicy(approximate=True), model="m@1")
+        >>> decision.policy == kvtrie.EXACT_ONLY, decision.reason
+        (True, 'nothing that reuses as much was measured')
     """
 
     model: str

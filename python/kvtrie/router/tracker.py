@@ -275,6 +275,15 @@ class TurnTracker:
             StaleHandleError: The conversation has expired or is unknown.
             TypeError: An argument has the wrong type.
             ValueError: `keep_last` is negative, or the policy's `min_run` is below the tracker's.
+
+        Example:
+            >>> space = kvtrie.Namespace(model="m", salt=kvtrie.SHARED)
+            >>> history = kvtrie.TokenSequence([1, 2, 70, 71, 3, 4], space)
+            >>> tracker = kvtrie.TurnTracker()
+            >>> tracker.keep(history, num_computed=5, spans=[kvtrie.Span(2, 4, "reasoning")])
+            >>> prompt = kvtrie.TokenSequence([1, 2, 3, 4, 5], space)
+            >>> tracker.compare(prompt, alias=True).send
+            array([ 1,  2, 70, 71,  3,  4,  5], dtype=uint32)
         """
         asked = checked_compare(prompt, conversation, policy, alias, keep_last, take, self._min_run)
         now = self._read_clock()
