@@ -34,7 +34,7 @@ AT_MOST = "\N{LESS-THAN OR EQUAL TO}"
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal and what was measured: `margin` is how many times better than the goal that is.
+    """A goal and what was measured: `margin` is the ratio by which that is better than the goal.
 
     `figure` is without the unit, `measured` with it and with both sides of a ratio.
     """
@@ -133,7 +133,7 @@ def goals(content: dict[str, Any]) -> tuple[list[Goal], list[str]]:
 
 
 def number(value: float | None) -> str:
-    """A figure with three digits that mean something."""
+    """A figure with three significant digits."""
     if value is None:
         return DASH
     if value == 0:
@@ -150,7 +150,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def turns(rows: Sequence[Row]) -> str:
-    """A table a workload of what turn policies leave."""
+    """One table per workload: what turn policies leave."""
     names = dict.fromkeys(row["workload"] for row in rows)
     return "\n".join(_turn([row for row in rows if row["workload"] == name]) for name in names)
 
@@ -218,7 +218,7 @@ def goal_of(
     if least is not None:
         wanted, margin, is_met = f"{AT_LEAST} {least:,g}{unit}", value / least, value >= least
     elif limit is not None:
-        # A limit of nothing is met by nothing.
+        # A measured 0 has no ratio to its limit.
         margin, is_met = limit / value if value else 1.0, value <= limit
         wanted = f"{AT_MOST} {limit:,g}{unit}"
     else:
@@ -329,7 +329,7 @@ def _peer(peer: str, rows: list[Row]) -> str:
 def _prototype(sections: dict[str, list[Row]], marks: list[dict[str, Any]]) -> str:
     rows = []
     for mark in marks:
-        # A row that is not of Python is in the column of the prototype's own Rust.
+        # Rows of other sections are in the column of the prototype's own Rust.
         cells = {"native": DASH, "python": DASH}
         factors = []
         for ours in mark["ours"]:

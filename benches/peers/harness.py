@@ -50,7 +50,7 @@ class Effort:
 
 
 class WrongAnswerError(Exception):
-    """A side returned something else than the work asks for, so that its time means nothing."""
+    """A side returned a wrong result, so its time means nothing."""
 
 
 def expect(answer: object, expected: object, what: str) -> None:
@@ -111,8 +111,8 @@ def pauses(
 ) -> Row:
     """Time single calls one by one: the median, the 99th percentile and the longest.
 
-    Wall time, because a pause is one whatever causes it. The sides alternate until the one with
-    fewer rounds has finished.
+    Times are wall time, because every cause of a pause counts. The sides alternate until the one
+    with fewer rounds has finished.
     """
     counts = {"kvtrie": effort.of(rounds, 20), "theirs": effort.of(their_rounds, 20)}
     sides = {"kvtrie": ours, "theirs": theirs}

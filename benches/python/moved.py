@@ -138,7 +138,7 @@ def agent_runs() -> Iterator[figures.Row]:
         texts = [each.cached[: each.num_computed] for each in made.conversations]
         index = filled(texts, made.num_cached)
         prompts = [each.prompt for each in made.asked]
-        # The others' texts are their own, so that those who ask make the ceiling.
+        # Conversations share no text, so those that ask determine the ceiling.
         ceiling = Ceiling(texts[: len(prompts)], block_size=BLOCK_SIZE)
         shares = [
             coverage(planned(index, sequence(ids)).segments, ceiling.of(ids, keep_last=1))
@@ -191,7 +191,7 @@ def recorded(path: Path) -> Iterator[figures.Row]:
     while (matched := ceiling.of(ids).matched).any():
         ids = ids[~matched]
     prompt = np.resize(ids, LONG)
-    # Where the text begins again after its end, something may be found by chance.
+    # Where the text is repeated, the seam may match cached text by chance.
     while (matched := ceiling.of(prompt).matched).any():
         prompt = np.resize(prompt[~matched], LONG)
     expect_nothing(index, [prompt])

@@ -315,9 +315,7 @@ class Measured:
         high = self.interval[1]
         if high > thresholds.max_loss:
             needed = questions_needed(self.lost, self.gained, thresholds.max_loss)
-            more = (
-                "" if needed is None else f" (the data cannot tell: {needed} questions are needed)"
-            )
+            more = "" if needed is None else f" (undecided: {needed} questions are needed)"
             return (
                 f"up to {100 * high:.2f} points of accuracy lost over {self.questions} questions, "
                 f"the limit is {100 * thresholds.max_loss:.2f}{more}"

@@ -93,7 +93,7 @@ def test_one_reply_has_no_edited_history(run: Run, write: Write) -> None:
 
 def test_what_goes_on_is_not_measured() -> None:
     replies = [_edited.Reply([], [7, 8, 9]), _edited.Reply([], [7]), _edited.Reply([], [7])]
-    # The second prompt goes on from the first and its reply, the third leaves the reply out.
+    # The second prompt continues the first and its reply, the third omits the reply.
     steps = _edited._steps([[1, 2], [1, 2, 7, 8, 5], [1, 2, 5]], replies)
     assert [step.is_measured for step in steps] == [False, False, True]
 

@@ -154,7 +154,7 @@ def _within(kept: Verdict) -> str:
     if kept.within_thresholds is not None:
         return "yes" if kept.within_thresholds else "no"
     needed = kept.questions_needed
-    return "cannot tell" if needed is None else f"cannot tell: {needed} needed"
+    return "undecided" if needed is None else f"undecided: {needed} needed"
 
 
 def loss_text(result: Result) -> str:

@@ -126,6 +126,6 @@ class Lease:
         if headroom:
             available = store.allocator.num_free + store.index.num_evictable
             if available < wanted + headroom:
-                msg = f"{wanted} blocks wanted besides {headroom} to spare, {available} available"
+                msg = f"{wanted} blocks wanted and {headroom} to spare, {available} available"
                 raise OutOfBlocksError(msg)
         return store.allocator.allocate(wanted, evict_from=store.index)

@@ -68,8 +68,8 @@ class Generator:
     ``submit`` and ``step`` (several at once over one pool). When the pool is full, new requests
     wait and running ones are preempted, youngest first; they resume with their tokens.
 
-    Only one thread at a time may use a generator. Its requests share KV with each other, under the
-    same salt, and with nobody else.
+    Only one thread at a time may use a generator. Its requests share KV with each other under the
+    same salt, and with no other generator.
 
     Args:
         model: A causal LM in eval mode, on one device, that keeps its KV through the transformers
@@ -473,7 +473,9 @@ class Generator:
             reason = "there is no gate: `kvtrie calibrate` measures what the policy costs"
             return Decision(EXACT_ONLY, is_cleared=False, reason=reason)
         if self._gate == "unchecked":
-            return Decision(policy, is_cleared=True, reason="the caller vouches for the quality")
+            return Decision(
+                policy, is_cleared=True, reason="the caller is responsible for the quality"
+            )
         own = self._namespace
         if policy.min_run is None:
             # A gate compares the shortest run.

@@ -29,8 +29,8 @@ _PLAIN_FORMATS: Final = (
     *("fastsafetensors", "instanttensor", "runai_streamer"),
 )
 _FIX: Final = (
-    'run `kvtrie calibrate` on the served directory, or set "gate": "unchecked" and vouch for the '
-    "quality yourself"
+    'run `kvtrie calibrate` on the served directory, or set "gate": "unchecked" and be responsible '
+    "for the quality"
 )
 
 

@@ -47,7 +47,7 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
     if len(groups) != 1:
         _refuse(
             f"the model keeps {len(groups)} groups of KV blocks (sliding windows, state spaces, "
-            "or draft layers besides full attention), and one group of full attention is supported"
+            "or draft layers next to full attention), and one group of full attention is supported"
         )
     spec = groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec):

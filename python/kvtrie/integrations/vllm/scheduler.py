@@ -25,8 +25,8 @@ class KvtrieScheduler(AsyncScheduler):
     * A chunk of a prompt ends where copyable KV begins.
     * There the request's computed tokens skip the copied range. The copies are part of the step
       that computes the tokens after it.
-    * A preempted request releases its planned copies, and nobody finds the blocks that its step was
-      to write.
+    * A preempted request releases its planned copies, and the blocks that its step was to write
+      cannot be found.
     * Blocks are freed at once. vLLM keeps them while steps are in flight.
 
     Raises:
