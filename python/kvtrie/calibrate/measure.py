@@ -1,4 +1,7 @@
-"""Measures policies on a model: divergence, agreement, accuracy and savings."""
+"""Measures policies on a model: divergence, agreement, accuracy and savings.
+
+Every policy replays every conversation, so the time grows with the number of policies.
+"""
 
 from __future__ import annotations
 

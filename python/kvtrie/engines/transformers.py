@@ -1,4 +1,8 @@
-"""The embedded engine: any Hugging Face causal LM with full attention, over a shared KV pool."""
+"""The embedded engine: any Hugging Face causal LM with full attention, over a shared KV pool.
+
+Under ``kvtrie.EXACT_ONLY`` it gives the logits of the model without a cache, except for rounding. A
+step runs one model pass per request, without batching.
+"""
 
 from __future__ import annotations
 

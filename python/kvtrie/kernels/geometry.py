@@ -69,7 +69,7 @@ class Geometry:
     windows: tuple[Window | None, ...]
 
     def to_ints(self) -> tuple[int, ...]:
-        """As numbers, for a custom op."""
+        """The geometry as numbers, for a custom op."""
         at, k, v = self.placement, self.placement.k, self.placement.v
         header = (at.num_blocks, at.block_size, at.num_kv_heads, len(k.tensors))
         ints = [*header, k.dim, *k.strides, *((v.dim, *v.strides) if v else (0,) * 5)]

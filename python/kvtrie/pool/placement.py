@@ -334,7 +334,7 @@ class _Box:
         return True
 
     def shares_with(self, other: _Box) -> bool:
-        """For equal strides: whether both have the address of an element."""
+        """Whether two tensors of equal strides share the address of an element."""
         apart, rest = divmod(other.start - self.start, self.item_size)
         if rest:
             return True

@@ -214,7 +214,7 @@ class Planner:
         pending.allocated = True
         start, end = pending.promised
         if num_external:
-            # vLLM relies on this number, whatever was promised.
+            # vLLM relies on this number, not on the promised one.
             self._load(request, live, pending.plan, start, start + num_external, most=end)
 
     def _load(
@@ -229,7 +229,7 @@ class Planner:
     ) -> None:
         """Copy the tokens of a range, on which vLLM relies from now on.
 
-        Those that cannot be copied, such as those after ``most``, are reported as a failed copy.
+        Tokens that cannot be copied, such as those after ``most``, are reported as a failed copy.
         """
         ids = self._manager.get_block_ids(request.request_id)[0]
         blocks = tuple(ids[start // self._block_size : -(-end // self._block_size)])
