@@ -49,7 +49,7 @@ class Effort:
         return quick if self.quick else full
 
 
-class WrongAnswerError(Exception):
+class WrongResultError(Exception):
     """A side returned a wrong result, so its time means nothing."""
 
 
@@ -57,7 +57,7 @@ def expect(answer: object, expected: object, what: str) -> None:
     """Check one value of a result."""
     if answer != expected:
         text = f"{what}: {answer!r} instead of {expected!r}"
-        raise WrongAnswerError(text)
+        raise WrongResultError(text)
 
 
 def compare(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvtrie.tags import Tagger
 
 _LOG = logging.getLogger("vllm.kvtrie")
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 # Failed admissions with pinned sources, after which a request gets no reuse.
 _MAX_REFUSALS: Final = 2
@@ -474,7 +474,7 @@ class Planner:
         if self._dead is not None:
             self._dead.settle()
 
-    def guarded(self, call: Callable[..., _Answer], *args: object) -> _Answer | None:
+    def guarded(self, call: Callable[..., _Result], *args: object) -> _Result | None:
         """Call; count an error and return None if it raises."""
         try:
             return call(*args)
