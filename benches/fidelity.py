@@ -1,7 +1,7 @@
 """What reuse of KV costs the three shipped models: measures, and writes `docs/fidelity.md`.
 
     python benches/fidelity.py              # all figures, two processes of one thread each
-    python benches/fidelity.py --judge      # the verdicts again, by the rules of the code as it is
+    python benches/fidelity.py --judge      # the verdicts again, by the current rules
     python benches/fidelity.py --render     # the page again, from benches/fidelity.json
 
 The exit code is 1 if the figures measure nothing: full recomputation is below 95 %, or a control
@@ -306,7 +306,7 @@ def main() -> int:
     print(render(figures))
     found = failures(figures)
     for line in found:
-        print(f"the task cannot tell: {line}", file=sys.stderr)
+        print(f"the task shows nothing: {line}", file=sys.stderr)
     return 1 if found else 0
 
 

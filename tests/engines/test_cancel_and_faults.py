@@ -119,7 +119,7 @@ class Fuse:
 
 
 class Faulty:
-    """Passes everything on, but burns the fuse before the calls that it guards."""
+    """Passes all calls on; the fuse counts the guarded ones, and one of them fails."""
 
     def __init__(self, real: Any, fuse: Fuse, *guarded: str) -> None:
         self.real = real

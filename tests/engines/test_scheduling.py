@@ -191,9 +191,9 @@ def test_streams_run_side_by_side(make: Make, ids: Ids, check_drained: Check) ->
     alone = [make().generate(ids(9, seed=seed), **options).tokens for seed in range(3)]
     generator = make()
     streams = [generator.stream(ids(9, seed=seed), **options) for seed in range(3)]
-    turns = list(zip(*streams, strict=True))
-    assert [[event.token for event in events] for events in zip(*turns, strict=True)] == alone
-    assert [event.finished for event in turns[-1]] == [True] * 3
+    steps = list(zip(*streams, strict=True))
+    assert [[event.token for event in events] for events in zip(*steps, strict=True)] == alone
+    assert [event.finished for event in steps[-1]] == [True] * 3
     check_drained(generator)
 
 

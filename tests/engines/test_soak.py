@@ -1,4 +1,4 @@
-"""A long random life of one generator: every answer right, no block lost, at every step."""
+"""Random requests to one generator: every answer is right, and no step loses a block."""
 
 from __future__ import annotations
 

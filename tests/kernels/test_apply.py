@@ -127,13 +127,13 @@ def test_what_is_no_number_stays_in_its_pair(rope: str, dtype: str, value: float
         pool = form.pool(held, sizes, spec(rope))
         pool.apply(np.array([(7, 30, 1, 5)], dtype=MOVES))
         row = pool.k[0][6, 0]
-        turns = ROPES[rope][0]
-        assert turns is not None
+        rotary = ROPES[rope][0]
+        assert rotary is not None
         pairs = [
-            (turns.start + 2 * i, turns.start + 2 * i + 1)
-            if turns.interleaved
-            else (turns.start + i, turns.start + i + len(turns.inv_freq))
-            for i, angle in enumerate(turns.inv_freq)
+            (rotary.start + 2 * i, rotary.start + 2 * i + 1)
+            if rotary.interleaved
+            else (rotary.start + i, rotary.start + i + len(rotary.inv_freq))
+            for i, angle in enumerate(rotary.inv_freq)
             if angle
         ]
         spoiled = next((set(pair) for pair in pairs if channel in pair), {channel})

@@ -454,7 +454,7 @@ REFUSED = [
     ({"vision_config": {}}, "multimodal (vision_config)"),
     ({"index_head_dim": 128}, "index_head_dim"),
     ({"index_topk": 2048}, "index_topk"),
-    # K that is no float
+    # K that is not a float
     ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8_e4m3'"),
     ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4'"),
     ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "kv_cache_scheme"),

@@ -753,7 +753,7 @@ class Twin:
             self.give("reset", got[0])
 
     def restart(self) -> None:
-        """Go on with what a snapshot restores: the model goes on as it is."""
+        """Continue with the index that a snapshot restores; the model stays."""
         while self.plans:
             self.release()
         # Plans of the index before are no plans of this one.

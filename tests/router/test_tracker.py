@@ -70,7 +70,7 @@ def test_two_answers_to_one_prompt_are_both_kept() -> None:
     for last, payload in ((20, 1), (30, 2)):
         answer = tracker.compare(seq(range(10), range(last, last + 7)), conversation="c")
         assert (answer.kind, answer.payload) == ("exact_extension", payload)
-    # As long with both: the newer one.
+    # Both common prefixes are equally long: the newer history wins.
     assert tracker.compare(seq(range(10), 40), conversation="c").payload == 2
 
 

@@ -93,7 +93,7 @@ def test_every_kind_may_go() -> None:
 
 @pytest.mark.parametrize("length", range(8, 18))
 def test_loop_under_way_is_left_alone(length: int) -> None:
-    """From the call to the end of the last reasoning, wherever the tokens stop."""
+    """Tokens may stop anywhere from the call to the end of the last reasoning."""
     index = Recorder()
     done = tags.TurnPolicy(reasoning="drop").close_turn(index, RUN, stream_of(RUN[:length]))
     assert index.is_untouched

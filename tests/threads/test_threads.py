@@ -1,4 +1,4 @@
-"""Several threads on one index, one sequence, one plan: no torn answer, no lost block."""
+"""Several threads on one index, one sequence, one plan: no inconsistent result, no lost block."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_index_lets_go_of_the_interpreter_on_long_work() -> None:
         thread.join()
         return ticks
 
-    # A machine that is busy may not let both run at once: several tries, then it was never let go.
+    # A machine that is busy may not let both run at once: several tries, then it never detached.
     calls: list[Callable[[], object]] = [index.check, lambda: index.lookup(fresh.pop())]
     for call in calls:
         assert any(ticks_during(call) > 1_000 for _ in range(10))

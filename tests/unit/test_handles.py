@@ -1,4 +1,4 @@
-"""Handles: what a released plan still says, weak references, and exceptions on the way in."""
+"""Handles: what a released plan returns, weak references, and exceptions of arguments."""
 
 from __future__ import annotations
 

@@ -408,7 +408,7 @@ def test_no_repr_shows_the_salt() -> None:
     shown = "Namespace(model='m', kv_dtype='auto', rope='default', adapter='a', salt=<redacted>)"
     assert repr(HIDDEN) == str(HIDDEN) == shown
     assert repr(NS).endswith("salt=SHARED)")
-    # Nor does it depend on it.
+    # The repr does not depend on the salt.
     assert repr(kvtrie.Namespace(model="m", adapter="a", salt="other")) == shown
     assert HIDDEN.salt == SECRET
     assert pickle.loads(pickle.dumps(HIDDEN)) == HIDDEN  # noqa: S301 - our own

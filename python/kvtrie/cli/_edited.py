@@ -1,8 +1,8 @@
 """What reuse policies compute and cost where a chat template drops earlier reasoning.
 
 Every policy gets the recorded replies, so that distributions can be compared with full
-recomputation. Two histories are made of them: *W01*, in which each prompt drops the reasoning of
-one more reply, and *W11*, in which all reasoning is dropped at once before the last reply.
+recomputation. Two histories are made of them: *one by one*, in which each prompt drops the
+reasoning of one more reply, and *all at once*, in which the last prompt drops all reasoning.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """One policy on one edited history, *W01* or *W11*.
+    """One policy on one edited history, ``shape``: *one by one* or *all at once*.
 
     Tokens are those of the prompts that drop something. ``seconds`` is the median time to first
     token of the last prompt, ``kl_mean`` is in nats, ``top1`` the share of ``positions`` with the
@@ -94,13 +94,13 @@ def _histories(
 
     kept, stripped = prompts(None), prompts(_STRIPPED)
     return {
-        "W01": _steps(stripped, replies),
-        "W11": _steps([*kept[:-1], stripped[-1]], replies),
+        "one by one": _steps(stripped, replies),
+        "all at once": _steps([*kept[:-1], stripped[-1]], replies),
     }
 
 
 def _steps(prompts: Sequence[list[int]], replies: Sequence[Reply]) -> list[Step]:
-    """Steps; measured are prompts that do not continue all the text before them."""
+    """The steps. Those whose prompt does not continue all text before it are measured."""
     steps: list[Step] = []
     written: list[int] = []
     for prompt, reply in zip(prompts, replies, strict=True):
@@ -163,7 +163,7 @@ def _row(
 def _seconds(
     live: Generator, policy: policies.Policy, steps: Sequence[Step], repeats: int
 ) -> float:
-    """Median over the last prompt, after the reply before it."""
+    """Median time to first token of the last prompt, after the reply before it."""
     generator = Generator(
         live.model,
         num_blocks=live.pool.num_blocks,
@@ -179,5 +179,5 @@ def _seconds(
         began = time.perf_counter()
         generator.generate(last.prompt, max_new_tokens=1, policy=policy.reuse)
         times.append(time.perf_counter() - began)
-    # The first one allocates.
+    # The first round allocates.
     return statistics.median(times[1:])
