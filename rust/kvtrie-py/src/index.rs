@@ -678,7 +678,7 @@ impl PyRadixIndex {
         seq: &Bound<'_, PyTokenSequence>,
         ranges: &Bound<'_, PyAny>,
     ) -> PyResult<u64> {
-        let ranges = crate::buffers::ranges(ranges, Arg::new("RadixIndex.mark_dead", "ranges"))?;
+        let ranges = crate::ranges::ranges(ranges, Arg::new("RadixIndex.mark_dead", "ranges"))?;
         let (shared, seq) = (&*self.shared, seq.get());
         py.enter_briefly(|keys, effort| {
             let seq = keys.lock(&seq.core, SEQUENCE)?;
@@ -720,7 +720,7 @@ impl PyRadixIndex {
         ranges: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = flag::<call::RadixIndexRemoveSpans, arg::Force>)] force: bool,
     ) -> PyResult<PyRemoved> {
-        let ranges = crate::buffers::ranges(ranges, Arg::new("RadixIndex.remove_spans", "ranges"))?;
+        let ranges = crate::ranges::ranges(ranges, Arg::new("RadixIndex.remove_spans", "ranges"))?;
         let (shared, seq) = (&*self.shared, seq.get());
         let core = py.enter_briefly(|keys, effort| {
             let seq = keys.lock(&seq.core, SEQUENCE)?;

@@ -241,7 +241,7 @@ impl PySequenceLedger {
         let blocks = block_ids(blocks, BlockId::MAX_BLOCKS, Arg::new(CALL, "blocks"))?;
         let num_computed = Arg::new(CALL, "num_computed").count(num_computed)?;
         let missing = missing
-            .map(|missing| crate::buffers::ranges(missing, Arg::new(CALL, "missing")))
+            .map(|missing| crate::ranges::ranges(missing, Arg::new(CALL, "missing")))
             .transpose()?;
         let (source_plan, core_source) = read_source(source, Arg::new(CALL, "source"))?;
         if plan.is_some_and(|plan| plan.get().is_released()) {

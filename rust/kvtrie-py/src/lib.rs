@@ -26,6 +26,7 @@ mod namespace;
 mod output;
 mod plan;
 mod policy;
+mod ranges;
 mod results;
 mod sequence;
 mod shared;

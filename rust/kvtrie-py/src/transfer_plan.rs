@@ -7,11 +7,12 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::arguments::{arg, call, int, of, optional_of};
-use crate::buffers::{Arg, no_bytes, nothing, ranges};
+use crate::buffers::{Arg, no_bytes, nothing};
 use crate::detach::Enter;
 use crate::hints::{Counts, Records, SourceValue};
 use crate::output;
 use crate::policy::{EXACT_ONLY, PyReusePolicy};
+use crate::ranges::ranges;
 use crate::sequence::{PyTokenSequence, SEQUENCE};
 use crate::source::{PyImported, computed};
 use crate::transfer::{PyTransferManifest, block_sizes, groups_of, hashing, tables, transfer_key};

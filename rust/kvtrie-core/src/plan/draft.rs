@@ -2,12 +2,10 @@
 
 use std::sync::Arc;
 
-use crate::config::Config;
 use crate::effort::Effort;
 use crate::ids::{BlockId, Depth};
-use crate::moved::Windows;
+use crate::plan::cached::Cached;
 use crate::plan::cover::{Cover, OwnPath, Run};
-use crate::plan::path::CachedPath;
 use crate::plan::reach::{Follower, Piece};
 use crate::plan::search::Search;
 use crate::plan::usable::{Kinship, Usable};
@@ -16,19 +14,7 @@ use crate::policy::ReusePolicy;
 use crate::storage::forest::{Forest, Position, SourceRun};
 use crate::storage::node::Node;
 use crate::storage::payload::Label;
-use crate::tagging::Tagging;
 use crate::tokens::TokenSequence;
-
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Cached<'a> {
-    pub(crate) forest: &'a Forest,
-    /// The windows, with an empty queue; `None` if moved runs are off.
-    pub(crate) windows: Option<&'a Windows>,
-    pub(crate) tagging: &'a Tagging,
-    pub(crate) config: &'a Config,
-    /// If set, only blocks of this path may be used.
-    pub(crate) path: Option<&'a CachedPath>,
-}
 
 #[derive(Debug, Default)]
 pub(crate) struct Draft {

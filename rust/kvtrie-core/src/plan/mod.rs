@@ -11,6 +11,7 @@
 //! no run covers.
 
 mod budget;
+mod cached;
 mod cover;
 mod draft;
 mod moves;
@@ -30,7 +31,8 @@ use crate::pins::Lease;
 use crate::storage::slab::Handle;
 use crate::tokens::{Snapshot, TokenSequence};
 
-pub(crate) use draft::{Cached, Draft};
+pub(crate) use cached::Cached;
+pub(crate) use draft::Draft;
 pub(crate) use path::CachedPath;
 
 pub use moves::Move;

@@ -7,7 +7,7 @@ use hashbrown::HashMap;
 
 use crate::ids::NodeIndex;
 use crate::moved::{WINDOW, Windows};
-use crate::plan::draft::Cached;
+use crate::plan::cached::Cached;
 use crate::plan::path::CachedPath;
 use crate::storage::blocks::BlockState;
 use crate::storage::forest::Forest;

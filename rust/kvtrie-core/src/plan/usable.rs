@@ -1,7 +1,8 @@
 //! What a policy allows a plan to use: which blocks, which tokens, and with how many hops.
 
 use crate::ids::Depth;
-use crate::plan::{Cached, Class};
+use crate::plan::Class;
+use crate::plan::cached::Cached;
 use crate::policy::ReusePolicy;
 use crate::storage::node::Node;
 use crate::storage::payload::{Label, Payload};
