@@ -426,7 +426,7 @@ pins: $(VENV)/.python ## write the lists of pinned packages with their hashes (P
 # misspellings. A line that needs one of them ends with "codespell:ignore WORD" and why. Inputs of fuzzers and chat templates, which
 # are part of a model, are not read.
 PLAIN = README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile docs .ci rust tests benches tools fuzz locks \
-    $(shell find python/kvtrie -name '*.py')
+    $(shell find python/kvtrie -name '*.py') $(shell find demo-models python/kvtrie -name '*.md')
 
 .PHONY: lint
 lint: setup target/tools/workflows/.packages ## formats, lints, types, words, import contracts, stubs, workflows
