@@ -159,7 +159,7 @@ impl TokenSequence {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and are inside
     /// the tokens.
     pub fn new(namespace: Arc<Namespace>, tokens: Vec<u32>, items: Vec<Item>) -> Result<Self> {
-        check_items(&items, 0, tokens.len(), "TokenSequence")?;
+        check_items(&items, 0, tokens.len(), "TokenSequence::new")?;
         Ok(Self {
             namespace,
             tokens: Arc::new(tokens),
