@@ -1,6 +1,6 @@
 //! A free list of block ids, for engines that have no block manager of their own.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, invalid};
 use crate::ids::BlockId;
 use crate::index::RadixIndex;
 
@@ -34,12 +34,10 @@ impl BlockAllocator {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `num_blocks` is not in 1..=2³¹.
     pub fn new(num_blocks: u64) -> Result<Self> {
         if num_blocks == 0 || num_blocks > BlockId::MAX_BLOCKS {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 "BlockAllocator::new",
-                format!(
-                    "num_blocks is {num_blocks}; it must be in [1, {}]",
-                    BlockId::MAX_BLOCKS
-                ),
+                "num_blocks is {num_blocks}; it must be in [1, {}]",
+                BlockId::MAX_BLOCKS
             ));
         }
         Ok(Self {
@@ -78,13 +76,11 @@ impl BlockAllocator {
         let mut available = self.num_free();
         if let Some(index) = &evict_from {
             if index.config().num_blocks != self.num_blocks {
-                return Err(Error::invalid(
+                return Err(invalid!(
                     CALL,
-                    format!(
-                        "the index is made for {} blocks, the pool has {}",
-                        index.config().num_blocks,
-                        self.num_blocks
-                    ),
+                    "the index is made for {} blocks, the pool has {}",
+                    index.config().num_blocks,
+                    self.num_blocks
                 ));
             }
             available += index.num_waiting() + index.num_evictable();
@@ -106,9 +102,9 @@ impl BlockAllocator {
             _ => Vec::new(),
         };
         if let Some(stranger) = evicted.iter().find(|id| !self.is_held(id.0)) {
-            let error = Error::invalid(
+            let error = invalid!(
                 CALL,
-                format!("the index gave up block {stranger}, which was not handed out here"),
+                "the index gave up block {stranger}, which was not handed out here"
             );
             let held: Vec<BlockId> = evicted
                 .iter()
@@ -138,21 +134,17 @@ impl BlockAllocator {
         let mut cleared = 0;
         for id in ids {
             if u64::from(id.0) >= self.num_blocks {
-                result = Err(Error::invalid(
+                result = Err(invalid!(
                     CALL,
-                    format!(
-                        "ids holds {id}; it must be in [0, {}) (num_blocks)",
-                        self.num_blocks
-                    ),
+                    "ids holds {id}; it must be in [0, {}) (num_blocks)",
+                    self.num_blocks
                 ));
                 break;
             }
             if !self.is_held(id.0) {
-                result = Err(Error::invalid(
+                result = Err(invalid!(
                     CALL,
-                    format!(
-                        "ids holds {id}, which is not handed out: it was freed before, or never allocated"
-                    ),
+                    "ids holds {id}, which is not handed out: it was freed before, or never allocated"
                 ));
                 break;
             }

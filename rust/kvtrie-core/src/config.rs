@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::ids::BlockId;
 use crate::moved::Windows;
 
@@ -69,45 +69,40 @@ impl Config {
 
     pub(crate) fn check(&self) -> Result<()> {
         if self.num_blocks == 0 || self.num_blocks > BlockId::MAX_BLOCKS {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 "RadixIndex::new",
-                format!(
-                    "num_blocks is {}; it must be in [1, {}]",
-                    self.num_blocks,
-                    BlockId::MAX_BLOCKS
-                ),
+                "num_blocks is {}; it must be in [1, {}]",
+                self.num_blocks,
+                BlockId::MAX_BLOCKS
             ));
         }
         if self.block_size == 0 || self.block_size > Config::MAX_BLOCK_SIZE {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 "RadixIndex::new",
-                format!(
-                    "block_size is {}; it must be in [1, {}]",
-                    self.block_size,
-                    Config::MAX_BLOCK_SIZE
-                ),
+                "block_size is {}; it must be in [1, {}]",
+                self.block_size,
+                Config::MAX_BLOCK_SIZE
             ));
         }
         if self.hash_bits > 64 {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 "RadixIndex::new",
-                format!("hash_bits is {}; it must be in [0, 64]", self.hash_bits),
+                "hash_bits is {}; it must be in [0, 64]",
+                self.hash_bits
             ));
         }
         if self.min_run < Config::MIN_RUN {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 "RadixIndex::new",
-                format!(
-                    "min_run is {}; it must be at least {}",
-                    self.min_run,
-                    Config::MIN_RUN
-                ),
+                "min_run is {}; it must be at least {}",
+                self.min_run,
+                Config::MIN_RUN
             ));
         }
         if self.max_candidates == 0 {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 "RadixIndex::new",
-                "max_candidates is 0; it must be at least 1",
+                "max_candidates is 0; it must be at least 1"
             ));
         }
         check_pool_id(&self.pool_id, "RadixIndex::new")
@@ -116,13 +111,11 @@ impl Config {
 
 pub(crate) fn check_pool_id(id: &[u8], call: &'static str) -> Result<()> {
     if id.is_empty() || id.len() > Config::MAX_POOL_ID {
-        return Err(Error::invalid(
+        return Err(invalid!(
             call,
-            format!(
-                "pool_id has {} bytes; it must have 1 to {}",
-                id.len(),
-                Config::MAX_POOL_ID
-            ),
+            "pool_id has {} bytes; it must have 1 to {}",
+            id.len(),
+            Config::MAX_POOL_ID
         ));
     }
     Ok(())

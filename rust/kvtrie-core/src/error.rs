@@ -40,10 +40,6 @@ pub struct Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    pub(crate) fn invalid(call: &'static str, message: impl Into<String>) -> Self {
-        Self::new(ErrorKind::InvalidArgument, call, message)
-    }
-
     pub(crate) fn block_in_use(call: &'static str, message: impl Into<String>) -> Self {
         Self::new(ErrorKind::BlockInUse, call, message)
     }
@@ -107,3 +103,11 @@ impl fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+/// An invalid argument of a call: its message as for `format!`.
+macro_rules! invalid {
+    ($call:expr, $($message:tt)+) => {
+        $crate::error::Error::new($crate::error::ErrorKind::InvalidArgument, $call, format!($($message)+))
+    };
+}
+pub(crate) use invalid;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
 use std::sync::LazyLock;
 
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 
 /// The key of [`Namespace::hash`], random per process.
 static KEY: LazyLock<RandomState> = LazyLock::new(RandomState::new);
@@ -81,16 +81,16 @@ impl Namespace {
         ];
         for (name, value) in named {
             if value.is_some_and(String::is_empty) {
-                return Err(Error::invalid(
+                return Err(invalid!(
                     "Namespace::new",
-                    format!("{name} is empty; name what the KV depends on"),
+                    "{name} is empty; name what the KV depends on"
                 ));
             }
         }
         if matches!(&namespace.salt, Salt::Tenant(salt) if salt.is_empty()) {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 "Namespace::new",
-                "the salt is empty; give each tenant its own, or say Salt::Shared to share KV on purpose",
+                "the salt is empty; give each tenant its own, or say Salt::Shared to share KV on purpose"
             ));
         }
         namespace.digest = namespace.hash_fields(DefaultHasher::new());

@@ -1,6 +1,6 @@
 //! What a caller allows a plan to do.
 
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::storage::payload::Label;
 
 /// What a plan may reuse. Exact KV is always allowed. Approximate KV that a field forbids is treated as not cached.
@@ -52,36 +52,30 @@ impl ReusePolicy {
         if let Some(asked) = self.min_run
             && asked < min_run
         {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "the policy's min_run is {asked}; this index finds runs of {min_run} tokens and more (its min_run)"
-                ),
+                "the policy's min_run is {asked}; this index finds runs of {min_run} tokens and more (its min_run)"
             ));
         }
         if self.max_hops > Self::MAX_HOPS {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "the policy's max_hops is {}; it must be in [0, {}]",
-                    self.max_hops,
-                    Self::MAX_HOPS
-                ),
+                "the policy's max_hops is {}; it must be in [0, {}]",
+                self.max_hops,
+                Self::MAX_HOPS
             ));
         }
         if !(0.0..=1.0).contains(&self.max_approximate_share) {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "the policy's max_approximate_share is {}; it must be in [0, 1]",
-                    self.max_approximate_share
-                ),
+                "the policy's max_approximate_share is {}; it must be in [0, 1]",
+                self.max_approximate_share
             ));
         }
         if self.forbid_kinds.iter().any(String::is_empty) {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 call,
-                "the policy's forbid_kinds holds an empty name",
+                "the policy's forbid_kinds holds an empty name"
             ));
         }
         Ok(())

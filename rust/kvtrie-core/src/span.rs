@@ -1,6 +1,6 @@
 //! Spans of tokens with a kind, and the tags that an edge carries.
 
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 
 /// A half-open token range with the name of its kind.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -59,17 +59,15 @@ impl Kinds {
         for span in spans {
             let (start, end, kind) = (span.start, span.end, span.kind.as_str());
             if start > end || end > len {
-                return Err(Error::invalid(
+                return Err(invalid!(
                     call,
-                    format!(
-                        "spans has [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
-                    ),
+                    "spans has [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
                 ));
             }
             if kind.is_empty() {
-                return Err(Error::invalid(
+                return Err(invalid!(
                     call,
-                    format!("the kind of the span [{start}, {end}) is empty"),
+                    "the kind of the span [{start}, {end}) is empty"
                 ));
             }
             if start < end && self.bit(kind).is_none() && !new.contains(&kind) {
@@ -77,11 +75,9 @@ impl Kinds {
             }
             let total = self.0.len() + new.len();
             if total > MAX_KINDS {
-                return Err(Error::invalid(
+                return Err(invalid!(
                     call,
-                    format!(
-                        "the kind {kind:?} of spans would be number {total}; an index has at most {MAX_KINDS}"
-                    ),
+                    "the kind {kind:?} of spans would be number {total}; an index has at most {MAX_KINDS}"
                 ));
             }
         }

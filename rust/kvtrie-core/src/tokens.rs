@@ -8,7 +8,7 @@ use std::sync::atomic::{self, AtomicU64};
 use std::sync::{Arc, Weak};
 
 use crate::cursor::Cursor;
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::namespace::Namespace;
 
 /// A range of tokens that represents something else, such as an image. Its digest says what.
@@ -30,19 +30,17 @@ impl Item {
     /// have 1 to 64 bytes.
     pub fn new(start: usize, end: usize, digest: &[u8]) -> Result<Self> {
         if start >= end {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 "Item::new",
-                format!("start and end are {start} and {end}; end must be above start"),
+                "start and end are {start} and {end}; end must be above start"
             ));
         }
         if digest.is_empty() || digest.len() > Self::MAX_DIGEST {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 "Item::new",
-                format!(
-                    "the digest has {} bytes; it must have 1 to {}",
-                    digest.len(),
-                    Self::MAX_DIGEST
-                ),
+                "the digest has {} bytes; it must have 1 to {}",
+                digest.len(),
+                Self::MAX_DIGEST
             ));
         }
         Ok(Self {
@@ -161,7 +159,7 @@ impl TokenSequence {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) unless the items ascend, do not overlap and are inside
     /// the tokens.
     pub fn new(namespace: Arc<Namespace>, tokens: Vec<u32>, items: Vec<Item>) -> Result<Self> {
-        check_items(&items, 0, tokens.len(), "TokenSequence")?;
+        check_items(&items, 0, tokens.len(), "TokenSequence::new")?;
         Ok(Self {
             namespace,
             tokens: Arc::new(tokens),
@@ -232,12 +230,10 @@ impl TokenSequence {
 
     fn cut(&mut self, len: usize, call: &'static str) -> Result<()> {
         if len > self.tokens.len() {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "len is {len}; it must be in [0, {}], the tokens of the sequence",
-                    self.tokens.len()
-                ),
+                "len is {len}; it must be in [0, {}], the tokens of the sequence",
+                self.tokens.len()
             ));
         }
         match Arc::get_mut(&mut self.tokens) {
@@ -281,12 +277,10 @@ impl TokenSequence {
 
     fn check_free(&self, call: &'static str) -> Result<()> {
         if self.is_owned() {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "this sequence of {} tokens has an owner, which alone changes it",
-                    self.tokens.len()
-                ),
+                "this sequence of {} tokens has an owner, which alone changes it",
+                self.tokens.len()
             ));
         }
         Ok(())
@@ -296,12 +290,10 @@ impl TokenSequence {
         if self.is_owned_by(owner) {
             return Ok(());
         }
-        Err(Error::invalid(
+        Err(invalid!(
             call,
-            format!(
-                "this sequence of {} tokens has another owner, or none",
-                self.tokens.len()
-            ),
+            "this sequence of {} tokens has another owner, or none",
+            self.tokens.len()
         ))
     }
 
@@ -376,12 +368,11 @@ fn check_items(items: &[Item], from: usize, len: usize, call: &'static str) -> R
     let mut end = from;
     for item in items {
         if item.start < end || item.end > len {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "items has [{}, {}); it must lie in [{end}, {len}] (items ascend and do not overlap)",
-                    item.start, item.end
-                ),
+                "items has [{}, {}); it must lie in [{end}, {len}] (items ascend and do not overlap)",
+                item.start,
+                item.end
             ));
         }
         end = item.end;

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockAllocator, BlockId, Config, Effort, Error, ErrorKind, Imported, InsertOptions,
+    BlockAllocator, BlockId, Config, Effort, Error, ErrorKind, Imported, InsertOptions, Item,
     LookupOptions, Namespace, PlanOptions, RadixIndex, RestoreLimits, RestoredPool, ReusePolicy,
     Salt, Source, Span, TokenSequence,
 };
@@ -294,6 +294,39 @@ fn limits_of_a_policy() {
     }
 }
 
+fn assert_named<const N: usize>(errors: [(&str, Option<Error>); N]) {
+    for (call, error) in errors {
+        assert_eq!(error.as_ref().map(Error::call), Some(call));
+        let text = error.unwrap().to_string();
+        // Once, and no other.
+        assert!(text.starts_with(&format!("{call}: ")), "{text}");
+        assert_eq!(text.matches("::").count(), 1, "{text}");
+    }
+}
+
+#[test]
+fn an_error_of_a_constructor_names_it() {
+    let no_config = Config {
+        num_blocks: 0,
+        ..config()
+    };
+    let namespace = Arc::clone(sequence(0).namespace());
+    let item = Item::new(0, 2, b"d").unwrap();
+    assert_named([
+        ("BlockAllocator::new", BlockAllocator::new(0).err()),
+        ("RadixIndex::new", RadixIndex::new(no_config).err()),
+        (
+            "Namespace::new",
+            Namespace::new("", "", "", None, Salt::Shared).err(),
+        ),
+        ("Item::new", Item::new(1, 1, b"d").err()),
+        (
+            "TokenSequence::new",
+            TokenSequence::new(namespace, vec![1], vec![item]).err(),
+        ),
+    ]);
+}
+
 #[test]
 fn an_error_names_the_call_that_was_made() {
     let mut index = filled();
@@ -320,13 +353,7 @@ fn an_error_names_the_call_that_was_made() {
     let path = sequence(6);
     let (pool, limits) = (RestoredPool::Kept(b"p"), RestoreLimits::default());
     let mut out = Vec::new();
-    let no_config = Config {
-        num_blocks: 0,
-        ..config()
-    };
     let errors = [
-        ("BlockAllocator::new", BlockAllocator::new(0).err()),
-        ("RadixIndex::new", RadixIndex::new(no_config).err()),
         ("RadixIndex::insert", index.insert(seq, &[], insert).err()),
         (
             "RadixIndex::lookup",
@@ -387,11 +414,5 @@ fn an_error_names_the_call_that_was_made() {
         ("ReusePlan::moves", released.moves(&[], 1, 0).err()),
         ("TokenSequence::truncate", seq.truncate(7).err()),
     ];
-    for (call, error) in errors {
-        assert_eq!(error.as_ref().map(Error::call), Some(call));
-        let text = error.unwrap().to_string();
-        // Once, and no other.
-        assert!(text.starts_with(&format!("{call}: ")), "{text}");
-        assert_eq!(text.matches("::").count(), 1, "{text}");
-    }
+    assert_named(errors);
 }

@@ -97,10 +97,6 @@ impl From<Error> for TransferError {
     }
 }
 
-pub(crate) fn invalid(call: &'static str, message: impl Into<String>) -> Error {
-    Error::new(ErrorKind::InvalidArgument, call, message)
-}
-
 pub(crate) fn block_in_use(call: &'static str, message: impl Into<String>) -> Error {
     Error::new(ErrorKind::BlockInUse, call, message)
 }
@@ -120,3 +116,11 @@ pub(crate) fn refused(
         message: message.into(),
     }
 }
+
+/// An invalid argument of a call: its message as for `format!`.
+macro_rules! invalid {
+    ($call:expr, $($message:tt)+) => {
+        kvtrie_core::Error::new(kvtrie_core::ErrorKind::InvalidArgument, $call, format!($($message)+))
+    };
+}
+pub(crate) use invalid;

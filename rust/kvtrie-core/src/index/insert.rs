@@ -1,7 +1,7 @@
 //! Adds computed blocks (D1, D2, D3, D12, D14).
 
 use crate::effort::{Effort, Work};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, invalid};
 use crate::ids::{BlockId, Depth, NodeIndex, depth};
 use crate::index::RadixIndex;
 use crate::pins::Leaving;
@@ -254,24 +254,20 @@ impl RadixIndex {
         const CALL: &str = "RadixIndex::insert";
         self.check_start(options.start, seq.len(), CALL)?;
         if options.num_computed > seq.len() {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 CALL,
-                format!(
-                    "num_computed is {}; it must be in [0, {}], the tokens of the sequence",
-                    options.num_computed,
-                    seq.len()
-                ),
+                "num_computed is {}; it must be in [0, {}], the tokens of the sequence",
+                options.num_computed,
+                seq.len()
             ));
         }
         if ids.len() < need {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 CALL,
-                format!(
-                    "ids has {} ids; it must have {need}, one for each whole computed block from position {} to {}",
-                    ids.len(),
-                    options.start,
-                    options.num_computed
-                ),
+                "ids has {} ids; it must have {need}, one for each whole computed block from position {} to {}",
+                ids.len(),
+                options.start,
+                options.num_computed
             ));
         }
         self.check_ids(ids, CALL)?;
@@ -279,13 +275,11 @@ impl RadixIndex {
         if let Source::Imported(imported) = options.source
             && imported.hops > Label::MAX_HOPS
         {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 CALL,
-                format!(
-                    "the hops of source are {}; they must be in [0, {}]",
-                    imported.hops,
-                    Label::MAX_HOPS
-                ),
+                "the hops of source are {}; they must be in [0, {}]",
+                imported.hops,
+                Label::MAX_HOPS
             ));
         }
         let Source::Plan(plan) = options.source else {
@@ -293,13 +287,11 @@ impl RadixIndex {
         };
         let lease = plan.lease_index(self, CALL)?;
         if !seq.starts_with(plan.snapshot()) {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 CALL,
-                format!(
-                    "seq of {} tokens does not start with the {} tokens of source, a plan, in its namespace",
-                    seq.len(),
-                    plan.snapshot().tokens.len()
-                ),
+                "seq of {} tokens does not start with the {} tokens of source, a plan, in its namespace",
+                seq.len(),
+                plan.snapshot().tokens.len()
             ));
         }
         Ok(Some(lease))

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use crate::config::Config;
 use crate::effort::Work;
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::eviction::Eviction;
 use crate::ids::BlockId;
 use crate::moved::{Moved, Windows};
@@ -204,12 +204,10 @@ impl RadixIndex {
             .iter()
             .find(|id| u64::from(id.0) >= self.config.num_blocks)
         {
-            Some(id) => Err(Error::invalid(
+            Some(id) => Err(invalid!(
                 call,
-                format!(
-                    "ids holds {id}; it must be in [0, {}) (num_blocks)",
-                    self.config.num_blocks
-                ),
+                "ids holds {id}; it must be in [0, {}) (num_blocks)",
+                self.config.num_blocks
             )),
             None => Ok(()),
         }
@@ -217,13 +215,11 @@ impl RadixIndex {
 
     fn check_start(&self, start: usize, len: usize, call: &'static str) -> Result<()> {
         if start > len || !start.is_multiple_of(self.block_size()) {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "start is {start}; it must be a multiple of the block size {} and at most the {len} tokens of \
+                "start is {start}; it must be a multiple of the block size {} and at most the {len} tokens of \
                  the sequence",
-                    self.block_size()
-                ),
+                self.block_size()
             ));
         }
         Ok(())

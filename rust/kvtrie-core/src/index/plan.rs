@@ -1,7 +1,7 @@
 //! Makes and releases plans (D7, D13, D19).
 
 use crate::effort::Effort;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, invalid};
 use crate::eviction::count_revival;
 use crate::ids::NO_NODE;
 use crate::index::RadixIndex;
@@ -112,9 +112,9 @@ impl RadixIndex {
     ) -> Result<ReusePlan> {
         policy.check(self.config.min_run, "RadixIndex::plan_from")?;
         if seq.namespace() != path.namespace() {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 "RadixIndex::plan_from",
-                "path is of another namespace than the prompt",
+                "path is of another namespace than the prompt"
             ));
         }
         crate::failpoints::before("RadixIndex::plan_from")?;
@@ -341,6 +341,6 @@ impl ReusePlan {
         if self.is_of(index) {
             return Ok(());
         }
-        Err(Error::invalid(call, "the plan belongs to another index"))
+        Err(invalid!(call, "the plan belongs to another index"))
     }
 }

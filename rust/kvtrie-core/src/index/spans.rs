@@ -1,7 +1,7 @@
 //! Removes parts of a sequence (D10, D11).
 
 use crate::effort::Effort;
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::ids::{BlockId, Depth, NodeIndex, depth};
 use crate::index::RadixIndex;
 use crate::pins::{Cuts, Leaving};
@@ -180,20 +180,16 @@ pub(super) fn block_ranges(
     let mut last_end = 0;
     for &(start, end) in ranges {
         if start > end || end > seq.len() {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "ranges has [{start}, {end}); it must ascend and lie in [0, {}], the sequence",
-                    seq.len()
-                ),
+                "ranges has [{start}, {end}); it must ascend and lie in [0, {}], the sequence",
+                seq.len()
             ));
         }
         if start < last_end {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "ranges has [{start}, {end}) after a range that ends at {last_end}; ranges must ascend and be disjoint"
-                ),
+                "ranges has [{start}, {end}) after a range that ends at {last_end}; ranges must ascend and be disjoint"
             ));
         }
         last_end = end;

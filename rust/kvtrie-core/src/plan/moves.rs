@@ -1,6 +1,6 @@
 //! The copies of a plan as plain data.
 
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::ids::BlockId;
 use crate::plan::{ReusePlan, Segment};
 
@@ -35,11 +35,9 @@ impl ReusePlan {
         const CALL: &str = "ReusePlan::moves";
         let len = self.snapshot.tokens.len();
         if start > end || end > len {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 CALL,
-                format!(
-                    "start and end are {start} and {end}; the range must ascend and lie in [0, {len}], the prompt"
-                ),
+                "start and end are {start} and {end}; the range must ascend and lie in [0, {len}], the prompt"
             ));
         }
         self.check_table(table, start, end, CALL)?;
@@ -79,33 +77,29 @@ impl ReusePlan {
     ) -> Result<()> {
         let needed = end.div_ceil(self.block_size);
         if table.len() < needed {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "table has {} blocks; the {end} tokens before end need {needed}",
-                    table.len()
-                ),
+                "table has {} blocks; the {end} tokens before end need {needed}",
+                table.len()
             ));
         }
         let outside = |id: &BlockId| u64::from(id.0) >= self.num_blocks;
         if let Some(at) = table.iter().position(outside) {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "table[{at}] is {}; it must be in [0, {})",
-                    table[at], self.num_blocks
-                ),
+                "table[{at}] is {}; it must be in [0, {})",
+                table[at],
+                self.num_blocks
             ));
         }
         let in_place = self.blocks();
         let mut fronts = table.iter().zip(in_place);
         if let Some(at) = fronts.position(|(given, own)| given != own) {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "table[{at}] is {}; it must be {}, the block that the plan has in place there",
-                    table[at], in_place[at]
-                ),
+                "table[{at}] is {}; it must be {}, the block that the plan has in place there",
+                table[at],
+                in_place[at]
             ));
         }
         let mut sorted = table.to_vec();
@@ -113,21 +107,19 @@ impl ReusePlan {
         sorted.sort();
         let mut neighbours = sorted.iter().zip(&sorted[1.min(sorted.len())..]);
         if let Some((twice, _)) = neighbours.find(|(one, next)| one == next) {
-            return Err(Error::invalid(
+            return Err(invalid!(
                 call,
-                format!("table has block {twice} twice; each block may be in it once"),
+                "table has block {twice} twice; each block may be in it once"
             ));
         }
         let filled = (start / self.block_size).max(in_place.len())..needed;
         let sources = self.source_blocks();
         for at in filled {
             if sources.binary_search(&table[at]).is_ok() {
-                return Err(Error::invalid(
+                return Err(invalid!(
                     call,
-                    format!(
-                        "table[{at}] is {}; the plan reads this block, so it must not be written",
-                        table[at]
-                    ),
+                    "table[{at}] is {}; the plan reads this block, so it must not be written",
+                    table[at]
                 ));
             }
         }

@@ -82,9 +82,9 @@ impl SequenceLedger {
         let mut committed = 0;
         if let Some(plan) = &begin.in_place {
             if matches!(begin.source, LedgerSource::Plan(_)) {
-                return Err(invalid(
+                return Err(invalid!(
                     CALL,
-                    "the source is a plan, and another plan is given with it",
+                    "the source is a plan, and another plan is given with it"
                 ));
             }
             self.check_plan(plan, seq, blocks)?;
@@ -93,9 +93,9 @@ impl SequenceLedger {
         let num_computed = begin.num_computed;
         let (computed, cached) = match (&begin.source, begin.missing) {
             (LedgerSource::Plan(_), missing) if num_computed > 0 || missing.is_some() => {
-                return Err(invalid(
+                return Err(invalid!(
                     CALL,
-                    "a plan says itself what is computed; num_computed and missing are for other sources",
+                    "a plan says itself what is computed; num_computed and missing are for other sources"
                 ));
             }
             (LedgerSource::Plan(plan), _) => {
@@ -110,32 +110,26 @@ impl SequenceLedger {
             }
             (_, None) => {
                 if num_computed > seq.len() {
-                    return Err(invalid(
+                    return Err(invalid!(
                         CALL,
-                        format!(
-                            "num_computed is {num_computed}; it must be in [0, {}], the tokens of the sequence",
-                            seq.len()
-                        ),
+                        "num_computed is {num_computed}; it must be in [0, {}], the tokens of the sequence",
+                        seq.len()
                     ));
                 }
                 (num_computed.max(committed), CachedRanges::default())
             }
             (_, Some(_)) if num_computed > 0 => {
-                return Err(invalid(
+                return Err(invalid!(
                     CALL,
-                    format!(
-                        "num_computed is {num_computed} and missing is given; they exclude each other"
-                    ),
+                    "num_computed is {num_computed} and missing is given; they exclude each other"
                 ));
             }
             (_, Some(missing)) => {
                 check_ranges(missing, seq.len(), CALL)?;
                 if let Some(&(start, end)) = missing.iter().find(|range| range.0 < committed) {
-                    return Err(invalid(
+                    return Err(invalid!(
                         CALL,
-                        format!(
-                            "missing has [{start}, {end}), but the first {committed} tokens are in place"
-                        ),
+                        "missing has [{start}, {end}), but the first {committed} tokens are in place"
                     ));
                 }
                 CachedRanges::around(missing.iter().copied(), seq.len())
@@ -143,13 +137,11 @@ impl SequenceLedger {
         };
         let (end, capacity) = (computed.max(cached.end()), blocks.len() * self.block_size);
         if end > capacity {
-            return Err(invalid(
+            return Err(invalid!(
                 CALL,
-                format!(
-                    "KV is claimed up to position {end}, the {} blocks of {} tokens end at {capacity}",
-                    blocks.len(),
-                    self.block_size
-                ),
+                "KV is claimed up to position {end}, the {} blocks of {} tokens end at {capacity}",
+                blocks.len(),
+                self.block_size
             ));
         }
         failpoints::before(CALL)?;
@@ -172,32 +164,26 @@ impl SequenceLedger {
 
     fn check_plan(&self, plan: &ReusePlan, seq: &TokenSequence, blocks: &[BlockId]) -> Result<()> {
         if !plan.is_pinned() {
-            return Err(invalid(
+            return Err(invalid!(
                 CALL,
-                format!(
-                    "the plan pins nothing, so its {} blocks in place may have left the index",
-                    plan.blocks().len()
-                ),
+                "the plan pins nothing, so its {} blocks in place may have left the index",
+                plan.blocks().len()
             ));
         }
         if plan.block_size() != self.block_size {
-            return Err(invalid(
+            return Err(invalid!(
                 CALL,
-                format!(
-                    "the plan is made for blocks of {} tokens, the ledger for {}",
-                    plan.block_size(),
-                    self.block_size
-                ),
+                "the plan is made for blocks of {} tokens, the ledger for {}",
+                plan.block_size(),
+                self.block_size
             ));
         }
         if !plan.is_prefix_of(seq) {
-            return Err(invalid(
+            return Err(invalid!(
                 CALL,
-                format!(
-                    "the sequence of {} tokens does not start with the {} tokens of the plan in its namespace",
-                    seq.len(),
-                    num_planned(plan)
-                ),
+                "the sequence of {} tokens does not start with the {} tokens of the plan in its namespace",
+                seq.len(),
+                num_planned(plan)
             ));
         }
         let in_place = plan.blocks();
@@ -206,19 +192,18 @@ impl SequenceLedger {
             .enumerate()
             .find(|&(at, id)| blocks.get(at) != Some(id));
         match differs {
-            Some((at, id)) => Err(invalid(
-                CALL,
-                match blocks.get(at) {
-                    Some(given) => format!(
-                        "blocks[{at}] is {given}, but the plan has block {id} in place there"
-                    ),
-                    None => format!(
-                        "{} blocks for a plan that has {} in place",
-                        blocks.len(),
-                        in_place.len()
-                    ),
-                },
-            )),
+            Some((at, id)) => Err(match blocks.get(at) {
+                Some(given) => invalid!(
+                    CALL,
+                    "blocks[{at}] is {given}, but the plan has block {id} in place there"
+                ),
+                None => invalid!(
+                    CALL,
+                    "{} blocks for a plan that has {} in place",
+                    blocks.len(),
+                    in_place.len()
+                ),
+            }),
             None => Ok(()),
         }
     }
@@ -230,11 +215,9 @@ fn num_planned(plan: &ReusePlan) -> usize {
 
 #[cold]
 fn owned_already(seq: &TokenSequence) -> Error {
-    invalid(
+    invalid!(
         CALL,
-        format!(
-            "another request of a SequenceLedger has this sequence of {} tokens",
-            seq.len()
-        ),
+        "another request of a SequenceLedger has this sequence of {} tokens",
+        seq.len()
     )
 }

@@ -117,20 +117,16 @@ pub(super) fn check_ranges(
     let mut last = 0;
     for &(start, end) in ranges {
         if start > end || end > len {
-            return Err(invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "missing has [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
-                ),
+                "missing has [{start}, {end}); it must ascend and lie in [0, {len}], the sequence"
             ));
         }
         if start < last {
-            return Err(invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "missing has [{start}, {end}) after a range that ends at {last}; ranges \
+                "missing has [{start}, {end}) after a range that ends at {last}; ranges \
                  must ascend and be disjoint"
-                ),
             ));
         }
         last = end;

@@ -155,7 +155,7 @@ impl Request {
         check_block_size(index, block_size, call)?;
         for plan in self.plans() {
             if !plan.is_of(index) {
-                return Err(invalid(call, "the plan belongs to another index"));
+                return Err(invalid!(call, "the plan belongs to another index"));
             }
         }
         Ok(())
@@ -213,8 +213,8 @@ fn check_block_size(index: &RadixIndex, block_size: usize, call: &'static str) -
     if found == block_size {
         return Ok(());
     }
-    Err(invalid(
+    Err(invalid!(
         call,
-        format!("the index has blocks of {found} tokens, the ledger of {block_size}"),
+        "the index has blocks of {found} tokens, the ledger of {block_size}"
     ))
 }

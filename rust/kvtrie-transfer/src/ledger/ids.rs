@@ -42,7 +42,7 @@ pub(super) fn tokens<T: Copy + Into<i64>>(ids: &[T], into: &mut Vec<u32>) {
 }
 
 pub(super) fn checked<T: Copy + Into<i64>>(ids: &[T], call: &'static str) -> Result<Vec<u32>> {
-    let finals = finals(ids).map_err(|why| invalid(call, why))?;
+    let finals = finals(ids).map_err(|why| invalid!(call, "{why}"))?;
     let mut out = Vec::with_capacity(finals.len());
     tokens(finals, &mut out);
     Ok(out)

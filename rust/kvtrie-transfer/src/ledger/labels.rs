@@ -39,13 +39,11 @@ impl LedgerSource {
 
     pub(super) fn check(&self, call: &'static str) -> Result<()> {
         match self {
-            Self::Imported(imported) if imported.hops > ReusePolicy::MAX_HOPS => Err(invalid(
+            Self::Imported(imported) if imported.hops > ReusePolicy::MAX_HOPS => Err(invalid!(
                 call,
-                format!(
-                    "Imported.hops is {}; the limit is {}",
-                    imported.hops,
-                    ReusePolicy::MAX_HOPS
-                ),
+                "Imported.hops is {}; the limit is {}",
+                imported.hops,
+                ReusePolicy::MAX_HOPS
             )),
             _ => Ok(()),
         }

@@ -112,12 +112,10 @@ impl SequenceLedger {
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if `block_size` is not in 1..=[`Config::MAX_BLOCK_SIZE`].
     pub fn new(block_size: usize) -> Result<Self> {
         if block_size == 0 || block_size > Config::MAX_BLOCK_SIZE {
-            return Err(invalid(
+            return Err(invalid!(
                 "SequenceLedger::new",
-                format!(
-                    "block_size is {block_size}; it must be in [1, {}]",
-                    Config::MAX_BLOCK_SIZE
-                ),
+                "block_size is {block_size}; it must be in [1, {}]",
+                Config::MAX_BLOCK_SIZE
             ));
         }
         Ok(Self {
@@ -237,19 +235,17 @@ impl SequenceLedger {
         let block_size = self.block_size;
         let request = self.request_mut(id, CALL)?;
         if to < request.committed {
-            return Err(invalid(
+            return Err(invalid!(
                 CALL,
-                format!(
-                    "to is {to}, but blocks of the first {} tokens are committed; finish the request and begin it again",
-                    request.committed
-                ),
+                "to is {to}, but blocks of the first {} tokens are committed; finish the request and begin it again",
+                request.committed
             ));
         }
         let issued = request.positions.issued();
         if to > issued {
-            return Err(invalid(
+            return Err(invalid!(
                 CALL,
-                format!("to is {to}, but only the positions below {issued} were issued"),
+                "to is {to}, but only the positions below {issued} were issued"
             ));
         }
         failpoints::before(CALL)?;
@@ -277,17 +273,15 @@ impl SequenceLedger {
         for span in spans {
             let (start, end) = (span.start, span.end);
             if start > end || end > len {
-                return Err(invalid(
+                return Err(invalid!(
                     CALL,
-                    format!(
-                        "spans has [{start}, {end}); it must ascend and lie in [0, {len}], the final tokens"
-                    ),
+                    "spans has [{start}, {end}); it must ascend and lie in [0, {len}], the final tokens"
                 ));
             }
             if span.kind.is_empty() {
-                return Err(invalid(
+                return Err(invalid!(
                     CALL,
-                    format!("the kind of the span [{start}, {end}) is empty"),
+                    "the kind of the span [{start}, {end}) is empty"
                 ));
             }
         }
@@ -363,12 +357,10 @@ impl SequenceLedger {
         let request = self.request(id, CALL)?;
         let verified = request.positions.verified();
         if start > end || end > verified {
-            return Err(invalid(
+            return Err(invalid!(
                 CALL,
-                format!(
-                    "start and end are {start} and {end}; the range must ascend and lie in [0, {verified}], the tokens that are final and \
+                "start and end are {start} and {end}; the range must ascend and lie in [0, {verified}], the tokens that are final and \
                  computed"
-                ),
             ));
         }
         if start == end {
@@ -390,11 +382,9 @@ impl SequenceLedger {
         let request = self.request(id, CALL)?;
         let capacity = request.blocks.len() * self.block_size;
         if start > end || end > capacity {
-            return Err(invalid(
+            return Err(invalid!(
                 CALL,
-                format!(
-                    "start and end are {start} and {end}; the range must ascend and lie in [0, {capacity}], the table"
-                ),
+                "start and end are {start} and {end}; the range must ascend and lie in [0, {capacity}], the table"
             ));
         }
         let in_place = request.in_place.as_deref();

@@ -35,13 +35,11 @@ impl Request {
         if seq.is_owned_by(&self.owner) {
             return Ok(());
         }
-        Err(invalid(
+        Err(invalid!(
             call,
-            format!(
-                "the sequence of {} tokens is not the one of {} tokens that the request began with",
-                seq.len(),
-                self.positions.num_final
-            ),
+            "the sequence of {} tokens is not the one of {} tokens that the request began with",
+            seq.len(),
+            self.positions.num_final
         ))
     }
 }
@@ -78,12 +76,10 @@ pub(super) fn check_unique(old: &[BlockId], new: &[BlockId], call: &'static str)
 
 pub(super) fn check_ids(ids: &[BlockId], call: &'static str) -> Result<()> {
     match ids.iter().find(|id| u64::from(id.0) >= BlockId::MAX_BLOCKS) {
-        Some(id) => Err(invalid(
+        Some(id) => Err(invalid!(
             call,
-            format!(
-                "blocks has {id}; it must be in [0, {}), the ids that a pool can have",
-                BlockId::MAX_BLOCKS
-            ),
+            "blocks has {id}; it must be in [0, {}), the ids that a pool can have",
+            BlockId::MAX_BLOCKS
         )),
         None => Ok(()),
     }
@@ -96,30 +92,32 @@ pub(super) fn refuse(
     block_size: usize,
     call: &'static str,
 ) -> Error {
-    invalid(
-        call,
-        match why {
-            Contradiction::Below { claimed, verified } => format!(
-                "num_computed is {claimed}, below the {verified} tokens that are final and computed; a rollback \
+    match why {
+        Contradiction::Below { claimed, verified } => invalid!(
+            call,
+            "num_computed is {claimed}, below the {verified} tokens that are final and computed; a rollback \
              takes them back"
-            ),
-            Contradiction::NotIssued { claimed, issued } => format!(
-                "num_computed is {claimed}, but only the positions below {issued} were issued"
-            ),
-            Contradiction::Refused {
-                claimed,
-                computed,
-                draft,
-            } => format!(
-                "num_computed comes down from {computed} to {claimed}, but no id has arrived for the drafts from {draft} \
+        ),
+        Contradiction::NotIssued { claimed, issued } => invalid!(
+            call,
+            "num_computed is {claimed}, but only the positions below {issued} were issued"
+        ),
+        Contradiction::Refused {
+            claimed,
+            computed,
+            draft,
+        } => invalid!(
+            call,
+            "num_computed comes down from {computed} to {claimed}, but no id has arrived for the drafts from {draft} \
              on: ids and the counter without what was refused go into one call"
-            ),
-            Contradiction::NoRoom { end, capacity } => format!(
-                "positions up to {end} would be issued, the {blocks} blocks of {block_size} tokens end at {capacity}"
-            ),
-            Contradiction::Drafts { drafts, tokens } => {
-                format!("{drafts} drafts are more than the {tokens} tokens that are issued")
-            }
-        },
-    )
+        ),
+        Contradiction::NoRoom { end, capacity } => invalid!(
+            call,
+            "positions up to {end} would be issued, the {blocks} blocks of {block_size} tokens end at {capacity}"
+        ),
+        Contradiction::Drafts { drafts, tokens } => invalid!(
+            call,
+            "{drafts} drafts are more than the {tokens} tokens that are issued"
+        ),
+    }
 }

@@ -55,11 +55,12 @@ impl StepIds<'_> {
             IdChange::Cut(len) => seq.truncate_as(self.owner, len),
         };
         done.map_err(|_| {
-            invalid(CALL, format!(
+            invalid!(
+                CALL,
                 "the sequence of {} tokens is not the one of {} tokens that the request began with",
                 seq.len(),
                 self.num_final
-            ))
+            )
         })
     }
 }
@@ -198,18 +199,14 @@ impl SequenceLedger {
         let request = self.request(id, CALL)?;
         let seen_in = &mut scratch.seen_in[id.place()];
         if *seen_in == scratch.steps {
-            return Err(invalid(
+            return Err(invalid!(
                 CALL,
-                format!("the request at {at} came before in this step"),
+                "the request at {at} came before in this step"
             ));
         }
         *seen_in = scratch.steps;
-        let new = finals(step.ids_of(at)).map_err(|why| {
-            invalid(
-                CALL,
-                format!("of the ids from {} on, {why}", step.offsets[at]),
-            )
-        })?;
+        let new = finals(step.ids_of(at))
+            .map_err(|why| invalid!(CALL, "of the ids from {} on, {why}", step.offsets[at]))?;
         let capacity = request.blocks.len() * self.block_size;
         let drafts = step.num_drafts.map_or(0, |drafts| drafts[at]);
         let (computed, scheduled) = (step.num_computed[at], step.num_scheduled[at]);
@@ -283,20 +280,18 @@ impl<T> Step<'_, T> {
         ];
         for (name, found, wanted) in lists {
             if found != wanted {
-                return Err(invalid(
+                return Err(invalid!(
                     CALL,
-                    format!("{name} has {found} items; {count} requests need {wanted}"),
+                    "{name} has {found} items; {count} requests need {wanted}"
                 ));
             }
         }
         let (first, last) = (self.offsets[0], self.offsets[count]);
         if first != 0 || last != self.ids.len() || !self.offsets.is_sorted() {
-            return Err(invalid(
+            return Err(invalid!(
                 CALL,
-                format!(
-                    "offsets go from {first} to {last}; they must ascend from 0 to the {} ids",
-                    self.ids.len()
-                ),
+                "offsets go from {first} to {last}; they must ascend from 0 to the {} ids",
+                self.ids.len()
             ));
         }
         Ok(())

@@ -71,14 +71,12 @@ impl TransferKey {
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if it does not have 16 to 64 bytes.
     pub fn new(key: &[u8]) -> Result<Self> {
         if !(Self::MIN_LEN..=Self::MAX_LEN).contains(&key.len()) {
-            return Err(invalid(
+            return Err(invalid!(
                 "TransferKey::new",
-                format!(
-                    "the key has {} bytes; it must have {} to {}",
-                    key.len(),
-                    Self::MIN_LEN,
-                    Self::MAX_LEN
-                ),
+                "the key has {} bytes; it must have {} to {}",
+                key.len(),
+                Self::MIN_LEN,
+                Self::MAX_LEN
             ));
         }
         let state = |person: &[u8]| {
@@ -109,13 +107,11 @@ impl TransferKey {
     /// [`InvalidArgument`](kvtrie_core::ErrorKind::InvalidArgument) if it has more than 1,024 bytes.
     pub fn bound_to(mut self, context: &[u8]) -> Result<Self> {
         if context.len() > Self::MAX_CONTEXT {
-            return Err(invalid(
+            return Err(invalid!(
                 "TransferKey::bound_to",
-                format!(
-                    "the context has {} bytes; the limit is {}",
-                    context.len(),
-                    Self::MAX_CONTEXT
-                ),
+                "the context has {} bytes; the limit is {}",
+                context.len(),
+                Self::MAX_CONTEXT
             ));
         }
         if !context.is_empty() {

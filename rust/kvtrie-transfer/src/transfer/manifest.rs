@@ -76,9 +76,10 @@ impl TransferManifest {
     ) -> Result<Self, Error> {
         let raw = writer::write(call, sent, key)?;
         let offsets = reader::read(&raw, &TransferLimits::NONE).map_err(|error| {
-            invalid(
+            invalid!(
                 call,
-                format!("the manifest would not be readable: {}", error.message()),
+                "the manifest would not be readable: {}",
+                error.message()
             )
         })?;
         Ok(Self { raw, offsets })

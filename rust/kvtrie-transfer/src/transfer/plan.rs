@@ -119,19 +119,19 @@ impl TransferPlan {
         policy.check(LEAST_RUN, CALL)?;
         let (cached, len) = (&options.cached, seq.len());
         if cached.start > cached.end || cached.end > len {
-            return Err(invalid(
+            return Err(invalid!(
                 CALL,
-                format!(
-                    "cached is [{}, {}); it must ascend and lie in [0, {len}], the sequence",
-                    cached.start, cached.end
-                ),
+                "cached is [{}, {}); it must ascend and lie in [0, {len}], the sequence",
+                cached.start,
+                cached.end
             )
             .into());
         }
         if len > u32::MAX as usize {
-            return Err(invalid(
+            return Err(invalid!(
                 CALL,
-                format!("the sequence has {len} tokens; the limit is {}", u32::MAX),
+                "the sequence has {len} tokens; the limit is {}",
+                u32::MAX
             )
             .into());
         }
@@ -307,12 +307,11 @@ fn check_groups(
     local: &[LocalGroup<'_>],
 ) -> Result<(), TransferError> {
     if let Some(pair) = local.windows(2).find(|pair| pair[0].group >= pair[1].group) {
-        return Err(invalid(
+        return Err(invalid!(
             CALL,
-            format!(
-                "group {} after group {}; groups ascend",
-                pair[1].group, pair[0].group
-            ),
+            "group {} after group {}; groups ascend",
+            pair[1].group,
+            pair[0].group
         )
         .into());
     }

@@ -124,40 +124,37 @@ fn check(call: &'static str, sent: Sent<'_>) -> Result<usize> {
     let mut end = 0;
     for label in labels {
         if label.start < end || label.start >= label.end || label.class == Class::Compute {
-            return Err(invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "labels has [{}, {}) ({}) after {end}; labels are not empty, ascend, are disjoint, and are of computed KV",
-                    label.start, label.end, label.class
-                ),
+                "labels has [{}, {}) ({}) after {end}; labels are not empty, ascend, are disjoint, and are of computed KV",
+                label.start,
+                label.end,
+                label.class
             ));
         }
         end = label.end;
     }
     if end > seq.len() {
-        return Err(invalid(
+        return Err(invalid!(
             call,
-            format!("KV of {end} tokens, the sequence has {}", seq.len()),
+            "KV of {end} tokens, the sequence has {}",
+            seq.len()
         ));
     }
     if lookahead_end < end || lookahead_end > u32::MAX as usize {
-        return Err(invalid(
+        return Err(invalid!(
             call,
-            format!(
-                "lookahead_end is {lookahead_end}; it must be in [{end}, {}]",
-                u32::MAX
-            ),
+            "lookahead_end is {lookahead_end}; it must be in [{end}, {}]",
+            u32::MAX
         ));
     }
     let mut before = None;
     for group in groups {
         if group.group > MAX_GROUP || before.is_some_and(|before| before >= group.group) {
-            return Err(invalid(
+            return Err(invalid!(
                 call,
-                format!(
-                    "group {}; groups ascend and are in [0, {MAX_GROUP}]",
-                    group.group
-                ),
+                "group {}; groups ascend and are in [0, {MAX_GROUP}]",
+                group.group
             ));
         }
         before = Some(group.group);
@@ -183,30 +180,26 @@ pub(super) fn check_table(
     check_block_size(call, group, block_size)?;
     let needed = num_tokens.div_ceil(block_size);
     let Some(used) = blocks.get(..needed) else {
-        return Err(invalid(
+        return Err(invalid!(
             call,
-            format!(
-                "group {group} has {} blocks, {num_tokens} tokens need {needed} of {block_size} tokens",
-                blocks.len()
-            ),
+            "group {group} has {} blocks, {num_tokens} tokens need {needed} of {block_size} tokens",
+            blocks.len()
         ));
     };
     if let Some(id) = used
         .iter()
         .find(|id| u64::from(id.0) >= BlockId::MAX_BLOCKS)
     {
-        return Err(invalid(
+        return Err(invalid!(
             call,
-            format!(
-                "blocks has {id}; it must be in [0, {})",
-                BlockId::MAX_BLOCKS
-            ),
+            "blocks has {id}; it must be in [0, {})",
+            BlockId::MAX_BLOCKS
         ));
     }
     match first_twice(used.iter().copied()) {
-        Some(id) => Err(invalid(
+        Some(id) => Err(invalid!(
             call,
-            format!("block {id} comes twice in the table of group {group}"),
+            "block {id} comes twice in the table of group {group}"
         )),
         None => Ok(()),
     }
@@ -214,12 +207,10 @@ pub(super) fn check_table(
 
 pub(super) fn check_block_size(call: &'static str, group: u32, block_size: usize) -> Result<()> {
     if block_size == 0 || block_size > u32::MAX as usize {
-        return Err(invalid(
+        return Err(invalid!(
             call,
-            format!(
-                "the block size of group {group} is {block_size}; it must be in [1, {}]",
-                u32::MAX
-            ),
+            "the block size of group {group} is {block_size}; it must be in [1, {}]",
+            u32::MAX
         ));
     }
     Ok(())
