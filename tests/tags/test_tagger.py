@@ -30,12 +30,16 @@ def tagger(**more: Any) -> tags.Tagger:
     return tags.Tagger.from_ids(**(given | more))
 
 
+@pytest.fixture
+def stream() -> tags.Stream:
+    return tagger().stream()
+
+
 def found(sections: Any) -> list[tuple[int, int, str]]:
     return [(it.span.start, it.span.end, it.kind) for it in sections]
 
 
-def test_open_span_follows_the_tokens() -> None:
-    stream = tagger().stream()
+def test_open_span_follows_the_tokens(stream: tags.Stream) -> None:
     seen = []
     for token in [USER, 50, END, ASSISTANT, THINK, 51, CALL, 52, UNCALL, UNTHINK, 53, END]:
         stream.feed([token])
@@ -62,9 +66,8 @@ def test_call_inside_reasoning_is_nested() -> None:
     assert [section.nested for section in sections] == [True, False, False]
 
 
-def test_unclosed_call_inside_reasoning_ends_with_it() -> None:
+def test_unclosed_call_inside_reasoning_ends_with_it(stream: tags.Stream) -> None:
     """`</think>` ends the reasoning, and with it an unclosed call: the answer counts."""
-    stream = tagger().stream()
     stream.feed([USER, 40, END, ASSISTANT, THINK, CALL, 50, UNTHINK, 51, END])
     assert found(stream.sections)[1:] == [
         (5, 7, "tool_call"),
@@ -127,8 +130,7 @@ def test_what_is_dropped_with_reasoning(drops: Any, dropped: tuple[int, int]) ->
     assert (answer.span.start, answer.span.end) == (6, 8)
 
 
-def test_reasoning_settles_with_the_first_token_that_is_not_a_newline() -> None:
-    stream = tagger().stream()
+def test_reasoning_settles_with_the_first_token_that_is_not_a_newline(stream: tags.Stream) -> None:
     assert stream.feed([ASSISTANT, THINK, 50, UNTHINK]) == []
     assert found(stream.sections) == [(1, 4, "reasoning")]
     assert stream.feed([NEWLINE]) == []
@@ -241,8 +243,7 @@ def test_positions_may_start_anywhere() -> None:
         stream.truncate(999)
 
 
-def test_finishing_is_undone_by_what_follows() -> None:
-    stream = tagger().stream()
+def test_finishing_is_undone_by_what_follows(stream: tags.Stream) -> None:
     stream.feed([ASSISTANT, CALL, 50])
     assert [span.kind for span in stream.finish()] == ["tool_call"]
     assert stream.finish() == stream.spans
@@ -270,8 +271,7 @@ def test_finishing_is_undone_by_what_follows() -> None:
         (np.array([[1]]), ValueError),
     ],
 )
-def test_bad_ids_change_nothing(ids: Any, error: type[Exception]) -> None:
-    stream = tagger().stream()
+def test_bad_ids_change_nothing(ids: Any, error: type[Exception], stream: tags.Stream) -> None:
     stream.feed([ASSISTANT, THINK, 50])
     with pytest.raises(error, match="feed: "):
         stream.feed(ids)
@@ -280,8 +280,7 @@ def test_bad_ids_change_nothing(ids: Any, error: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize("ids", [[], (), np.array([], dtype=np.uint32), np.array([])])
-def test_nothing_may_be_fed(ids: Any) -> None:
-    stream = tagger().stream()
+def test_nothing_may_be_fed(ids: Any, stream: tags.Stream) -> None:
     assert stream.feed(ids) == []
     assert stream.turns == ()
     assert stream.finish() == []
@@ -301,8 +300,7 @@ def test_bad_streams(arguments: Any, error: type[Exception], message: str) -> No
 
 
 @pytest.mark.parametrize("length", [-1, 4, True, 1.0])
-def test_bad_truncation_changes_nothing(length: Any) -> None:
-    stream = tagger().stream()
+def test_bad_truncation_changes_nothing(length: Any, stream: tags.Stream) -> None:
     stream.feed([ASSISTANT, 50, END])
     with pytest.raises((TypeError, ValueError), match="truncate: length is"):
         stream.truncate(length)
@@ -329,8 +327,7 @@ def states(stream: tags.Stream) -> list[tuple[int, int, str]]:
     return [(turn.start, turn.end, turn.state) for turn in stream.turns]
 
 
-def test_turns_close_when_a_user_speaks() -> None:
-    stream = tagger().stream()
+def test_turns_close_when_a_user_speaks(stream: tags.Stream) -> None:
     stream.feed([USER, 40, END, ASSISTANT, CALL, UNCALL, END])
     assert states(stream) == [(0, 7, "open")]
     stream.feed([TOOL, 45, END, ASSISTANT, 50, END])
@@ -341,14 +338,12 @@ def test_turns_close_when_a_user_speaks() -> None:
     assert states(stream) == [(0, 13, "closed"), (13, 16, "open")]
 
 
-def test_tool_result_after_an_answer_continues_the_loop() -> None:
-    stream = tagger().stream()
+def test_tool_result_after_an_answer_continues_the_loop(stream: tags.Stream) -> None:
     stream.feed([USER, 40, END, ASSISTANT, 50, END, TOOL, 45, END])
     assert states(stream) == [(0, 9, "open")]
 
 
-def test_two_user_messages_are_one_turn() -> None:
-    stream = tagger().stream()
+def test_two_user_messages_are_one_turn(stream: tags.Stream) -> None:
     stream.feed([USER, 40, END, USER, 41, END, ASSISTANT, 50, END])
     assert states(stream) == [(0, 9, "answered")]
 
