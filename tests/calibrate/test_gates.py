@@ -592,35 +592,22 @@ def test_read_figure_that_is_no_number_is_refused(
         gates.read(path)
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"\xff\xfe",
-        b'{"format": NaN}',
-        b'{"format": "kvtrie-gate", "format": "kvtrie-gate"}',
-        b"[" * 100_000,
-        b"9" * 5_000,
-        b'{"a":' * 50_000,
-        b" " * (gates.MAX_BYTES + 1),
-    ],
-    ids=[
-        "empty",
-        "cut",
-        "list",
-        "null",
-        "bytes",
-        "nan",
-        "twice",
-        "deep",
-        "long number",
-        "deep objects",
-        "large",
-    ],
-)
+HOSTILE_BYTES = {
+    "empty": b"",
+    "cut": b"{",
+    "list": b"[]",
+    "null": b"null",
+    "bytes": b"\xff\xfe",
+    "nan": b'{"format": NaN}',
+    "twice": b'{"format": "kvtrie-gate", "format": "kvtrie-gate"}',
+    "deep": b"[" * 100_000,
+    "long number": b"9" * 5_000,
+    "deep objects": b'{"a":' * 50_000,
+    "large": b" " * (gates.MAX_BYTES + 1),
+}
+
+
+@pytest.mark.parametrize("raw", HOSTILE_BYTES.values(), ids=HOSTILE_BYTES)
 def test_read_hostile_bytes_are_refused(path: Path, raw: bytes) -> None:
     path.write_bytes(raw)
     with pytest.raises(gates.GateError):
