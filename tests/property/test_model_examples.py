@@ -987,19 +987,8 @@ def test_allocator_double_free_is_refused(kit: Kit) -> None:
 
 def test_defaults_are_exact(kit: Kit) -> None:
     index = kit.index_class(4)
-    assert (index.num_blocks, index.block_size, index.min_run, index.max_candidates) == (
-        4,
-        16,
-        16,
-        64,
-    )
+    sizes = (index.num_blocks, index.block_size, index.min_run, index.max_candidates)
+    assert sizes == (4, 16, 16, 64)
     assert not EXACT_ONLY.approximate
-    assert index.kinds == (
-        "system",
-        "user",
-        "reasoning",
-        "answer",
-        "tool_call",
-        "tool_result",
-        "lookahead",
-    )
+    kinds = "system user reasoning answer tool_call tool_result lookahead"
+    assert index.kinds == tuple(kinds.split())

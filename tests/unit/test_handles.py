@@ -216,13 +216,8 @@ def test_handles_can_be_weakly_referenced() -> None:
     handles.clear()
     gc.collect()
     assert [watch() for watch in watches] == [None] * 5
-    assert sorted(ended) == [
-        "BlockAllocator",
-        "RadixIndex",
-        "ReusePlan",
-        "SequenceLedger",
-        "TokenSequence",
-    ]
+    names = "BlockAllocator RadixIndex ReusePlan SequenceLedger TokenSequence"
+    assert sorted(ended) == names.split()
     assert not table
 
 
@@ -331,15 +326,7 @@ def test_a_kind_that_is_known_or_tagged_later_is_silent(index: Any) -> None:
     index.tag(kvtrie.TokenSequence([*range(100, 132)], NS), [kvtrie.Span(0, 4, "mine")])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for kind in (
-            "system",
-            "user",
-            "reasoning",
-            "answer",
-            "tool_call",
-            "tool_result",
-            "lookahead",
-        ):
+        for kind in kvtrie.RadixIndex(1).kinds:
             plan(index, kind)
         index.plan(edited(), policy).release()
         # Nothing is forbidden where all is exact.

@@ -365,12 +365,8 @@ def test_a_range_is_a_list_of_integers() -> None:
     seq.extend(range(20, 10, -5))
     assert seq[:].tolist() == [*range(9), 20, 15]
     index = kvtrie.RadixIndex(8, 2)
-    assert index.insert(seq, range(4), num_computed=9, source=COMPUTED).blocks.tolist() == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    done = index.insert(seq, range(4), num_computed=9, source=COMPUTED)
+    assert done.blocks.tolist() == [0, 1, 2, 3]
     with pytest.raises(ValueError, match=r"ids\[2\] is -1; it must be in \[0, 4294967296\)"):
         kvtrie.TokenSequence(range(1, -3, -1), NS)
 
