@@ -48,7 +48,7 @@ MISSING = object()
 
 
 def gemma3(full: dict[str, Any], sliding: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Settings of each type of layer, and what is beside them."""
+    """A config with settings for each type of layer, and `more` next to them."""
     types = {"full_attention": full, "sliding_attention": sliding}
     return {"model_type": "gemma3_text", "rope_parameters": types | more}
 
