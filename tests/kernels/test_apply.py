@@ -13,7 +13,9 @@ from tests.kernels.forms import (
     DTYPES,
     FORMS,
     MOVES,
+    RANDOM_FORMS,
     ROPES,
+    WAYS,
     Form,
     Held,
     Sizes,
@@ -31,8 +33,6 @@ from kvtrie.rope import RopeSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-WAYS = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 
 
 def moved(
@@ -99,14 +99,7 @@ def test_apply_with_every_rope(rope: str, dtype: str) -> None:
     check_apply(form, held, sizes, random_moves(5, sizes.slots), spec(rope))
 
 
-@given(
-    form=st.sampled_from(FORMS),
-    rope=st.sampled_from(sorted(ROPES)),
-    dtype=st.sampled_from(DTYPES),
-    blocks=st.integers(1, 9),
-    block_size=st.integers(1, 7),
-    seed=st.integers(0, 2**32),
-)
+@RANDOM_FORMS
 def test_apply_of_random_plans(
     form: Form, rope: str, dtype: str, blocks: int, block_size: int, seed: int
 ) -> None:

@@ -18,7 +18,9 @@ from tests.kernels.forms import (
     DTYPES,
     FORMS,
     MOVES,
+    RANDOM_FORMS,
     ROPES,
+    WAYS,
     Form,
     clone_of,
     geometry_of,
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-
-WAYS = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 
 
 def arguments(
@@ -78,14 +78,7 @@ def test_every_rope(form: Form, rope: str, dtype: str) -> None:
 
 
 @settings(max_examples=60)
-@given(
-    form=st.sampled_from(FORMS),
-    rope=st.sampled_from(sorted(ROPES)),
-    dtype=st.sampled_from(DTYPES),
-    blocks=st.integers(1, 9),
-    block_size=st.integers(1, 7),
-    seed=st.integers(0, 2**32),
-)
+@RANDOM_FORMS
 def test_random_plans(
     form: Form, rope: str, dtype: str, blocks: int, block_size: int, seed: int
 ) -> None:

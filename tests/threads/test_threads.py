@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.together import together
 
 import kvtrie
 from kvtrie import COMPUTED
@@ -27,27 +28,6 @@ def often() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
-
-
-def together(work: Callable[[int], None], count: int = THREADS) -> None:
-    """Run in threads that start at the same time; the first failure is the test's."""
-    barrier = threading.Barrier(count)
-    failures: list[BaseException] = []
-
-    def body(number: int) -> None:
-        try:
-            barrier.wait()
-            work(number)
-        except BaseException as error:  # noqa: BLE001 - handed to the test
-            failures.append(error)
-
-    threads = [threading.Thread(target=body, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 def test_index_requests_in_threads_lose_no_block() -> None:
