@@ -8,10 +8,14 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, ErrorKind, ExplainOptions, Explanation, Imported, InsertOptions, Item,
-    LookupOptions, Namespace, NamespaceDifference, PlanOptions, RadixIndex, Reason, RestoredPool,
-    ReusePolicy, Salt, Source, Span, TokenSequence, WouldSave,
+    BlockId, Config, ErrorKind, ExplainOptions, Explanation, InsertOptions, Item, LookupOptions,
+    Namespace, NamespaceDifference, RadixIndex, Reason, RestoredPool, ReusePolicy, Salt, Source,
+    TokenSequence, WouldSave,
 };
+
+use common::{imported, planned, span};
+
+mod common;
 
 /// The pool that `Config::seeded` names, which still exists.
 const POOL: RestoredPool<'_> = RestoredPool::Kept(&[0; 16]);
@@ -248,11 +252,7 @@ fn approximate_only_where_the_same_tokens_are_approximate() {
     let mut index = index(16);
     let tokens: Vec<u32> = (10..26).collect();
     let mut seq = sequence(&tokens);
-    let imported = Source::Imported(Imported {
-        exact_until: 8,
-        hops: 1,
-    });
-    insert(&mut index, &mut seq, 0, imported);
+    insert(&mut index, &mut seq, 0, imported(8, 1));
     let why = explain(&mut index, &mut seq);
     assert_eq!((why.reason, why.position), (Reason::ApproximateOnly, 8));
     assert_eq!(why.would_save, counted(8, 7, 1));
@@ -329,11 +329,6 @@ fn kinds_of_both_sides_of_the_position_are_named() {
     let tokens: Vec<u32> = (10..26).collect();
     let mut seq = sequence(&tokens);
     insert(&mut index, &mut seq, 0, Source::Computed);
-    let span = |start, end, kind: &str| Span {
-        start,
-        end,
-        kind: kind.into(),
-    };
     let spans = [
         span(2, 6, "user"),
         span(5, 9, "mine"),
@@ -398,9 +393,7 @@ fn a_plan_finds_what_explain_says_that_it_would() {
     assert_eq!((why.reason, why.position), (Reason::Diverged, 20));
     assert_eq!(why.would_save, counted(20, 41, 4));
     let policy = ExplainOptions::default().policy;
-    let plan = index
-        .plan(&mut edited, &policy, PlanOptions::default())
-        .unwrap();
+    let plan = planned(&mut index, &mut edited, &policy);
     assert_eq!(plan.num_tokens(kvtrie_core::Class::Approximate), 41);
 }
 
@@ -505,11 +498,7 @@ fn kinds_before_are_found_where_the_prompt_leaves_between_two_edges() {
     let ids = [0, 1, 9].map(BlockId);
     let options = InsertOptions::new(12, Source::Computed);
     index.insert(&mut other, &ids, options).unwrap();
-    let span = Span {
-        start: 7,
-        end: 8,
-        kind: "tool".into(),
-    };
+    let span = span(7, 8, "tool");
     index.tag(&seq, &[span]).unwrap();
     let why = explain(&mut index, &mut sequence(&text(70)));
     assert_eq!((why.reason, why.position), (Reason::Diverged, 8));
