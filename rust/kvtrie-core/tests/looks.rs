@@ -24,6 +24,12 @@ impl Numbers {
     fn text(&mut self, len: usize, words: u32) -> Vec<u32> {
         (0..len).map(|_| self.below(words)).collect()
     }
+
+    /// The runs, each with a random token after it.
+    fn apart<'a>(&mut self, runs: impl Iterator<Item = &'a Vec<u32>>) -> Vec<u32> {
+        runs.flat_map(|run| run.iter().copied().chain([self.below(5_000)]))
+            .collect()
+    }
 }
 
 struct World {
@@ -170,18 +176,11 @@ fn runs_that_are_too_short() {
     let (mut world, mut numbers) = (World::new(64), Numbers(7));
     let runs: Vec<Vec<u32>> = (0..40).map(|_| numbers.text(15, 5_000)).collect();
     for _ in 0..3 {
-        let text: Vec<u32> = runs
-            .iter()
-            .flat_map(|run| run.iter().copied().chain([numbers.below(5_000)]))
-            .collect();
+        let text = numbers.apart(runs.iter());
         world.cache(&text, Source::Computed);
     }
     for _ in 0..3 {
-        let text: Vec<u32> = runs
-            .iter()
-            .rev()
-            .flat_map(|run| run.iter().copied().chain([numbers.below(5_000)]))
-            .collect();
+        let text = numbers.apart(runs.iter().rev());
         world.plan(&text, None);
     }
     assert_eq!(world.took(), (648, 0, 0));
@@ -193,10 +192,7 @@ fn runs_that_the_policy_finds_too_short() {
     let (mut world, mut numbers) = (World::new(64), Numbers(9));
     let runs: Vec<Vec<u32>> = (0..4).map(|_| numbers.text(150, 5_000)).collect();
     for _ in 0..2 {
-        let text: Vec<u32> = runs
-            .iter()
-            .flat_map(|run| run.iter().copied().chain([numbers.below(5_000)]))
-            .collect();
+        let text = numbers.apart(runs.iter());
         world.cache(&text, Source::Computed);
     }
     for run in &runs {
