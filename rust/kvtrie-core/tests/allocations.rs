@@ -3,13 +3,12 @@
 //! There is one test only, because the counter counts the whole process.
 
 use std::alloc::System;
-use std::sync::Arc;
 
-use kvtrie_core::{
-    BlockId, Config, InsertOptions, LookupOptions, Namespace, RadixIndex, Salt, Source,
-    TokenSequence,
-};
+use common::{ids, inserting, sequence};
+use kvtrie_core::{BlockId, Config, InsertOptions, LookupOptions, RadixIndex, Source};
 use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
+
+mod common;
 
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
@@ -19,23 +18,14 @@ const BLOCKS: u32 = 6_400;
 
 #[test]
 fn a_lookup_allocates_nothing_and_a_long_edge_costs_79_bytes_a_block() {
-    let namespace =
-        Arc::new(Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap());
-    let sequence =
-        |tokens: Vec<u32>| TokenSequence::new(Arc::clone(&namespace), tokens, Vec::new()).unwrap();
     let tokens: Vec<u32> = (0..BLOCKS * 16).collect();
-    let ids: Vec<BlockId> = (0..BLOCKS).map(BlockId).collect();
+    let blocks = ids(0..BLOCKS);
     let mut seq = sequence(tokens.clone());
     let mut index = RadixIndex::new(Config::seeded(0)).unwrap();
 
     let region = Region::new(ALLOCATOR);
-    index
-        .insert(
-            &mut seq,
-            &ids,
-            InsertOptions::new(tokens.len(), Source::Computed),
-        )
-        .unwrap();
+    let options = InsertOptions::new(tokens.len(), Source::Computed);
+    index.insert(&mut seq, &blocks, options).unwrap();
     let change = region.change();
     let held = change.bytes_allocated - change.bytes_deallocated;
     // Each block takes 4 bytes per token, 4 for its id and 11 in the table of ids. Partly used pages of that table and
@@ -49,15 +39,9 @@ fn a_lookup_allocates_nothing_and_a_long_edge_costs_79_bytes_a_block() {
     // Another sequence leaves the first in the middle of its edge.
     let half = tokens.len() / 2;
     let mut other = sequence([&tokens[..half], &[u32::MAX; BLOCK_SIZE][..]].concat());
+    let options = inserting(half..half + BLOCK_SIZE, Source::Computed);
     index
-        .insert(
-            &mut other,
-            &[BlockId(BLOCKS)],
-            InsertOptions {
-                start: half,
-                ..InsertOptions::new(half + BLOCK_SIZE, Source::Computed)
-            },
-        )
+        .insert(&mut other, &[BlockId(BLOCKS)], options)
         .unwrap();
 
     let mut out = Vec::with_capacity(BLOCKS as usize + 1);

@@ -5,12 +5,11 @@
     reason = "a test stops at what it does not expect"
 )]
 
-use std::sync::Arc;
+use kvtrie_core::{Class, Config, Effort, PlanOptions, RadixIndex, ReusePlan};
 
-use kvtrie_core::{
-    BlockId, Class, Config, Effort, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePlan,
-    ReusePolicy, Salt, Source, TokenSequence,
-};
+use common::{approximate, planned, put, sequence};
+
+mod common;
 
 const BLOCK_SIZE: usize = 16;
 const PERIOD: usize = 9;
@@ -32,11 +31,6 @@ fn first(len: usize) -> u64 {
 
 fn period(at: usize) -> u32 {
     u32::try_from(at % PERIOD).unwrap()
-}
-
-fn sequence(tokens: Vec<u32>) -> TokenSequence {
-    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
-    TokenSequence::new(Arc::new(namespace), tokens, Vec::new()).unwrap()
 }
 
 /// Source of tokens that occur nowhere else.
@@ -89,25 +83,15 @@ impl Fan {
 
     fn cache(&mut self, text: Vec<u32>) {
         let count = u32::try_from(text.len() / BLOCK_SIZE).unwrap();
-        let blocks: Vec<BlockId> = (self.next_id..self.next_id + count).map(BlockId).collect();
-        self.next_id += count;
-        let options = InsertOptions::new(text.len(), Source::Computed);
-        self.index
-            .insert(&mut sequence(text), &blocks, options)
-            .unwrap();
+        let blocks = self.next_id..self.next_id + count;
+        self.next_id = blocks.end;
+        put(&mut self.index, &mut sequence(text), blocks);
     }
 
     /// Plans a prompt; returns the plan and the looks that it took.
     fn plan(&mut self, text: Vec<u32>) -> (ReusePlan, u64) {
-        let policy = ReusePolicy {
-            approximate: true,
-            ..ReusePolicy::EXACT_ONLY
-        };
         let before = self.index.stats().search_looks;
-        let plan = self
-            .index
-            .plan(&mut sequence(text), &policy, PlanOptions::default())
-            .unwrap();
+        let plan = planned(&mut self.index, &mut sequence(text), &approximate());
         self.index.release(&plan).unwrap();
         (plan, self.index.stats().search_looks - before)
     }
@@ -187,10 +171,7 @@ fn a_run_after_windows_that_lead_nowhere_is_found_from_its_first_token_on() {
 #[test]
 fn a_search_that_takes_too_long_gives_up_without_having_planned() {
     let mut fan = Fan::new(3);
-    let policy = ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    };
+    let policy = approximate();
     let mut within = |text: Vec<u32>, effort| {
         let before = fan.index.digest();
         let options = PlanOptions::default();

@@ -5,11 +5,11 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockId, Config, Effort, ExplainOptions, Imported, InsertOptions, LookupOptions, Namespace,
-    PlanOptions, RadixIndex, Removed, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+    BlockId, Config, Effort, ExplainOptions, InsertOptions, LookupOptions, Namespace, PlanOptions,
+    RadixIndex, Removed, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
 };
 
-use common::{ids, sequence};
+use common::{WHOLE, approximate, ids, imported, sequence, span};
 
 mod common;
 
@@ -56,21 +56,24 @@ fn of_one_edge(blocks: u32) -> (RadixIndex, TokenSequence) {
 /// As [`of_one_edge`], with a branch after each block, so that each block is an edge.
 fn of_many_edges(blocks: u32) -> (RadixIndex, TokenSequence) {
     let (mut index, seq) = of_one_edge(blocks);
-    for at in 1..blocks {
-        let mut branch = sequence((0..at).chain([blocks + at]));
-        let all: Vec<BlockId> = ids((0..at).chain([blocks + at]));
-        insert(&mut index, &mut branch, &all);
-    }
+    cut(&mut index, blocks);
     (index, seq)
 }
 
+/// Inserts a branch after each block of the sequence of [`of_one_edge`].
+fn cut(index: &mut RadixIndex, blocks: u32) {
+    for at in 1..blocks {
+        let branch = || (0..at).chain([blocks + at]);
+        insert(index, &mut sequence(branch()), &ids(branch()));
+    }
+}
+
 fn plans(index: &mut RadixIndex, seq: &TokenSequence, count: usize) -> Vec<ReusePlan> {
-    let options = PlanOptions {
-        keep_last: 0,
-        pin: true,
+    let mut one = || {
+        index
+            .plan(&mut seq.clone(), &ReusePolicy::EXACT_ONLY, WHOLE)
+            .unwrap()
     };
-    let policy = ReusePolicy::EXACT_ONLY;
-    let mut one = || index.plan(&mut seq.clone(), &policy, options).unwrap();
     (0..count).map(|_| one()).collect()
 }
 
@@ -267,14 +270,8 @@ fn ids_of_very_many_edges_are_known_to_be_long() {
 #[test]
 fn tags_after_the_prompt_are_not_read() {
     let (mut index, seq) = of_one_edge(20_000);
-    let kind = |at: usize| ["user", "tool"][at % 2].to_owned();
-    let spans: Vec<Span> = (0..20_000)
-        .map(|at| Span {
-            start: at,
-            end: at + 1,
-            kind: kind(at),
-        })
-        .collect();
+    let kind = |at: usize| ["user", "tool"][at % 2];
+    let spans: Vec<Span> = (0..20_000).map(|at| span(at, at + 1, kind(at))).collect();
     assert_eq!(index.tag_within(&seq, &spans, BRIEF).unwrap(), None);
     assert!(index.tags(&seq).is_empty());
     index.tag(&seq, &spans).unwrap();
@@ -323,22 +320,11 @@ fn exact_blocks_replace_all_that_plans_pin_of_approximate_ones() {
     let blocks = 400;
     let mut index = index(4_000);
     let mut seq = sequence(0..blocks);
-    let approximate = Source::Imported(Imported {
-        exact_until: 100,
-        hops: 1,
-    });
-    let options = InsertOptions::new(seq.len(), approximate);
+    let options = InsertOptions::new(seq.len(), imported(100, 1));
     index.insert(&mut seq, &ids(0..blocks), options).unwrap();
-    let policy = ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    };
-    let options = PlanOptions {
-        keep_last: 0,
-        pin: true,
-    };
+    let policy = approximate();
     let held: Vec<_> = (0..8)
-        .map(|_| index.plan(&mut seq.clone(), &policy, options).unwrap())
+        .map(|_| index.plan(&mut seq.clone(), &policy, WHOLE).unwrap())
         .collect();
     assert_eq!(held[0].blocks(), ids(0..blocks));
     let mut again = sequence(0..blocks);
@@ -409,12 +395,6 @@ fn a_release_takes_a_step_for_each_leaf_while_there_are_too_many_holes() {
 
 #[test]
 fn an_exact_plan_over_approximate_blocks_is_long_and_over_exact_ones_is_not() {
-    let imported = |exact_until| {
-        Source::Imported(Imported {
-            exact_until,
-            hops: 1,
-        })
-    };
     let planned = |index: &mut RadixIndex, blocks: u32| {
         let mut prompt = sequence(0..blocks);
         let policy = ReusePolicy::EXACT_ONLY;
@@ -424,7 +404,7 @@ fn an_exact_plan_over_approximate_blocks_is_long_and_over_exact_ones_is_not() {
     // Everything after the first block is approximate.
     let blocks = 600;
     let mut approximate = index(1_000);
-    let options = InsertOptions::new(blocks as usize, imported(1));
+    let options = InsertOptions::new(blocks as usize, imported(1, 1));
     approximate
         .insert(&mut sequence(0..blocks), &ids(0..blocks), options)
         .unwrap();
@@ -535,24 +515,13 @@ fn a_block_above_a_source_is_not_looked_for_on_the_paths_that_plans_pin() {
     .unwrap();
     let mut text = sequence(2_000..2_020);
     insert(&mut index, &mut text, &ids(500..520));
-    let policy = ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    };
     let mut moved = sequence([9].into_iter().chain(2_004..2_020));
-    let options = PlanOptions {
-        keep_last: 0,
-        pin: true,
-    };
-    let copied = index.plan(&mut moved, &policy, options).unwrap();
+    let copied = index.plan(&mut moved, &approximate(), WHOLE).unwrap();
     assert_eq!(copied.source_blocks(), ids(504..520));
     // A plan pins a path of many edges in the same tree.
     let mut seq = sequence(0..100);
     insert(&mut index, &mut seq, &ids(0..100));
-    for at in 1..100 {
-        let mut branch = sequence((0..at).chain([100 + at]));
-        insert(&mut index, &mut branch, &ids((0..at).chain([100 + at])));
-    }
+    cut(&mut index, 100);
     let _held = plans(&mut index, &seq, 1);
     // There is a step for the block, for what is copied, and for the path.
     let freed = index.discard_within(&ids([502]), steps(3)).unwrap();
@@ -621,11 +590,7 @@ fn of_two_edges_with_a_hole() -> (RadixIndex, TokenSequence) {
 #[test]
 fn tagging_takes_a_step_for_each_span_and_edge_and_for_each_block_of_edges_with_holes() {
     let (mut index, seq) = of_two_edges_with_a_hole();
-    let spans = [Span {
-        start: 0,
-        end: 100,
-        kind: "tool".into(),
-    }];
+    let spans = [span(0, 100, "tool")];
     let needed = 1 + 2 + 60;
     let tagged = index.tag_within(&seq, &spans, steps(needed - 1));
     assert_eq!(tagged.unwrap(), None);
@@ -685,11 +650,7 @@ fn an_insert_takes_steps_for_what_is_unknown_offered_pinned_and_dead() {
     assert_eq!(index.insert_steps(&seq, 40), 3 + 10);
     // Approximate blocks may be replaced, and each plan may pin each of them.
     let mut other = sequence(50..66);
-    let imported = Source::Imported(Imported {
-        exact_until: 0,
-        hops: 1,
-    });
-    let options = InsertOptions::new(16, imported);
+    let options = InsertOptions::new(16, imported(0, 1));
     index.insert(&mut other, &ids(10..14), options).unwrap();
     assert_eq!(index.insert_steps(&seq, 40), 3 + 10 + 3 * 40);
     // A use may remove the marks of all dead blocks in the namespace.
@@ -708,11 +669,7 @@ fn a_path_is_broken_by_a_hole_or_by_an_approximate_block() {
     assert!(index.has_broken_paths());
     insert(&mut index, &mut seq, &ids([0, 9, 2, 3]));
     assert!(!index.has_broken_paths());
-    let imported = Source::Imported(Imported {
-        exact_until: 0,
-        hops: 1,
-    });
-    let options = InsertOptions::new(1, imported);
+    let options = InsertOptions::new(1, imported(0, 1));
     let mut other = sequence([50]);
     index.insert(&mut other, &ids([20]), options).unwrap();
     assert!(index.has_broken_paths());

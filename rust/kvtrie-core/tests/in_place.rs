@@ -4,11 +4,8 @@
 
 use std::sync::Arc;
 
-use common::{ids, sequence};
-use kvtrie_core::{
-    Config, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePolicy, Salt, Source,
-    TokenSequence,
-};
+use common::{ids, imported, put, sequence};
+use kvtrie_core::{Config, InsertOptions, Namespace, RadixIndex, ReusePolicy, Salt, TokenSequence};
 
 mod common;
 
@@ -27,14 +24,9 @@ fn index() -> RadixIndex {
 fn filled() -> (RadixIndex, TokenSequence) {
     let mut index = index();
     let mut other = sequence([100, 101].into_iter().chain(0..32));
-    let options = InsertOptions::new(34, Source::Computed);
-    index.insert(&mut other, &ids(4..21), options).unwrap();
+    put(&mut index, &mut other, 4..21);
     let mut seq = sequence(0..32);
-    let source = Source::Imported(Imported {
-        exact_until: 4,
-        hops: 3,
-    });
-    let options = InsertOptions::new(8, source);
+    let options = InsertOptions::new(8, imported(4, 3));
     index.insert(&mut seq, &ids(0..4), options).unwrap();
     (index, seq)
 }
@@ -50,12 +42,10 @@ fn pin_in_place_pins_exact_blocks_or_all_and_copies_nothing() {
         assert_eq!(index.num_evictable(), 21 - u64::from(blocks));
         // A plan with the same permission copies the remaining tokens.
         let policy = ReusePolicy {
-            approximate: true,
             max_hops: ReusePolicy::MAX_HOPS,
-            ..ReusePolicy::EXACT_ONLY
+            ..common::approximate()
         };
-        let moved = index.plan(&mut seq.clone(), &policy, PlanOptions::default());
-        let moved = moved.unwrap();
+        let moved = common::planned(&mut index, &mut seq.clone(), &policy);
         assert!(!moved.source_blocks().is_empty());
         index.release(&moved).unwrap();
         self::index().release_if_live(&plan);

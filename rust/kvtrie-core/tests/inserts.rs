@@ -6,11 +6,10 @@
 )]
 
 use kvtrie_core::{
-    Config, Imported, InsertOptions, Inserted, LookupOptions, PlanOptions, RadixIndex, ReusePlan,
-    ReusePolicy, Source,
+    Config, InsertOptions, Inserted, LookupOptions, RadixIndex, ReusePlan, ReusePolicy, Source,
 };
 
-use common::{ids, sequence};
+use common::{WHOLE, approximate, ids, imported, sequence};
 
 mod common;
 
@@ -35,24 +34,10 @@ fn put<const N: usize>(index: &mut RadixIndex, raw: [u32; N], source: Source<'_>
     done
 }
 
-fn imported(exact_until: usize) -> Source<'static> {
-    Source::Imported(Imported {
-        exact_until,
-        hops: 0,
-    })
-}
-
 /// Plans `len` tokens from 0 on and reuses all cached ones, exact or approximate.
 fn plan(index: &mut RadixIndex, len: u32) -> ReusePlan {
-    let policy = ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    };
-    let options = PlanOptions {
-        keep_last: 0,
-        pin: true,
-    };
-    index.plan(&mut sequence(0..len), &policy, options).unwrap()
+    let mut seq = sequence(0..len);
+    index.plan(&mut seq, &approximate(), WHOLE).unwrap()
 }
 
 #[test]
@@ -77,7 +62,7 @@ fn nothing_is_taken_after_a_hole_whose_offer_is_condemned() {
 #[test]
 fn a_block_after_an_approximate_one_is_not_taken_from_its_pins() {
     let mut index = index();
-    put(&mut index, [0, 1, 2], imported(BLOCK_SIZE));
+    put(&mut index, [0, 1, 2], imported(BLOCK_SIZE, 0));
     let held = plan(&mut index, 12);
     assert_eq!(held.blocks(), ids([0, 1, 2]));
     // Block 7 was computed after the approximate block 1, so it is not better than block 2.
@@ -99,7 +84,7 @@ fn a_block_after_an_approximate_one_is_not_taken_from_its_pins() {
 fn blocks_computed_after_approximate_ones_stay_approximate_when_these_are_evicted() {
     let mut index = index();
     let held = plan(&mut index, 12);
-    put(&mut index, [0, 1, 2], imported(2 * BLOCK_SIZE));
+    put(&mut index, [0, 1, 2], imported(2 * BLOCK_SIZE, 0));
     let done = put(&mut index, [0, 1, 2], Source::Plan(&held));
     assert_eq!(done.num_exact, 2 * BLOCK_SIZE);
     index.discard(&ids([0, 1, 2])).unwrap();
@@ -169,12 +154,8 @@ fn a_plan_after_a_shorter_insert_has_the_blocks_that_are_there_now() {
     let mut branch = sequence((0..8).chain(90..94));
     index.insert(&mut branch, &ids([0, 1, 9]), options).unwrap();
     let mut seq = sequence(0..16);
-    let whole = PlanOptions {
-        keep_last: 0,
-        pin: true,
-    };
     let mut planned = |index: &mut RadixIndex| {
-        let plan = index.plan(&mut seq, &ReusePolicy::EXACT_ONLY, whole);
+        let plan = index.plan(&mut seq, &ReusePolicy::EXACT_ONLY, WHOLE);
         let plan = plan.unwrap();
         index.release(&plan).unwrap();
         let options = InsertOptions::new(8, Source::Computed);

@@ -9,15 +9,12 @@
     reason = "a test stops at what it does not expect"
 )]
 
-use std::sync::Arc;
+use kvtrie_core::{BlockId, Class, Config, InsertOptions, RadixIndex, ReusePolicy, Source};
 
-use kvtrie_core::{
-    BlockId, Class, Config, InsertOptions, Namespace, PlanOptions, RadixIndex, ReusePolicy, Salt,
-    Source, TokenSequence,
-};
-
+use common::{approximate, ids, imported, planned, sequence};
 use numbers::Numbers;
 
+mod common;
 #[path = "common/numbers.rs"]
 mod numbers;
 
@@ -27,11 +24,16 @@ impl Numbers {
     fn text(&mut self, len: usize, words: u32) -> Vec<u32> {
         (0..len).map(|_| self.below(words)).collect()
     }
+
+    /// The runs, each with a random token after it.
+    fn apart<'a>(&mut self, runs: impl Iterator<Item = &'a Vec<u32>>) -> Vec<u32> {
+        runs.flat_map(|run| run.iter().copied().chain([self.below(5_000)]))
+            .collect()
+    }
 }
 
 struct World {
     index: RadixIndex,
-    namespace: Arc<Namespace>,
     next_id: u32,
     covered: usize,
     dropped: u64,
@@ -46,41 +48,31 @@ impl World {
             max_candidates,
             ..Config::seeded(0)
         };
-        let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
         Self {
             index: RadixIndex::new(config).unwrap(),
-            namespace: Arc::new(namespace),
             next_id: 0,
             covered: 0,
             dropped: 0,
         }
     }
 
-    fn sequence(&self, tokens: &[u32]) -> TokenSequence {
-        TokenSequence::new(Arc::clone(&self.namespace), tokens.to_vec(), Vec::new()).unwrap()
-    }
-
     fn cache(&mut self, tokens: &[u32], source: Source<'_>) {
         let count = u32::try_from(tokens.len() / BLOCK_SIZE).unwrap();
-        let ids: Vec<BlockId> = (self.next_id..self.next_id + count).map(BlockId).collect();
+        let ids = ids(self.next_id..self.next_id + count);
         self.next_id += count;
         let options = InsertOptions::new(tokens.len(), source);
-        let mut seq = self.sequence(tokens);
+        let mut seq = sequence(tokens.iter().copied());
         self.index.insert(&mut seq, &ids, options).unwrap();
     }
 
     fn plan(&mut self, tokens: &[u32], min_run: Option<usize>) {
         let policy = ReusePolicy {
-            approximate: true,
             max_hops: 2,
             min_run,
-            ..ReusePolicy::EXACT_ONLY
+            ..approximate()
         };
-        let mut seq = self.sequence(tokens);
-        let plan = self
-            .index
-            .plan(&mut seq, &policy, PlanOptions::default())
-            .unwrap();
+        let mut seq = sequence(tokens.iter().copied());
+        let plan = planned(&mut self.index, &mut seq, &policy);
         self.covered += tokens.len() - plan.num_tokens(Class::Compute);
         self.dropped += plan.candidates_dropped();
         self.index.release(&plan).unwrap();
@@ -184,18 +176,11 @@ fn runs_that_are_too_short() {
     let (mut world, mut numbers) = (World::new(64), Numbers(7));
     let runs: Vec<Vec<u32>> = (0..40).map(|_| numbers.text(15, 5_000)).collect();
     for _ in 0..3 {
-        let text: Vec<u32> = runs
-            .iter()
-            .flat_map(|run| run.iter().copied().chain([numbers.below(5_000)]))
-            .collect();
+        let text = numbers.apart(runs.iter());
         world.cache(&text, Source::Computed);
     }
     for _ in 0..3 {
-        let text: Vec<u32> = runs
-            .iter()
-            .rev()
-            .flat_map(|run| run.iter().copied().chain([numbers.below(5_000)]))
-            .collect();
+        let text = numbers.apart(runs.iter().rev());
         world.plan(&text, None);
     }
     assert_eq!(world.took(), (648, 0, 0));
@@ -207,10 +192,7 @@ fn runs_that_the_policy_finds_too_short() {
     let (mut world, mut numbers) = (World::new(64), Numbers(9));
     let runs: Vec<Vec<u32>> = (0..4).map(|_| numbers.text(150, 5_000)).collect();
     for _ in 0..2 {
-        let text: Vec<u32> = runs
-            .iter()
-            .flat_map(|run| run.iter().copied().chain([numbers.below(5_000)]))
-            .collect();
+        let text = numbers.apart(runs.iter());
         world.cache(&text, Source::Computed);
     }
     for run in &runs {
@@ -256,20 +238,14 @@ fn places_at_edges_with_children() {
 #[test]
 fn approximate_entries_and_holes_on_the_own_path() {
     let (mut world, mut numbers) = (World::new(64), Numbers(8));
-    let imported = |hops| {
-        Source::Imported(kvtrie_core::Imported {
-            exact_until: 96,
-            hops,
-        })
-    };
     let texts: Vec<Vec<u32>> = (0..6).map(|_| numbers.text(480, 30)).collect();
     for (text, hops) in texts.iter().zip([0, 1, 2, 3, 0, 1]) {
-        world.cache(text, imported(hops));
+        world.cache(text, imported(96, hops));
         // The same tokens are further on in another text, with other hops.
         let mut again = numbers.text(23, 30);
         again.extend(&text[100..400]);
-        world.cache(&again, imported(1));
-        let seq = world.sequence(text);
+        world.cache(&again, imported(96, 1));
+        let seq = sequence(text.iter().copied());
         let ranges = [(128, 192), (256, 288), (400, 416)];
         world.index.remove_spans(&seq, &ranges, false).unwrap();
     }

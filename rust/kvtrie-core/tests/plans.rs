@@ -7,11 +7,11 @@
 )]
 
 use kvtrie_core::{
-    BlockId, Class, Config, Effort, ErrorKind, Imported, InsertOptions, Move, PlanOptions,
-    RadixIndex, ReusePlan, ReusePolicy, Source, Span, TokenSequence,
+    BlockId, Class, Config, Effort, ErrorKind, InsertOptions, Move, PlanOptions, RadixIndex,
+    ReusePlan, ReusePolicy, Source, TokenSequence,
 };
 
-use common::{ids, sequence};
+use common::{approximate, ids, imported, inserting, moved, planned, put, sequence, span};
 
 mod common;
 
@@ -20,31 +20,27 @@ const BLOCK_SIZE: usize = 4;
 /// A token that is cached nowhere.
 const NEW: u32 = 1000;
 
-fn index() -> RadixIndex {
-    RadixIndex::new(Config {
+fn config() -> Config {
+    Config {
         num_blocks: 64,
         block_size: BLOCK_SIZE,
         moved_runs: true,
         min_run: 8,
         ..Config::seeded(0)
+    }
+}
+
+fn index() -> RadixIndex {
+    RadixIndex::new(config()).unwrap()
+}
+
+/// An index with blocks of another size.
+fn index_of(block_size: usize) -> RadixIndex {
+    RadixIndex::new(Config {
+        block_size,
+        ..config()
     })
     .unwrap()
-}
-
-fn put(index: &mut RadixIndex, seq: &mut TokenSequence, raw: impl IntoIterator<Item = u32>) {
-    let options = InsertOptions::new(seq.len(), Source::Computed);
-    index.insert(seq, &ids(raw), options).unwrap();
-}
-
-fn imported(exact_until: usize, hops: u16) -> Source<'static> {
-    Source::Imported(Imported { exact_until, hops })
-}
-
-fn approximate() -> ReusePolicy {
-    ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    }
 }
 
 fn plan(index: &mut RadixIndex, seq: &mut TokenSequence, pin: bool) -> ReusePlan {
@@ -124,12 +120,8 @@ fn a_prompt_of_two_edges_walks_both() {
 #[test]
 fn places_that_were_not_tried_are_counted() {
     let mut index = RadixIndex::new(Config {
-        num_blocks: 64,
-        block_size: BLOCK_SIZE,
-        moved_runs: true,
-        min_run: 8,
         max_candidates: 1,
-        ..Config::seeded(0)
+        ..config()
     })
     .unwrap();
     for place in 0..3 {
@@ -408,9 +400,8 @@ fn pieces_of_long_prompts_are_found_if_they_are_long_enough() {
         let mut index = RadixIndex::new(Config {
             num_blocks: (TEXT * TEXTS / block_size) as u64,
             block_size,
-            moved_runs: true,
             min_run,
-            ..Config::seeded(0)
+            ..config()
         })
         .unwrap();
         for text in 0..TEXTS {
@@ -443,12 +434,7 @@ fn pieces_of_long_prompts_are_found_if_they_are_long_enough() {
                 prompt.extend((0..=draws.below(gap)).map(|_| new));
             }
             let plan = plan(&mut index, &mut sequence(prompt), false);
-            let found: Vec<_> = plan
-                .segments()
-                .iter()
-                .filter(|part| part.class != Class::Compute)
-                .map(|part| (part.start, part.end, part.old_start))
-                .collect();
+            let found = moved(&plan);
             assert_eq!(found, expected, "min_run {min_run}, gap {gap}");
             assert_eq!(plan.num_tokens(Class::Exact), 0);
         }
@@ -460,11 +446,9 @@ fn pieces_of_long_prompts_are_found_if_they_are_long_enough() {
 fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
     let mut index = RadixIndex::new(Config {
         num_blocks: 360,
-        block_size: BLOCK_SIZE,
-        moved_runs: true,
         min_run: 16,
         max_candidates: 2,
-        ..Config::seeded(0)
+        ..config()
     })
     .unwrap();
     let own = |text: u32, from: u32, to: u32| (from..to).map(move |at| NEW * (text + 2) + at);
@@ -479,12 +463,7 @@ fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
     let around = |tokens: Vec<u32>| sequence([NEW].into_iter().chain(tokens).chain([NEW + 1]));
     let mut found = |tokens: Vec<u32>| {
         let plan = plan(&mut index, &mut around(tokens), false);
-        let parts: Vec<_> = plan
-            .segments()
-            .iter()
-            .filter(|part| part.class == Class::Approximate)
-            .map(|part| (part.start, part.end, part.old_start))
-            .collect();
+        let parts = moved(&plan);
         (parts, plan.source_blocks(), plan.candidates_dropped() > 0)
     };
     // Tokens of one text only lead to it, and through those that all share.
@@ -513,10 +492,8 @@ fn windows_with_too_many_places_are_tried_at_the_most_recent_ones() {
 fn a_search_that_forgets_places_finds_runs_after_them() {
     let mut index = RadixIndex::new(Config {
         num_blocks: 1 << 17,
-        block_size: BLOCK_SIZE,
-        moved_runs: true,
         min_run: 16,
-        ..Config::seeded(0)
+        ..config()
     })
     .unwrap();
     let text: Vec<u32> = (0..5_400).map(|at| 10_000 + at).collect();
@@ -547,12 +524,7 @@ fn a_search_that_forgets_places_finds_runs_after_them() {
     let plan = plan(&mut index, &mut sequence(prompt), true);
     assert_eq!(plan.candidates_dropped(), 0);
     assert_eq!(index.stats().search_looks, 40_543);
-    let found: Vec<_> = plan
-        .segments()
-        .iter()
-        .filter(|segment| segment.class == Class::Approximate)
-        .map(|segment| (segment.start, segment.end, segment.old_start))
-        .collect();
+    let found = moved(&plan);
     assert_eq!(found, [(1, 24_001, 0), (at, at + 100, BLOCK_SIZE + 100)]);
     index.release(&plan).unwrap();
     index.check().unwrap();
@@ -603,14 +575,7 @@ fn of_places_that_reach_as_far_the_nearest_and_lowest_is_taken() {
                     block
                 }
             };
-            let mut index = RadixIndex::new(Config {
-                num_blocks: 64,
-                block_size,
-                moved_runs: true,
-                min_run: 8,
-                ..Config::seeded(0)
-            })
-            .unwrap();
+            let mut index = index_of(block_size);
             let text = |at: usize| (at % period) as u32;
             let seq = &mut sequence((0..LEN).map(text));
             put(&mut index, seq, (0..blocks).map(|block| id(block) as u32));
@@ -647,12 +612,9 @@ fn of_children_that_share_as_much_the_lowest_id_is_copied() {
         ([4, 2, 0, 1, 3], 5),
     ] {
         let mut index = RadixIndex::new(Config {
-            num_blocks: 64,
-            block_size: BLOCK_SIZE,
-            moved_runs: true,
             min_run: 16,
             max_candidates,
-            ..Config::seeded(0)
+            ..config()
         })
         .unwrap();
         for (text, id) in order.into_iter().enumerate() {
@@ -680,13 +642,10 @@ fn of_children_that_share_as_much_the_lowest_id_is_copied() {
             for text in 0..5 {
                 let other = (text + 1) * NEW;
                 let seq = sequence((0..32).chain([40, 41, other, other + 1]));
-                let kind = "reasoning".into();
-                index.tag(&seq, &[Span { start, end, kind }]).unwrap();
+                index.tag(&seq, &[span(start, end, "reasoning")]).unwrap();
             }
             let prompt = [NEW].into_iter().chain(0..32).chain([40, 41, NEW]);
-            let plan = index
-                .plan(&mut sequence(prompt), &policy, PlanOptions::default())
-                .unwrap();
+            let plan = planned(&mut index, &mut sequence(prompt), &policy);
             assert_eq!(plan.segments()[1].end, start + 1);
             let is_cut = max_candidates < 5;
             assert_eq!(plan.candidates_dropped() > 0, is_cut);
@@ -700,14 +659,7 @@ fn of_children_that_share_as_much_the_lowest_id_is_copied() {
 fn a_run_found_in_one_of_equal_children_is_copied_from_the_lowest_id() {
     for order in [[0, 1, 2], [2, 1, 0], [1, 0, 2], [1, 2, 0]] {
         for shared in 5..8_u32 {
-            let mut index = RadixIndex::new(Config {
-                num_blocks: 64,
-                block_size: 8,
-                moved_runs: true,
-                min_run: 8,
-                ..Config::seeded(0)
-            })
-            .unwrap();
+            let mut index = index_of(8);
             for (text, id) in order.into_iter().enumerate() {
                 let other = (text as u32 + 2) * NEW;
                 let tail = (8..8 + shared).chain(other..other + 8 - shared);
@@ -738,20 +690,13 @@ fn tokens_of_a_forbidden_kind_are_computed() {
         let seq = &mut sequence(0..40);
         let options = InsertOptions::new(40, imported(exact_until, 1));
         index.insert(seq, &ids(20..30), options).unwrap();
-        let kinds = [(start, end, "reasoning"), (0, 40, "answer")];
-        let spans = kinds.map(|(start, end, kind)| Span {
-            start,
-            end,
-            kind: kind.into(),
-        });
+        let spans = [span(start, end, "reasoning"), span(0, 40, "answer")];
         index.tag(seq, &spans).unwrap();
         let prompt = &mut sequence([NEW].into_iter().chain(0..40).chain([NEW]));
-        let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
-        let found: Vec<_> = plan
-            .segments()
-            .iter()
-            .filter(|part| part.class == Class::Approximate)
-            .map(|part| (part.old_start, part.end - part.start))
+        let plan = planned(&mut index, prompt, &policy);
+        let found: Vec<_> = moved(&plan)
+            .into_iter()
+            .map(|(start, end, old_start)| (old_start, end - start))
             .collect();
         let runs = [
             (0, start.min(exact_until)),
@@ -774,10 +719,7 @@ fn of_places_that_reach_as_far_the_one_with_fewest_hops_is_taken() {
             } else {
                 Source::Computed
             };
-            let options = InsertOptions {
-                start,
-                ..InsertOptions::new(start + 4, source)
-            };
+            let options = inserting(start..start + 4, source);
             let block = BlockId(start as u32 / 4);
             index.insert(near, &[block], options).unwrap();
         }
@@ -787,7 +729,7 @@ fn of_places_that_reach_as_far_the_one_with_fewest_hops_is_taken() {
             ..approximate()
         };
         let prompt = &mut sequence([NEW].into_iter().chain(0..16).chain([NEW]));
-        let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
+        let plan = planned(&mut index, prompt, &policy);
         let moved = plan.segments()[1];
         assert_eq!((moved.end, moved.old_start, moved.hops), (17, 20, 1));
     }
@@ -817,13 +759,8 @@ fn the_ends_of_a_run_are_computed_across_edges() {
                 ..approximate()
             };
             let prompt = &mut sequence([NEW].into_iter().chain(0..24).chain([NEW]));
-            let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
-            let moved: Vec<_> = plan
-                .segments()
-                .iter()
-                .filter(|part| part.class == Class::Approximate)
-                .map(|part| (part.start, part.end, part.old_start))
-                .collect();
+            let plan = planned(&mut index, prompt, &policy);
+            let moved = moved(&plan);
             let left = first + last < 24;
             let expected = left.then_some((1 + first, 25 - last, first));
             assert_eq!(moved, Vec::from_iter(expected), "{first}, {last}");
@@ -842,25 +779,17 @@ fn the_ends_of_a_run_are_computed_across_edges() {
 #[test]
 fn children_of_the_own_path_that_were_not_compared_are_counted() {
     let mut index = RadixIndex::new(Config {
-        num_blocks: 64,
-        block_size: BLOCK_SIZE,
         moved_runs: false,
-        min_run: 8,
         max_candidates: 2,
-        ..Config::seeded(0)
+        ..config()
     })
     .unwrap();
     let text = |other: u32| (0..8).chain([40, 41, other, other]);
-    let imported = imported(0, 1);
     for other in 1..=4 {
         let seq = &mut sequence(text(100 * other));
-        let options = InsertOptions::new(12, imported);
+        let options = InsertOptions::new(12, imported(0, 1));
         index.insert(seq, &ids([10, 11, other]), options).unwrap();
-        let span = Span {
-            start: 9,
-            end: 10,
-            kind: "mine".into(),
-        };
+        let span = span(9, 10, "mine");
         index.tag(seq, &[span]).unwrap();
     }
     for (forbidden, dropped) in [(Vec::new(), false), (vec!["mine".into()], true)] {
@@ -869,7 +798,7 @@ fn children_of_the_own_path_that_were_not_compared_are_counted() {
             ..approximate()
         };
         let prompt = &mut sequence(text(900));
-        let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
+        let plan = planned(&mut index, prompt, &policy);
         assert_eq!(
             plan.num_tokens(Class::Approximate),
             10 - usize::from(dropped)
@@ -883,11 +812,7 @@ fn labelled(hops: &[u16]) -> RadixIndex {
     let mut index = index();
     let seq = &mut sequence(0..4 * hops.len() as u32);
     for (number, &hops) in hops.iter().enumerate() {
-        let imported = imported(0, hops);
-        let options = InsertOptions {
-            start: 4 * number,
-            ..InsertOptions::new(4 * number + 4, imported)
-        };
+        let options = inserting(4 * number..4 * number + 4, imported(0, hops));
         index
             .insert(seq, &[BlockId(number as u32)], options)
             .unwrap();
@@ -913,7 +838,7 @@ fn a_run_is_cut_where_hops_change() {
             max_hops,
             ..approximate()
         };
-        let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
+        let plan = planned(&mut index, prompt, &policy);
         let moved: Vec<_> = plan
             .segments()
             .iter()
@@ -930,18 +855,13 @@ fn a_forbidden_token_keeps_its_block_from_being_used_in_place() {
     for token in 0..16 {
         let mut index = labelled(&[1, 1, 1, 1]);
         let seq = &mut sequence((0..16).chain([NEW]));
-        let kind = "mine".into();
-        let span = Span {
-            start: token,
-            end: token + 1,
-            kind,
-        };
+        let span = span(token, token + 1, "mine");
         index.tag(seq, &[span]).unwrap();
         let policy = ReusePolicy {
             forbid_kinds: vec!["mine".into()],
             ..approximate()
         };
-        let plan = index.plan(seq, &policy, PlanOptions::default()).unwrap();
+        let plan = planned(&mut index, seq, &policy);
         assert_eq!(plan.blocks().len(), token / 4, "{token}");
     }
 }
@@ -952,9 +872,7 @@ fn an_exact_plan_copies_blocks_after_a_hole() {
     let mut index = cached();
     let seq = &mut sequence(0..40);
     index.remove_spans(seq, &[(8, 24)], true).unwrap();
-    let plan = index
-        .plan(seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default())
-        .unwrap();
+    let plan = planned(&mut index, seq, &ReusePolicy::EXACT_ONLY);
     let parts: Vec<_> = plan
         .segments()
         .iter()
@@ -1025,14 +943,7 @@ fn segments(plan: &ReusePlan) -> Vec<(usize, usize, usize, Class, u16)> {
 #[test]
 fn a_part_of_the_block_after_the_last_hole_is_copied() {
     for is_shared in [false, true] {
-        let mut index = RadixIndex::new(Config {
-            num_blocks: 64,
-            block_size: 16,
-            moved_runs: true,
-            min_run: 8,
-            ..Config::seeded(0)
-        })
-        .unwrap();
+        let mut index = index_of(16);
         put(&mut index, &mut sequence(0..80), 0..5);
         if is_shared {
             let other = (0..64).chain(2 * NEW..2 * NEW + 16);
@@ -1042,7 +953,7 @@ fn a_part_of_the_block_after_the_last_hole_is_copied() {
         let prompt = (0..76).chain(NEW..NEW + 10);
         for policy in [ReusePolicy::EXACT_ONLY, approximate()] {
             let prompt = &mut sequence(prompt.clone());
-            let plan = index.plan(prompt, &policy, PlanOptions::default()).unwrap();
+            let plan = planned(&mut index, prompt, &policy);
             assert_eq!(
                 segments(&plan),
                 [
@@ -1059,14 +970,7 @@ fn a_part_of_the_block_after_the_last_hole_is_copied() {
 
 #[test]
 fn a_sibling_of_a_hole_is_copied_as_far_as_its_tokens_are_the_same() {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 64,
-        block_size: 16,
-        moved_runs: true,
-        min_run: 8,
-        ..Config::seeded(0)
-    })
-    .unwrap();
+    let mut index = index_of(16);
     let text: Vec<u32> = (0..96).collect();
     put(&mut index, &mut sequence(text.clone()), 0..6);
     // Another block follows at 48 and shares 12 of the next tokens.
@@ -1075,9 +979,7 @@ fn a_sibling_of_a_hole_is_copied_as_far_as_its_tokens_are_the_same() {
     // The sibling of a hole is found although no window leads to it.
     index.discard(&ids([1, 2, 3])).unwrap();
     let policy = ReusePolicy::EXACT_ONLY;
-    let plan = index
-        .plan(&mut sequence(0..97), &policy, PlanOptions::default())
-        .unwrap();
+    let plan = planned(&mut index, &mut sequence(0..97), &policy);
     assert_eq!(
         segments(&plan),
         [
@@ -1122,9 +1024,7 @@ fn tokens_that_are_recomputed_are_counted_over_all_that_is_approximate() {
             recompute_last: last,
             ..approximate()
         };
-        let plan = index
-            .plan(&mut text(), &policy, PlanOptions::default())
-            .unwrap();
+        let plan = planned(&mut index, &mut text(), &policy);
         let found: Vec<_> = segments(&plan)
             .into_iter()
             .filter(|segment| segment.3 == Class::Approximate)
@@ -1141,11 +1041,6 @@ fn a_segment_in_place_has_the_kinds_of_all_its_blocks() {
     let mut known = sequence(0..40);
     let options = InsertOptions::new(40, imported(8, 1));
     index.insert(&mut known, &ids(20..30), options).unwrap();
-    let span = |start, end, kind: &str| Span {
-        start,
-        end,
-        kind: kind.to_owned(),
-    };
     index
         .tag(&known, &[span(13, 14, "one"), span(25, 26, "two")])
         .unwrap();

@@ -9,10 +9,14 @@
 use std::sync::Arc;
 
 use kvtrie_core::{
-    BlockAllocator, BlockId, Config, Effort, Error, ErrorKind, Imported, InsertOptions, Item,
-    LookupOptions, Namespace, PlanOptions, RadixIndex, RestoreLimits, RestoredPool, ReusePolicy,
-    Salt, Source, Span, TokenSequence,
+    BlockAllocator, Config, Effort, Error, ErrorKind, InsertOptions, Item, LookupOptions,
+    Namespace, PlanOptions, RadixIndex, RestoreLimits, RestoredPool, ReusePolicy, Salt, Source,
+    TokenSequence,
 };
+
+use common::{approximate, ids, imported, inserting, put, span};
+
+mod common;
 
 type Change<'a> = &'a dyn Fn(&mut Config);
 
@@ -25,21 +29,13 @@ fn config() -> Config {
 }
 
 fn sequence(len: u32) -> TokenSequence {
-    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
-    TokenSequence::new(Arc::new(namespace), (0..len).collect(), Vec::new()).unwrap()
-}
-
-fn ids<const N: usize>(raw: [u32; N]) -> Vec<BlockId> {
-    raw.map(BlockId).to_vec()
+    common::sequence(0..len)
 }
 
 /// The tokens 0 to 6 in the blocks 0 to 2.
 fn filled() -> RadixIndex {
     let mut index = RadixIndex::new(config()).unwrap();
-    let options = InsertOptions::new(6, Source::Computed);
-    index
-        .insert(&mut sequence(6), &ids([0, 1, 2]), options)
-        .unwrap();
+    put(&mut index, &mut sequence(6), 0..3);
     index
 }
 
@@ -103,17 +99,8 @@ fn limits_of_an_index() {
 
 #[test]
 fn limits_of_an_insert() {
-    let imported = |hops| {
-        Source::Imported(Imported {
-            exact_until: 0,
-            hops,
-        })
-    };
     let computed = Source::Computed;
-    let with = |num_computed, start, source| InsertOptions {
-        start,
-        ..InsertOptions::new(num_computed, source)
-    };
+    let with = |num_computed, start, source| inserting(start..num_computed, source);
     let most = ReusePolicy::MAX_HOPS;
     for (options, ids) in [
         (with(8, 0, computed), ids([0, 1, 2, 3])),
@@ -121,7 +108,7 @@ fn limits_of_an_insert() {
         (with(8, 6, computed), ids([3])),
         (with(9, 8, computed), ids([])),
         (with(2, 6, computed), ids([])),
-        (with(8, 6, imported(most)), ids([7])),
+        (with(8, 6, imported(0, most)), ids([7])),
     ] {
         let mut index = filled();
         index.insert(&mut sequence(9), &ids, options).unwrap();
@@ -151,7 +138,7 @@ fn limits_of_an_insert() {
             "ids holds 8; it must be in [0, 8)",
         ),
         (
-            with(8, 6, imported(most + 1)),
+            with(8, 6, imported(0, most + 1)),
             ids([7]),
             "the hops of source are 32768; they must be in [0, 32767]",
         ),
@@ -186,10 +173,7 @@ fn ids_that_back_other_tokens_or_come_twice() {
 fn an_id_that_is_refused_is_named_with_both_its_places() {
     let mut index = filled();
     // Block 1 is offered for the place where it is cached, block 0 is not.
-    let options = InsertOptions {
-        start: 2,
-        ..InsertOptions::new(6, Source::Computed)
-    };
+    let options = inserting(2..6, Source::Computed);
     let seq = &mut sequence(6);
     let error = index.insert(seq, &ids([1, 0]), options).unwrap_err();
     let words = "ids has 0, which is offered for the tokens from 4 on, but backs others at 0";
@@ -225,11 +209,7 @@ fn limits_of_a_lookup() {
 #[test]
 fn limits_of_spans_and_ids() {
     let mut index = filled();
-    let span = |start, end| Span {
-        start,
-        end,
-        kind: "user".into(),
-    };
+    let span = |start, end| span(start, end, "user");
     let seq = &mut sequence(6);
     index.tag(seq, &[span(0, 6), span(3, 3)]).unwrap();
     index.mark_dead(seq, &[(2, 4)]).unwrap();
@@ -262,12 +242,8 @@ fn limits_of_spans_and_ids() {
 fn limits_of_a_policy() {
     let mut index = RadixIndex::new(config()).unwrap();
     let min_run = index.config().min_run;
-    let base = || ReusePolicy {
-        approximate: true,
-        ..ReusePolicy::EXACT_ONLY
-    };
     let mut of = |change: &dyn Fn(&mut ReusePolicy)| {
-        let mut policy = base();
+        let mut policy = approximate();
         change(&mut policy);
         index.plan(&mut sequence(4), &policy, PlanOptions::default())
     };
@@ -332,11 +308,7 @@ fn an_error_names_the_call_that_was_made() {
     let mut index = filled();
     let (seq, any) = (&mut sequence(6), Effort::ANY);
     let (outside, ranges) = (ids([8]), [(4, 2)]);
-    let span = Span {
-        start: 0,
-        end: 7,
-        kind: "user".into(),
-    };
+    let span = span(0, 7, "user");
     let spans = std::slice::from_ref(&span);
     let lookup = LookupOptions {
         start: 1,

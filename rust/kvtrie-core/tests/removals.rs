@@ -5,9 +5,7 @@
     reason = "a test stops at what it does not expect"
 )]
 
-use kvtrie_core::{
-    BlockId, Config, InsertOptions, LookupOptions, RadixIndex, Removed, Source, TokenSequence,
-};
+use kvtrie_core::{BlockId, Config, LookupOptions, RadixIndex, Removed, TokenSequence};
 
 use common::{ids, sequence};
 
@@ -23,8 +21,7 @@ fn index(num_blocks: u64) -> RadixIndex {
 }
 
 fn put(index: &mut RadixIndex, seq: &mut TokenSequence, raw: impl IntoIterator<Item = u32>) {
-    let options = InsertOptions::new(seq.len(), Source::Computed);
-    index.insert(seq, &ids(raw), options).unwrap();
+    common::put(index, seq, raw);
     index.check().unwrap();
 }
 

@@ -6,11 +6,11 @@
 )]
 
 use kvtrie_core::{
-    Config, ErrorKind, InsertOptions, LookupOptions, PlanOptions, RadixIndex, Removed, ReusePlan,
-    ReusePolicy, Source, Span, TokenSequence,
+    Config, ErrorKind, LookupOptions, RadixIndex, Removed, ReusePlan, ReusePolicy, Source,
+    TokenSequence,
 };
 
-use common::{ids, sequence};
+use common::{WHOLE, ids, inserting, sequence, span};
 
 mod common;
 
@@ -27,17 +27,12 @@ fn index(num_blocks: u64) -> RadixIndex {
 
 /// Inserts the whole blocks of a sequence with these ids.
 fn put(index: &mut RadixIndex, seq: &mut TokenSequence, raw: impl IntoIterator<Item = u32>) {
-    let options = InsertOptions::new(seq.len(), Source::Computed);
-    index.insert(seq, &ids(raw), options).unwrap();
+    common::put(index, seq, raw);
     index.check().unwrap();
 }
 
 fn plan(index: &mut RadixIndex, seq: &mut TokenSequence) -> ReusePlan {
-    let options = PlanOptions {
-        keep_last: 0,
-        pin: true,
-    };
-    index.plan(seq, &ReusePolicy::EXACT_ONLY, options).unwrap()
+    index.plan(seq, &ReusePolicy::EXACT_ONLY, WHOLE).unwrap()
 }
 
 fn matched(index: &mut RadixIndex, seq: &mut TokenSequence) -> usize {
@@ -130,11 +125,7 @@ fn any_use_revives() {
         revived(&|index, _| assert_eq!(plan(index, &mut prompt()).source_blocks(), ids([2]))),
         1
     );
-    let span = Span {
-        start: 0,
-        end: 16,
-        kind: "reasoning".into(),
-    };
+    let span = span(0, 16, "reasoning");
     assert_eq!(
         revived(&|index, seq| index.tag(seq, std::slice::from_ref(&span)).unwrap()),
         0
@@ -184,10 +175,7 @@ fn the_tail_is_attached_again_when_the_hole_is_filled() {
     assert_eq!(removed.freed, ids(2..6));
     index.check().unwrap();
     assert_eq!((matched(&mut index, &mut seq), index.stats().holes), (4, 4));
-    let options = InsertOptions {
-        start: 4,
-        ..InsertOptions::new(12, Source::Computed)
-    };
+    let options = inserting(4..12, Source::Computed);
     index.insert(&mut seq, &ids(10..14), options).unwrap();
     assert_eq!(
         (matched(&mut index, &mut seq), index.stats().holes),
@@ -384,15 +372,14 @@ fn windows_of_blocks_that_are_removed_and_inserted_again_do_not_pile_up() {
     })
     .unwrap();
     let mut seq = sequence(0..2 * blocks);
-    let options = InsertOptions::new(seq.len(), Source::Computed);
-    index.insert(&mut seq, &ids(0..blocks), options).unwrap();
+    common::put(&mut index, &mut seq, 0..blocks);
     let full = index.stats();
     // Each block has two windows, and a waiting window takes 16 bytes: 256,000 bytes.
     let gone = [(2, seq.len() - 2)];
     let freed = index.remove_spans(&seq, &gone, false).unwrap().freed;
     assert_eq!(index.stats().windows, 2);
     assert!(index.stats().bytes < full.bytes + 64_000);
-    index.insert(&mut seq, &ids(0..blocks), options).unwrap();
+    common::put(&mut index, &mut seq, 0..blocks);
     assert_eq!((freed.len(), index.stats().windows), (7_998, full.windows));
     assert!(index.stats().bytes < full.bytes + 64_000);
 }

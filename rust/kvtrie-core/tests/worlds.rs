@@ -10,15 +10,15 @@
     reason = "a test stops at what it does not expect"
 )]
 
-use std::sync::Arc;
-
 use kvtrie_core::{
-    BlockId, Class, Config, Effort, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex,
-    ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
+    BlockId, Class, Config, Effort, InsertOptions, PlanOptions, RadixIndex, ReusePlan, ReusePolicy,
+    Source,
 };
 
+use common::{ids, imported, sequence, span};
 use numbers::Numbers;
 
+mod common;
 #[path = "common/numbers.rs"]
 mod numbers;
 
@@ -104,7 +104,6 @@ struct World {
     kind: Kind,
     numbers: Numbers,
     index: RadixIndex,
-    namespace: Arc<Namespace>,
     block_size: usize,
     min_run: usize,
     words: u32,
@@ -124,7 +123,6 @@ impl World {
             max_candidates: numbers.of(kind.max_candidates),
             ..Config::seeded(0)
         };
-        let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
         Self {
             kind,
             block_size: config.block_size,
@@ -133,7 +131,6 @@ impl World {
             scale: numbers.of(&[15, 30, 60, 150]),
             numbers,
             index: RadixIndex::new(config).unwrap(),
-            namespace: Arc::new(namespace),
             texts: Vec::new(),
             next_id: 0,
         }
@@ -167,21 +164,14 @@ impl World {
         text
     }
 
-    fn sequence(&self, tokens: &[u32]) -> TokenSequence {
-        TokenSequence::new(Arc::clone(&self.namespace), tokens.to_vec(), Vec::new()).unwrap()
-    }
-
     fn cache(&mut self) {
         let text = self.text();
-        let mut seq = self.sequence(&text);
+        let mut seq = sequence(text.iter().copied());
         let count = u32::try_from(text.len() / self.block_size).unwrap();
-        let ids: Vec<BlockId> = (self.next_id..self.next_id + count).map(BlockId).collect();
+        let ids = ids(self.next_id..self.next_id + count);
         self.next_id += count;
         let source = if self.kind.is_broken && self.numbers.once_in(3) {
-            Source::Imported(Imported {
-                exact_until: self.numbers.up_to(text.len()),
-                hops: self.numbers.of(&[1, 2, 3]),
-            })
+            imported(self.numbers.up_to(text.len()), self.numbers.of(&[1, 2, 3]))
         } else {
             Source::Computed
         };
@@ -195,11 +185,8 @@ impl World {
         for _ in 0..num_tagged {
             let start = self.numbers.up_to(text.len() - 1);
             let most = self.numbers.of(&[3, 100]);
-            let span = Span {
-                start,
-                end: start + 1 + self.numbers.up_to((text.len() - start - 1).min(most)),
-                kind: self.numbers.of(&["reasoning", "answer"]).into(),
-            };
+            let end = start + 1 + self.numbers.up_to((text.len() - start - 1).min(most));
+            let span = span(start, end, self.numbers.of(&["reasoning", "answer"]));
             self.index.tag(&seq, &[span]).unwrap();
         }
         self.texts.push(text);
@@ -230,7 +217,7 @@ impl World {
 
     fn plan(&mut self, took: &mut Took) {
         let text = self.text();
-        let (mut seq, policy) = (self.sequence(&text), self.policy());
+        let (mut seq, policy) = (sequence(text.iter().copied()), self.policy());
         let options = PlanOptions {
             keep_last: self.numbers.up_to(2),
             pin: true,

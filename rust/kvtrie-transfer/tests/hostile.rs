@@ -70,6 +70,15 @@ impl Choices {
         ];
         edges[self.below(edges.len())]
     }
+
+    /// Such a number once in `times` calls, otherwise the usual one.
+    fn edge_or(&mut self, times: usize, usual: u64) -> u64 {
+        if self.below(times) == 0 {
+            self.edge()
+        } else {
+            usual
+        }
+    }
 }
 
 fn uint(out: &mut Vec<u8>, number: u64) {
@@ -113,6 +122,15 @@ fn bin(out: &mut Vec<u8>, bytes: &[u8]) {
     out.extend(bytes);
 }
 
+fn label(start: usize, end: usize, class: Class, hops: u16) -> LabelRun {
+    LabelRun {
+        start,
+        end,
+        class,
+        hops,
+    }
+}
+
 /// What sender and receiver share.
 struct World {
     tokens: Vec<u32>,
@@ -142,12 +160,6 @@ impl World {
                 blocks,
             })
             .collect();
-        let label = |start, end, class, hops| LabelRun {
-            start,
-            end,
-            class,
-            hops,
-        };
         let labels = [
             label(0, 24, Class::Exact, 0),
             label(30, 48, Class::Approximate, 1),
@@ -286,14 +298,7 @@ fn forged(choices: &mut Choices) -> Vec<u8> {
     array(&mut raw, 4);
     raw.push(0xaf);
     raw.extend(b"kvtrie.manifest");
-    uint(
-        &mut raw,
-        if choices.below(30) == 0 {
-            choices.edge()
-        } else {
-            1
-        },
-    );
+    uint(&mut raw, choices.edge_or(30, 1));
     array(&mut raw, 5);
     for name in ["m", "auto", "default"] {
         raw.push(0xa0 | u8::try_from(name.len()).unwrap());
@@ -310,14 +315,7 @@ fn forged(choices: &mut Choices) -> Vec<u8> {
     for group in 0..groups {
         array(&mut raw, 3);
         let number = [0, 7, 9, 11][group];
-        uint(
-            &mut raw,
-            if choices.below(20) == 0 {
-                choices.edge()
-            } else {
-                number
-            },
-        );
+        uint(&mut raw, choices.edge_or(20, number));
         let size = if choices.below(30) == 0 {
             choices.edge()
         } else {
@@ -334,32 +332,10 @@ fn forged(choices: &mut Choices) -> Vec<u8> {
                 .saturating_mul(blocks)
                 .saturating_sub(choices.next() % 2);
             array(&mut raw, 8);
-            let odd = choices.below(12) == 0;
-            uint(&mut raw, if odd { choices.edge() } else { start });
-            uint(
-                &mut raw,
-                if choices.below(30) == 0 {
-                    choices.edge()
-                } else {
-                    tokens
-                },
-            );
-            uint(
-                &mut raw,
-                if choices.below(30) == 0 {
-                    choices.edge()
-                } else {
-                    flags
-                },
-            );
-            uint(
-                &mut raw,
-                if choices.below(30) == 0 {
-                    choices.edge()
-                } else {
-                    flags % 2
-                },
-            );
+            uint(&mut raw, choices.edge_or(12, start));
+            uint(&mut raw, choices.edge_or(30, tokens));
+            uint(&mut raw, choices.edge_or(30, flags));
+            uint(&mut raw, choices.edge_or(30, flags % 2));
             let count = usize::try_from(blocks).unwrap();
             let ids: Vec<u8> = (0..count)
                 .flat_map(|_| {
@@ -396,19 +372,12 @@ fn large_ones_take_less_than_four_times_their_size(key: &TransferKey) {
     let seq = sequence(&tokens);
     let shuffled: Vec<BlockId> = (0..60_000).map(|id| BlockId(id * 7_919 % 60_013)).collect();
     let alternating: Vec<LabelRun> = (0..60_000)
-        .map(|at| LabelRun {
-            start: at,
-            end: at + 1,
-            class: Class::Approximate,
-            hops: u16::try_from(at % 2).unwrap(),
+        .map(|at| {
+            let hops = u16::try_from(at % 2).unwrap();
+            label(at, at + 1, Class::Approximate, hops)
         })
         .collect();
-    let one = LabelRun {
-        start: 0,
-        end: 60_000,
-        class: Class::Exact,
-        hops: 0,
-    };
+    let one = label(0, 60_000, Class::Exact, 0);
     for labels in [&alternating[..], &[one]] {
         let group = SentGroup {
             group: 0,

@@ -31,6 +31,19 @@ fn add(index: &mut RadixIndex, seq: &mut TokenSequence, ids: &[u32], source: Sou
     index.insert(seq, &ids, options).unwrap();
 }
 
+fn imported(exact_until: usize, hops: u16) -> Source<'static> {
+    Source::Imported(Imported { exact_until, hops })
+}
+
+fn empty(num_blocks: u64, block_size: usize) -> RadixIndex {
+    RadixIndex::new(Config {
+        num_blocks,
+        block_size,
+        ..Config::seeded(0)
+    })
+    .unwrap()
+}
+
 /// Makes an index with every kind of content.
 fn full() -> RadixIndex {
     let mut index = RadixIndex::new(Config {
@@ -57,11 +70,7 @@ fn full() -> RadixIndex {
     branch[6..].fill(6);
     let mut branch = sequence("x", &branch, items);
     let ids: Vec<u32> = (0..3).chain(20..29).collect();
-    let imported = Source::Imported(Imported {
-        exact_until: 10,
-        hops: 3,
-    });
-    add(&mut index, &mut branch, &ids, imported);
+    add(&mut index, &mut branch, &ids, imported(10, 3));
     let mut other = sequence("y", &[1, 2, 3, 4, 5, 6], Vec::new());
     add(&mut index, &mut other, &[40, 41, 42], computed);
     let mut lost = sequence("z", &[1, 2], Vec::new());
@@ -468,11 +477,7 @@ fn a_pool_is_as_large_as_the_limit_allows() {
 
 #[test]
 fn the_size_is_what_the_docs_say() {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 1 << 10,
-        ..Config::seeded(0)
-    })
-    .unwrap();
+    let mut index = empty(1 << 10, 16);
     let empty = index.snapshot().len();
     let tokens: Vec<u32> = (0..512 * 16).collect();
     let mut seq = sequence("x", &tokens, Vec::new());

@@ -3,15 +3,15 @@
 
 use std::sync::Arc;
 
-use kvtrie_core::{
-    BlockId, Class, Config, Error, ErrorKind, Imported, InsertOptions, Namespace, PlanOptions,
-    RadixIndex, ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
-};
-use kvtrie_transfer::{Begin, LedgerSource, SequenceLedger, Step, StepError};
+use kvtrie_core::{BlockId, Class, Config, Error, ErrorKind, RadixIndex, ReusePlan, Source};
+use kvtrie_transfer::{Begin, SequenceLedger, Step, StepError};
 
-use super::rules::{SIZE, begun, ids, index, sequence};
+use super::rules::{SIZE, begin_imported, begun, ids, index, planned, put, sequence, span};
 
 const MAX_HOPS: u16 = 32_767;
+
+/// Makes one field of a step wrong.
+type Change<'a> = &'a dyn Fn(&mut Step<'_, i64>);
 
 fn assert_refused(error: &Error, kind: ErrorKind, words: &str) {
     assert_eq!(error.kind(), kind, "{error}");
@@ -25,36 +25,20 @@ fn assert_invalid<T: std::fmt::Debug>(done: Result<T, Error>, words: &str) {
 /// The tokens 0 to 8 in the blocks 9 and 10.
 fn filled() -> RadixIndex {
     let mut index = index();
-    let table = [BlockId(9), BlockId(10)];
-    let options = InsertOptions::new(8, Source::Computed);
-    index.insert(&mut sequence(0..8), &table, options).unwrap();
+    put(&mut index, 0..8, 9..11, Source::Computed);
     index
-}
-
-fn planned(index: &mut RadixIndex, seq: &mut TokenSequence, pin: bool) -> Arc<ReusePlan> {
-    let options = PlanOptions { keep_last: 1, pin };
-    Arc::new(index.plan(seq, &ReusePolicy::EXACT_ONLY, options).unwrap())
-}
-
-fn imported(hops: u16) -> Begin<'static> {
-    Begin {
-        source: LedgerSource::Imported(Imported {
-            exact_until: 0,
-            hops,
-        }),
-        ..Begin::default()
-    }
 }
 
 #[test]
 fn hops_of_what_was_imported() {
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     for hops in [MAX_HOPS + 1, u16::MAX] {
-        let done = ledger.begin(&mut sequence(0..4), &ids(0..1), imported(hops));
+        let done = ledger.begin(&mut sequence(0..4), &ids(0..1), begin_imported(0, hops, 0));
         assert_invalid(done, &format!("hops is {hops}; the limit is {MAX_HOPS}"));
     }
     assert!(ledger.is_empty());
-    let id = ledger.begin(&mut sequence(0..4), &ids(0..1), imported(MAX_HOPS));
+    let begin = begin_imported(0, MAX_HOPS, 0);
+    let id = ledger.begin(&mut sequence(0..4), &ids(0..1), begin);
     let labels = ledger.labels(id.unwrap(), 0, 4).unwrap();
     assert_eq!((labels.len(), labels[0].hops), (1, MAX_HOPS));
 }
@@ -341,70 +325,39 @@ fn steps_whose_lists_do_not_fit() {
         offsets: &[0, 1, 2],
         num_drafts: Some(&[0, 0]),
     };
-    let cases = [
+    let cases: [(Change<'_>, &str); 8] = [
         (
-            Step {
-                num_scheduled: &[1],
-                ..good
-            },
+            &|step| step.num_scheduled = &[1],
             "num_scheduled has 1 items; 2 requests need 2",
         ),
         (
-            Step {
-                num_computed: &[0; 3],
-                ..good
-            },
+            &|step| step.num_computed = &[0; 3],
             "num_computed has 3 items; 2 requests need 2",
         ),
         (
-            Step {
-                num_drafts: Some(&[0]),
-                ..good
-            },
+            &|step| step.num_drafts = Some(&[0]),
             "num_drafts has 1 items; 2 requests need 2",
         ),
         (
-            Step {
-                offsets: &[0, 2],
-                ..good
-            },
+            &|step| step.offsets = &[0, 2],
             "offsets has 2 items; 2 requests need 3",
         ),
         (
-            Step {
-                offsets: &[1, 1, 2],
-                ..good
-            },
+            &|step| step.offsets = &[1, 1, 2],
             "offsets go from 1 to 2; they must ascend from 0 to the 2 ids",
         ),
-        (
-            Step {
-                offsets: &[0, 1, 1],
-                ..good
-            },
-            "offsets go from 0 to 1",
-        ),
-        (
-            Step {
-                offsets: &[0, 1, 3],
-                ..good
-            },
-            "offsets go from 0 to 3",
-        ),
-        (
-            Step {
-                offsets: &[0, 3, 2],
-                ..good
-            },
-            "offsets go from 0 to 2",
-        ),
+        (&|step| step.offsets = &[0, 1, 1], "offsets go from 0 to 1"),
+        (&|step| step.offsets = &[0, 1, 3], "offsets go from 0 to 3"),
+        (&|step| step.offsets = &[0, 3, 2], "offsets go from 0 to 2"),
     ];
     let refused = |done: Result<(), StepError>, at: Option<usize>, words: &str| {
         let error = done.unwrap_err();
         assert_eq!(error.at, at);
         assert_refused(&error.error, ErrorKind::InvalidArgument, words);
     };
-    for (step, words) in cases {
+    for (change, words) in cases {
+        let mut step = good;
+        change(&mut step);
         let done = ledger.step::<_, Error>(&step, |_, _| panic!("no ids are given"));
         refused(done, None, words);
     }
@@ -431,11 +384,6 @@ fn steps_whose_lists_do_not_fit() {
 #[test]
 fn spans_outside_the_sequence() {
     let (mut ledger, _seq, id) = begun(6);
-    let span = |start, end| Span {
-        start,
-        end,
-        kind: "user".to_owned(),
-    };
     assert_invalid(ledger.tag(id, &[span(0, 4), span(4, 7)]), "");
     assert_eq!(ledger.spans(id), Ok(vec![]));
     ledger.tag(id, &[span(0, 6)]).unwrap();
@@ -446,8 +394,7 @@ fn requests_that_ended() {
     let mut index = index();
     let (mut ledger, mut seq, id) = begun(4);
     ledger.finish(id, &mut seq, &mut index).unwrap();
-    let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
-    let mut other = TokenSequence::new(Arc::new(namespace), vec![1], vec![]).unwrap();
+    let mut other = sequence(1..2);
     let stale = |error: Error| {
         assert_refused(
             &error,

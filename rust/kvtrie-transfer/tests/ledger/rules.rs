@@ -1,44 +1,75 @@
 //! Tests the rules of the ledger, each with its smallest history.
 
 use std::cell::Cell;
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvtrie_core::{
     BlockId, Class, Config, Error, Imported, InsertOptions, Namespace, PlanOptions, RadixIndex,
-    ReusePolicy, Salt, Source, Span, TokenSequence,
+    ReusePlan, ReusePolicy, Salt, Source, Span, TokenSequence,
 };
 use kvtrie_transfer::{Begin, LabelRun, LedgerSource, RequestId, SequenceLedger, Step, StepIds};
 
 pub(super) const SIZE: usize = 4;
 
-pub(super) fn sequence(tokens: std::ops::Range<u32>) -> TokenSequence {
+pub(super) fn sequence(tokens: impl IntoIterator<Item = u32>) -> TokenSequence {
     let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
-    TokenSequence::new(Arc::new(namespace), tokens.collect(), Vec::new()).unwrap()
+    let tokens = tokens.into_iter().collect();
+    TokenSequence::new(Arc::new(namespace), tokens, Vec::new()).unwrap()
 }
 
-pub(super) fn ids(ids: std::ops::Range<u32>) -> Vec<BlockId> {
+pub(super) fn ids(ids: Range<u32>) -> Vec<BlockId> {
     ids.map(BlockId).collect()
 }
 
-pub(super) fn index() -> RadixIndex {
-    let config = Config {
+fn config() -> Config {
+    Config {
         num_blocks: 16,
         block_size: SIZE,
         ..Config::seeded(0)
-    };
-    RadixIndex::new(config).unwrap()
+    }
+}
+
+pub(super) fn index() -> RadixIndex {
+    RadixIndex::new(config()).unwrap()
 }
 
 /// An index that finds moved runs of eight tokens.
 fn index_of_moved_runs() -> RadixIndex {
-    let config = Config {
+    RadixIndex::new(Config {
         num_blocks: 32,
-        block_size: SIZE,
         moved_runs: true,
         min_run: 8,
-        ..Config::seeded(0)
-    };
-    RadixIndex::new(config).unwrap()
+        ..config()
+    })
+    .unwrap()
+}
+
+/// Inserts the tokens into these blocks.
+pub(super) fn put(
+    index: &mut RadixIndex,
+    tokens: Range<u32>,
+    blocks: Range<u32>,
+    source: Source<'_>,
+) {
+    let mut seq = sequence(tokens);
+    let options = InsertOptions::new(seq.len(), source);
+    index.insert(&mut seq, &ids(blocks), options).unwrap();
+}
+
+pub(super) fn span(start: usize, end: usize) -> Span {
+    let kind = "user".to_owned();
+    Span { start, end, kind }
+}
+
+/// An exact plan of all tokens but the last.
+pub(super) fn planned(
+    index: &mut RadixIndex,
+    seq: &mut TokenSequence,
+    pin: bool,
+) -> Arc<ReusePlan> {
+    let options = PlanOptions { keep_last: 1, pin };
+    Arc::new(index.plan(seq, &ReusePolicy::EXACT_ONLY, options).unwrap())
 }
 
 /// The runs of labels as (start, end, class, hops).
@@ -50,6 +81,15 @@ fn labels(ledger: &SequenceLedger, id: RequestId, end: usize) -> Vec<(usize, usi
 
 fn imported(exact_until: usize, hops: u16) -> Imported {
     Imported { exact_until, hops }
+}
+
+/// A request with imported KV that is exact up to `exact_until`.
+pub(super) fn begin_imported(exact_until: usize, hops: u16, num_computed: usize) -> Begin<'static> {
+    Begin {
+        source: LedgerSource::Imported(imported(exact_until, hops)),
+        num_computed,
+        ..Begin::default()
+    }
 }
 
 /// A request of so many tokens, all computed, in a table for 16.
@@ -196,13 +236,10 @@ fn a_rollback_drops_the_cached_segments_after_it() {
 #[test]
 fn a_finish_after_its_plan_claims_what_is_committed_as_exact() {
     let mut index = index();
-    let mut known = sequence(0..4);
-    let options = InsertOptions::new(4, Source::Computed);
-    index.insert(&mut known, &[BlockId(9)], options).unwrap();
+    put(&mut index, 0..4, 9..10, Source::Computed);
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     let mut seq = sequence(0..16);
-    let plan = index.plan(&mut seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default());
-    let plan = Arc::new(plan.unwrap());
+    let plan = planned(&mut index, &mut seq, true);
     let table = [9, 0, 1, 2].map(BlockId);
     let begin = Begin::planned(Arc::clone(&plan));
     let id = ledger.begin(&mut seq, &table, begin).unwrap();
@@ -273,10 +310,7 @@ fn an_answer_that_is_less_exact_lowers_the_labels() {
     let pin = Arc::clone(&ledger.pins(id).unwrap()[0]);
     index.release(&pin).unwrap();
     assert_eq!(index.evict(1), ids(0..1));
-    let options = InsertOptions::new(4, Source::Imported(imported(0, 3)));
-    index
-        .insert(&mut sequence(0..4), &ids(9..10), options)
-        .unwrap();
+    put(&mut index, 0..4, 9..10, Source::Imported(imported(0, 3)));
     ledger.append(id, &mut seq, &[50, 51, 52, 53, 54]).unwrap();
     ledger.schedule(id, 4, 0).unwrap();
     ledger.confirm(id, 8).unwrap();
@@ -294,11 +328,6 @@ fn an_answer_that_is_less_exact_lowers_the_labels() {
 fn spans_that_the_index_has_are_not_taken_back() {
     let mut index = index();
     let (mut ledger, mut seq, id) = begun(8);
-    let span = |start, end| Span {
-        start,
-        end,
-        kind: "user".to_owned(),
-    };
     ledger.commit(id, &mut seq, &mut index).unwrap();
     ledger.append(id, &mut seq, &[50, 51, 52, 53]).unwrap();
     let given = [span(0, 4), span(6, 10), span(8, 12)];
@@ -316,17 +345,11 @@ fn spans_that_the_index_has_are_not_taken_back() {
 #[test]
 fn a_plan_in_place_leads_the_table_whatever_the_source_says() {
     let mut index = index();
-    let options = InsertOptions::new(8, Source::Computed);
-    index
-        .insert(&mut sequence(0..8), &ids(8..10), options)
-        .unwrap();
+    put(&mut index, 0..8, 8..10, Source::Computed);
     let mut seq = sequence(0..20);
-    let plan = index.plan(&mut seq, &ReusePolicy::EXACT_ONLY, PlanOptions::default());
     let begin = Begin {
-        source: LedgerSource::Imported(imported(13, 2)),
-        num_computed: 20,
-        missing: None,
-        in_place: Some(Arc::new(plan.unwrap())),
+        in_place: Some(planned(&mut index, &mut seq, true)),
+        ..begin_imported(13, 2, 20)
     };
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     let table = [8, 9, 0, 1, 2].map(BlockId);
@@ -343,19 +366,11 @@ fn a_plan_in_place_leads_the_table_whatever_the_source_says() {
 #[test]
 fn pins_hold_only_blocks_in_place_and_stay_when_a_block_is_replaced() {
     let mut index = index_of_moved_runs();
-    let mut known = sequence(0..24);
-    let options = InsertOptions::new(24, Source::Computed);
-    index.insert(&mut known, &ids(20..26), options).unwrap();
+    put(&mut index, 0..24, 20..26, Source::Computed);
     // The blocks are approximate, and their later tokens are cached elsewhere as well.
-    let tokens: Vec<u32> = (90..94).chain(2..22).collect();
-    let mut seq =
-        TokenSequence::new(Arc::clone(known.namespace()), tokens.clone(), vec![]).unwrap();
-    let begin = Begin {
-        source: LedgerSource::Imported(imported(0, 1)),
-        num_computed: 8,
-        missing: None,
-        in_place: None,
-    };
+    let text = || sequence((90..94).chain(2..22));
+    let mut seq = text();
+    let begin = begin_imported(0, 1, 8);
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     let id = ledger.begin(&mut seq, &ids(0..6), begin).unwrap();
     ledger.commit(id, &mut seq, &mut index).unwrap();
@@ -366,8 +381,7 @@ fn pins_hold_only_blocks_in_place_and_stay_when_a_block_is_replaced() {
         (16, 2)
     );
     // Another request computes the first block. The ledger's pin of the block that it replaces must stay.
-    let mut other =
-        TokenSequence::new(Arc::clone(known.namespace()), tokens.clone(), vec![]).unwrap();
+    let mut other = text();
     let options = InsertOptions::new(4, Source::Computed);
     index.insert(&mut other, &ids(10..11), options).unwrap();
     assert_eq!(index.stats().condemned, 1);
@@ -428,12 +442,7 @@ fn an_answer_lowers_the_labels_of_what_was_said_to_be_exact_alone() {
     let mut index = index();
     let mut ledger = SequenceLedger::new(SIZE).unwrap();
     let mut seq = sequence(0..24);
-    let begin = Begin {
-        source: LedgerSource::Imported(imported(18, 2)),
-        num_computed: 8,
-        missing: None,
-        in_place: None,
-    };
+    let begin = begin_imported(18, 2, 8);
     let id = ledger.begin(&mut seq, &ids(0..6), begin).unwrap();
     ledger.commit(id, &mut seq, &mut index).unwrap();
     let pin = Arc::clone(&ledger.pins(id).unwrap()[0]);
@@ -480,30 +489,16 @@ fn drafts_under_way_stand_so_much_further_in_front_as_others_were_refused() {
 fn what_is_held_is_no_worse_than_what_was_committed() {
     let mut index = index_of_moved_runs();
     // After an exact block, the index has an approximate one.
-    let options = InsertOptions::new(8, Source::Imported(imported(4, 1)));
-    index
-        .insert(&mut sequence(0..8), &ids(8..10), options)
-        .unwrap();
+    put(&mut index, 0..8, 8..10, Source::Imported(imported(4, 1)));
     let (mut ledger, mut seq, id) = begun(4);
     ledger.append(id, &mut seq, &[4, 5, 6, 7, 8]).unwrap();
     ledger.commit(id, &mut seq, &mut index).unwrap();
     assert_eq!(ledger.pins(id).unwrap()[0].blocks(), ids(8..9));
     ledger.finish(id, &mut seq, &mut index).unwrap();
     // All tokens but the first are cached elsewhere as well, but they are not copied.
-    index
-        .insert(
-            &mut sequence(40..56),
-            &ids(10..14),
-            InsertOptions::new(16, Source::Computed),
-        )
-        .unwrap();
+    put(&mut index, 40..56, 10..14, Source::Computed);
     let mut seq = sequence(39..55);
-    let begin = Begin {
-        source: LedgerSource::Imported(imported(0, 1)),
-        num_computed: 4,
-        missing: None,
-        in_place: None,
-    };
+    let begin = begin_imported(0, 1, 4);
     let id = ledger.begin(&mut seq, &ids(20..24), begin).unwrap();
     ledger.commit(id, &mut seq, &mut index).unwrap();
     let pin = &ledger.pins(id).unwrap()[0];

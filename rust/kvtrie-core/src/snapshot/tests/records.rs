@@ -66,12 +66,7 @@ fn tokens() -> Vec<u32> {
 /// Writes a path with blocks of four tokens: edges over the depths [0, 2) and [2, 5), both last used at 3. The clock is
 /// at 9.
 fn two_edges(middle: u32, above: &Edge, below: &Edge) -> Vec<u8> {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 8,
-        block_size: 4,
-        ..Config::seeded(0)
-    })
-    .unwrap();
+    let mut index = empty(8, 4);
     *index.parts_mut().clock = 9;
     let mut out = Writer::default();
     out.len(1);
@@ -204,18 +199,9 @@ fn uses_end_inside_the_edge_after_the_last_of_the_whole() {
 
 #[test]
 fn labels_of_blocks_that_left_are_not_written() {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 8,
-        block_size: 2,
-        ..Config::seeded(0)
-    })
-    .unwrap();
+    let mut index = empty(8, 2);
     let mut seq = sequence("x", &[1, 2, 3, 4], Vec::new());
-    let imported = Source::Imported(Imported {
-        exact_until: 2,
-        hops: 3,
-    });
-    add(&mut index, &mut seq, &[5, 6], imported);
+    add(&mut index, &mut seq, &[5, 6], imported(2, 3));
     let kind = index.kinds()[0].clone();
     let tag = Span {
         start: 0,
@@ -258,19 +244,10 @@ fn an_edge_ends_above_the_greatest_number_of_a_depth() {
 
 #[test]
 fn so_many_edges_are_read_under_short_hashes() {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 1 << 15,
-        block_size: 1,
-        ..Config::seeded(0)
-    })
-    .unwrap();
+    let mut index = empty(1 << 15, 1);
     let add = |index: &mut RadixIndex, salt: &str, id: u32| {
-        add(
-            index,
-            &mut sequence(salt, &[id], Vec::new()),
-            &[id],
-            Source::Computed,
-        );
+        let mut seq = sequence(salt, &[id], Vec::new());
+        add(index, &mut seq, &[id], Source::Computed);
     };
     // Together with the two roots, these are as many edges as allowed.
     for id in 0..(1 << 14) - 2 {
@@ -289,19 +266,10 @@ fn so_many_edges_are_read_under_short_hashes() {
 
 #[test]
 fn what_has_no_adapter_and_no_salt_comes_back() {
-    let mut index = RadixIndex::new(Config {
-        num_blocks: 8,
-        block_size: 2,
-        ..Config::seeded(0)
-    })
-    .unwrap();
+    let mut index = empty(8, 2);
     let namespace = Namespace::new("m", "bfloat16", "default", None, Salt::Shared).unwrap();
     let mut seq = TokenSequence::new(Arc::new(namespace), vec![1, 2, 3, 4], Vec::new()).unwrap();
-    let imported = Source::Imported(Imported {
-        exact_until: 2,
-        hops: 3,
-    });
-    add(&mut index, &mut seq, &[5, 6], imported);
+    add(&mut index, &mut seq, &[5, 6], imported(2, 3));
     let bytes = index.snapshot();
     let again = RadixIndex::restore(&bytes, POOL).unwrap();
     assert_eq!(again.digest(), index.digest());

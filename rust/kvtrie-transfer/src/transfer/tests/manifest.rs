@@ -2,7 +2,7 @@
 
 use kvtrie_core::Item;
 
-use super::refusals::{label, made};
+use super::refusals::made;
 use super::*;
 
 /// The start, end, class and ids of each run.
@@ -128,18 +128,10 @@ fn the_digest_before_an_item_does_not_depend_on_it() {
         TokenSequence::new(namespace, vec![1; 12], items).unwrap()
     };
     let table = ids(3, 0);
-    let group = SentGroup {
-        group: 0,
-        block_size: 4,
-        blocks: &table,
-    };
     let exact = [label(0, 12, Class::Exact)];
-    let manifest = TransferManifest::new(&with(b"a"), &[group], &exact, 12, &key()).unwrap();
-    let local = [LocalGroup {
-        group: 0,
-        block_size: None,
-        blocks: Some(&table),
-    }];
+    let sent = [sent(4, &table)];
+    let manifest = TransferManifest::new(&with(b"a"), &sent, &exact, 12, &key()).unwrap();
+    let local = local(&table);
     let options = TransferOptions::default();
     for (mine, computed) in [
         (with(b"a"), &[][..]),

@@ -6,18 +6,9 @@ use super::*;
 
 /// A manifest of tokens that all have exact KV.
 fn all_exact(tokens: &[u32], block_size: usize, blocks: &[BlockId]) -> TransferManifest {
-    let group = SentGroup {
-        group: 0,
-        block_size,
-        blocks,
-    };
-    let label = LabelRun {
-        start: 0,
-        end: tokens.len(),
-        class: Class::Exact,
-        hops: 0,
-    };
-    TransferManifest::new(&sequence(tokens), &[group], &[label], tokens.len(), &key()).unwrap()
+    let (group, end) = (sent(block_size, blocks), tokens.len());
+    let label = label(0, end, Class::Exact);
+    TransferManifest::new(&sequence(tokens), &[group], &[label], end, &key()).unwrap()
 }
 
 /// Which tokens may be loaded, and the length of the shortest moved run.
@@ -40,9 +31,8 @@ impl Asked {
 /// For each token of the prompt, the sender's position from which it is loaded.
 fn sources(manifest: &TransferManifest, mine: &[u32], asked: &Asked) -> Vec<Option<usize>> {
     let policy = ReusePolicy {
-        approximate: true,
         min_run: Some(asked.min_run),
-        ..ReusePolicy::EXACT_ONLY
+        ..approximate()
     };
     let options = TransferOptions {
         cached: asked.cached.clone(),
@@ -50,11 +40,10 @@ fn sources(manifest: &TransferManifest, mine: &[u32], asked: &Asked) -> Vec<Opti
         policy: &policy,
     };
     let table = ids(mine.len(), 0);
-    let local = [LocalGroup {
-        group: 0,
+    let local = local(&table).map(|group| LocalGroup {
         block_size: Some(16),
-        blocks: Some(&table),
-    }];
+        ..group
+    });
     let plan = TransferPlan::new(manifest, &sequence(mine), &local, &key(), &options).unwrap();
     let mut sources = vec![None; mine.len()];
     for pair in plan.pairs() {

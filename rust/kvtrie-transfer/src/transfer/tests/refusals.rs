@@ -266,39 +266,18 @@ fn limits_are_on_all_groups_together() {
         ..TransferLimits::default()
     };
     read(&groups, &fits).unwrap();
-    for limits in [
-        TransferLimits {
-            max_groups: 1,
-            ..fits
-        },
-        TransferLimits {
-            max_runs: 1,
-            ..fits
-        },
-        TransferLimits {
-            max_blocks: 3,
-            ..fits
-        },
-        TransferLimits {
-            max_tokens: 7,
-            ..fits
-        },
-        TransferLimits {
-            max_block_size: 3,
-            ..fits
-        },
-    ] {
+    let shrinks: [Change<'_, TransferLimits>; 5] = [
+        &|limits| limits.max_groups = 1,
+        &|limits| limits.max_runs = 1,
+        &|limits| limits.max_blocks = 3,
+        &|limits| limits.max_tokens = 7,
+        &|limits| limits.max_block_size = 3,
+    ];
+    for shrink in shrinks {
+        let mut limits = fits;
+        shrink(&mut limits);
         let error = read(&groups, &limits).unwrap_err();
         assert_eq!(error.refusal(), Some(Refusal::Limits), "{error}");
-    }
-}
-
-pub(super) fn label(start: usize, end: usize, class: Class) -> LabelRun {
-    LabelRun {
-        start,
-        end,
-        class,
-        hops: 0,
     }
 }
 
@@ -396,12 +375,7 @@ fn namespace(
 /// A manifest of one namespace, without blocks.
 fn manifest_of(namespace: &Arc<Namespace>) -> TransferManifest {
     let seq = TokenSequence::new(Arc::clone(namespace), vec![1, 2], vec![]).unwrap();
-    let group = SentGroup {
-        group: 0,
-        block_size: 16,
-        blocks: &[],
-    };
-    TransferManifest::new(&seq, &[group], &[], 0, &key()).unwrap()
+    TransferManifest::new(&seq, &[sent(16, &[])], &[], 0, &key()).unwrap()
 }
 
 #[test]
@@ -421,11 +395,7 @@ fn a_manifest_says_whose_it_is() {
 fn manifests_of_other_namespaces_are_refused_by_the_field() {
     let plan = |theirs: &Arc<Namespace>, mine: &Arc<Namespace>| {
         let seq = TokenSequence::new(Arc::clone(mine), vec![1, 2], vec![]).unwrap();
-        let local = [LocalGroup {
-            group: 0,
-            block_size: None,
-            blocks: Some(&[BlockId(3)]),
-        }];
+        let local = local(&[BlockId(3)]);
         let options = TransferOptions::default();
         TransferPlan::new(&manifest_of(theirs), &seq, &local, &key(), &options)
     };
@@ -491,18 +461,11 @@ fn manifests_of_other_namespaces_are_refused_by_the_field() {
 
 #[test]
 fn what_a_plan_is_asked_wrongly() {
-    let sender = Sender {
-        tokens: (0..10).collect(),
-        labels: vec![Some((Class::Exact, 0)); 10],
-        block_size: 4,
-    };
+    let sender = Sender::exact((0..10).collect(), 4);
     let manifest = sender.manifest().unwrap();
     let table = ids(3, 0);
-    let group = |group| LocalGroup {
-        group,
-        block_size: None,
-        blocks: Some(&table),
-    };
+    let [first] = local(&table);
+    let group = |group| LocalGroup { group, ..first };
     let seq = sequence(&sender.tokens);
     let plan = |local: &[LocalGroup<'_>], cached: Range<usize>, policy: &ReusePolicy| {
         let options = TransferOptions {
